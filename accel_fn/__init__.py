@@ -1,0 +1,77 @@
+"""Training steps out of small pure transforms: one script on a CPU, on many GPUs, on many machines.
+
+Names load on first use, so `import accel_fn` does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_fn._batch import num_samples as num_samples
+    from accel_fn._collectives import barrier as barrier
+    from accel_fn._collectives import broadcast as broadcast
+    from accel_fn._collectives import gather as gather
+    from accel_fn._collectives import on_main as on_main
+    from accel_fn._collectives import reduce_mean as reduce_mean
+    from accel_fn._collectives import reduce_sum as reduce_sum
+    from accel_fn._errors import AccelError as AccelError
+    from accel_fn._explain import explain as explain
+    from accel_fn._grads import Grads as Grads
+    from accel_fn._plan import Plan as Plan
+    from accel_fn._plan import Report as Report
+    from accel_fn._plan import Transform as Transform
+    from accel_fn._plan import compose as compose
+    from accel_fn._state import DistState as DistState
+    from accel_fn._state import LossScale as LossScale
+    from accel_fn._step import Step as Step
+    from accel_fn._step import build as build
+    from accel_fn._weights import num_labels as num_labels
+    from accel_fn._world import distributed as distributed
+    from accel_fn._world import init as init
+    from accel_fn.data._loader import shard_loader as shard_loader
+    from accel_fn.transforms._accumulation import accumulate as accumulate
+    from accel_fn.transforms._amp import with_amp as with_amp
+    from accel_fn.transforms._clipping import clip as clip
+    from accel_fn.transforms._clipping import clip_value as clip_value
+    from accel_fn.transforms._ddp import wrap_ddp as wrap_ddp
+    from accel_fn.transforms._placement import place as place
+
+_MODULES = {
+    "_batch": ["num_samples"],
+    "_collectives": ["barrier", "broadcast", "gather", "on_main", "reduce_mean", "reduce_sum"],
+    "_errors": ["AccelError"],
+    "_explain": ["explain"],
+    "_grads": ["Grads"],
+    "_plan": ["Plan", "Report", "Transform", "compose"],
+    "_state": ["DistState", "LossScale"],
+    "_step": ["Step", "build"],
+    "_weights": ["num_labels"],
+    "_world": ["distributed", "init"],
+    "data._loader": ["shard_loader"],
+    "transforms._accumulation": ["accumulate"],
+    "transforms._amp": ["with_amp"],
+    "transforms._clipping": ["clip", "clip_value"],
+    "transforms._ddp": ["wrap_ddp"],
+    "transforms._placement": ["place"],
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_SUBPACKAGES = ("data", "testing", "transforms")
+
+__version__ = "0.1.0"
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_SUBPACKAGES, "__version__"})

@@ -1,0 +1,370 @@
+"""What ranks say to each other: gather, reduce, broadcast, barrier, on_main."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import einops
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accel_fn import _comm
+from accel_fn._errors import ArgumentError, BatchError, ReplicaError, WorldError, message
+from accel_fn._state import DistState
+
+T = TypeVar("T")
+
+
+def gather(tree: T, state: DistState) -> T:
+    """Join the rows of all ranks, on all ranks, in data-set order.
+
+    Ranks hold consecutive parts of a batch that `shard_loader` cut, so joining
+    them in rank order restores the order of the data set. Leading dimensions
+    may differ between ranks, and may be 0.
+
+    Args:
+        tree: a tree of tensors [num_rows, ...] and lists of picklable things,
+            of one structure on all ranks; trailing dimensions and dtypes agree.
+        state: of this rank.
+
+    Returns:
+        The same tree with tensors [sum of num_rows, ...] and joined lists.
+        In a world of one, `tree` itself.
+
+    Raises:
+        ValueError: on every rank alike, before any data moves: structures,
+            dtypes or trailing dimensions differ, or a leaf has no rows to join.
+
+    Cost: two small collectives for shapes and lists, then one all-gather per
+    dtype, of world_size times the largest part; one host synchronisation.
+
+    >>> import torch, accel_fn as af
+    >>> af.gather(torch.arange(3), af.DistState())
+    tensor([0, 1, 2])
+    """
+    if state.world_size == 1:
+        return tree
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=_is_plain_list)
+    described = (str(structure), [_describe(leaf) for leaf in leaves])
+    every = _comm.exchange(described, state, "gather")
+    _check_alike(every)
+    joined: list[Any] = [None] * len(leaves)
+    for places in _by_dtype(leaves).values():
+        rows = [[entry[1][place]["rows"] for place in places] for entry in every]
+        for place, whole in zip(
+            places, _gather_tensors([leaves[place] for place in places], rows, state), strict=True
+        ):
+            joined[place] = whole
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, list):
+            joined[place] = [item for entry in every for item in entry[1][place]["items"]]
+    whole_tree: T = pytree.tree_unflatten(joined, structure)
+    return whole_tree
+
+
+def _is_plain_list(node: Any) -> bool:
+    return type(node) is list and not any(
+        isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(node)
+    )
+
+
+def _describe(leaf: Any) -> dict[str, Any]:
+    """What peers must know of a leaf: its kind, on which they must agree, and its rows or items."""
+    if isinstance(leaf, Tensor) and leaf.ndim:
+        return {"kind": f"{leaf.dtype} [rows, {list(leaf.shape[1:])}]", "rows": leaf.size(0)}
+    if isinstance(leaf, list):
+        return {"kind": "list", "items": leaf}
+    name = "0-dim tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+    return {"kind": name, "refused": True}
+
+
+def _check_alike(every: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
+    """The same verdict on every rank: may these trees be joined?"""
+    structure, first = every[0]
+    for rank, (other, leaves) in enumerate(every):
+        kinds, theirs = [leaf["kind"] for leaf in first], [leaf["kind"] for leaf in leaves]
+        if other != structure or kinds != theirs:
+            what = f"{theirs} on rank {rank} and {kinds} on rank 0"
+            if kinds == theirs:
+                what = f"{other} on rank {rank} and {structure} on rank 0"
+            raise BatchError(
+                "gather: tree must have one structure, and one dtype and trailing shape a leaf, "
+                f"on every rank, got {what}"
+            )
+    for leaf in first:
+        if leaf.get("refused"):
+            raise BatchError(
+                "gather: tree must hold tensors with a leading dimension and lists, "
+                f"got a {leaf['kind']}; use reduce_sum or reduce_mean for numbers"
+            )
+
+
+def _by_dtype(leaves: Sequence[Any]) -> dict[torch.dtype, list[int]]:
+    places: dict[torch.dtype, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            places.setdefault(leaf.dtype, []).append(place)
+    return places
+
+
+def _gather_tensors(
+    tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], state: DistState
+) -> list[Tensor]:
+    """Tensors of one dtype in one all-gather: flattened, padded to the longest, cut again."""
+    flat, shapes = einops.pack([tensor.detach().to(state.device) for tensor in tensors], "*")
+    widths = [tensor[:1].numel() if tensor.size(0) else tensor.new_empty(tensor.shape[1:]).numel() for tensor in tensors]
+    lengths = [sum(n * width for n, width in zip(counts, widths, strict=True)) for counts in rows]
+    padded = flat.new_zeros(max(lengths))
+    padded[: flat.numel()] = flat
+    parts = _comm.all_gather(padded, state, "gather")
+    cut = [
+        einops.unpack(part[:length], [(n, *shape[1:]) for n, shape in zip(counts, shapes, strict=True)], "*")
+        for part, length, counts in zip(parts, lengths, rows, strict=True)
+    ]
+    return [torch.cat(pieces) for pieces in zip(*cut, strict=True)]
+
+
+def reduce_sum(tree: T, state: DistState) -> T:
+    """Sum over the ranks, leaf by leaf, on all ranks.
+
+    Integers are summed as integers, exactly.
+
+    Args:
+        tree: a tree of tensors of one shape and dtype on all ranks, and of numbers.
+        state: of this rank.
+
+    Returns:
+        The same tree of sums: new tensors, and Python numbers for numbers.
+        In a world of one, `tree` itself.
+
+    Raises:
+        ValueError: on every rank alike, before any data moves: structures, shapes or dtypes differ.
+
+    Cost: two small collectives for the check, then one all-reduce a leaf; one
+    host synchronisation where the tree holds numbers.
+
+    >>> import accel_fn as af
+    >>> af.reduce_sum({"right": 9, "seen": 10}, af.DistState())
+    {'right': 9, 'seen': 10}
+    """
+    return tree if state.world_size == 1 else _reduced(tree, state, "reduce_sum", 1.0)
+
+
+def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
+    """Weighted mean over the ranks, leaf by leaf, on all ranks.
+
+    A mean of per-rank means is the mean over all items only if every rank's
+    mean is weighted by its number of items: give that as `weight`.
+
+    Args:
+        tree: a tree of floating-point tensors of one shape and dtype on all
+            ranks, and of numbers.
+        state: of this rank.
+        weight: of this rank's values, finite and >= 0; a rank of weight 0 does not count,
+            whatever its values.
+
+    Returns:
+        The same tree of means: new tensors, and floats for numbers. In a
+        world of one, `tree` itself.
+
+    Raises:
+        ValueError: on every rank alike: structures, shapes or dtypes differ,
+            a weight is negative or not finite, or all are 0.
+
+    Cost: as `reduce_sum`.
+
+    >>> import accel_fn as af
+    >>> af.reduce_mean(0.5, af.DistState(), weight=32)
+    0.5
+    """
+    weights = _comm.exchange(weight, state, "reduce_mean")
+    for rank, each in enumerate(weights):
+        if not 0 <= each < float("inf"):
+            rule = f"be finite and >= 0 on every rank, it is not on rank {rank}"
+            raise ArgumentError(message("reduce_mean", "weight", rule, each))
+    if not sum(weights) > 0:
+        raise ArgumentError(message("reduce_mean", "weight", "be > 0 on some rank", weights))
+    if state.world_size == 1:
+        return tree
+    return _reduced(tree, state, "reduce_mean", weight / sum(weights))
+
+
+def _reduced(tree: Any, state: DistState, function: str, share: float) -> Any:
+    """The sum over ranks of share * tree; shares of exactly one leave integers integers."""
+    leaves, structure = pytree.tree_flatten(tree)
+    mean = function == "reduce_mean"
+    described = (str(structure), [_describe_number(leaf, mean) for leaf in leaves])
+    for rank, other in enumerate(_comm.exchange(described, state, function)):
+        if other != described:
+            raise BatchError(
+                f"{function}: tree must have one structure, and one shape and dtype a leaf, on every "
+                f"rank, got {other} on rank {rank} and {described} on rank {state.rank}"
+            )
+        if "refused" in other[1]:
+            what = "floating-point tensors and numbers" if mean else "tensors and numbers"
+            raise BatchError(message(function, "tree", f"hold {what}", tree))
+    sums = []
+    for leaf in leaves:
+        number = not isinstance(leaf, Tensor)
+        value = _wide(leaf) if number else leaf.detach().to(state.device)
+        total = value.clone() if share == 1.0 and not mean else _share(value, share)
+        _comm.start_sum(total, state, function).wait()
+        sums.append(total.item() if number else total)
+    return pytree.tree_unflatten(sums, structure)
+
+
+def _wide(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64)
+
+
+def _share(value: Tensor, share: float) -> Tensor:
+    """share * value, exactly zero for a share of zero even where the value is not finite."""
+    value = value if value.is_floating_point() else value.double()
+    return value * share if share else torch.zeros_like(value)
+
+
+def _describe_number(leaf: Any, mean: bool) -> str:
+    if isinstance(leaf, Tensor):
+        fits = leaf.is_floating_point() or not mean
+        return f"{leaf.dtype} {list(leaf.shape)}" if fits else "refused"
+    fits = isinstance(leaf, int | float)
+    return ("float" if mean else type(leaf).__name__) if fits else "refused"
+
+
+def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
+    """Give every rank what rank `source` has.
+
+    Args:
+        tree: a tree of tensors and picklable things; only the source's counts.
+        state: of this rank.
+        source: the rank that gives.
+
+    Returns:
+        The source's tree, its tensors on each rank's device. In a world of
+        one, `tree` itself.
+
+    Raises:
+        ValueError: `source` is no rank of this world.
+
+    Cost: two small collectives, then one broadcast a tensor.
+
+    >>> import accel_fn as af
+    >>> af.broadcast({"run": "blue-7"}, af.DistState())
+    {'run': 'blue-7'}
+    """
+    if not 0 <= source < state.world_size:
+        rule = f"be in 0 .. world_size - 1 = {state.world_size - 1}"
+        raise ArgumentError(message("broadcast", "source", rule, source))
+    if state.world_size == 1:
+        return tree
+    leaves, structure = pytree.tree_flatten(tree)
+    sent = None
+    if state.rank == source:
+        sent = (structure, [_header(leaf) for leaf in leaves])
+    structure, headers = _comm.exchange(sent, state, "broadcast")[source]
+    received = []
+    for place, (is_tensor, content) in enumerate(headers):
+        if not is_tensor:
+            received.append(content)
+            continue
+        dtype, shape = content
+        mine = leaves[place].detach().to(state.device) if state.rank == source else None
+        tensor = torch.empty(shape, dtype=dtype, device=state.device) if mine is None else mine.clone()
+        _comm.broadcast(tensor, state, source, "broadcast")
+        received.append(tensor)
+    result: T = pytree.tree_unflatten(received, structure)
+    return result
+
+
+def _header(leaf: Any) -> tuple[bool, Any]:
+    if isinstance(leaf, Tensor):
+        return True, (leaf.dtype, tuple(leaf.shape))
+    return False, leaf
+
+
+def barrier(state: DistState) -> None:
+    """Wait until every rank is here.
+
+    Cost: one small collective on the host; none in a world of one.
+
+    >>> import accel_fn as af
+    >>> af.barrier(af.DistState())
+    """
+    if state.world_size > 1:
+        _comm.exchange(None, state, "barrier")
+
+
+def on_main(fn: Callable[[], T], state: DistState) -> T:
+    """Run `fn` on the main rank alone and give its result, or its exception, to all.
+
+    For what must happen once (a download, a folder) and what all must know
+    of it. No rank is left waiting when it fails.
+
+    Args:
+        fn: takes nothing; what it returns or raises is pickled for the others.
+        state: of this rank.
+
+    Returns:
+        What `fn` returned, on every rank.
+
+    Raises:
+        BaseException: what `fn` raised, on every rank; where it cannot be
+            pickled, a `RuntimeError` with its traceback instead on the others.
+
+    Cost: two small collectives, and the time of `fn` on all ranks.
+
+    >>> import accel_fn as af
+    >>> af.on_main(lambda: 6 * 7, af.DistState())
+    42
+    """
+    if state.world_size == 1:
+        return fn()
+    sent: tuple[str, Any] = ("", None)
+    failure: BaseException | None = None
+    if state.is_main:
+        try:
+            sent = ("result", fn())
+        except BaseException as error:
+            failure = error
+            sent = ("error", error)
+        sent = _picklable(sent)
+    kind, value = _comm.exchange(sent, state, "on_main")[0]
+    if failure is not None:
+        raise failure
+    if kind == "error":
+        raise value
+    result: T = value
+    return result
+
+
+def _picklable(sent: tuple[str, Any]) -> tuple[str, Any]:
+    """`sent` if it survives pickling, else an error that says what was lost."""
+    import pickle
+
+    kind, value = sent
+    try:
+        pickle.loads(pickle.dumps(value))
+        return sent
+    except Exception as reason:
+        what = "".join(traceback.format_exception(value)) if kind == "error" else repr(value)
+        error = WorldError(f"on_main: fn must return or raise what can be pickled ({reason}), got {what}")
+        return "error", error
+
+
+def all_or_none(fn: Callable[[], T], state: DistState, function: str) -> T:
+    """Run `fn` on every rank; where it raises on one, raise on all."""
+    result, failure = None, None
+    try:
+        result = fn()
+    except Exception as error:
+        failure = error
+    verdicts = _comm.exchange(None if failure is None else repr(failure), state, function)
+    if failure is not None:
+        raise failure
+    for rank, verdict in enumerate(verdicts):
+        if verdict is not None:
+            raise ReplicaError(f"{function}: failed on rank {rank}: {verdict}")
+    return result  # type: ignore[return-value]

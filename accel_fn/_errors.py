@@ -1,0 +1,72 @@
+"""The errors: each is ours and the builtin's, and names function, parameter, rule, value and repair."""
+
+import math
+import numbers
+
+
+class AccelError(Exception):
+    """Base of every error that accel_fn raises on purpose."""
+
+
+class ArgumentError(AccelError, ValueError):
+    """An argument breaks its rule."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of a type that its rule excludes."""
+
+
+class PlanError(AccelError, ValueError):
+    """A plan holds things that cannot make one step together."""
+
+
+class BatchError(AccelError, ValueError):
+    """A batch cannot be counted, split or joined."""
+
+
+class LossError(AccelError, ValueError):
+    """A loss function gave something that cannot be trained on."""
+
+
+class StateError(AccelError, ValueError):
+    """A state does not belong to the step or the collective it was given to."""
+
+
+class ReplicaError(AccelError, RuntimeError):
+    """Ranks that must hold the same values do not."""
+
+
+class WorldError(AccelError, RuntimeError):
+    """A world of processes could not be described, joined or kept together."""
+
+
+class WorldTimeoutError(WorldError, TimeoutError):
+    """A world did not come together in time."""
+
+
+def message(function: str, parameter: str, rule: str, value: object, repair: str = "") -> str:
+    """`<function>: <parameter> must <rule>, got <value>[; <repair>]`."""
+    ending = f"; {repair}" if repair else ""
+    return f"{function}: {parameter} must {rule}, got {value!r}{ending}"
+
+
+def check_positive(function: str, parameter: str, value: float, repair: str = "") -> float:
+    """A finite real number > 0, no boolean; given back as a float."""
+    rule = "be a finite number > 0"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(message(function, parameter, rule, value, repair))
+    if not (math.isfinite(value) and value > 0):
+        raise ArgumentError(message(function, parameter, rule, value, repair))
+    return float(value)
+
+
+def check_count(
+    function: str, parameter: str, value: int, *, minimum: int = 1, repair: str = ""
+) -> int:
+    """An integer >= `minimum`, no boolean."""
+    rule = f"be an integer >= {minimum}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentTypeError(message(function, parameter, rule, value, repair))
+    if value < minimum:
+        raise ArgumentError(message(function, parameter, rule, value, repair))
+    return int(value)

@@ -1,0 +1,87 @@
+"""explain: a plan told as the step that it will be, phase by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from accel_fn._plan import Plan, describe
+from accel_fn._state import DistState
+
+
+def explain(plan: Plan, state: DistState) -> str:
+    """Print, on the main rank, what one step of this plan will do, phase by phase.
+
+    Args:
+        plan: any plan; nothing is built.
+        state: says how many ranks and which device.
+
+    Returns:
+        The text, on every rank.
+
+    Cost: nothing is run.
+
+    >>> import accel_fn as af
+    >>> text = af.explain(af.clip(1.0)(af.Plan(loss_fn, model, optimizer)), af.DistState())
+    one step on 1 rank, cpu
+      split      the whole batch of the rank
+      weigh      num_samples
+      place      batches stay where they are
+      forward    loss_fn(Linear, batch)
+      backward   the mean over the global batch
+      gradients  clip_norm(max_norm=1.0)
+      update     SGD(lr=0.1), 2 parameter tensors, 5 numbers
+    """
+    several = state.world_size > 1
+    ranks = f"{state.world_size} ranks" if several else "1 rank"
+    phases = {
+        "start": _listed(plan.starts),
+        "model": _listed([*plan.move_model, *plan.compile_loss]),
+        "split": _listed(plan.split) or "the whole batch of the rank",
+        "weigh": describe(plan.weight_fn) + (f", summed over {ranks}" if several else ""),
+        "place": _listed(plan.place_batch) or "batches stay where they are",
+        "forward": _forward(plan),
+        "backward": _backward(plan, several),
+        "wrapped": _listed(plan.grad_fns),
+        "gradients": _listed(plan.gradients),
+        "update": _update(plan),
+        "after": _listed(plan.after),
+    }
+    lines = [f"one step on {ranks}, {state.device}"]
+    lines += [f"  {phase:<10} {text}" for phase, text in phases.items() if text]
+    text = "\n".join(lines)
+    if state.is_main:
+        print(text)
+    return text
+
+
+def _listed(functions: Sequence[Any]) -> str:
+    return ", then ".join(map(describe, functions))
+
+
+def _forward(plan: Plan) -> str:
+    call = f"{describe(plan.loss_fn)}({type(plan.model).__name__}, batch)"
+    return f"{call} under {_listed(plan.contexts)}" if plan.contexts else call
+
+
+def _backward(plan: Plan, several: bool) -> str:
+    owner = _listed(plan.own_parameters)
+    if not several:
+        return "the mean over the global batch" + (f"; {owner} has nothing to do" if owner else "")
+    return f"the mean over the global batch, by {owner or 'nothing: build will refuse this'}"
+
+
+def _update(plan: Plan) -> str:
+    optimizer = plan.optimizer
+    trained = [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if isinstance(p, nn.Parameter) and p.requires_grad
+    ]
+    rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
+    settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
+    numbers = sum(p.numel() for p in trained)
+    return f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers"

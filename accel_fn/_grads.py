@@ -1,0 +1,98 @@
+"""Gradients with a factor that is not applied yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grads:
+    """Gradients as `(tensors, factor)`; their value is `factor * tensors`.
+
+    Unscaling, averaging and clipping change the factor alone, so they never
+    read or write the gradients again. The step applies the factor once: inside
+    a fused optimizer, else by one multiply in place.
+
+    Attributes:
+        tensors: one per parameter of the optimizer that requires a gradient,
+            in the order of its groups, shaped as the parameter; None where the
+            loss does not reach it.
+        factor: [], the dtype of the gradients but at least float32, on their
+            device; None is exactly one and costs nothing.
+
+    >>> import torch, accel_fn as af
+    >>> grads = af.Grads((torch.tensor([3.0, 4.0]), None))
+    >>> float(grads.norm()), float(grads.scaled(torch.tensor(0.5)).norm())
+    (5.0, 2.5)
+    """
+
+    tensors: Sequence[Tensor | None]
+    factor: Tensor | None = None
+    _raw_norm: Tensor | None = field(default=None, repr=False)
+    _norm_read: Tensor | None = field(default=None, repr=False)
+
+    def present(self) -> list[Tensor]:
+        """The tensors that are there."""
+        return [tensor for tensor in self.tensors if tensor is not None]
+
+    def norm(self) -> Tensor:
+        """Global L2 norm of the value, over all parameters.
+
+        It is read once: a later call, also after `scaled`, costs one multiply.
+
+        Returns:
+            [], float32, or float64 where the gradients are. Not finite where
+            any gradient is not; 0 without gradients.
+
+        Cost: one read of the gradients at the first call; no host synchronisation.
+        """
+        raw = self._raw_norm
+        if raw is None:
+            raw = global_norm(self.present())
+            object.__setattr__(self, "_raw_norm", raw)  # a cache: the value is fixed by the fields
+        norm = raw if self.factor is None else raw * self.factor.abs()
+        if self._norm_read is None:
+            object.__setattr__(self, "_norm_read", norm)
+        return norm
+
+    @property
+    def norm_read(self) -> Tensor | None:
+        """The norm as it was when first asked for, before what was done with it; None if never."""
+        return self._norm_read
+
+    def scaled(self, factor: Tensor) -> Grads:
+        """The same gradients times `factor`, a 0-dim tensor on their device. Pure; no read."""
+        total = factor if self.factor is None else self.factor * factor
+        return Grads(self.tensors, total, self._raw_norm, self._norm_read)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Grads:
+        """New gradients: `fn` of each one's value, shape kept. Pure.
+
+        Cost: one read and write of the gradients where a factor is open, and what `fn` costs.
+        """
+        values = self.values()
+        mapped = tuple([None if value is None else fn(value) for value in values])
+        return Grads(mapped, None, None, self._norm_read)
+
+    def values(self) -> tuple[Tensor | None, ...]:
+        """`factor * tensors`, as new tensors unless the factor is None."""
+        if self.factor is None:
+            return tuple(self.tensors)
+        factor = self.factor
+        return tuple([None if t is None else t * factor.to(t.dtype) for t in self.tensors])
+
+
+def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all tensors, summed in at least float32."""
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    if not dense:
+        return torch.zeros(())
+    dtype = torch.float64 if dense[0].dtype == torch.float64 else torch.float32
+    norms = torch._foreach_norm(dense, 2.0, dtype)
+    if any(norm.device != norms[0].device for norm in norms):
+        norms = [norm.to(norms[0].device) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms))

@@ -1,0 +1,177 @@
+"""A plan: plain data that says what a step is made of, and how plans are transformed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_fn._batch import num_samples
+from accel_fn._errors import ArgumentTypeError, message
+from accel_fn._grads import Grads
+from accel_fn._state import DistState
+from accel_fn._weights import WeightFn
+
+LossFn = Callable[[Any, Any], Tensor]
+BatchFn = Callable[[DistState, Any], Any]
+ModuleFn = Callable[[DistState, Any], nn.Module]
+ContextFn = Callable[[DistState], AbstractContextManager[Any]]
+SplitFn = Callable[[Any], Sequence[Any]]
+GradientFn = Callable[[DistState, Grads], Grads]
+StartFn = Callable[[DistState], DistState]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Report:
+    """What one step says. Tensors stay on the device: reading them is what waits for it.
+
+    Attributes:
+        loss: [], float32, detached: the mean over the items of the global batch.
+        weight: number of items of the global batch, over all ranks.
+        grad_norm: [], float32: the global norm when it was first read, of the
+            averaged and unscaled gradients; None where nothing in the plan reads it.
+        applied: [], bool: was the optimizer run? False where the update was skipped.
+        extras: what transforms add, by name.
+    """
+
+    loss: Tensor
+    weight: float
+    grad_norm: Tensor | None = None
+    applied: Tensor | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+
+GradFn = Callable[[DistState, Any], tuple[DistState, Grads, Report]]
+AfterFn = Callable[[DistState, Report], DistState]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Plan:
+    """Everything that a step is made of: four things of the user's, and slots that transforms fill.
+
+    A slot is a tuple of functions, filled by `dataclasses.replace`; the
+    built-in transforms do no more than that. The user's objects are held,
+    never changed.
+
+    Attributes:
+        loss_fn: `(model, batch) -> Tensor`, [], the *mean* loss over the batch's items.
+        model: any `nn.Module`; it keeps its type, its hooks and its `state_dict` keys.
+        optimizer: any `torch.optim.Optimizer` over parameters of `model`.
+        weight_fn: `batch -> number`: how many items that mean is over.
+        place_batch: `(state, batch) -> batch`, in the order listed.
+        move_model: `(state, model) -> model`; at most one.
+        compile_loss: `(state, module) -> module`, a module that maps a batch to its loss; at most one.
+        own_parameters: `(state, module) -> module`, likewise, and averages gradients over the
+            ranks; at most one.
+        contexts: `state -> context manager`, around forward and loss.
+        split: `batch -> micro-batches`; at most one.
+        grad_fns: `GradFn -> GradFn`, the first listed innermost, with
+            `GradFn = (state, batch) -> (state, Grads, Report)`.
+        gradients: `(state, grads) -> grads`, in the order listed.
+        starts: `state -> state`, once, in `build`.
+        after: `(state, report) -> state`, after each update, in the order listed.
+
+    Raises:
+        TypeError: one of the four is not what it must be.
+
+    >>> import accel_fn as af
+    >>> af.Plan(loss_fn, model, optimizer)
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples)
+    """
+
+    loss_fn: LossFn
+    model: nn.Module
+    optimizer: Optimizer
+    weight_fn: WeightFn = num_samples
+    place_batch: tuple[BatchFn, ...] = field(default=(), kw_only=True)
+    move_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
+    compile_loss: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
+    own_parameters: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
+    contexts: tuple[ContextFn, ...] = field(default=(), kw_only=True)
+    split: tuple[SplitFn, ...] = field(default=(), kw_only=True)
+    grad_fns: tuple[Callable[[GradFn], GradFn], ...] = field(default=(), kw_only=True)
+    gradients: tuple[GradientFn, ...] = field(default=(), kw_only=True)
+    starts: tuple[StartFn, ...] = field(default=(), kw_only=True)
+    after: tuple[AfterFn, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        rules = {
+            "loss_fn": (callable(self.loss_fn), "be a function (model, batch) -> loss"),
+            "model": (isinstance(self.model, nn.Module), "be an nn.Module"),
+            "optimizer": (
+                isinstance(self.optimizer, Optimizer),
+                "be a torch.optim.Optimizer",
+            ),
+            "weight_fn": (callable(self.weight_fn), "be a function batch -> number"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise ArgumentTypeError(message("Plan", name, rule, getattr(self, name)))
+
+    def __repr__(self) -> str:
+        parts = [
+            describe(self.loss_fn),
+            type(self.model).__name__,
+            type(self.optimizer).__name__,
+            f"weight_fn={describe(self.weight_fn)}",
+        ]
+        parts += [
+            f"{name}=[{', '.join(map(describe, getattr(self, name)))}]"
+            for name in slot_names()
+            if getattr(self, name)
+        ]
+        return f"Plan({', '.join(parts)})"
+
+
+Transform = Callable[[Plan], Plan]
+
+
+def slot_names() -> list[str]:
+    """The slots of a plan, in the order in which a step comes to them."""
+    return [each.name for each in fields(Plan)[4:]]
+
+
+def compose(*transforms: Transform) -> Transform:
+    """One transform that applies several, left to right. Associative; `compose()` is the identity.
+
+    Args:
+        transforms: each a pure function `Plan -> Plan`.
+
+    Returns:
+        A transform.
+
+    Raises:
+        TypeError: one of them cannot be called.
+
+    Cost: none; nothing runs before `build`.
+
+    >>> import accel_fn as af
+    >>> recipe = af.compose(af.accumulate(4), af.clip(1.0))
+    >>> recipe(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[split_batch(num_parts=4)], \
+gradients=[clip_norm(max_norm=1.0)])
+    """
+    for transform in transforms:
+        if not callable(transform):
+            raise ArgumentTypeError(
+                message("compose", "transforms", "be functions Plan -> Plan", transform)
+            )
+
+    def composed(plan: Plan) -> Plan:
+        return reduce(lambda done, transform: transform(done), transforms, plan)
+
+    return composed
+
+
+def describe(fn: Any) -> str:
+    """A function as a reader would name it: `name(argument=value)`."""
+    if isinstance(fn, partial):
+        arguments = [*map(repr, fn.args), *(f"{name}={value!r}" for name, value in fn.keywords.items())]
+        return f"{describe(fn.func)}({', '.join(arguments)})"
+    name = getattr(fn, "__qualname__", None)
+    return repr(fn) if name is None else name.replace("<locals>.", "").split(".")[-1]

@@ -1,0 +1,220 @@
+"""build and Step: the one place with effects, and what it makes of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn._backward import Backward, LossModule, check_same_gradients, cloned, evaluate_loss
+from accel_fn._checks import check_agreement, check_plan, check_precision
+from accel_fn._collectives import all_or_none
+from accel_fn._errors import StateError
+from accel_fn._grads import Grads
+from accel_fn._plan import GradFn, Plan, Report
+from accel_fn._state import DistState
+from accel_fn._updating import apply_update
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Step:
+    """One training step: `step(state, batch) -> (state, report)`. Made by `build`.
+
+    `step(state, batch)` is `grads` and `update` in turn. The state is a value:
+    keep the new one. Model and optimizer are the user's objects and change in
+    place, as in any loop.
+
+    >>> import accel_fn as af
+    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> state, report = step(state, batch)
+    >>> state.step, report.weight, bool(report.applied)
+    (1, 8, True)
+    """
+
+    plan: Plan
+    _built_with: DistState
+    _module: LossModule
+    _grad_fn: GradFn
+    _parameters: Sequence[nn.Parameter]
+    _always: Tensor
+    _unchecked: list[bool]
+
+    def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
+        """Consume one batch: this rank's part of it.
+
+        Args:
+            state: what `build`, or the last step, gave.
+            batch: a tree of tensors, each [num_samples, ...]; may be empty, or weigh nothing.
+
+        Returns:
+            The state with `step` one further, and the report.
+
+        Raises:
+            ValueError: the state is another world's; the batch cannot be counted;
+                the loss cannot be trained on.
+
+        Cost: the sum of its transforms', plus two all-reduces of one number in a
+        world of several. No host synchronisation of its own.
+        """
+        self._check_state(state)
+        state, grads, report = self._grad_fn(state, batch)
+        return self._update(state, grads, report)
+
+    def forward(self, state: DistState, batch: Any) -> Tensor:
+        """The mean loss over the global batch, as the step would compute it, without gradients.
+
+        Runs under the same placement, micro-batches and autocast, in whatever
+        mode the model is: call `model.eval()` first where that matters.
+
+        Returns:
+            [], float32, on the device; the same on every rank. 0 where nothing counts.
+
+        Cost: two all-reduces of one number in a world of several.
+        """
+        self._check_state(state)
+        return evaluate_loss(state, self.plan, self._module, batch)
+
+    def grads(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
+        """Gradients of the global batch, on all ranks alike, without an update.
+
+        Returns:
+            The state, the gradients with their factor open, and a report
+            without `applied`.
+
+        Cost: as the step up to the optimizer; in a world of several also one
+        copy of the gradients, since the next backward reuses the memory of these.
+        """
+        self._check_state(state)
+        state, grads, report = self._grad_fn(state, batch)
+        return state, grads if self.plan.grad_fns else cloned(state, grads), report
+
+    def update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
+        """Gradient transforms, then the optimizer, then what comes after; counts one batch.
+
+        Args:
+            state: as `grads` gave it, or a later one.
+            grads: used up: their tensors may be overwritten.
+            report: of these gradients; `grad_norm` and `applied` are filled in.
+
+        Cost: one read of the gradients with float16 or `clip`, and the optimizer's.
+        """
+        self._check_state(state)
+        return self._update(state, grads, report)
+
+    def _update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
+        plan, scaler = self.plan, state.scaler
+        if self._unchecked and self._unchecked.pop():
+            check_same_gradients(state, plan, grads)
+        ok = None if scaler is None else torch.isfinite(grads.norm())
+        for transform in plan.gradients:
+            grads = transform(state, grads)
+        apply_update(plan.optimizer, self._parameters, grads, ok)
+        norm = grads.norm_read
+        report = Report(
+            loss=report.loss,
+            weight=report.weight,
+            grad_norm=None if norm is None else norm.float(),
+            applied=self._always if ok is None else ok,
+            extras=report.extras,
+        )
+        if scaler is not None and ok is not None:
+            scaler = scaler.adjust(ok)
+        state = state.advanced(scaler)
+        for after in plan.after:
+            state = after(state, report)
+        return state, report
+
+    def _check_state(self, state: DistState) -> None:
+        built = self._built_with
+        if (
+            state.group is not built.group
+            or state.rank != built.rank
+            or state.world_size != built.world_size
+            or state.device != built.device
+        ):
+            raise StateError(f"step: state must be of the world it was built in, got {state}, built with {built}")
+        if built.scaler is not None and state.scaler is None:
+            raise StateError("step: state must carry a loss scale, got none; go on from the state that build gave")
+
+    def __repr__(self) -> str:
+        return f"Step({self.plan!r})"
+
+
+def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
+    """Make a step of a plan: the one place that moves, wraps and compiles.
+
+    The model keeps its type, its forward, its hooks and its `state_dict` keys;
+    its parameters may move to the device, and take rank 0's values. Building
+    twice, also from one plan, gives two steps that work independently.
+
+    Args:
+        state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
+        plan: what the step is made of; not changed.
+
+    Returns:
+        The state with what transforms add to it (a loss scale), and the step.
+
+    Raises:
+        ValueError: on every rank alike, transforms that cannot be combined, an optimizer
+            over other parameters than the model's, nothing to train, or several ranks and
+            nothing that averages over them.
+        RuntimeError: ranks build different plans.
+
+    Cost: in a world of several, two small collectives and one broadcast of the parameters.
+
+    >>> import accel_fn as af
+    >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.DistState(), plan)
+    """
+    all_or_none(lambda: check_plan(state, plan), state, "build")
+    check_agreement(state, plan)
+    built = state
+    for start in plan.starts:
+        built = start(built)
+    if plan.starts:
+        check_precision(built, plan.model)
+    model = plan.model
+    for move in plan.move_model:
+        model = move(built, model)
+    loss_module = LossModule(plan.loss_fn, model)
+    module: nn.Module = loss_module
+    for wrap in (*plan.compile_loss, *plan.own_parameters):
+        module = wrap(built, module)
+    grad_fn = _grad_fn(plan, module)
+    step = Step(
+        plan=plan,
+        _built_with=built,
+        _module=loss_module,
+        _grad_fn=grad_fn,
+        _parameters=_optimized(plan),
+        _always=torch.ones((), dtype=torch.bool, device=built.device),
+        _unchecked=[True] if built.world_size > 1 else [],
+    )
+    return built, step
+
+
+def _optimized(plan: Plan) -> list[nn.Parameter]:
+    return [p for group in plan.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _grad_fn(plan: Plan, module: nn.Module) -> GradFn:
+    """Backward, inside what the plan's gradient functions make of it."""
+    trainable = [p for p in plan.model.parameters() if p.requires_grad]
+    no_sync = getattr(module, "no_sync", nullcontext)
+    grad_fn: GradFn = Backward(plan, module, trainable, _optimized(plan), no_sync)
+    if not plan.grad_fns:
+        return grad_fn
+    backward = grad_fn
+
+    def kept(state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
+        state, grads, report = backward(state, batch)
+        return state, cloned(state, grads), report
+
+    grad_fn = kept
+    for wrap in plan.grad_fns:
+        grad_fn = wrap(grad_fn)
+    return grad_fn

@@ -1,0 +1,55 @@
+"""Two of torch's functions without their wrappers, where nothing listens to those.
+
+A small step spends a quarter of its time in checks and profiler hooks around
+the engine's backward and the optimizer's step. Both functions here do what the
+public ones do, or call them. They rest on private names of torch;
+tests/unit/test_torch_internals.py says so loudly when one of them changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.optim import Optimizer, optimizer as _hooks
+
+
+def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
+    """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
+    if type(loss) is not Tensor or type(inputs[0]) is not nn.Parameter:
+        torch.autograd.backward(loss, seed, inputs=inputs)  # type: ignore[arg-type]  # subclasses have a say
+        return
+    _engine_run_backward(
+        (loss,),
+        (torch.ones_like(loss) if seed is None else seed,),
+        False,  # keep the graph
+        False,  # build a graph of the backward
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def run_optimizer(optimizer: Optimizer) -> None:
+    """`optimizer.step()`, without the profiler's wrapper where neither a profiler nor a hook is there."""
+    bare = _unwrapped_step(type(optimizer))
+    listened = (
+        "step" in vars(optimizer)  # patched on the instance, as schedulers do
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _hooks._global_optimizer_pre_hooks
+        or _hooks._global_optimizer_post_hooks
+        or torch._C._autograd._profiler_enabled()
+    )
+    if bare is None or listened:
+        optimizer.step()
+    else:
+        bare(optimizer)
+
+
+def _unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else None

@@ -1,0 +1,82 @@
+"""One update: the open factor of the gradients, and the verdict on them, go into the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from accel_fn._grads import Grads
+from accel_fn._torch import run_optimizer
+
+
+def apply_update(
+    optimizer: Optimizer, parameters: Sequence[Tensor], grads: Grads, ok: Tensor | None
+) -> None:
+    """Run the optimizer on `factor * tensors`, or not at all where `ok` is False.
+
+    A fused optimizer takes factor and verdict into its kernel, as torch's own
+    GradScaler hands them over; any other gets one multiply in place, and the
+    host waits for the verdict.
+
+    Args:
+        optimizer: its step is called as the user would, hooks and all.
+        parameters: those that `grads.tensors` belong to, in this order.
+        grads: used up: their tensors may be overwritten.
+        ok: [], bool, or None where nothing is checked.
+    """
+    factor = grads.factor
+    fused = (factor is not None or ok is not None) and _takes_factor(optimizer)
+    if ok is not None and not (fused and _can_skip(optimizer)):
+        if not ok:
+            return
+        ok = None
+    if factor is not None and not (fused and factor.dtype == torch.float32):
+        multiply(grads.present(), factor)
+        factor = None
+    try:
+        if factor is not None:
+            optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
+        if ok is not None:
+            optimizer.found_inf = (~ok).float()  # type: ignore[attr-defined]
+        for parameter, tensor in zip(parameters, grads.tensors, strict=True):
+            parameter.grad = tensor
+        run_optimizer(optimizer)
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+        if fused:
+            vars(optimizer).pop("grad_scale", None)
+            vars(optimizer).pop("found_inf", None)
+
+
+def _takes_factor(optimizer: Optimizer) -> bool:
+    """Does every group run a kernel that takes `grad_scale` and `found_inf`?"""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused", True) for group in optimizer.param_groups
+    )
+
+
+def _can_skip(optimizer: Optimizer) -> bool:
+    """False for SGD before its first update: skipping that in the kernel leaves its momentum unset."""
+    return not isinstance(optimizer, SGD) or all(
+        not group["momentum"]
+        or any("momentum_buffer" in optimizer.state.get(each, {}) for each in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """`factor * tensors`, in place."""
+    first = tensors[0] if tensors else factor
+    alike = all(
+        (each.dtype, each.device, each.layout) == (first.dtype, first.device, torch.strided)
+        for each in tensors
+    )
+    if alike:
+        torch._foreach_mul_(list(tensors), factor.to(first))
+    else:
+        for each in tensors:
+            each.mul_(factor.to(each.device, each.dtype))

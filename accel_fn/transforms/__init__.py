@@ -1,0 +1,1 @@
+"""The built-in transforms, one idea a file; each fills slots of a plan and nothing else."""
