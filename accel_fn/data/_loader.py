@@ -122,8 +122,9 @@ def _order(loader: Any, state: DistState, batch: str) -> Order:
         batch_size *= state.world_size
     _check_sizes(batch_size, len(cast("Sized", loader.dataset)), state.world_size, loader.drop_last)
     seed = state.seed
-    if loader.generator is not None:
-        seed = mix(mix(seed) + loader.generator.initial_seed())
+    generator = loader.generator or getattr(loader.sampler, "generator", None)
+    if generator is not None:
+        seed = mix(mix(seed) + generator.initial_seed())
     return Order(
         num_samples=len(cast("Sized", loader.dataset)),
         batch_size=batch_size,

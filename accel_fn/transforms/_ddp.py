@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_fn._errors import ArgumentError, message
@@ -106,21 +106,16 @@ def replicate(
         options.setdefault("bucket_cap_mb", 100)
     replicated = DistributedDataParallel(module, process_group=state.group, **options)
     if comm_hook is not None:
-        _register(replicated, state, comm_hook)
+        _register(replicated, state.group, comm_hook)
     return replicated
 
 
-def _register(replicated: DistributedDataParallel, state: DistState, name: str) -> None:
+def _register(replicated: DistributedDataParallel, group: Any, name: str) -> None:
     """Register one of torch's communication hooks by its short name."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
     if name == "powersgd":
-        memory = powerSGD_hook.PowerSGDState(state.group)
+        memory = powerSGD_hook.PowerSGDState(group)
         replicated.register_comm_hook(memory, powerSGD_hook.powerSGD_hook)
         return
     compress = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[name]
-
-    def compressed(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        return compress(group, bucket)  # under a name of ours: DDP refuses torch's bf16 hook off CUDA
-
-    replicated.register_comm_hook(state.group, compressed)
+    # Under a name of ours: by its own, DDP refuses the bf16 hook wherever there is no CUDA.
+    replicated.register_comm_hook(group, lambda group, bucket: compress(group, bucket))

@@ -1,0 +1,26 @@
+"""The library's test bench, for its users too: simulated ranks, equivalence, hypothesis strategies."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_fn.testing import _strategies as strategies
+    from accel_fn.testing._equivalence import assert_equivalent as assert_equivalent
+    from accel_fn.testing._simulation import simulate as simulate
+
+_HOMES = {
+    "assert_equivalent": ("_equivalence", "assert_equivalent"),
+    "simulate": ("_simulation", "simulate"),
+    "strategies": ("_strategies", None),
+}
+__all__ = ["assert_equivalent", "simulate", "strategies"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module_name, attribute = _HOMES[name]
+    module = importlib.import_module(f"{__name__}.{module_name}")
+    return module if attribute is None else getattr(module, attribute)

@@ -1,0 +1,114 @@
+"""assert_equivalent: do two plans train the same model, whatever world each runs in?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_fn._batch import take_part
+from accel_fn._errors import AccelError
+from accel_fn._plan import Plan
+from accel_fn._state import DistState
+from accel_fn._step import build
+from accel_fn.testing._simulation import simulate
+
+
+class NotEquivalentError(AccelError, AssertionError):
+    """Two plans trained different models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What training left behind: losses and weights per batch, parameters and buffers after each."""
+
+    losses: list[float]
+    parameters: list[dict[str, Tensor]]
+
+
+def assert_equivalent(
+    plan_a: Plan,
+    plan_b: Plan,
+    batches: Iterable[Any],
+    *,
+    world_sizes: tuple[int, int] = (1, 1),
+    rtol: float = 1e-9,
+    atol: float = 1e-12,
+    timeout_s: float = 30.0,
+) -> None:
+    """Train both plans on the same global batches, and raise unless they stay equal.
+
+    Each plan gets a copy of its model and optimizer, and trains on as many
+    simulated ranks as asked for: each rank takes its consecutive part of every
+    batch, empty where there are fewer samples than ranks. After every batch,
+    parameters and buffers are compared, on every rank.
+
+    Args:
+        plan_a: one plan. Its `loss_fn` must use the model that it is given.
+        plan_b: the other; often the same plan with a transform more.
+        batches: global batches, trees of tensors [num_samples, ...] on the CPU.
+        world_sizes: ranks for `plan_a` and for `plan_b`; more than one needs `wrap_ddp`.
+        rtol: largest difference, relative to the values; for float64.
+        atol: largest difference where values are near 0.
+        timeout_s: how long a collective waits for a rank.
+
+    Raises:
+        AssertionError: names the first batch, rank and parameter that differ, and by how much.
+        Exception: what training itself raises.
+
+    Cost: trains twice.
+
+    >>> import accel_fn as af
+    >>> from accel_fn.testing import assert_equivalent
+    >>> plan = af.Plan(loss_fn, model.double(), optimizer)
+    >>> assert_equivalent(plan, af.accumulate(3)(plan), batches=[batch])
+    """
+    every = list(batches)
+    expected = train(plan_a, every, world_size=world_sizes[0], timeout_s=timeout_s)[0]
+    for rank, trace in enumerate(
+        train(plan_b, every, world_size=world_sizes[1], timeout_s=timeout_s)
+    ):
+        _compare(expected, trace, rank, rtol, atol)
+
+
+def train(
+    plan: Plan, batches: Sequence[Any], *, world_size: int, timeout_s: float = 30.0
+) -> list[Trace]:
+    """Train copies of a plan on simulated ranks; one trace a rank."""
+    plans = [copied(plan) for _ in range(world_size)]
+
+    def run(state: DistState) -> Trace:
+        mine = plans[state.rank]
+        state, step = build(state, mine)
+        trace = Trace([], [])
+        for batch in batches:
+            part = take_part(batch, state.rank, state.world_size)
+            state, report = step(state, part)
+            trace.losses.append(float(report.loss))
+            values = {**dict(mine.model.named_parameters()), **dict(mine.model.named_buffers())}
+            trace.parameters.append({name: value.detach().clone() for name, value in values.items()})
+        return trace
+
+    return simulate(run, world_size=world_size, timeout_s=timeout_s)
+
+
+def copied(plan: Plan) -> Plan:
+    """The plan with copies of model and optimizer that belong together."""
+    model, optimizer = copy.deepcopy((plan.model, plan.optimizer))
+    return replace(plan, model=model, optimizer=optimizer)
+
+
+def _compare(expected: Trace, trace: Trace, rank: int, rtol: float, atol: float) -> None:
+    for batch, (want, have) in enumerate(zip(expected.parameters, trace.parameters, strict=True)):
+        for name, value in want.items():
+            if torch.allclose(have[name], value, rtol=rtol, atol=atol, equal_nan=True):
+                continue
+            largest = float((have[name] - value).abs().max())
+            raise NotEquivalentError(
+                f"assert_equivalent: plans must train the same model, {name} differs by up to "
+                f"{largest:.3g} after batch {batch} on rank {rank} (rtol={rtol:g}, atol={atol:g})"
+            )

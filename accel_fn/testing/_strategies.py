@@ -1,0 +1,107 @@
+"""Hypothesis strategies: worlds, splits, batches and weights, valid by construction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from accel_fn._errors import ArgumentError
+
+
+def world_sizes(max_size: int = 4) -> st.SearchStrategy[int]:
+    """Number of ranks, 1 .. max_size."""
+    return st.integers(1, max_size)
+
+
+def microbatch_counts(max_count: int = 8) -> st.SearchStrategy[int]:
+    """What to give `accumulate`, 1 .. max_count."""
+    return st.integers(1, max_count)
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Seeds for explicit generators."""
+    return st.integers(0, 2**31 - 1)
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn,
+    *,
+    num_features: int = 3,
+    num_batches: int = 3,
+    max_samples: int = 12,
+    dtype: torch.dtype = torch.float64,
+) -> list[tuple[Tensor, Tensor]]:
+    """Global batches of any sizes: inputs [num_samples, num_features] and targets [num_samples, 1].
+
+    Raises:
+        ValueError: `max_samples` < 1.
+    """
+    if max_samples < 1:
+        raise ArgumentError(f"batches: max_samples must be >= 1, got {max_samples}")
+    sizes = draw(st.lists(st.integers(1, max_samples), min_size=1, max_size=num_batches))
+    generator = torch.Generator().manual_seed(draw(seeds()))
+    return [
+        (
+            torch.randn(size, num_features, generator=generator, dtype=dtype),
+            torch.randn(size, 1, generator=generator, dtype=dtype),
+        )
+        for size in sizes
+    ]
+
+
+@st.composite
+def labelled_batches(
+    draw: st.DrawFn,
+    *,
+    num_features: int = 3,
+    num_classes: int = 4,
+    num_batches: int = 3,
+    max_samples: int = 8,
+    sequence_length: int = 3,
+    ignore_index: int = -100,
+) -> list[dict[str, Tensor]]:
+    """Global batches for token losses, with labels masked at random, down to none at all in a part.
+
+    `inputs` is [num_samples, sequence_length, num_features], float64; `labels`
+    is [num_samples, sequence_length], int64; one label at least counts.
+    """
+    found: list[dict[str, Tensor]] = []
+    for inputs, _ in draw(
+        batches(
+            num_features=num_features * sequence_length,
+            num_batches=num_batches,
+            max_samples=max_samples,
+        )
+    ):
+        size = inputs.size(0)
+        count = size * sequence_length
+        masked = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+        labels = torch.arange(count) % num_classes
+        labels[torch.tensor(masked)] = ignore_index
+        labels[draw(st.integers(0, count - 1))] = 0
+        found.append(
+            {
+                "inputs": inputs.reshape(size, sequence_length, num_features),
+                "labels": labels.reshape(size, sequence_length),
+            }
+        )
+    return found
+
+
+@st.composite
+def uneven_parts(draw: st.DrawFn, num_samples: int, world_size: int) -> list[int]:
+    """Any sizes >= 0 of `world_size` consecutive parts that add up to `num_samples`."""
+    cuts = draw(
+        st.lists(st.integers(0, num_samples), min_size=world_size - 1, max_size=world_size - 1)
+    )
+    edges = [0, *sorted(cuts), num_samples]
+    return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+
+
+def transforms_in_any_order(transforms: list[Any]) -> st.SearchStrategy[list[Any]]:
+    """The same transforms, permuted."""
+    return st.permutations(transforms)
