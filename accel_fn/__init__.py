@@ -60,7 +60,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 _SUBPACKAGES = ("data", "testing", "transforms")
 
 __version__ = "0.1.0"
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -62,13 +62,11 @@ def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> T
     """The loss of one micro-batch, placed and in its contexts."""
     for place_batch in plan.place_batch:
         part = place_batch(state, part)
-    call = module.forward if type(module) is LossModule else module
+    call: Callable[[Any], Tensor] = module.forward if type(module) is LossModule else module
     if not plan.contexts:
-        loss: Tensor = call(part)
-        return loss
+        return call(part)
     with forward_context(state, plan):
-        loss = call(part)
-    return loss
+        return call(part)
 
 
 def cut(plan: Plan, batch: Any) -> tuple[Sequence[Any], Sequence[float]]:
@@ -94,9 +92,11 @@ class GlobalWeight:
         self.work.wait()
         if self.failure is not None:
             raise self.failure
-        weight = self.sum.item()
+        weight = float(self.sum)
         if weight != weight:
-            raise BatchError("step: batch must be countable on every rank; another rank's error says why")
+            raise BatchError(
+                "step: batch must be countable on every rank; another rank's error says why"
+            )
         return int(weight) if weight.is_integer() else weight
 
 
@@ -213,7 +213,9 @@ class Backward:
     def _check_reached(self) -> None:
         """Refuse a loss that misses the model, or misses parameters that DDP waits for."""
         names = [
-            name for name, p in self.plan.model.named_parameters() if p.requires_grad and p.grad is None
+            name
+            for name, p in self.plan.model.named_parameters()
+            if p.requires_grad and p.grad is None
         ]
         finds_unused = getattr(self.module, "find_unused_parameters", True)
         if len(names) == len(self.trainable) or (names and not finds_unused):
@@ -288,7 +290,15 @@ def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
         for parameter, first, other in zip(order, every[0], theirs, strict=True):
             if first != other:
                 name = trained[id(parameter)]
-                raise LossError(message("step", "gradients", "be equal on all ranks", f"{name} differs on rank {rank}", "average what a gradient function computes by itself with reduce_mean"))
+                raise LossError(
+                    message(
+                        "step",
+                        "gradients",
+                        "be equal on all ranks",
+                        f"{name} differs on rank {rank}",
+                        "average what a gradient function computes by itself with reduce_mean",
+                    )
+                )
 
 
 def fingerprint(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -100,10 +101,10 @@ def part_sizes(num_rows: int, num_parts: int) -> list[int]:
     return [size + 1] * extra + [size] * (num_parts - extra)
 
 
-def split_rows(tree: Any, sizes: Sequence[int]) -> Sequence[Any]:
+def split_rows(tree: Any, sizes: list[int]) -> Sequence[Any]:
     """`tree` cut into consecutive parts of these sizes: tensors, and lists of as many non-tensors."""
     if isinstance(tree, Tensor):
-        return tree.split(sizes) if tree.ndim else [tree] * len(sizes)
+        return torch.split(tree, sizes) if tree.ndim else [tree] * len(sizes)
     kind = type(tree)
     if kind is tuple and tree:
         return list(zip(*[split_rows(child, sizes) for child in tree], strict=True))

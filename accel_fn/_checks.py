@@ -77,7 +77,9 @@ def _check_world(state: DistState, plan: Plan) -> None:
             f"build: plan must average gradients over the {state.world_size} ranks, got nothing that "
             "does; add wrap_ddp()"
         )
-    options: dict[str, Any] = getattr(plan.own_parameters[0], "keywords", {}) if plan.own_parameters else {}
+    options: dict[str, Any] = (
+        getattr(plan.own_parameters[0], "keywords", {}) if plan.own_parameters else {}
+    )
     if options.get("static_graph") and plan.split:
         raise PlanError(
             "build: wrap_ddp(static_graph=True) must not be combined with accumulate, whose first "
@@ -87,7 +89,9 @@ def _check_world(state: DistState, plan: Plan) -> None:
 
 def check_precision(state: DistState, model: nn.Module) -> None:
     """Refuse to scale the loss of parameters that are float16 themselves."""
-    halves = [name for name, p in model.named_parameters() if p.dtype == torch.float16 and p.requires_grad]
+    halves = [
+        name for name, p in model.named_parameters() if p.dtype == torch.float16 and p.requires_grad
+    ]
     if state.scaler is not None and halves:
         raise PlanError(
             f'build: with_amp("fp16") must have float32 parameters to update, got float16 {halves[0]}; '
@@ -114,9 +118,17 @@ def check_agreement(state: DistState, plan: Plan) -> None:
 
 def _summary(plan: Plan) -> list[str]:
     """What must agree: slots, hyperparameters, parameters. How a rank splits its part is its own affair."""
-    slots = [f"{name}={list(map(_identity, getattr(plan, name)))}" for name in slot_names() if name != "split"]
+    slots = [
+        f"{name}={list(map(_identity, getattr(plan, name)))}"
+        for name in slot_names()
+        if name != "split"
+    ]
     groups = [
-        {name: value for name, value in group.items() if isinstance(value, int | float | str | tuple)}
+        {
+            name: value
+            for name, value in group.items()
+            if isinstance(value, int | float | str | tuple)
+        }
         for group in plan.optimizer.param_groups
     ]
     parameters = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import einops
 import torch
@@ -61,8 +62,7 @@ def gather(tree: T, state: DistState) -> T:
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, list):
             joined[place] = [item for entry in every for item in entry[1][place]["items"]]
-    whole_tree: T = pytree.tree_unflatten(joined, structure)
-    return whole_tree
+    return cast("T", pytree.tree_unflatten(joined, structure))
 
 
 def _is_plain_list(node: Any) -> bool:
@@ -115,13 +115,18 @@ def _gather_tensors(
 ) -> list[Tensor]:
     """Tensors of one dtype in one all-gather: flattened, padded to the longest, cut again."""
     flat, shapes = einops.pack([tensor.detach().to(state.device) for tensor in tensors], "*")
-    widths = [tensor[:1].numel() if tensor.size(0) else tensor.new_empty(tensor.shape[1:]).numel() for tensor in tensors]
+    widths = [
+        tensor[:1].numel() if tensor.size(0) else tensor.new_empty(tensor.shape[1:]).numel()
+        for tensor in tensors
+    ]
     lengths = [sum(n * width for n, width in zip(counts, widths, strict=True)) for counts in rows]
     padded = flat.new_zeros(max(lengths))
     padded[: flat.numel()] = flat
     parts = _comm.all_gather(padded, state, "gather")
     cut = [
-        einops.unpack(part[:length], [(n, *shape[1:]) for n, shape in zip(counts, shapes, strict=True)], "*")
+        einops.unpack(
+            part[:length], [(n, *shape[1:]) for n, shape in zip(counts, shapes, strict=True)], "*"
+        )
         for part, length, counts in zip(parts, lengths, rows, strict=True)
     ]
     return [torch.cat(pieces) for pieces in zip(*cut, strict=True)]
@@ -150,7 +155,7 @@ def reduce_sum(tree: T, state: DistState) -> T:
     >>> af.reduce_sum({"right": 9, "seen": 10}, af.DistState())
     {'right': 9, 'seen': 10}
     """
-    return tree if state.world_size == 1 else _reduced(tree, state, "reduce_sum", 1.0)
+    return tree if state.world_size == 1 else cast("T", _reduced(tree, state, "reduce_sum", 1.0))
 
 
 def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
@@ -189,7 +194,7 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
         raise ArgumentError(message("reduce_mean", "weight", "be > 0 on some rank", weights))
     if state.world_size == 1:
         return tree
-    return _reduced(tree, state, "reduce_mean", weight / sum(weights))
+    return cast("T", _reduced(tree, state, "reduce_mean", weight / sum(weights)))
 
 
 def _reduced(tree: Any, state: DistState, function: str, share: float) -> Any:
@@ -221,7 +226,7 @@ def _wide(number: float) -> Tensor:
 
 
 def _share(value: Tensor, share: float) -> Tensor:
-    """share * value, exactly zero for a share of zero even where the value is not finite."""
+    """Share * value, exactly zero for a share of zero even where the value is not finite."""
     value = value if value.is_floating_point() else value.double()
     return value * share if share else torch.zeros_like(value)
 
@@ -272,11 +277,12 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
             continue
         dtype, shape = content
         mine = leaves[place].detach().to(state.device) if state.rank == source else None
-        tensor = torch.empty(shape, dtype=dtype, device=state.device) if mine is None else mine.clone()
+        tensor = (
+            torch.empty(shape, dtype=dtype, device=state.device) if mine is None else mine.clone()
+        )
         _comm.broadcast(tensor, state, source, "broadcast")
         received.append(tensor)
-    result: T = pytree.tree_unflatten(received, structure)
-    return result
+    return cast("T", pytree.tree_unflatten(received, structure))
 
 
 def _header(leaf: Any) -> tuple[bool, Any]:
@@ -331,26 +337,27 @@ def on_main(fn: Callable[[], T], state: DistState) -> T:
             failure = error
             sent = ("error", error)
         sent = _picklable(sent)
+    kind: str
+    value: Any
     kind, value = _comm.exchange(sent, state, "on_main")[0]
     if failure is not None:
         raise failure
     if kind == "error":
         raise value
-    result: T = value
-    return result
+    return cast("T", value)
 
 
 def _picklable(sent: tuple[str, Any]) -> tuple[str, Any]:
     """`sent` if it survives pickling, else an error that says what was lost."""
-    import pickle
-
     kind, value = sent
     try:
         pickle.loads(pickle.dumps(value))
         return sent
     except Exception as reason:
         what = "".join(traceback.format_exception(value)) if kind == "error" else repr(value)
-        error = WorldError(f"on_main: fn must return or raise what can be pickled ({reason}), got {what}")
+        error = WorldError(
+            f"on_main: fn must return or raise what can be pickled ({reason}), got {what}"
+        )
         return "error", error
 
 

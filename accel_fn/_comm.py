@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accel_fn._errors import StateError, WorldError, WorldTimeoutError
 from accel_fn._state import DistState
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store, Work
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup, Work
 
 
 def group_of(state: DistState, function: str) -> ProcessGroup:
@@ -59,8 +61,7 @@ def exchange(value: Any, state: DistState, function: str) -> list[Any]:
     padded[: len(data)] = data
     parts = all_gather(padded, state, function)
     return [
-        pickle.loads(part[:size].numpy().tobytes())
-        for part, size in zip(parts, sizes, strict=True)
+        pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
     ]
 
 
@@ -76,6 +77,11 @@ def has_backend(device: torch.device) -> bool:
     return device.type in dist.Backend.default_device_backend_map
 
 
+def current_world() -> tuple[int, int] | None:
+    """Rank and world size of the world that this process is in already, if any."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+
+
 def join_world(
     *, rank: int, world_size: int, host: str, port: int, backend: str, timeout_s: float
 ) -> ProcessGroup:
@@ -86,15 +92,12 @@ def join_world(
     timeout = timedelta(seconds=timeout_s)
     if dist.is_initialized():
         _check_world(rank, world_size)
-        group = dist.new_group(backend=backend, timeout=timeout)
-        assert group is not None
-        return group  # type: ignore[return-value]
+        second: ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
+        return second
     deadline = time.monotonic() + timeout_s
     store = _reach_store(rank, world_size, host, port, timeout_s)
     store = _wait_for_all(store, rank, world_size, f"{host}:{port}", timeout_s, deadline)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     group = dist.group.WORLD
     assert group is not None
     return group
@@ -109,7 +112,7 @@ def leave_world(group: ProcessGroup) -> None:
 
 
 def _check_world(rank: int, world_size: int) -> None:
-    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+    if current_world() != (rank, world_size):
         raise WorldError(
             f"init: RANK={rank} WORLD_SIZE={world_size} must agree with the world that this process "
             f"is in, got rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -126,7 +129,7 @@ def _reach_store(rank: int, world_size: int, host: str, port: int, timeout_s: fl
         ) from error
     serves = rank == 0 and not dist.rendezvous._torchelastic_use_agent_store()  # type: ignore[attr-defined]
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             host,
             port,
             world_size,
@@ -142,8 +145,12 @@ def _reach_store(rank: int, world_size: int, host: str, port: int, timeout_s: fl
             f"within {timeout_s:g} s; is rank 0 running there, and is the port free and open? "
             f"({str(error).splitlines()[0]})"
         ) from error
-    atexit.register(lambda served: None, store)  # peers may still be talking to it: it ends with us
+    atexit.register(_keep, store)  # peers may still be talking to it: it ends with this process
     return store
+
+
+def _keep(_store: Store) -> None:
+    """Hold what it is registered with until the process exits."""
 
 
 def _wait_for_all(
@@ -151,7 +158,7 @@ def _wait_for_all(
 ) -> Store:
     """A store of this world's own, once every rank has come to it."""
     joined = store.add(f"accel_fn/joined/{rank}", 1)  # the n-th join of every rank is one world
-    own = dist.PrefixStore(f"accel_fn/world/{joined}", store)
+    own = PrefixStore(f"accel_fn/world/{joined}", store)
     own.set(f"here/{rank}", "")
     keys = {peer: f"here/{peer}" for peer in range(world_size)}
     left_s = max(deadline - time.monotonic(), 0.001)

@@ -94,5 +94,6 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     dtype = torch.float64 if dense[0].dtype == torch.float64 else torch.float32
     norms = torch._foreach_norm(dense, 2.0, dtype)
     if any(norm.device != norms[0].device for norm in norms):
-        norms = [norm.to(norms[0].device) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(norms))
+        norms = tuple(norm.to(norms[0].device) for norm in norms)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total

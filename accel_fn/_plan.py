@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -140,7 +140,7 @@ def compose(*transforms: Transform) -> Transform:
     """One transform that applies several, left to right. Associative; `compose()` is the identity.
 
     Args:
-        transforms: each a pure function `Plan -> Plan`.
+        *transforms: each a pure function `Plan -> Plan`.
 
     Returns:
         A transform.
@@ -171,7 +171,10 @@ gradients=[clip_norm(max_norm=1.0)])
 def describe(fn: Any) -> str:
     """A function as a reader would name it: `name(argument=value)`."""
     if isinstance(fn, partial):
-        arguments = [*map(repr, fn.args), *(f"{name}={value!r}" for name, value in fn.keywords.items())]
+        arguments = [
+            *map(repr, fn.args),
+            *(f"{name}={value!r}" for name, value in fn.keywords.items()),
+        ]
         return f"{describe(fn.func)}({', '.join(arguments)})"
     name = getattr(fn, "__qualname__", None)
     return repr(fn) if name is None else name.replace("<locals>.", "").split(".")[-1]

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossScale:
     """The factor that keeps float16 gradients in range, and the rule by which it moves.
@@ -62,6 +65,9 @@ class LossScale:
             backoff_factor: in (0, 1).
             growth_interval: >= 1.
             device: where the three tensors live.
+
+        Returns:
+            A new scale.
 
         Raises:
             ValueError: an argument is outside its range.
@@ -142,7 +148,7 @@ class DistState:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
     scaler: LossScale | None = None
     step: int = 0
     seed: int = 0

@@ -70,6 +70,10 @@ class Step:
         Runs under the same placement, micro-batches and autocast, in whatever
         mode the model is: call `model.eval()` first where that matters.
 
+        Args:
+            state: as for the step.
+            batch: as for the step.
+
         Returns:
             [], float32, on the device; the same on every rank. 0 where nothing counts.
 
@@ -80,6 +84,10 @@ class Step:
 
     def grads(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         """Gradients of the global batch, on all ranks alike, without an update.
+
+        Args:
+            state: as for the step.
+            batch: as for the step.
 
         Returns:
             The state, the gradients with their factor open, and a report
@@ -99,6 +107,9 @@ class Step:
             state: as `grads` gave it, or a later one.
             grads: used up: their tensors may be overwritten.
             report: of these gradients; `grad_norm` and `applied` are filled in.
+
+        Returns:
+            The state with `step` one further, and the report.
 
         Cost: one read of the gradients with float16 or `clip`, and the optimizer's.
         """
@@ -136,9 +147,13 @@ class Step:
             or state.world_size != built.world_size
             or state.device != built.device
         ):
-            raise StateError(f"step: state must be of the world it was built in, got {state}, built with {built}")
+            raise StateError(
+                f"step: state must be of the world it was built in, got {state}, built with {built}"
+            )
         if built.scaler is not None and state.scaler is None:
-            raise StateError("step: state must carry a loss scale, got none; go on from the state that build gave")
+            raise StateError(
+                "step: state must carry a loss scale, got none; go on from the state that build gave"
+            )
 
     def __repr__(self) -> str:
         return f"Step({self.plan!r})"

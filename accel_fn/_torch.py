@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
-from torch.optim import Optimizer, optimizer as _hooks
+from torch.optim import Optimizer
+from torch.optim import optimizer as _hooks
 
 
 def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
     """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
     if type(loss) is not Tensor or type(inputs[0]) is not nn.Parameter:
-        torch.autograd.backward(loss, seed, inputs=inputs)  # type: ignore[arg-type]  # subclasses have a say
+        torch.autograd.backward(loss, seed, inputs=inputs)  # subclasses have a say
         return
     _engine_run_backward(
         (loss,),

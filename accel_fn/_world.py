@@ -117,7 +117,7 @@ def _join(
 ) -> DistState:
     check_positive("init", "timeout_s", timeout_s)
     check_count("init", "seed", seed, minimum=0)
-    launch = read_launch(os.environ)
+    launch = read_launch(os.environ) or _current_launch()
     if launch is None:
         return DistState(device=pick_device(device, 0, 1, 1), seed=seed)
     place = pick_device(device, launch.local_rank, launch.local_world_size, launch.world_size)
@@ -140,6 +140,12 @@ def _join(
         seed=seed,
         group=group,
     )
+
+
+def _current_launch() -> Launch | None:
+    """The world that the script has joined by itself, through torch.distributed."""
+    world = _comm.current_world()
+    return None if world is None else Launch(*world, 0, 1, "", 0)
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
@@ -221,7 +227,9 @@ def pick_device(
 
 def _default_kind(world_size: int) -> torch.device:
     """The machine's accelerator, unless it cannot talk to others (MPS)."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     if accelerator is None or (world_size > 1 and not _comm.has_backend(accelerator)):
         return torch.device("cpu")
     return torch.device(accelerator.type)

@@ -94,15 +94,24 @@ def _order(loader: Any, state: DistState, batch: str) -> Order:
     if not isinstance(loader, DataLoader):
         repair = "give it the loader that was sharded" if isinstance(loader, ShardedLoader) else ""
         raise ArgumentError(
-            message("shard_loader", "loader", "be a torch DataLoader", type(loader).__name__, repair)
+            message(
+                "shard_loader", "loader", "be a torch DataLoader", type(loader).__name__, repair
+            )
         )
     if isinstance(loader.dataset, IterableDataset):
         raise ArgumentError(
-            message("shard_loader", "loader", "be over a map-style data set", type(loader.dataset).__name__)
+            message(
+                "shard_loader",
+                "loader",
+                "be over a map-style data set",
+                type(loader.dataset).__name__,
+            )
         )
     if type(loader.batch_sampler) is not BatchSampler:
         raise ArgumentError(
-            message("shard_loader", "loader", "have a batch_size", f"batch_size={loader.batch_size}")
+            message(
+                "shard_loader", "loader", "have a batch_size", f"batch_size={loader.batch_size}"
+            )
         )
     if type(loader.sampler) not in (RandomSampler, SequentialSampler) or (
         isinstance(loader.sampler, RandomSampler)
@@ -185,7 +194,9 @@ class ShardedLoader:
         self.rank = rank
         self._cursor = _Cursor(order, rank)
         kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-        self._loader: DataLoader[Any] = DataLoader(loader.dataset, batch_sampler=self._cursor, **kept)
+        self._loader: DataLoader[Any] = DataLoader(
+            loader.dataset, batch_sampler=self._cursor, **kept
+        )
 
     def __len__(self) -> int:
         """Batches of an epoch, on every rank alike."""
@@ -203,8 +214,9 @@ class ShardedLoader:
             since: its `step` says how many batches were consumed; they are
                 skipped by arithmetic, no sample is read. Default: from the start.
 
-        Yields:
-            Each epoch: `index`, `len` and iteration over its remaining batches.
+        Returns:
+            An iterator of epochs: each has an `index`, a `len`, and iterates over
+            its remaining batches.
 
         Raises:
             ValueError: the state is beyond the end of the run.

@@ -102,7 +102,7 @@ class Order:
         full, tail = divmod(self.num_samples, self.batch_size)
         if self.drop_last or tail == 0:
             return full
-        return full if 0 < full and tail < self.world_size else full + 1
+        return full if full > 0 and tail < self.world_size else full + 1
 
     def bounds(self, batch: int) -> tuple[int, int]:
         """Where global batch `batch` starts and stops in the epoch's order.

@@ -90,7 +90,9 @@ def train(
             state, report = step(state, part)
             trace.losses.append(float(report.loss))
             values = {**dict(mine.model.named_parameters()), **dict(mine.model.named_buffers())}
-            trace.parameters.append({name: value.detach().clone() for name, value in values.items()})
+            trace.parameters.append(
+                {name: value.detach().clone() for name, value in values.items()}
+            )
         return trace
 
     return simulate(run, world_size=world_size, timeout_s=timeout_s)

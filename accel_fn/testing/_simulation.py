@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from accel_fn._errors import check_count, check_positive
 from accel_fn._state import DistState
-from accel_fn.testing._threads import make_group
+from accel_fn.testing._threads import make_group, make_store
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ _idle = _Idle()  # groups cannot be destroyed safely, so they are shared for the
 def _make_world(world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
     if world_size == 1:
         return [None]
-    store = dist.HashStore()
+    store = make_store()
     world: list[ProcessGroup | None] = [None] * world_size
 
     def join(rank: int) -> None:

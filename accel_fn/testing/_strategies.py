@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-
-from accel_fn._errors import ArgumentError
 
 
 def world_sizes(max_size: int = 4) -> st.SearchStrategy[int]:
@@ -35,13 +33,7 @@ def batches(
     max_samples: int = 12,
     dtype: torch.dtype = torch.float64,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Global batches of any sizes: inputs [num_samples, num_features] and targets [num_samples, 1].
-
-    Raises:
-        ValueError: `max_samples` < 1.
-    """
-    if max_samples < 1:
-        raise ArgumentError(f"batches: max_samples must be >= 1, got {max_samples}")
+    """Global batches of any sizes: inputs [num_samples, num_features] and targets [num_samples, 1]."""
     sizes = draw(st.lists(st.integers(1, max_samples), min_size=1, max_size=num_batches))
     generator = torch.Generator().manual_seed(draw(seeds()))
     return [
@@ -98,10 +90,4 @@ def uneven_parts(draw: st.DrawFn, num_samples: int, world_size: int) -> list[int
     cuts = draw(
         st.lists(st.integers(0, num_samples), min_size=world_size - 1, max_size=world_size - 1)
     )
-    edges = [0, *sorted(cuts), num_samples]
-    return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
-
-
-def transforms_in_any_order(transforms: list[Any]) -> st.SearchStrategy[list[Any]]:
-    """The same transforms, permuted."""
-    return st.permutations(transforms)
+    return [stop - start for start, stop in pairwise([0, *sorted(cuts), num_samples])]

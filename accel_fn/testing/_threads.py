@@ -11,15 +11,21 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 
-def make_group(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> ProcessGroup:
+def make_store() -> Store:
+    """What the ranks of one world find each other through."""
+    return HashStore()
+
+
+def make_group(store: Store, rank: int, world_size: int, timeout_s: float) -> ProcessGroup:
     """This rank's end of a group; returns once all ranks have called it."""
     gloo = dist.ProcessGroupGloo(
-        dist.PrefixStore("gloo", store), rank, world_size, timedelta(seconds=timeout_s)
+        PrefixStore("gloo", store), rank, world_size, timedelta(seconds=timeout_s)
     )
-    group = ProcessGroup(dist.PrefixStore("group", store), rank, world_size)
+    group = ProcessGroup(PrefixStore("group", store), rank, world_size)
     kind = ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, gloo)

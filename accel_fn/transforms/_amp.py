@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -64,18 +65,18 @@ def with_amp(
         raise ArgumentError(message("with_amp", "precision", rule, precision))
     dtype = _DTYPES[precision]
     casting = partial(autocast, dtype=dtype)
-    settings = {
+    settings: dict[str, Any] = {
         "init_scale": init_scale,
         "growth_factor": growth_factor,
         "backoff_factor": backoff_factor,
         "growth_interval": growth_interval,
     }
-    LossScale.start(**settings)  # type: ignore[arg-type]  # refuse bad settings here, not in build
+    LossScale.start(**settings)  # refuse bad settings here, not in build
     scaling = partial(scale_loss, **settings)
 
     def amp_plan(plan: Plan) -> Plan:
-        starts = (*plan.starts, scaling) if dtype == torch.float16 else plan.starts
-        return replace(plan, contexts=(*plan.contexts, casting), starts=starts)
+        scalings = (scaling,) if dtype == torch.float16 else ()
+        return replace(plan, contexts=(*plan.contexts, casting), starts=(*plan.starts, *scalings))
 
     return amp_plan
 
@@ -85,10 +86,10 @@ def autocast(state: DistState, *, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(state.device.type, dtype)
 
 
-def scale_loss(state: DistState, *, init_scale: float, **rule: float) -> DistState:
-    """The state with a loss scale; one that is there already (a second step's, a resumed one's) stays."""
+def scale_loss(state: DistState, *, init_scale: float, **rule: Any) -> DistState:
+    """The state with a loss scale; one that is there already (another step's) stays."""
     if state.scaler is None:
-        scaler = LossScale.start(init_scale, device=state.device, **rule)  # type: ignore[arg-type]
+        scaler = LossScale.start(init_scale, device=state.device, **rule)
         return replace(state, scaler=scaler)
     there = {name: getattr(state.scaler, name) for name in rule}
     if there != rule:

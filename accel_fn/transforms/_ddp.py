@@ -40,7 +40,7 @@ def wrap_ddp(
             ("powersgd"): less traffic, and no longer exact.
         sync_batchnorm: batch statistics over all ranks, by torch's
             `SyncBatchNorm` (accelerators only): replaces the model's BatchNorm layers.
-        ddp_options: `DistributedDataParallel`'s own, by name. Ours differ in
+        **ddp_options: `DistributedDataParallel`'s own, by name. Ours differ in
             `gradient_as_bucket_view=True`, and on a CPU in `bucket_cap_mb=100`, where
             there is nothing to overlap a smaller bucket with.
 
@@ -77,7 +77,9 @@ def wrap_ddp(
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in _OURS]
+    known = [
+        name for name in inspect.signature(DistributedDataParallel).parameters if name not in _OURS
+    ]
     for name in options:
         if name in _OURS:
             raise ArgumentError(f"wrap_ddp: {name} must not be given; it comes from the state")
@@ -100,7 +102,7 @@ def replicate(
     if state.world_size == 1:
         return module
     if sync_batchnorm:
-        module = nn.SyncBatchNorm.convert_sync_batchnorm(module, state.group)
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module, state.group)  # type: ignore[no-untyped-call]
     options = {"gradient_as_bucket_view": True, **ddp_options}
     if state.device.type == "cpu":
         options.setdefault("bucket_cap_mb", 100)
@@ -116,6 +118,8 @@ def _register(replicated: DistributedDataParallel, group: Any, name: str) -> Non
         memory = powerSGD_hook.PowerSGDState(group)
         replicated.register_comm_hook(memory, powerSGD_hook.powerSGD_hook)
         return
-    compress = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[name]
+    compress = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[
+        name
+    ]
     # Under a name of ours: by its own, DDP refuses the bf16 hook wherever there is no CUDA.
     replicated.register_comm_hook(group, lambda group, bucket: compress(group, bucket))

@@ -1,0 +1,101 @@
+"""Everything a developer runs. `nox` alone is what a change must pass."""
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "types", "tests", "docs"]
+nox.options.reuse_existing_virtualenvs = True
+
+TORCH = "torch==2.13.0"  # the version that the tests and the demo pin; the package sets a lower bound
+PROJECT = nox.project.load_toml("pyproject.toml")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def group(*names: str) -> list[str]:
+    """The requirements of dependency groups of pyproject.toml."""
+    return nox.project.dependency_groups(PROJECT, *names)
+
+
+def install(session: nox.Session, *extras: str, groups: tuple[str, ...] = ()) -> None:
+    """The package with its extras, beside the pinned torch."""
+    session.install(TORCH, *group(*groups), f".[{','.join(extras)}]" if extras else ".")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format, rules, docstrings, layers."""
+    session.install(*group("lint"), "--no-deps", "-e", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("pydoclint", "--quiet", "accel_fn")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy --strict on the package."""
+    install(session, "testing", groups=("types",))
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Unit tests, laws on simulated ranks, real processes, examples: `-- -k NAME` for some of them."""
+    install(session, "testing", "examples", groups=("tests",))
+    session.run("pytest", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """The tests again, with branch coverage, subprocesses included."""
+    install(session, "testing", "examples", groups=("tests",))
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", *session.posargs, env=ONE_THREAD)
+    session.run("coverage", "combine", "--quiet")
+    session.run("coverage", "report")
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """The tests with thousands of examples a law."""
+    install(session, "testing", "examples", groups=("tests",))
+    env = {**ONE_THREAD, "HYPOTHESIS_PROFILE": "nightly"}
+    session.run("pytest", "--timeout=7200", *session.posargs, env=env)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation, with warnings as errors; its examples are run by the tests."""
+    install(session, "testing", groups=("docs",))
+    session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
+    session.log(f"open {Path('docs/_build/index.html').resolve().as_uri()}")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train real handwritten digits on two processes: accuracy, weights and curves in runs/digits."""
+    install(session, "examples")
+    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    session.run("python", *processes, "examples/digits.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Ratios to the hand-written loop and to the peers, side by side: `-- --write` updates docs."""
+    install(session, groups=("bench",))
+    session.run("python", "-m", "tests.benchmarks", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """The tests against the built wheel with the lowest versions of what it needs (downloads much)."""
+    session.install("build", *group("tests"))
+    wheels = Path(session.create_tmp())
+    session.run("python", "-m", "build", "--wheel", "--outdir", str(wheels), ".")
+    wheel = max(wheels.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+    lowest = ["torch==2.11.*", "einops==0.8.*", "numpy==1.26.*"]
+    session.install(*lowest, f"{wheel}[testing,examples]")
+    session.run("pytest", "tests", *session.posargs, env=ONE_THREAD)
