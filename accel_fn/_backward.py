@@ -230,7 +230,8 @@ class Backward:
 def backward_seed(loss: Tensor, share: float, scaler: LossScale | None) -> Tensor | None:
     """What the backward starts from in place of one."""
     if scaler is not None:
-        return (scaler.scale * share).to(loss.dtype)
+        scale = scaler.scale.double() if loss.dtype == torch.float64 else scaler.scale
+        return (scale * share).to(loss.dtype)
     if share == 1.0:
         return None
     return torch.full((), share, dtype=loss.dtype, device=loss.device)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+_DOUBLE = (torch.float64, torch.complex128)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grads:
@@ -83,7 +85,7 @@ class Grads:
         if self.factor is None:
             return tuple(self.tensors)
         factor = self.factor
-        return tuple([None if t is None else t * factor.to(t.dtype) for t in self.tensors])
+        return tuple([None if t is None else (t * factor.to(t.device)).to(t.dtype) for t in self.tensors])
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -91,7 +93,10 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     if not dense:
         return torch.zeros(())
-    dtype = torch.float64 if dense[0].dtype == torch.float64 else torch.float32
+    dtypes = {t.dtype for t in dense}
+    if any(dtype.is_complex for dtype in dtypes):
+        dense = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
+    dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64
     norms = torch._foreach_norm(dense, 2.0, dtype)
     if any(norm.device != norms[0].device for norm in norms):
         norms = tuple(norm.to(norms[0].device) for norm in norms)

@@ -17,6 +17,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 from torch.optim import optimizer as _hooks
 
+_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
+
 
 def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
     """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
@@ -37,6 +39,9 @@ def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Paramete
 def run_optimizer(optimizer: Optimizer) -> None:
     """`optimizer.step()`, without the profiler's wrapper where neither a profiler nor a hook is there."""
     bare = _unwrapped_step(type(optimizer))
+    if bare is None:
+        optimizer.step()
+        return
     listened = (
         "step" in vars(optimizer)  # patched on the instance, as schedulers do
         or optimizer._optimizer_step_pre_hooks
@@ -45,12 +50,13 @@ def run_optimizer(optimizer: Optimizer) -> None:
         or _hooks._global_optimizer_post_hooks
         or torch._C._autograd._profiler_enabled()
     )
-    if bare is None or listened:
+    if listened:
         optimizer.step()
     else:
         bare(optimizer)
 
 
 def _unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
+    """What torch's wrapper calls; None where the class's step is anything else, a patched one say."""
     step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else None
+    return step.__wrapped__ if getattr(step, "__code__", None) is _WRAPPER else None

@@ -29,20 +29,20 @@ def apply_update(
     """
     factor = grads.factor
     fused = (factor is not None or ok is not None) and _takes_factor(optimizer)
-    if ok is not None and not (fused and _can_skip(optimizer)):
-        if not ok:
-            return
-        ok = None
-    if factor is not None and not (fused and factor.dtype == torch.float32):
-        multiply(grads.present(), factor)
-        factor = None
     try:
+        for parameter, tensor in zip(parameters, grads.tensors, strict=True):
+            parameter.grad = tensor
+        if ok is not None and not (fused and _can_skip(optimizer)):
+            if not ok:
+                return
+            ok = None
+        if factor is not None and not (fused and factor.dtype == torch.float32):
+            multiply(grads.present(), factor)
+            factor = None
         if factor is not None:
             optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
         if ok is not None:
             optimizer.found_inf = (~ok).float()  # type: ignore[attr-defined]
-        for parameter, tensor in zip(parameters, grads.tensors, strict=True):
-            parameter.grad = tensor
         run_optimizer(optimizer)
     finally:
         for parameter in parameters:
@@ -60,23 +60,27 @@ def _takes_factor(optimizer: Optimizer) -> bool:
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
-    """False for SGD before its first update: skipping that in the kernel leaves its momentum unset."""
+    """False for SGD where a momentum is not there yet: its kernel would skip it and leave it unset."""
     return not isinstance(optimizer, SGD) or all(
-        not group["momentum"]
-        or any("momentum_buffer" in optimizer.state.get(each, {}) for each in group["params"])
+        "momentum_buffer" in optimizer.state.get(each, ())
         for group in optimizer.param_groups
+        if group["momentum"]
+        for each in group["params"]
+        if each.grad is not None
     )
 
 
 def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """`factor * tensors`, in place."""
-    first = tensors[0] if tensors else factor
+    """`factor * tensors`, in place. Only an accelerator rounds the factor to half precision first."""
+    if not tensors:
+        return
+    first = tensors[0]
     alike = all(
         (each.dtype, each.device, each.layout) == (first.dtype, first.device, torch.strided)
         for each in tensors
     )
     if alike:
-        torch._foreach_mul_(list(tensors), factor.to(first))
+        torch._foreach_mul_(list(tensors), factor if first.is_cpu else factor.to(first))
     else:
         for each in tensors:
-            each.mul_(factor.to(each.device, each.dtype))
+            each.mul_(factor.to(each.device))

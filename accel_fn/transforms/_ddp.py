@@ -107,9 +107,23 @@ def replicate(
     if state.device.type == "cpu":
         options.setdefault("bucket_cap_mb", 100)
     replicated = DistributedDataParallel(module, process_group=state.group, **options)
+    _settle_buckets(replicated)
     if comm_hook is not None:
         _register(replicated, state.group, comm_hook)
     return replicated
+
+
+def _settle_buckets(replicated: DistributedDataParallel) -> None:
+    """Let DDP lay out its buckets for good, by a first backward of zeros.
+
+    It does so after its first backward, and a sum over three ranks or more
+    depends on the layout in its last bit: a run that is resumed would differ
+    from one that was not, and the first step from the same step again.
+    """
+    if replicated.static_graph or replicated.find_unused_parameters:
+        return  # laid out once, and the first backward of a static graph must be a real one
+    replicated(None).backward()
+    replicated.zero_grad(set_to_none=True)
 
 
 def _register(replicated: DistributedDataParallel, group: Any, name: str) -> None:

@@ -1,0 +1,1 @@
+"""What a training step costs: by hand, with accelerate, with Lightning Fabric, with accel_fn."""

@@ -1,0 +1,14 @@
+"""Hypothesis profiles and one thread for torch: ranks are threads and processes here."""
+
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=40, **_COMMON)
+settings.register_profile("ci", max_examples=60, derandomize=True, **_COMMON)
+settings.register_profile("nightly", max_examples=2000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))

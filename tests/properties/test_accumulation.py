@@ -1,0 +1,68 @@
+"""Laws 1 and 2: without transforms the hand-written loop, with accumulation still that loop."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.testing import strategies
+from tests import strategies as ours
+
+FUSED = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "default": ours.adamw,
+    "sgd": ours.sgd,
+}
+
+
+@pytest.mark.parametrize("optimizer", FUSED.values(), ids=FUSED)
+@given(batches=strategies.batches())
+def test_a_plan_without_transforms_is_the_hand_written_loop_to_the_bit(optimizer, batches):
+    losses, expected = ours.trained_by_hand(ours.regression_model(), batches, optimizer=optimizer)
+    found, actual = ours.trained(
+        ours.regression_model(), [batches], af.compose(), optimizer=optimizer
+    )[0]
+    ours.assert_identical(actual, expected)
+    assert found == [float(torch.tensor(loss)) for loss in losses]  # reported in float32
+
+
+@pytest.mark.parametrize("optimizer", FUSED.values(), ids=FUSED)
+@given(batches=strategies.batches(), num_microbatches=st.integers(1, 50))
+def test_accumulation_is_the_identity(optimizer, batches, num_microbatches):
+    losses, expected = ours.trained_by_hand(ours.regression_model(), batches, optimizer=optimizer)
+    found, actual = ours.trained(
+        ours.regression_model(), [batches], af.accumulate(num_microbatches), optimizer=optimizer
+    )[0]
+    ours.assert_close(actual, expected)
+    assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
+
+
+@given(batches=strategies.labelled_batches(), num_microbatches=st.integers(1, 50))
+@example(
+    batches=[
+        {"inputs": torch.ones(2, 3, 3).double(), "labels": torch.tensor([[-100] * 3, [1] * 3])}
+    ],
+    num_microbatches=2,
+)
+def test_accumulation_is_the_identity_for_masked_tokens(batches, num_microbatches):
+    losses, expected = ours.trained_by_hand(ours.token_model(), batches, loss_fn=ours.token_loss)
+    found, actual = ours.trained(
+        ours.token_model(),
+        [batches],
+        af.accumulate(num_microbatches),
+        loss_fn=ours.token_loss,
+        weight_fn=af.num_labels("labels"),
+    )[0]
+    ours.assert_close(actual, expected)
+    assert found == pytest.approx(losses, rel=1e-6)
+
+
+@given(batches=strategies.batches(), pieces=st.integers(1, 5))
+def test_a_split_of_the_users_counts_its_parts_by_weight(batches, pieces):
+    def split(batch):
+        return list(zip(*[value.split(pieces) for value in batch], strict=True))
+
+    _, expected = ours.trained_by_hand(ours.regression_model(), batches)
+    _, actual = ours.trained(ours.regression_model(), [batches], af.accumulate(2, split=split))[0]
+    ours.assert_close(actual, expected)

@@ -1,0 +1,102 @@
+"""Law 3: W ranks are one rank, whatever each of them holds."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+from tests import strategies as ours
+
+
+@st.composite
+def dealt_batches(draw, batches, max_world=5):
+    """Global batches, and any way to deal them to ranks, empty ones included."""
+    found = draw(batches)
+    world_size = draw(strategies.world_sizes(max_world))
+    sizes = [draw(strategies.uneven_parts(af.num_samples(batch), world_size)) for batch in found]
+    return found, sizes
+
+
+@given(dealt=dealt_batches(strategies.batches()), num_microbatches=st.integers(1, 4))
+@example(
+    dealt=([(torch.ones(3, 3).double(), torch.ones(3, 1).double())], [[0, 3]]), num_microbatches=2
+)
+def test_any_ranks_are_one_rank(dealt, num_microbatches):
+    batches, sizes = dealt
+    losses, expected = ours.trained_by_hand(ours.regression_model(), batches, max_norm=0.5)
+    recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches), af.clip(0.5))
+    for found, actual in ours.trained(ours.regression_model(), ours.dealt(batches, sizes), recipe):
+        ours.assert_close(actual, expected)
+        assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
+
+
+@given(dealt=dealt_batches(strategies.labelled_batches(), 4), num_microbatches=st.integers(1, 3))
+def test_any_ranks_are_one_rank_by_tokens(dealt, num_microbatches):
+    batches, sizes = dealt
+    losses, expected = ours.trained_by_hand(ours.token_model(), batches, loss_fn=ours.token_loss)
+    results = ours.trained(
+        ours.token_model(),
+        ours.dealt(batches, sizes),
+        af.compose(af.accumulate(num_microbatches), af.wrap_ddp()),
+        loss_fn=ours.token_loss,
+        weight_fn=af.num_labels("labels"),
+    )
+    for found, actual in results:
+        ours.assert_close(actual, expected)
+        assert found == pytest.approx(losses, rel=1e-6)
+
+
+@given(dealt=dealt_batches(strategies.batches(), 4))
+def test_replicas_are_equal_to_the_bit(dealt):
+    batches, sizes = dealt
+    recipe = af.compose(af.wrap_ddp(), af.clip(0.5))
+    results = ours.trained(ours.regression_model(), ours.dealt(batches, sizes), recipe)
+    for losses, parameters in results[1:]:
+        ours.assert_identical(parameters, results[0][1])
+        assert losses == results[0][0]
+
+
+@given(
+    batches=strategies.batches(num_batches=1),
+    weights=st.lists(st.floats(0.25, 4.0), min_size=12, max_size=12),
+    world_size=st.integers(1, 4),
+)
+def test_weights_may_be_any_numbers(batches, weights, world_size):
+    """A batch is weighed by what its samples weigh: a mean weighted by sample, over ranks."""
+    inputs, targets = batches[0]
+    weighted = (inputs, targets, torch.tensor(weights[: len(inputs)]).double())
+
+    def loss_fn(model, batch):
+        inputs, targets, weight = batch
+        errors = (model(inputs) - targets).squeeze(1).square()
+        return (errors * weight).sum() / weight.sum()
+
+    _, expected = ours.trained_by_hand(ours.regression_model(), [weighted], loss_fn=loss_fn)
+    sizes = [[len(part) for part in inputs.tensor_split(world_size)]]
+    results = ours.trained(
+        ours.regression_model(),
+        ours.dealt([weighted], sizes),
+        af.compose(af.accumulate(2), af.wrap_ddp()),
+        loss_fn=loss_fn,
+        weight_fn=lambda batch: batch[2].sum(),
+    )
+    for _, actual in results:
+        ours.assert_close(actual, expected)
+
+
+@given(dealt=dealt_batches(strategies.batches(num_batches=1), 4))
+def test_the_forward_alone_is_the_loss_of_the_global_batch(dealt):
+    batches, sizes = dealt
+    model = ours.regression_model()
+    expected = ours.mse(model, batches[0]).item()
+    parts = ours.dealt(batches, sizes)
+
+    def run(state):
+        mine = ours.regression_model()
+        plan = af.Plan(ours.mse, mine, ours.sgd(mine.parameters()))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
+        return float(step.forward(state, parts[state.rank][0]))
+
+    assert simulate(run, world_size=len(parts)) == pytest.approx([expected] * len(parts), rel=1e-6)

@@ -1,0 +1,146 @@
+"""What the tests train: one small model, its losses, and how a run is held against the reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import reference
+
+NUM_FEATURES, NUM_CLASSES = 3, 4
+Recipe = Callable[[af.Plan], af.Plan]
+Optimizer = torch.optim.Optimizer
+MakeOptimizer = Callable[[Any], Optimizer]
+
+# float64, sums in another order: a few units in the last place of values near 1, and a sum of
+# a dozen terms; AdamW divides by the root of a second moment, which can take away half the digits
+# of a gradient near zero, but not of the parameters that this is compared on.
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def regression_model(seed: int = 0) -> nn.Module:
+    """Three features to one number, with a hidden layer, in float64."""
+    return _seeded(seed, NUM_FEATURES, 5, 1)
+
+
+def token_model(seed: int = 0) -> nn.Module:
+    """Three features to four classes, for every token, in float64."""
+    return _seeded(seed, NUM_FEATURES, 5, NUM_CLASSES)
+
+
+def _seeded(seed: int, *widths: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[2])
+    ).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return model
+
+
+def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean over samples."""
+    inputs, targets = batch
+    return F.mse_loss(model(inputs), targets)
+
+
+def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean over labels that are not ignored; 0/0 where all are."""
+    logits = model(batch["inputs"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def adamw(parameters: Any) -> Optimizer:
+    """What most people train with."""
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def sgd(parameters: Any) -> Optimizer:
+    """Momentum, so that an update depends on those before it."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def trained_by_hand(
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    loss_fn: Any = mse,
+    optimizer: MakeOptimizer = adamw,
+    max_norm: float | None = None,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of the reference loop."""
+    model = copy.deepcopy(model)
+    losses = reference.train(
+        model, loss_fn, optimizer(model.parameters()), batches, max_norm=max_norm
+    )
+    return losses, model.state_dict()
+
+
+def trained(
+    model: nn.Module,
+    parts: Sequence[Sequence[Any]],
+    recipe: Recipe,
+    *,
+    loss_fn: Any = mse,
+    optimizer: MakeOptimizer = adamw,
+    weight_fn: Any = af.num_samples,
+) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Losses and parameters of every rank, where `parts[rank]` is what that rank is given, batch by batch."""
+    models = [copy.deepcopy(model) for _ in parts]
+
+    def run(state: af.DistState) -> tuple[list[float], dict[str, Tensor]]:
+        mine = models[state.rank]
+        plan = af.Plan(loss_fn, mine, optimizer(mine.parameters()), weight_fn)
+        state, step = af.build(state, recipe(plan))
+        losses = []
+        for batch in parts[state.rank]:
+            state, report = step(state, batch)
+            losses.append(float(report.loss))
+        return losses, mine.state_dict()
+
+    return simulate(run, world_size=len(parts))
+
+
+def dealt(batches: Sequence[Any], sizes: Sequence[Sequence[int]]) -> list[list[Any]]:
+    """Each batch cut into consecutive parts of any sizes: `dealt(...)[rank][batch]`."""
+    world_size = len(sizes[0])
+    ranks: list[list[Any]] = [[] for _ in range(world_size)]
+    for batch, cut in zip(batches, sizes, strict=True):
+        start = 0
+        for rank, size in enumerate(cut):
+            ranks[rank].append(rows(batch, start, start + size))
+            start += size
+    return ranks
+
+
+def rows(batch: Any, start: int, stop: int) -> Any:
+    """Rows of a tuple or dict of tensors."""
+    if isinstance(batch, dict):
+        return {key: value[start:stop] for key, value in batch.items()}
+    return tuple(value[start:stop] for value in batch)
+
+
+def assert_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float
+) -> None:
+    """Every parameter, with a message that names it."""
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name],
+            value,
+            **(tolerance or EXACT),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Every parameter, to the bit."""
+    assert_close(actual, expected, rtol=0.0, atol=0.0)
