@@ -85,7 +85,9 @@ class Grads:
         if self.factor is None:
             return tuple(self.tensors)
         factor = self.factor
-        return tuple([None if t is None else (t * factor.to(t.device)).to(t.dtype) for t in self.tensors])
+        return tuple(
+            [None if t is None else (t * factor.to(t.device)).to(t.dtype) for t in self.tensors]
+        )
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
