@@ -64,8 +64,8 @@ def assert_equivalent(
 
     >>> import accel_fn as af
     >>> from accel_fn.testing import assert_equivalent
-    >>> plan = af.Plan(loss_fn, model.double(), optimizer)
-    >>> assert_equivalent(plan, af.accumulate(3)(plan), batches=[batch])
+    >>> plan = af.Plan(loss_fn, model, optimizer)
+    >>> assert_equivalent(plan, af.accumulate(3)(plan), batches=[batch], rtol=1e-5, atol=1e-6)
     """
     every = list(batches)
     expected = train(plan_a, every, world_size=world_sizes[0], timeout_s=timeout_s)[0]
