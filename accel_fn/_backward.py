@@ -20,18 +20,25 @@ from accel_fn._weights import weigh
 
 
 class LossModule(nn.Module):
-    """The user's loss as a module: what DDP wraps in place of the user's model."""
+    """The user's loss as a module: what DDP wraps in place of the user's model.
+
+    Attributes:
+        idle: where it is set, all that a rank without items reaches: DDP that
+            finds unused parameters must find the model's unused there.
+    """
 
     def __init__(self, loss_fn: LossFn, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.idle: nn.Parameter | None = None
 
     def forward(self, batch: Any) -> Tensor:
         """The mean loss of a batch; for None, a zero that reaches every parameter."""
         if batch is None:
-            reached = [p.flatten()[:0].sum() for p in self.model.parameters() if p.requires_grad]
-            return torch.stack([part.to(reached[0]) for part in reached]).sum()
+            reached = [self.idle] if self.idle is not None else self.model.parameters()
+            zeros = [p.flatten()[:0].sum() for p in reached if p.requires_grad]
+            return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum()
         loss = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             _refuse_loss(loss)
@@ -128,7 +135,7 @@ class Backward:
     plan: Plan
     module: nn.Module
     trainable: Sequence[nn.Parameter]
-    """Of the model: those that the backward reaches."""
+    """Those that a backward may reach."""
     parameters: Sequence[nn.Parameter]
     """Of the optimizer: those that gradients are given for."""
     no_sync: Callable[[], AbstractContextManager[Any]]
@@ -151,7 +158,7 @@ class Backward:
         loss = run_forward(state, self.plan, self.module, part)
         self._check_graph(loss)
         run_backward(loss, backward_seed(loss, 1.0, state.scaler), self.trainable)
-        return state, self._take(state), Report(loss=loss.detach().float(), weight=weight)
+        return state, self._take(state, weight), Report(loss=loss.detach().float(), weight=weight)
 
     def _several(
         self,
@@ -179,7 +186,7 @@ class Backward:
                     mean = start_mean(state, losses, shares)
                 seed = backward_seed(loss, share * state.world_size, state.scaler)
                 run_backward(loss, seed, self.trainable)
-        return state, self._take(state), Report(loss=mean(), weight=total)
+        return state, self._take(state, total), Report(loss=mean(), weight=total)
 
     def _check_graph(self, loss: Tensor) -> None:
         """Refuse what a backward through DDP would not reach."""
@@ -195,11 +202,11 @@ class Backward:
                     "it (backward, or autograd.grad by hand), which no other rank would see; return the loss"
                 )
 
-    def _take(self, state: DistState) -> Grads:
+    def _take(self, state: DistState, weight: float) -> Grads:
         """The gradients of the optimizer's parameters, off the parameters."""
         tensors = tuple([parameter.grad for parameter in self.parameters])
         for tensor in tensors:
-            if tensor is None:
+            if tensor is None and weight:
                 self._check_reached()
                 break
         for parameter in self.trainable:
@@ -212,13 +219,11 @@ class Backward:
 
     def _check_reached(self) -> None:
         """Refuse a loss that misses the model, or misses parameters that DDP waits for."""
-        names = [
-            name
-            for name, p in self.plan.model.named_parameters()
-            if p.requires_grad and p.grad is None
-        ]
+        named = self.plan.model.named_parameters()
+        names = [name for name, p in named if p.requires_grad and p.grad is None]
+        nothing = all(parameter.grad is None for parameter in self.parameters)
         finds_unused = getattr(self.module, "find_unused_parameters", True)
-        if len(names) == len(self.trainable) or (names and not finds_unused):
+        if nothing or (names and not finds_unused):
             some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             raise LossError(
                 f"step: loss_fn must reach the model's parameters by the model given to it, got no gradient "

@@ -83,7 +83,14 @@ def current_world() -> tuple[int, int] | None:
 
 
 def join_world(
-    *, rank: int, world_size: int, host: str, port: int, backend: str, timeout_s: float
+    *,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    serves: bool,
+    backend: str,
+    timeout_s: float,
 ) -> ProcessGroup:
     """The group of a world of processes that all call this, each as its own rank.
 
@@ -95,7 +102,7 @@ def join_world(
         second: ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
         return second
     deadline = time.monotonic() + timeout_s
-    store = _reach_store(rank, world_size, host, port, timeout_s)
+    store = _reach_store(rank, world_size, host, port, serves, timeout_s)
     store = _wait_for_all(store, rank, world_size, f"{host}:{port}", timeout_s, deadline)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     group = dist.group.WORLD
@@ -119,7 +126,9 @@ def _check_world(rank: int, world_size: int) -> None:
         )
 
 
-def _reach_store(rank: int, world_size: int, host: str, port: int, timeout_s: float) -> Store:
+def _reach_store(
+    rank: int, world_size: int, host: str, port: int, serves: bool, timeout_s: float
+) -> Store:
     """The key-value store at `host:port`: served by rank 0, or by the launcher's agent."""
     try:
         socket.getaddrinfo(host, port)
@@ -127,7 +136,6 @@ def _reach_store(rank: int, world_size: int, host: str, port: int, timeout_s: fl
         raise WorldError(
             f"init: MASTER_ADDR must be a host that resolves, got {host!r} ({error})"
         ) from error
-    serves = rank == 0 and not dist.rendezvous._torchelastic_use_agent_store()  # type: ignore[attr-defined]
     try:
         store = TCPStore(
             host,

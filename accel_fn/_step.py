@@ -218,7 +218,7 @@ def _optimized(plan: Plan) -> list[nn.Parameter]:
 
 def _grad_fn(plan: Plan, module: nn.Module) -> GradFn:
     """Backward, inside what the plan's gradient functions make of it."""
-    trainable = [p for p in plan.model.parameters() if p.requires_grad]
+    trainable = [p for p in module.parameters() if p.requires_grad]
     no_sync = getattr(module, "no_sync", nullcontext)
     grad_fn: GradFn = Backward(plan, module, trainable, _optimized(plan), no_sync)
     if not plan.grad_fns:

@@ -28,6 +28,8 @@ class Launch:
     local_world_size: int
     host: str
     port: int
+    serves: bool
+    """Does this process serve the store at that address (else a peer, or torchrun's agent)?"""
 
 
 def init(
@@ -128,6 +130,7 @@ def _join(
             world_size=launch.world_size,
             host=launch.host,
             port=launch.port,
+            serves=launch.serves,
             backend=_comm.default_backend(place, backend),
             timeout_s=timeout_s,
         )
@@ -145,7 +148,7 @@ def _join(
 def _current_launch() -> Launch | None:
     """The world that the script has joined by itself, through torch.distributed."""
     world = _comm.current_world()
-    return None if world is None else Launch(*world, 0, 1, "", 0)
+    return None if world is None else Launch(*world, 0, 1, "", 0, False)
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
@@ -171,6 +174,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
         local_world_size=numbers.get("LOCAL_WORLD_SIZE", 1),
         host=given["MASTER_ADDR"],
         port=numbers["MASTER_PORT"],
+        serves=numbers["RANK"] == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
     _check_launch(launch)
     return launch

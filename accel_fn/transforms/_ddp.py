@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -106,6 +107,8 @@ def replicate(
     options = {"gradient_as_bucket_view": True, **ddp_options}
     if state.device.type == "cpu":
         options.setdefault("bucket_cap_mb", 100)
+    if options.get("find_unused_parameters"):
+        module.idle = nn.Parameter(torch.zeros((), device=state.device))
     replicated = DistributedDataParallel(module, process_group=state.group, **options)
     _settle_buckets(replicated)
     if comm_hook is not None:

@@ -1,0 +1,451 @@
+"""What a user can get wrong in a plan, and what is said about it: function, rule, value, repair."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+BATCH = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
+
+
+def make_plan(loss_fn=ours.mse, **options):
+    model = ours.regression_model()
+    return af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), float("inf"), True, "1", None])
+@pytest.mark.parametrize(
+    ("function", "name"), [(af.clip, "max_norm"), (af.clip_value, "max_value")]
+)
+def test_a_bound_must_be_finite_and_positive(function, name, value):
+    with pytest.raises(
+        ValueError, match=rf"clip(_value)?: {name} must be a finite number > 0, got"
+    ):
+        function(value)
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, True, float("nan"), "2"])
+def test_a_number_of_microbatches_must_be_a_count(value):
+    with pytest.raises(
+        ValueError, match="accumulate: num_microbatches must be an integer >= 1, got"
+    ):
+        af.accumulate(value)
+
+
+@pytest.mark.parametrize("value", [True, "1", None])
+def test_an_argument_of_the_wrong_type_is_a_type_error_too(value):
+    with pytest.raises(TypeError, match="clip: max_norm"):
+        af.clip(value)
+
+
+def test_a_split_must_be_a_function():
+    with pytest.raises(TypeError, match="accumulate: split must be a function"):
+        af.accumulate(2, split=4)
+
+
+@pytest.mark.parametrize("value", ["fp8", "float16", torch.float32, 16])
+def test_a_precision_must_be_known(value):
+    with pytest.raises(ValueError, match='with_amp: precision must be "bf16", "fp16"'):
+        af.with_amp(value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"init_scale": 0}, "init_scale must be a finite number > 0, got 0"),
+        ({"growth_factor": 1.0}, "growth_factor must be > 1, got 1.0"),
+        ({"backoff_factor": 1.0}, "backoff_factor must be < 1, got 1.0"),
+        ({"growth_interval": 0}, "growth_interval must be an integer >= 1, got 0"),
+    ],
+)
+def test_settings_of_the_loss_scale_are_refused_when_given(settings, text):
+    with pytest.raises(ValueError, match=text):
+        af.with_amp("fp16", **settings)
+
+
+def test_an_option_that_ddp_does_not_have_is_named_with_the_nearest():
+    with pytest.raises(ValueError, match=r"got 'bucket_cap'; did you mean bucket_cap_mb\?"):
+        af.wrap_ddp(bucket_cap=5)
+
+
+def test_an_option_that_comes_from_the_state_is_refused():
+    with pytest.raises(
+        ValueError, match="process_group must not be given; it comes from the state"
+    ):
+        af.wrap_ddp(process_group=None)
+
+
+def test_a_communication_hook_must_be_known():
+    with pytest.raises(ValueError, match="wrap_ddp: comm_hook must be one of"):
+        af.wrap_ddp(comm_hook="int8")
+
+
+@pytest.mark.parametrize(
+    ("position", "text"),
+    [
+        (0, "loss_fn must be a function"),
+        (1, "model must be an nn.Module"),
+        (2, "optimizer must be a torch.optim.Optimizer"),
+        (3, "weight_fn must be a function"),
+    ],
+)
+def test_a_plan_is_made_of_what_it_says(position, text):
+    plan = make_plan()
+    arguments = [plan.loss_fn, plan.model, plan.optimizer, plan.weight_fn]
+    arguments[position] = 7
+    with pytest.raises(TypeError, match=f"Plan: {text}.* got 7"):
+        af.Plan(*arguments)
+
+
+def test_only_functions_can_be_composed():
+    with pytest.raises(
+        TypeError, match="compose: transforms must be functions Plan -> Plan, got 3"
+    ):
+        af.compose(af.clip(1.0), 3)
+
+
+def own_parameters_too(plan):
+    return replace(plan, own_parameters=(*plan.own_parameters, lambda state, module: module))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        (af.compose(af.wrap_ddp(), own_parameters_too), "own_parameters, got replicate.* and "),
+        (af.compose(af.wrap_ddp(), af.wrap_ddp()), "own_parameters, got replicate"),
+        (
+            af.compose(af.accumulate(2), af.accumulate(3)),
+            r"split, got .*=2\) and .*=3\); leave out one",
+        ),
+        (af.compose(af.place(), af.place()), "move_model"),
+        (af.compose(af.with_amp("bf16"), af.with_amp("fp16")), "enter each context once"),
+        (
+            af.compose(af.wrap_ddp(static_graph=True), af.accumulate(2)),
+            r"static_graph=True\) must not be combined with accumulate",
+        ),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_in_build_by_name(recipe, text):
+    with pytest.raises(ValueError, match=text):
+        af.build(af.DistState(), recipe(make_plan()))
+
+
+def test_float16_parameters_are_not_scaled():
+    model = ours.regression_model().half()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    with pytest.raises(ValueError, match=r"float16 0\.weight; use model\.float\(\)"):
+        af.build(af.DistState(), af.with_amp("fp16")(plan))
+
+
+def test_two_steps_of_one_state_must_agree_on_the_loss_scale():
+    state, _ = af.build(af.DistState(), af.with_amp("fp16")(make_plan()))
+    with pytest.raises(
+        ValueError, match="with_amp must agree with the loss scale that the state has"
+    ):
+        af.build(state, af.with_amp("fp16", growth_interval=5)(make_plan()))
+
+
+def test_an_optimizer_over_foreign_parameters_is_refused():
+    model, other = ours.regression_model(), nn.Linear(2, 7)
+    plan = af.Plan(ours.mse, model, ours.sgd([*model.parameters(), *other.parameters()]))
+    with pytest.raises(
+        ValueError, match=r"parameters of the model alone, got 2 others, of shapes \[\[7, 2\]"
+    ):
+        af.build(af.DistState(), plan)
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    plan = make_plan()
+    plan.model.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match="must have parameters that require a gradient, got a Sequential"
+    ):
+        af.build(af.DistState(), plan)
+
+
+def test_an_optimizer_without_trainable_parameters_is_refused():
+    model = ours.regression_model()
+    model[0].weight.requires_grad_(False)
+    plan = af.Plan(ours.mse, model, ours.sgd([model[0].weight]))
+    with pytest.raises(
+        ValueError, match="optimizer must hold a parameter that requires a gradient"
+    ):
+        af.build(af.DistState(), plan)
+
+
+def test_an_optimizer_that_evaluates_the_loss_again_is_refused():
+    model = ours.regression_model()
+    plan = af.Plan(ours.mse, model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="must update from gradients alone, got LBFGS"):
+        af.build(af.DistState(), plan)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [
+        (lambda model, batch: 3.0, "0-dim floating-point tensor, got float"),
+        (lambda model, batch: model(batch[0]), r"got torch.float64 \[4, 1\]"),
+        (lambda model, batch: model(batch[0]).argmax(), r"got torch.int64 \[\]"),
+        (lambda model, batch: (ours.mse(model, batch), 1), "got tuple"),
+        (lambda model, batch: ours.mse(model, batch).detach(), "a loss with a graph"),
+    ],
+)
+def test_a_loss_must_be_a_scalar_with_a_graph_on_every_rank_alike(world_size, loss_fn, text):
+    def run(state):
+        state, step = af.build(state, af.wrap_ddp()(make_plan(loss_fn)))
+        with pytest.raises(ValueError, match=f"step: loss_fn must return .*{text}"):
+            step(state, BATCH)
+
+    simulate(run, world_size=world_size)
+
+
+def grads_by_hand(model, batch):
+    """Gradients written past DDP: what other ranks never see."""
+    loss = ours.mse(model, batch)
+    parameters = list(model.parameters())
+    for parameter, grad in zip(
+        parameters, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True
+    ):
+        parameter.grad = grad
+    return loss
+
+
+def loss_on_copies(model, batch):
+    """functional_call on copies: the model's own parameters get nothing."""
+    copies = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    return nn.functional.mse_loss(functional_call(model, copies, batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [
+        (grads_by_hand, "must leave .grad of the model's parameters alone"),
+        (loss_on_copies, r"got no gradient for 0\.weight, 0\.bias.*no functional_call on copies"),
+    ],
+)
+def test_gradients_out_of_reach_of_ddp_are_refused(world_size, loss_fn, text):
+    def run(state):
+        state, step = af.build(state, af.wrap_ddp()(make_plan(loss_fn)))
+        with pytest.raises(ValueError, match=text):
+            step(state, BATCH)
+
+    simulate(run, world_size=world_size)
+
+
+def test_functional_call_on_the_models_own_parameters_is_averaged():
+    def loss_fn(model, batch):
+        output = functional_call(model, dict(model.named_parameters()), batch[0])
+        return nn.functional.mse_loss(output, batch[1])
+
+    _, expected = ours.trained_by_hand(ours.regression_model(), [BATCH])
+    parts = ours.dealt([BATCH], [[1, 3]])
+    for _, actual in ours.trained(ours.regression_model(), parts, af.wrap_ddp(), loss_fn=loss_fn):
+        ours.assert_close(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")  # DDP's, of speed alone
+def test_a_gradient_penalty_by_autograd_grad_is_averaged():
+    """autograd.grad inside a loss is fine as long as the loss that it goes into is returned."""
+
+    def loss_fn(model, batch):
+        inputs = batch[0].requires_grad_()
+        output = model(inputs)
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        return (output - batch[1]).square().mean() + slope.square().sum(1).mean()
+
+    batch = (torch.arange(12.0).reshape(4, 3).double() / 10, torch.ones(4, 1).double())
+    _, expected = ours.trained_by_hand(ours.regression_model(), [batch], loss_fn=loss_fn)
+    parts = ours.dealt([(batch[0].detach(), batch[1])], [[1, 3]])
+    for _, actual in ours.trained(ours.regression_model(), parts, af.wrap_ddp(), loss_fn=loss_fn):
+        ours.assert_close(actual, expected)
+
+
+class Branches(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def test_a_parameter_that_the_loss_misses_is_named_in_a_world_of_several():
+    def run(state):
+        model = Branches()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        with pytest.raises(ValueError, match=r"got no gradient for unused\.weight, unused\.bias"):
+            step(state, BATCH)
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_the_loss_misses_stays_as_it_is(world_size):
+    def run(state):
+        model = Branches()
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp(find_unused_parameters=True)(plan))
+        before = model.unused.weight.detach().clone(), model.used.weight.detach().clone()
+        # an empty rank must not make an unused parameter a used one with a gradient of zero
+        step(state, BATCH if state.is_main else tuple(value[:0] for value in BATCH))
+        return torch.equal(model.unused.weight, before[0]), torch.equal(
+            model.used.weight, before[1]
+        )
+
+    assert simulate(run, world_size=world_size) == [(True, False)] * world_size
+
+
+def test_several_ranks_must_average_their_gradients():
+    def run(state):
+        with pytest.raises(
+            ValueError, match=r"average gradients over the 2 ranks.*add wrap_ddp\(\)"
+        ):
+            af.build(state, make_plan())
+
+    simulate(run, world_size=2)
+
+
+def test_ranks_must_build_the_same_plan():
+    def run(state):
+        recipe = af.compose(af.wrap_ddp(), af.clip(1.0 + state.rank))
+        with pytest.raises(RuntimeError, match=r"max_norm=2\.0.* on rank 1 and .*max_norm=1\.0"):
+            af.build(state, recipe(make_plan()))
+
+    simulate(run, world_size=2)
+
+
+def test_ranks_must_build_the_same_model():
+    def run(state):
+        model = nn.Linear(3, 1 + state.rank)
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        with pytest.raises(RuntimeError, match=r"weight \[2, 3\].* on rank 1 and weight \[1, 3\]"):
+            af.build(state, af.wrap_ddp()(plan))
+
+    simulate(run, world_size=2)
+
+
+def test_a_plan_that_fails_on_one_rank_fails_on_all():
+    def run(state):
+        plan = make_plan()
+        plan.model.requires_grad_(state.is_main)
+        with pytest.raises(Exception, match="must have parameters that require a gradient"):
+            af.build(state, af.wrap_ddp()(plan))
+
+    simulate(run, world_size=3)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (
+            (torch.ones(4, 3), torch.ones(3, 1)),
+            r"one leading dimension, got shapes \[\(4, 3\), \(3, 1\)\]",
+        ),
+        ({"name": "nothing"}, "must hold a tensor with a leading dimension, got dict"),
+        (torch.tensor(1.0), "must hold a tensor with a leading dimension, got Tensor"),
+    ],
+)
+def test_a_batch_that_cannot_be_counted_is_refused_on_every_rank(world_size, batch, text):
+    """The last rank alone gets it: the others must not wait for it."""
+
+    def run(state):
+        state, step = af.build(state, af.wrap_ddp()(make_plan()))
+        last = state.rank == world_size - 1
+        rule = text if last else "batch must be countable on every rank"
+        with pytest.raises(ValueError, match=rule):
+            step(state, batch if last else BATCH)
+
+    simulate(run, world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), True, "4", torch.ones(2)])
+def test_a_weight_must_be_a_finite_count_on_every_rank(world_size, weight):
+    def run(state):
+        last = state.rank == world_size - 1
+        plan = make_plan(weight_fn=lambda batch: weight if last else 4)
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        rule = "weight_fn must return" if last else "countable on every rank"
+        with pytest.raises(ValueError, match=rule):
+            step(state, BATCH)
+
+    simulate(run, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("path", "batch", "text"),
+    [
+        ("labels", {"inputs": torch.ones(2)}, r"no 'labels', got \['inputs'\]"),
+        (("target", 1), {"target": [torch.ones(2)]}, "no 1, got 'list'"),
+        ("labels", {"labels": "none"}, "lead to a tensor of labels"),
+    ],
+)
+def test_labels_that_are_not_there_are_named(path, batch, text):
+    with pytest.raises(ValueError, match=text):
+        af.num_labels(path)(batch)
+
+
+@pytest.mark.parametrize("path", [(), True, (1.5,), ("labels", None)])
+def test_a_path_to_labels_is_made_of_keys(path):
+    with pytest.raises(TypeError, match="num_labels: key_or_path must be a key"):
+        af.num_labels(path)
+
+
+def test_a_state_of_another_world_is_refused():
+    state, step = af.build(af.DistState(), make_plan())
+    with pytest.raises(ValueError, match="step: state must be of the world it was built in"):
+        step(af.DistState(rank=1, world_size=2), BATCH)
+    for part in (step.forward, step.grads):
+        with pytest.raises(ValueError, match="step: state must be of the world it was built in"):
+            part(af.DistState(rank=1, world_size=2), BATCH)
+
+
+def test_a_state_without_the_loss_scale_of_its_step_is_refused():
+    state, step = af.build(af.DistState(), af.with_amp("fp16")(make_plan()))
+    with pytest.raises(ValueError, match="must carry a loss scale, got none; go on from the state"):
+        step(af.DistState(), BATCH)
+
+
+def test_a_gradient_function_that_forgets_to_average_is_refused_on_every_rank():
+    def local(grad_fn):
+        def forgotten(state, batch):
+            state, grads, report = grad_fn(state, batch)
+            return state, grads.map(lambda value: value + state.rank), report
+
+        return forgotten
+
+    def run(state):
+        plan = replace(af.wrap_ddp()(make_plan()), grad_fns=(local,))
+        state, step = af.build(state, plan)
+        with pytest.raises(
+            ValueError, match=r"equal on all ranks, got '0\.weight differs on rank 1'"
+        ):
+            step(state, BATCH)
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank must be in 0 .. world_size - 1 = 1, got 2"),
+        ({"rank": -1}, "rank must be in 0"),
+        ({"local_rank": 1}, "local_rank must be in 0 .. local_world_size - 1 = 0, got 1"),
+        ({"step": -1}, "step must be >= 0, got -1"),
+    ],
+)
+def test_a_state_is_a_place_in_a_world(fields, text):
+    with pytest.raises(ValueError, match=f"DistState: {text}"):
+        af.DistState(**fields)

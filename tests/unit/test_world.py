@@ -1,0 +1,240 @@
+"""init and distributed: what is read, what is refused, what is left behind."""
+
+import copy
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn._world import Launch, pick_device, read_launch
+from accel_fn.testing import simulate
+from tests.processes import free_port, launch
+
+FULL = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in FULL:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_launcher_that_says_all_is_believed():
+    assert read_launch(FULL) == Launch(1, 4, 1, 2, "127.0.0.1", 29500, False)
+
+
+def test_without_local_variables_it_is_one_process_a_machine():
+    environment = {name: value for name, value in FULL.items() if not name.startswith("LOCAL")}
+    assert read_launch(environment) == Launch(1, 4, 0, 1, "127.0.0.1", 29500, False)
+
+
+def test_without_any_variable_there_is_no_launch():
+    assert read_launch({"PATH": "/bin", "RANK": ""}) is None
+
+
+@pytest.mark.parametrize("missing", FULL)
+def test_a_half_set_environment_names_what_is_missing(missing):
+    environment = {name: value for name, value in FULL.items() if name != missing}
+    with pytest.raises(RuntimeError, match=rf"init: the launcher must set {missing} too.*torchrun"):
+        read_launch(environment)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"RANK": "4"}, "RANK must be >= 0 and below WORLD_SIZE=4, got 4"),
+        ({"RANK": "-1"}, "RANK must be >= 0"),
+        ({"RANK": "one"}, "RANK must be an integer, got 'one'"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK must be >= 0 and below LOCAL_WORLD_SIZE=2, got 2"),
+        ({"LOCAL_WORLD_SIZE": "5"}, r"LOCAL_WORLD_SIZE must be in 1 \.\. WORLD_SIZE=4, got 5"),
+        ({"MASTER_PORT": "70000"}, r"MASTER_PORT must be in 1 \.\. 65535, got 70000"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "RANK must be >= 0 and below WORLD_SIZE=0"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(change, text):
+    with pytest.raises(RuntimeError, match=f"init: {text}"):
+        read_launch({**FULL, **change})
+
+
+def test_alone_it_is_one_process_on_one_device(alone):
+    state = af.init(device="cpu", seed=5)
+    assert (state.rank, state.world_size, state.seed, state.group) == (0, 1, 5, None)
+    assert state.device == torch.device("cpu")
+
+
+def test_a_world_of_one_needs_no_group(alone):
+    for name, value in {**FULL, "RANK": "0", "WORLD_SIZE": "1"}.items():
+        alone.setenv(name, value)
+    alone.setenv("LOCAL_RANK", "0")
+    alone.setenv("LOCAL_WORLD_SIZE", "1")
+    assert af.init(device="cpu").group is None
+
+
+def test_the_default_device_is_the_accelerator_or_the_cpu(alone):
+    expected = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    assert af.init().device.type == (expected.type if expected else "cpu")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without accelerator")
+def test_a_device_that_the_machine_lacks_is_refused():
+    with pytest.raises(
+        RuntimeError, match="init: device must be one that this machine has, got 'cuda'"
+    ):
+        pick_device("cuda", 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"timeout_s": 0}, "timeout_s must be a finite number > 0"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"seed": -1}, "seed must be an integer >= 0"),
+        ({"seed": 1.5}, "seed must be an integer >= 0"),
+    ],
+)
+def test_arguments_are_checked(alone, arguments, text):
+    with pytest.raises(ValueError, match=f"init: {text}"):
+        af.init(**arguments)
+
+
+def test_a_host_that_does_not_resolve_is_an_error(alone):
+    for name, value in {**FULL, "MASTER_ADDR": "no-such-host.invalid"}.items():
+        alone.setenv(name, value)
+    with pytest.raises(
+        RuntimeError, match="MASTER_ADDR must be a host that resolves, got 'no-such-host"
+    ):
+        af.init(device="cpu", timeout_s=2)
+
+
+def test_an_address_that_nobody_serves_is_an_error_in_time(alone):
+    for name, value in {**FULL, "MASTER_PORT": str(free_port())}.items():
+        alone.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(
+        TimeoutError, match="rank 1 of 4 could not reach MASTER_ADDR=127.0.0.1 MASTER_PORT="
+    ):
+        af.init(device="cpu", timeout_s=2)
+    assert time.monotonic() - start < 10
+
+
+def test_a_port_that_is_taken_is_an_error(alone):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        environment = {
+            **FULL,
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "MASTER_PORT": str(taken.getsockname()[1]),
+        }
+        for name, value in environment.items():
+            alone.setenv(name, value)
+        with pytest.raises(TimeoutError, match="rank 0 of 4 could not serve MASTER_ADDR=127.0.0.1"):
+            af.init(device="cpu", timeout_s=2)
+
+
+def test_ranks_that_do_not_come_are_named():
+    """In a process of its own: the store that it serves lives as long as it does."""
+    script = "import accel_fn as af; af.init(device='cpu', timeout_s=2)"
+    environment = {
+        **os.environ,
+        **FULL,
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_PORT": str(free_port()),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "all 4 ranks must come to 127.0.0.1:" in last
+    assert "rank 0 did not see ranks 1, 2, 3" in last
+
+
+def test_two_states_and_worlds_one_after_the_other_are_usable():
+    launch(
+        """
+        import accel_fn as af, torch.distributed as dist
+
+        first, second = af.init(device="cpu", timeout_s=30), af.init(device="cpu", timeout_s=30)
+        assert first.group is not second.group
+        assert af.reduce_sum(first.rank, first) == 1
+        assert af.reduce_sum(second.rank + 1, second) == 3
+        say("both", first.rank)
+        """,
+        expect=["both 0", "both 1"],
+    )
+
+
+def test_a_block_leaves_its_world_and_another_can_follow():
+    launch(
+        """
+        import accel_fn as af, torch.distributed as dist
+
+        for turn in range(3):
+            with af.distributed(device="cpu", timeout_s=30) as state:
+                assert af.reduce_sum(state.rank + turn, state) == 1 + 2 * turn
+            assert not dist.is_initialized()
+        say("left", state.rank)
+        """,
+        expect=["left 0", "left 1"],
+    )
+
+
+def test_a_world_that_the_script_has_joined_itself_is_taken_over():
+    launch(
+        """
+        import os, torch.distributed as dist, accel_fn as af
+
+        dist.init_process_group("gloo")
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        state = af.init(device="cpu", timeout_s=30)
+        assert (state.rank, state.world_size) == (dist.get_rank(), 2)
+        say("taken", af.reduce_sum(state.rank, state))
+        dist.destroy_process_group()
+        """,
+        expect=["taken 1", "taken 1"],
+    )
+
+
+def test_a_state_is_a_value():
+    state = af.DistState(rank=1, world_size=2, seed=3, step=7)
+    assert state == af.DistState(rank=1, world_size=2, seed=3, step=7)
+    assert len({state, af.DistState(rank=1, world_size=2, seed=3, step=7)}) == 1
+    with pytest.raises(AttributeError):
+        state.step = 8
+
+
+def test_the_group_is_neither_shown_nor_pickled_nor_compared():
+    def run(state):
+        assert state.group is not None
+        assert "group" not in repr(state)
+        assert copy.deepcopy(state).group is state.group
+        restored = pickle.loads(pickle.dumps(state))
+        assert restored == state
+        return restored.group
+
+    assert simulate(run, world_size=2) == [None, None]
+
+
+def test_a_collective_needs_a_group():
+    with pytest.raises(
+        ValueError, match="gather: state must carry a process group to talk to 2 ranks"
+    ):
+        af.gather(torch.ones(2), af.DistState(rank=1, world_size=2))
