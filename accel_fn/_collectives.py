@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import einops
@@ -266,29 +267,32 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     if state.world_size == 1:
         return tree
     leaves, structure = pytree.tree_flatten(tree)
-    sent = None
-    if state.rank == source:
-        sent = (structure, [_header(leaf) for leaf in leaves])
-    structure, headers = _comm.exchange(sent, state, "broadcast")[source]
-    received = []
-    for place, (is_tensor, content) in enumerate(headers):
-        if not is_tensor:
-            received.append(content)
-            continue
-        dtype, shape = content
-        mine = leaves[place].detach().to(state.device) if state.rank == source else None
-        tensor = (
-            torch.empty(shape, dtype=dtype, device=state.device) if mine is None else mine.clone()
-        )
-        _comm.broadcast(tensor, state, source, "broadcast")
-        received.append(tensor)
-    return cast("T", pytree.tree_unflatten(received, structure))
+    holes = [_Hole.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    sent = pytree.tree_unflatten(holes, structure) if state.rank == source else None
+    theirs, structure = pytree.tree_flatten(_comm.exchange(sent, state, "broadcast")[source])
+    for place, hole in enumerate(theirs):
+        if isinstance(hole, _Hole):
+            given = leaves[place].detach() if state.rank == source else None
+            theirs[place] = hole.filled(given, state.device)
+            _comm.broadcast(theirs[place], state, source, "broadcast")
+    return cast("T", pytree.tree_unflatten(theirs, structure))
 
 
-def _header(leaf: Any) -> tuple[bool, Any]:
-    if isinstance(leaf, Tensor):
-        return True, (leaf.dtype, tuple(leaf.shape))
-    return False, leaf
+@dataclass(frozen=True, slots=True)
+class _Hole:
+    """Where a tensor is in a tree that travels without it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Hole:
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    def filled(self, given: Tensor | None, device: torch.device) -> Tensor:
+        """A new tensor that fits: a copy of the one given, else room for one."""
+        room = torch.empty(self.shape, dtype=self.dtype, device=device)
+        return room if given is None else room.copy_(given)
 
 
 def barrier(state: DistState) -> None:

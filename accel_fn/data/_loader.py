@@ -113,33 +113,35 @@ def _order(loader: Any, state: DistState, batch: str) -> Order:
                 "shard_loader", "loader", "have a batch_size", f"batch_size={loader.batch_size}"
             )
         )
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler) or (
-        isinstance(loader.sampler, RandomSampler)
-        and (loader.sampler.replacement or loader.sampler._num_samples is not None)
+    sampler = loader.batch_sampler.sampler
+    if type(sampler) not in (RandomSampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler)
+        and (sampler.replacement or sampler._num_samples is not None)
     ):
         raise ArgumentError(
             message(
                 "shard_loader",
                 "loader",
                 "go through its data in order or with shuffle=True",
-                type(loader.sampler).__name__,
+                type(sampler).__name__,
                 "the ranks are shared out here, so no DistributedSampler",
             )
         )
-    batch_size = check_count("shard_loader", "batch_size", cast("int", loader.batch_size))
+    drop_last = loader.batch_sampler.drop_last
+    batch_size = check_count("shard_loader", "batch_size", loader.batch_sampler.batch_size)
     if batch == "per_rank":
         batch_size *= state.world_size
-    _check_sizes(batch_size, len(cast("Sized", loader.dataset)), state.world_size, loader.drop_last)
+    _check_sizes(batch_size, len(cast("Sized", loader.dataset)), state.world_size, drop_last)
     seed = state.seed
-    generator = loader.generator or getattr(loader.sampler, "generator", None)
+    generator = loader.generator or getattr(sampler, "generator", None)
     if generator is not None:
         seed = mix(mix(seed) + generator.initial_seed())
     return Order(
         num_samples=len(cast("Sized", loader.dataset)),
         batch_size=batch_size,
         world_size=state.world_size,
-        shuffle=isinstance(loader.sampler, RandomSampler),
-        drop_last=loader.drop_last,
+        shuffle=isinstance(sampler, RandomSampler),
+        drop_last=drop_last,
         seed=seed,
     )
 

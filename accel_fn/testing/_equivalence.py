@@ -1,4 +1,4 @@
-"""assert_equivalent: do two plans train the same model, whatever world each runs in?"""
+"""assert_equivalent: two plans train the same model, whatever world each runs in, or it says where not."""
 
 from __future__ import annotations
 

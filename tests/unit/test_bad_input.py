@@ -404,7 +404,7 @@ def test_a_path_to_labels_is_made_of_keys(path):
 
 
 def test_a_state_of_another_world_is_refused():
-    state, step = af.build(af.DistState(), make_plan())
+    _, step = af.build(af.DistState(), make_plan())
     with pytest.raises(ValueError, match="step: state must be of the world it was built in"):
         step(af.DistState(rank=1, world_size=2), BATCH)
     for part in (step.forward, step.grads):
@@ -413,7 +413,7 @@ def test_a_state_of_another_world_is_refused():
 
 
 def test_a_state_without_the_loss_scale_of_its_step_is_refused():
-    state, step = af.build(af.DistState(), af.with_amp("fp16")(make_plan()))
+    _, step = af.build(af.DistState(), af.with_amp("fp16")(make_plan()))
     with pytest.raises(ValueError, match="must carry a loss scale, got none; go on from the state"):
         step(af.DistState(), BATCH)
 

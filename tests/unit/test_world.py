@@ -115,7 +115,7 @@ def test_a_host_that_does_not_resolve_is_an_error(alone):
     for name, value in {**FULL, "MASTER_ADDR": "no-such-host.invalid"}.items():
         alone.setenv(name, value)
     with pytest.raises(
-        RuntimeError, match="MASTER_ADDR must be a host that resolves, got 'no-such-host"
+        RuntimeError, match=r"MASTER_ADDR must be a host that resolves, got 'no-such-host"
     ):
         af.init(device="cpu", timeout_s=2)
 
@@ -125,7 +125,7 @@ def test_an_address_that_nobody_serves_is_an_error_in_time(alone):
         alone.setenv(name, value)
     start = time.monotonic()
     with pytest.raises(
-        TimeoutError, match="rank 1 of 4 could not reach MASTER_ADDR=127.0.0.1 MASTER_PORT="
+        TimeoutError, match=r"rank 1 of 4 could not reach MASTER_ADDR=127\.0\.0\.1 MASTER_PORT="
     ):
         af.init(device="cpu", timeout_s=2)
     assert time.monotonic() - start < 10
@@ -143,7 +143,9 @@ def test_a_port_that_is_taken_is_an_error(alone):
         }
         for name, value in environment.items():
             alone.setenv(name, value)
-        with pytest.raises(TimeoutError, match="rank 0 of 4 could not serve MASTER_ADDR=127.0.0.1"):
+        with pytest.raises(
+            TimeoutError, match=r"rank 0 of 4 could not serve MASTER_ADDR=127\.0\.0\.1"
+        ):
             af.init(device="cpu", timeout_s=2)
 
 

@@ -1,0 +1,245 @@
+"""shard_loader: everything else of the user's loader is kept, and what it cannot share is refused."""
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import accel_fn as af
+from accel_fn.testing import simulate
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Counts what is read of it."""
+
+    def __init__(self, size):
+        self.size, self.read = size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+def collate(samples):
+    return {"ids": torch.tensor(samples), "names": [str(sample) for sample in samples]}
+
+
+def ids(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def of(size, batch_size=4, **options):
+    return DataLoader(Numbers(size), batch_size=batch_size, **options)
+
+
+def test_each_rank_takes_its_part_of_the_global_batch():
+    shards = [
+        ids(af.shard_loader(of(10), af.DistState(rank=rank, world_size=2))) for rank in range(2)
+    ]
+    assert shards == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
+
+
+def test_a_tail_smaller_than_the_world_joins_the_batch_before():
+    shards = [
+        ids(af.shard_loader(of(10), af.DistState(rank=rank, world_size=3))) for rank in range(3)
+    ]
+    assert shards == [[[0, 1], [4, 5]], [[2], [6, 7]], [[3], [8, 9]]]
+
+
+def test_per_rank_keeps_torchs_meaning_of_batch_size():
+    loader = af.shard_loader(of(16), af.DistState(rank=1, world_size=2), batch="per_rank")
+    assert ids(loader) == [[4, 5, 6, 7], [12, 13, 14, 15]]
+
+
+def test_drop_last_drops_the_tail():
+    loader = af.shard_loader(of(10, drop_last=True), af.DistState(rank=1, world_size=2))
+    assert ids(loader) == [[2, 3], [6, 7]]
+    assert len(loader) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_else_the_loader_was_given_is_kept(num_workers):
+    options = {"persistent_workers": True, "prefetch_factor": 3, "multiprocessing_context": "fork"}
+    given = of(10, collate_fn=collate, num_workers=num_workers, **(options if num_workers else {}))
+    loader = af.shard_loader(given, af.DistState(rank=1, world_size=2))
+    for _ in range(2):
+        batches = list(loader)
+        assert [batch["names"] for batch in batches] == [["2", "3"], ["6", "7"], ["9"]]
+    inner = loader._loader
+    assert (inner.num_workers, inner.collate_fn) == (num_workers, collate)
+    if num_workers:
+        assert (inner.persistent_workers, inner.prefetch_factor) == (True, 3)
+
+
+def test_only_the_samples_of_this_rank_are_read_and_none_that_are_skipped():
+    loader = of(20, shuffle=True)
+    shard = af.shard_loader(loader, af.DistState(rank=0, world_size=2))
+    resumed = shard.epochs(2, since=af.DistState(step=8))
+    read = [batch.tolist() for epoch in resumed for batch in epoch]
+    assert loader.dataset.read == [index for batch in read for index in batch]
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_order_is_a_function_of_seed_and_epoch(seed):
+    def passes(seed):
+        loader = af.shard_loader(of(12, shuffle=True), af.DistState(seed=seed))
+        return [ids(epoch) for epoch in loader.epochs(2)]
+
+    first, second = passes(seed)
+    assert [first, second] == passes(seed)
+    assert first != second
+    assert first != passes(seed + 2)[0]
+    assert sorted(sample for batch in first for sample in batch) == list(range(12))
+
+
+def test_the_generators_seed_says_another_order():
+    def order(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return ids(af.shard_loader(of(12, shuffle=True, generator=generator), af.DistState()))
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+def test_iterating_changes_nothing():
+    loader = af.shard_loader(of(8, shuffle=True), af.DistState())
+    first = ids(loader)
+    for _ in loader:
+        break
+    assert ids(loader) == first
+    assert ids(next(iter(loader.epochs(1)))) == first
+
+
+def test_two_passes_at_once_do_not_meet():
+    loader = af.shard_loader(of(8, shuffle=True), af.DistState())
+    epochs = list(loader.epochs(2))
+    apart = [ids(epoch) for epoch in epochs]
+    together = [[a.tolist(), b.tolist()] for a, b in zip(*epochs, strict=True)]
+    assert together == [list(pair) for pair in zip(*apart, strict=True)]
+
+
+def test_epochs_say_where_they_are():
+    loader = af.shard_loader(of(10), af.DistState())
+    epochs = list(loader.epochs(3, since=af.DistState(step=4)))
+    assert [(epoch.index, len(epoch)) for epoch in epochs] == [(1, 2), (2, 3)]
+    assert list(loader.epochs(3, since=af.DistState(step=9))) == []
+
+
+def test_indices_say_what_a_batch_is_without_reading_it():
+    loader = of(10)
+    shard = af.shard_loader(loader, af.DistState(rank=1, world_size=2))
+    assert shard.indices(0, 1).tolist() == [6, 7]
+    assert shard.global_indices(0, 1).tolist() == [4, 5, 6, 7]
+    assert loader.dataset.read == []
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+DATA = Numbers(12)
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (
+            lambda: of(12, batch_size=1),
+            "batch_size=1 must give every one of 2 ranks a sample; use batch_size >= 2",
+        ),
+        (lambda: of(1), "data set must have a sample for every one of 2 ranks, got 1"),
+        (lambda: of(0), "data set must have a sample for every one of 2 ranks, got 0"),
+        (
+            lambda: of(3, drop_last=True),
+            "drop_last=True must leave a batch, got 3 samples for batch_size=4",
+        ),
+        (lambda: DataLoader(Stream(), batch_size=4), "be over a map-style data set, got 'Stream'"),
+        (lambda: DataLoader(DATA, batch_size=None), "have a batch_size, got 'batch_size=None'"),
+        (
+            lambda: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0), batch_size=4),
+            "in order or with shuffle=True, got 'DistributedSampler'.*no DistributedSampler",
+        ),
+        (
+            lambda: DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 12), batch_size=4),
+            "WeightedRandom",
+        ),
+        (
+            lambda: af.shard_loader(of(12), af.DistState()),
+            "be a torch DataLoader, got 'ShardedLoader'",
+        ),
+        (lambda: [1, 2], "be a torch DataLoader, got 'list'"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_on_every_rank(loader, text):
+    def run(state):
+        with pytest.raises(ValueError, match=f"shard_loader: .*{text}"):
+            af.shard_loader(loader(), state)
+
+    simulate(run, world_size=2)
+    with pytest.raises(ValueError, match=f"shard_loader: .*{text}"):
+        af.shard_loader(loader(), af.DistState(rank=1, world_size=2))
+
+
+def test_a_batch_sampler_of_torchs_says_what_a_loader_would():
+    sampler = BatchSampler(torch.utils.data.SequentialSampler(DATA), 5, True)
+    loader = af.shard_loader(DataLoader(DATA, batch_sampler=sampler), af.DistState())
+    assert ids(loader) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_a_batch_sampler_over_an_order_of_the_users_is_refused():
+    sampler = BatchSampler(range(12), 4, False)
+    with pytest.raises(ValueError, match="in order or with shuffle=True"):
+        af.shard_loader(DataLoader(DATA, batch_sampler=sampler), af.DistState())
+
+
+def test_the_meaning_of_a_batch_must_be_known():
+    with pytest.raises(ValueError, match='batch must be "global" or "per_rank", got \'local\''):
+        af.shard_loader(of(4), af.DistState(), batch="local")
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [lambda rank: of(12 + rank), lambda rank: of(12, batch_size=4 + rank)],
+    ids=["length", "batch"],
+)
+def test_ranks_must_give_the_same_loader(loader):
+    def run(state):
+        with pytest.raises(RuntimeError, match="loader must be the same on every rank, got Order"):
+            af.shard_loader(loader(state.rank), state)
+
+    simulate(run, world_size=2)
+
+
+def test_a_loader_that_fails_on_one_rank_fails_on_all():
+    def run(state):
+        with pytest.raises(Exception, match="batch_size=1 must give every one of 2 ranks a sample"):
+            af.shard_loader(of(12, batch_size=4 - 3 * state.rank), state)
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize("step", [7, 100])
+def test_a_state_beyond_the_end_is_refused(step):
+    loader = af.shard_loader(of(12), af.DistState())
+    with pytest.raises(
+        ValueError,
+        match=f"since must be at most at the end of 2 epochs of 3 batches, got 'step {step}'",
+    ):
+        loader.epochs(2, since=af.DistState(step=step))
+
+
+def test_training_code_may_use_any_data_set():
+    data = TensorDataset(torch.arange(6), torch.zeros(6, 2))
+    loader = af.shard_loader(DataLoader(data, batch_size=4), af.DistState(rank=1, world_size=2))
+    assert [batch[0].tolist() for batch in loader] == [[2, 3], [5]]

@@ -1,0 +1,124 @@
+"""simulate: ranks that fail never leave others, or the next simulation, waiting."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn.testing import assert_equivalent, simulate
+from tests import strategies as ours
+
+
+def test_every_rank_has_a_state_of_its_own():
+    states = simulate(lambda state: state, world_size=3, seed=4)
+    assert [state.rank for state in states] == [0, 1, 2]
+    assert {(state.world_size, state.local_world_size, state.seed) for state in states} == {
+        (3, 3, 4)
+    }
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_the_first_error_of_any_rank_is_raised_with_its_rank(culprit):
+    def run(state):
+        if state.rank == culprit:
+            raise KeyError("broken")
+        af.barrier(state)
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="broken") as caught:
+        simulate(run, world_size=3)
+    assert caught.value.__notes__ == [f"on simulated rank {culprit} of 3"]
+    assert time.monotonic() - start < 5  # the others' time-out is 10 s: nobody waited for it
+
+
+def test_a_failed_world_is_not_used_again():
+    def failing(state):
+        if state.is_main:
+            raise ValueError("once")
+        return af.reduce_sum(1, state)
+
+    for _ in range(5):
+        with pytest.raises(ValueError, match="once"):
+            simulate(failing, world_size=2, timeout_s=1)
+        assert simulate(lambda state: af.reduce_sum(1, state), world_size=2, timeout_s=1) == [2, 2]
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked():
+    def run(state):
+        return None if state.is_main else af.reduce_sum(1, state)
+
+    start = time.monotonic()
+    with pytest.raises(Exception, match=r"(?i)timed out|timeout|connection closed"):
+        simulate(run, world_size=2, timeout_s=1)
+    assert time.monotonic() - start < 8
+
+
+def test_a_thousand_simulations_neither_hang_nor_leak_threads():
+    simulate(af.barrier, world_size=2)
+    simulate(af.barrier, world_size=3)
+    before = threading.active_count()
+    for turn in range(1000):
+        size = 2 + turn % 2
+        assert (
+            simulate(lambda state: af.reduce_sum(state.rank, state), world_size=size)[0]
+            == size * (size - 1) // 2
+        )
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"world_size": 0}, "world_size must be an integer >= 1, got 0"),
+        ({"world_size": 2, "timeout_s": -1}, "timeout_s must be a finite number > 0, got -1"),
+    ],
+)
+def test_arguments_are_checked(arguments, text):
+    with pytest.raises(ValueError, match=f"simulate: {text}"):
+        simulate(af.barrier, **arguments)
+
+
+def make_plan():
+    model = ours.regression_model()
+    return af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+
+
+BATCHES = [(torch.ones(n, 3).double() * n, torch.ones(n, 1).double()) for n in (5, 2, 1)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equivalent_plans_pass_in_any_world(world_size):
+    plan = make_plan()
+    before = {name: value.clone() for name, value in plan.model.state_dict().items()}
+    assert_equivalent(
+        plan,
+        af.compose(af.wrap_ddp(), af.accumulate(2))(plan),
+        BATCHES,
+        world_sizes=(1, world_size),
+    )
+    ours.assert_identical(plan.model.state_dict(), before)
+
+
+def test_plans_that_train_another_model_are_told_apart():
+    plan = make_plan()
+    with pytest.raises(
+        AssertionError, match=r"0\.weight differs by up to .* after batch 0 on rank 0"
+    ):
+        assert_equivalent(plan, af.clip(1e-3)(plan), BATCHES)
+
+
+def test_plans_that_weigh_a_masked_loss_by_samples_are_told_apart():
+    """The mistake of the field: a mean of means over tokens."""
+    model = ours.token_model()
+    batch = {
+        "inputs": torch.ones(2, 3, 3).double(),
+        "labels": torch.tensor([[1, -100, -100], [2, 0, 3]]),
+    }
+    batch["inputs"][1] *= -0.5
+    right = af.Plan(ours.token_loss, model, ours.adamw(model.parameters()), af.num_labels("labels"))
+    wrong = af.Plan(ours.token_loss, model, right.optimizer)
+    assert_equivalent(right, af.accumulate(2)(right), [batch])
+    with pytest.raises(AssertionError, match="must train the same model"):
+        assert_equivalent(right, af.accumulate(2)(wrong), [batch])

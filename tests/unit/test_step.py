@@ -1,0 +1,309 @@
+"""Step and its parts: what they give, what they leave alone."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+BATCH = (torch.arange(12.0).reshape(4, 3).double() / 10, torch.ones(4, 1).double())
+
+
+def built(recipe=None, state=None, loss_fn=ours.mse, model=None):
+    model = model or ours.regression_model()
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+    state, step = af.build(state or af.DistState(), (recipe or af.compose())(plan))
+    return state, step, model
+
+
+def test_a_step_counts_a_batch_and_reports_it():
+    state, step, _ = built()
+    after, report = step(state, BATCH)
+    assert (state.step, after.step, report.weight) == (0, 1, 4)
+    assert (report.loss.dtype, report.loss.shape, report.loss.requires_grad) == (
+        torch.float32,
+        (),
+        False,
+    )
+    assert (report.applied.dtype, bool(report.applied)) == (torch.bool, True)
+    assert report.grad_norm is None
+
+
+def test_the_norm_is_reported_where_something_reads_it():
+    state, step, _ = built(af.clip(1e-3))
+    _, grads, _ = step.grads(state, BATCH)
+    _, report = step(state, BATCH)
+    assert report.grad_norm.dtype == torch.float32
+    assert float(report.grad_norm) == pytest.approx(float(grads.norm()), rel=1e-6)
+
+
+def test_a_step_is_its_gradients_and_its_update():
+    state, step, model = built(af.compose(af.accumulate(2), af.clip(0.1)))
+    whole, whole_report = step(state, BATCH)
+    state, step, parts_model = built(af.compose(af.accumulate(2), af.clip(0.1)))
+    state, grads, report = step.grads(state, BATCH)
+    assert (state.step, report.applied) == (0, None)
+    state, report = step.update(state, grads, report)
+    ours.assert_identical(parts_model.state_dict(), model.state_dict())
+    assert (state.step, float(report.loss)) == (whole.step, float(whole_report.loss))
+
+
+def test_gradients_alone_change_nothing():
+    state, step, model = built()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _, grads, _ = step.grads(state, BATCH)
+    ours.assert_identical(model.state_dict(), before)
+    assert all(p.grad is None for p in model.parameters())
+    assert [g.shape for g in grads.tensors] == [p.shape for p in model.parameters()]
+
+
+def test_the_forward_alone_needs_no_gradient_and_changes_nothing():
+    state, step, model = built(af.accumulate(3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = step.forward(state, BATCH)
+    assert (loss.requires_grad, loss.dtype, loss.shape) == (False, torch.float32, ())
+    assert float(loss) == pytest.approx(ours.mse(model, BATCH).item(), rel=1e-6)
+    ours.assert_identical(model.state_dict(), before)
+
+
+def test_no_gradient_is_left_behind_and_none_that_was_there_counts():
+    state, step, model = built()
+    _, clean_step, clean = built()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e3)
+    step(state, BATCH)
+    clean_step(af.DistState(), BATCH)
+    ours.assert_identical(model.state_dict(), clean.state_dict())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_another_model_in_the_loss_keeps_its_gradients(world_size):
+    """A GAN: what trains the generator must not touch the discriminator."""
+
+    def run(state):
+        critic = ours.regression_model(seed=1)
+        for parameter in critic.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        generator = nn.Linear(3, 3).double()
+        plan = af.Plan(
+            lambda model, batch: -critic(model(batch[0])).mean(),
+            generator,
+            ours.sgd(generator.parameters()),
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        before = generator.weight.detach().clone()
+        step(state, BATCH)
+        untouched = all(torch.equal(p.grad, torch.ones_like(p)) for p in critic.parameters())
+        return untouched, torch.equal(before, generator.weight)
+
+    assert simulate(run, world_size=world_size) == [(True, False)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_steps_built_of_one_plan_work_independently(world_size):
+    def run(state):
+        model = ours.regression_model()
+        plan = af.compose(af.wrap_ddp(), af.clip(0.5))(
+            af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        )
+        state, first = af.build(state, plan)
+        state, second = af.build(state, plan)
+        for step in (first, second, first, second):
+            state, _ = step(state, BATCH)
+        return model.state_dict()
+
+    _, expected = ours.trained_by_hand(
+        ours.regression_model(), [BATCH] * 4, optimizer=ours.sgd, max_norm=0.5
+    )
+    for parameters in simulate(run, world_size=world_size):
+        ours.assert_close(parameters, expected)
+
+
+def test_two_steps_with_two_optimizers_share_one_state():
+    first_state, first, first_model = built()
+    state, second, second_model = built(state=first_state, model=ours.regression_model(seed=1))
+    between, _ = first(state, BATCH)
+    after, _ = second(replace(between, step=state.step), BATCH)
+    assert after.step == 1
+    for seed, model in ((0, first_model), (1, second_model)):
+        _, expected = ours.trained_by_hand(ours.regression_model(seed), [BATCH], optimizer=ours.sgd)
+        ours.assert_identical(model.state_dict(), expected)
+
+
+class Helper(nn.Module):
+    """A model whose loss calls a method of its own, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = ours.regression_model()
+
+    def score(self, inputs):
+        return self.inner(inputs)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_loss_may_call_any_method_any_number_of_times(world_size):
+    def loss_fn(model, batch):
+        return F.mse_loss(model.score(batch[0]), batch[1]) + model.score(batch[0]).square().mean()
+
+    _, expected = ours.trained_by_hand(Helper(), [BATCH], loss_fn=loss_fn)
+    sizes = [[len(part) for part in BATCH[0].tensor_split(world_size)]]
+    for _, actual in ours.trained(
+        Helper(), ours.dealt([BATCH], sizes), af.wrap_ddp(), loss_fn=loss_fn
+    ):
+        ours.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_model_keeps_its_type_its_keys_and_its_forward(world_size):
+    def run(state):
+        model = ours.regression_model()
+        keys, forward = list(model.state_dict()), model.forward
+        built(af.compose(af.place(), af.wrap_ddp(), af.with_amp("bf16")), state, model=model)
+        return list(model.state_dict()) == keys, type(model), model.forward == forward
+
+    assert simulate(run, world_size=world_size) == [(True, nn.Sequential, True)] * world_size
+
+
+def test_a_step_that_is_gone_keeps_nothing_alive():
+    state, step, model = built(af.clip(1.0))
+    step(state, BATCH)
+    alive = weakref.ref(model)
+    del step, model
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+def test_communication_hooks_send_less_and_replicas_stay_equal(hook):
+    model = ours.regression_model().float()
+    batches = [tuple(value.float() for value in BATCH)] * 3
+    _, expected = ours.trained_by_hand(model, batches, optimizer=ours.sgd)
+    results = ours.trained(
+        model,
+        ours.dealt(batches, [[1, 3]] * 3),
+        af.wrap_ddp(comm_hook=hook),
+        optimizer=ours.sgd,
+    )
+    # gradients travel with the 8 bits of bfloat16, or the 11 of float16: 2**-8 of updates of about 0.1
+    ours.assert_close(results[0][1], expected, rtol=1e-2, atol=1e-2)
+    ours.assert_identical(results[0][1], results[1][1])
+
+
+def test_bf16_runs_forward_and_loss_under_autocast():
+    seen = []
+
+    def loss_fn(model, batch):
+        output = model(batch[0])
+        seen.append(output.dtype)
+        return F.mse_loss(output.float(), batch[1])
+
+    model = ours.regression_model().float()
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), af.with_amp(torch.bfloat16)(plan))
+    batch = tuple(value.float() for value in BATCH)
+    state, _ = step(state, batch)
+    step.forward(state, batch)
+    assert seen == [torch.bfloat16, torch.bfloat16]
+    assert state.scaler is None
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_contexts_of_the_users_are_entered_with_the_state():
+    from contextlib import contextmanager
+
+    entered = []
+
+    @contextmanager
+    def noted(state):
+        entered.append(state.step)
+        yield
+
+    def note(plan):
+        return replace(plan, contexts=(*plan.contexts, noted))
+
+    state, step, _ = built(
+        af.compose(af.with_amp("bf16"), note, af.accumulate(2)),
+        model=ours.regression_model().float(),
+    )
+    batch = tuple(value.float() for value in BATCH)
+    state, _ = step(state, batch)
+    step(state, batch)
+    assert entered == [0, 0, 1, 1]
+
+
+def test_a_batch_that_weighs_nothing_gives_zero_gradients():
+    model = ours.token_model()
+    plan = af.Plan(
+        ours.token_loss, model, torch.optim.SGD(model.parameters(), lr=1.0), af.num_labels("labels")
+    )
+    state, step = af.build(af.DistState(), plan)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = {"inputs": torch.ones(2, 3, 3).double(), "labels": torch.full((2, 3), -100)}
+    state, report = step(state, batch)
+    ours.assert_identical(model.state_dict(), before)
+    assert (float(report.loss), report.weight, state.step) == (0.0, 0, 1)
+    assert float(step.forward(state, batch)) == 0.0
+
+
+def test_frozen_parameters_stay_and_an_optimizer_may_hold_a_part():
+    model = ours.regression_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([model[0].weight, *model[2].parameters()], lr=0.1)
+    state, step = af.build(af.DistState(), af.clip(1.0)(af.Plan(ours.mse, model, optimizer)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _, grads, _ = step.grads(state, BATCH)
+    assert len(grads.tensors) == 2
+    step(state, BATCH)
+    moved = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
+    assert moved == {"2.weight", "2.bias"}
+    assert model[0].bias.grad is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batch_statistics_are_rank_zeros_on_all_ranks(world_size):
+    def run(state):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        for index in range(3):
+            state, _ = step(state, (BATCH[0] * (1 + state.rank + index), BATCH[1]))
+        step(state, BATCH)
+        return {name: value for name, value in model.state_dict().items() if "running" not in name}
+
+    results = simulate(run, world_size=world_size)
+    for parameters in results[1:]:
+        ours.assert_identical(parameters, results[0])
+
+
+def test_the_report_holds_what_gradient_functions_add():
+    def counted(grad_fn):
+        def with_count(state, batch):
+            state, grads, report = grad_fn(state, batch)
+            return state, grads, replace(report, extras={"calls": 1})
+
+        return with_count
+
+    state, step, _ = built(lambda plan: replace(plan, grad_fns=(counted,)))
+    _, report = step(state, BATCH)
+    assert report.extras == {"calls": 1}
+
+
+def test_a_step_names_its_plan():
+    _, step, _ = built(af.clip(2.0))
+    assert repr(step) == (
+        "Step(Plan(mse, Sequential, SGD, weight_fn=num_samples, gradients=[clip_norm(max_norm=2.0)]))"
+    )
