@@ -1,0 +1,124 @@
+"""Every optimizer of torch.optim and torch_optimizer keeps the step's promises, or says that it cannot."""
+
+import inspect
+import re
+
+import pytest
+import torch
+import torch_optimizer
+from torch import nn
+
+import accel_fn as af
+from tests.optimizers import (
+    CONTRACT,
+    MAX_NORM,
+    PAGE,
+    ROWS,
+    batches,
+    kinds,
+    lookahead,
+    outcome,
+    split_page,
+    table,
+    with_graph,
+)
+from tests.strategies import mse, regression_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:This overload of .* is deprecated:UserWarning")
+
+
+def assert_fulfilled(name, check):
+    """A row passes a check, or fails in the way it says: it must not start to work unnoticed."""
+    result, refusal = outcome(name, check), ROWS[name].refusals.get(check)
+    if refusal is not None:
+        assert isinstance(result, refusal.error), f"{name} now works: take out the refusal"
+        assert re.search(refusal.match, str(result))
+    elif isinstance(result, Exception):
+        raise result
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_step_gives_the_same_bits_as_the_loop_by_hand(name):
+    assert_fulfilled(name, "step")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_accumulated_and_clipped_step_equals_the_loop_by_hand(name):
+    assert_fulfilled(name, "accumulate and clip")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_two_uneven_ranks_equal_one_process(name):
+    assert_fulfilled(name, "two ranks")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_batch_that_overflows_in_float16_leaves_no_trace(name):
+    assert_fulfilled(name, "float16")
+
+
+@pytest.mark.parametrize("library", [torch.optim, torch_optimizer], ids=lambda each: each.__name__)
+def test_every_public_optimizer_has_a_row(library):
+    assert kinds(library) <= {row.kind for row in ROWS.values()}
+
+
+def test_every_fused_optimizer_has_a_row():
+    fused = {kind for kind in kinds(torch.optim) if "fused" in inspect.signature(kind).parameters}
+    assert fused == {row.kind for row in ROWS.values() if row.options.get("fused")}
+
+
+def test_checks_of_every_refusal_exist():
+    assert {check for row in ROWS.values() for check in row.refusals} <= set(CONTRACT)
+
+
+def test_page_holds_the_table_of_this_torch():
+    _, written, _ = split_page(PAGE.read_text(encoding="utf-8"))
+    assert written.strip() == table().strip(), "to write it anew: python -m tests.optimizers"
+
+
+def test_closure_is_refused_before_anything_is_trained():
+    model = regression_model()
+    plan = af.Plan(mse, model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(
+        ValueError,
+        match=r"build: optimizer must update from gradients alone, got LBFGS, whose step evaluates "
+        r"the loss again; use another, or step\.grads in a loop of your own",
+    ):
+        af.build(af.DistState(), plan)
+
+
+def test_gradient_function_gives_a_second_order_optimizer_its_graph():
+    by_hand, model = regression_model(), regression_model()
+    optimizer = torch_optimizer.Adahessian(by_hand.parameters())
+    torch.manual_seed(0)
+    for batch in batches(torch.float64):
+        found = torch.autograd.grad(
+            mse(by_hand, batch), list(by_hand.parameters()), create_graph=True
+        )
+        for parameter, gradient in zip(by_hand.parameters(), found, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+
+    plan = af.Plan(mse, model, torch_optimizer.Adahessian(model.parameters()))
+    state, step = af.build(af.DistState(), with_graph(plan))
+    torch.manual_seed(0)
+    for batch in batches(torch.float64):
+        state, _ = step(state, batch)
+
+    for actual, expected in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_lookahead_still_has_no_state_dict():
+    optimizer = lookahead(nn.Linear(1, 1).parameters())
+    with pytest.raises(AttributeError, match="_optimizer_state_dict_pre_hooks"):
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_every_batch_of_the_contract_is_clipped(index):
+    model = regression_model()
+    plan = af.clip(MAX_NORM)(af.Plan(mse, model, torch.optim.SGD(model.parameters())))
+    state, step = af.build(af.DistState(), plan)
+    _, report = step(state, batches(torch.float64)[index])
+    assert report.grad_norm > 2 * MAX_NORM
