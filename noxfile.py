@@ -27,7 +27,7 @@ def install(session: nox.Session, *extras: str, groups: tuple[str, ...] = ()) ->
 @nox.session
 def lint(session: nox.Session) -> None:
     """Format, rules, docstrings, layers."""
-    session.install(*group("lint"), "--no-deps", "-e", ".")
+    session.install(*group("lint"))
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("pydoclint", "--quiet", "accel_fn")
