@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from accel_fn._batch import num_samples as num_samples
     from accel_fn._collectives import barrier as barrier
     from accel_fn._collectives import broadcast as broadcast
-    from accel_fn._collectives import gather as gather
     from accel_fn._collectives import on_main as on_main
     from accel_fn._collectives import reduce_mean as reduce_mean
     from accel_fn._collectives import reduce_sum as reduce_sum
     from accel_fn._errors import AccelError as AccelError
     from accel_fn._explain import explain as explain
+    from accel_fn._gathering import gather as gather
     from accel_fn._grads import Grads as Grads
     from accel_fn._plan import Plan as Plan
     from accel_fn._plan import Report as Report
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "_batch": ["num_samples"],
-    "_collectives": ["barrier", "broadcast", "gather", "on_main", "reduce_mean", "reduce_sum"],
+    "_collectives": ["barrier", "broadcast", "on_main", "reduce_mean", "reduce_sum"],
     "_errors": ["AccelError"],
     "_explain": ["explain"],
+    "_gathering": ["gather"],
     "_grads": ["Grads"],
     "_plan": ["Plan", "Report", "Transform", "compose"],
     "_state": ["DistState", "LossScale"],

@@ -1,126 +1,22 @@
-"""From a batch to its gradients: micro-batches, exact weights, forward and backward."""
+"""From a batch to its gradients: every micro-batch forward and backward, to the exact global mean."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_fn import _comm
-from accel_fn._errors import BatchError, LossError, message
+from accel_fn._errors import LossError
+from accel_fn._forward import run_forward
 from accel_fn._grads import Grads
-from accel_fn._plan import LossFn, Plan, Report
+from accel_fn._microbatches import Parts, Weights, cut_together, mean_together
+from accel_fn._plan import Plan, Report
 from accel_fn._state import DistState, LossScale
 from accel_fn._torch import run_backward
-from accel_fn._weights import weigh
-
-
-class LossModule(nn.Module):
-    """The user's loss as a module: what DDP wraps in place of the user's model.
-
-    Attributes:
-        idle: where it is set, all that a rank without items reaches: DDP that
-            finds unused parameters must find the model's unused there.
-    """
-
-    def __init__(self, loss_fn: LossFn, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self.idle: nn.Parameter | None = None
-
-    def forward(self, batch: Any) -> Tensor:
-        """The mean loss of a batch; for None, a zero that reaches every parameter."""
-        if batch is None:
-            reached = [self.idle] if self.idle is not None else self.model.parameters()
-            zeros = [p.flatten()[:0].sum() for p in reached if p.requires_grad]
-            return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum()
-        loss = self.loss_fn(self.model, batch)
-        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-            _refuse_loss(loss)
-        return loss
-
-
-def _refuse_loss(loss: Any) -> None:
-    got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise LossError(
-        f"step: loss_fn must return a 0-dim floating-point tensor, got {got}; "
-        "return the mean over the batch's items"
-    )
-
-
-def forward_context(state: DistState, plan: Plan) -> AbstractContextManager[Any]:
-    """What forward and loss run in."""
-    if not plan.contexts:
-        return nullcontext()
-    if len(plan.contexts) == 1:
-        return plan.contexts[0](state)
-    stack = ExitStack()
-    for context in plan.contexts:
-        stack.enter_context(context(state))
-    return stack
-
-
-def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> Tensor:
-    """The loss of one micro-batch, placed and in its contexts."""
-    for place_batch in plan.place_batch:
-        part = place_batch(state, part)
-    call: Callable[[Any], Tensor] = module.forward if type(module) is LossModule else module
-    if not plan.contexts:
-        return call(part)
-    with forward_context(state, plan):
-        return call(part)
-
-
-def cut(plan: Plan, batch: Any) -> tuple[Sequence[Any], Sequence[float]]:
-    """The micro-batches that count for something, and their weights."""
-    if not plan.split:
-        weight = weigh(plan.weight_fn, batch)
-        return ((batch,), (weight,)) if weight else ((), ())
-    weighed = [(part, weigh(plan.weight_fn, part)) for part in plan.split[0](batch)]
-    counted = [(part, weight) for part, weight in weighed if weight]
-    return [part for part, _ in counted], [weight for _, weight in counted]
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalWeight:
-    """The weight of the global batch, on its way over the ranks."""
-
-    sum: Tensor
-    work: Any
-    failure: Exception | None
-
-    def wait(self) -> float:
-        """The weight; raises on every rank if one of them could not count its part."""
-        self.work.wait()
-        if self.failure is not None:
-            raise self.failure
-        weight = float(self.sum)
-        if weight != weight:
-            raise BatchError(
-                "step: batch must be countable on every rank; another rank's error says why"
-            )
-        return int(weight) if weight.is_integer() else weight
-
-
-def cut_together(
-    state: DistState, plan: Plan, batch: Any
-) -> tuple[Sequence[Any], Sequence[float], GlobalWeight]:
-    """`cut`, and start to sum the weights over the ranks; not-a-number stands for a failure."""
-    parts: Sequence[Any] = ()
-    weights: Sequence[float] = (float("nan"),)
-    failure = None
-    try:
-        parts, weights = cut(plan, batch)
-    except Exception as error:
-        failure = error
-    total = torch.tensor(float(sum(weights)), dtype=torch.float64)  # integers are exact up to 2**53
-    work = _comm.start_sum(total, state, "step")
-    return parts, weights, GlobalWeight(total, work, failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +40,10 @@ class Backward:
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         for parameter in self.trainable:
             parameter.grad = None
-        if state.world_size == 1:
-            parts, weights = cut(self.plan, batch)
-            if len(parts) == 1:
-                return self._one(state, parts[0], weights[0])
-            pending = None
-        else:
-            parts, weights, pending = cut_together(state, self.plan, batch)
-        return self._several(state, parts, weights, pending)
+        parts, weights, wait_for_total = cut_together(state, self.plan, batch)
+        if state.world_size == 1 and len(parts) == 1:
+            return self._one(state, parts[0], weights[0])
+        return self._several(state, parts, weights, wait_for_total)
 
     def _one(self, state: DistState, part: Any, weight: float) -> tuple[DistState, Grads, Report]:
         """All of the global batch in one backward: nothing to weigh, nothing to wait for."""
@@ -161,11 +53,7 @@ class Backward:
         return state, self._take(state, weight), Report(loss=loss.detach().float(), weight=weight)
 
     def _several(
-        self,
-        state: DistState,
-        parts: Sequence[Any],
-        weights: Sequence[float],
-        pending: GlobalWeight | None,
+        self, state: DistState, parts: Parts, weights: Weights, wait_for_total: Callable[[], float]
     ) -> tuple[DistState, Grads, Report]:
         if not parts:
             parts, weights = (None,), (0,)  # a rank without items still joins every collective
@@ -177,16 +65,16 @@ class Backward:
             with nullcontext() if last else self.no_sync():
                 loss = run_forward(state, self.plan, self.module, part)
                 if index == 0:
-                    total = sum(weights) if pending is None else pending.wait()
+                    total = wait_for_total()
                     self._check_graph(loss)
                 share = weight / total if total else 0.0
                 losses.append(loss.detach())
                 shares.append(share)
                 if last:
-                    mean = start_mean(state, losses, shares)
+                    wait_for_mean = mean_together(state, losses, shares)
                 seed = backward_seed(loss, share * state.world_size, state.scaler)
                 run_backward(loss, seed, self.trainable)
-        return state, self._take(state, total), Report(loss=mean(), weight=total)
+        return state, self._take(state, total), Report(loss=wait_for_mean(), weight=total)
 
     def _check_graph(self, loss: Tensor) -> None:
         """Refuse what a backward through DDP would not reach."""
@@ -247,68 +135,3 @@ def cloned(state: DistState, grads: Grads) -> Grads:
     if state.world_size == 1:
         return grads
     return Grads(tuple([None if t is None else t.clone() for t in grads.tensors]), grads.factor)
-
-
-def evaluate_loss(state: DistState, plan: Plan, module: nn.Module, batch: Any) -> Tensor:
-    """The mean loss over the global batch, without gradients."""
-    pending = None
-    if state.world_size == 1:
-        parts, weights = cut(plan, batch)
-    else:
-        parts, weights, pending = cut_together(state, plan, batch)
-    with torch.no_grad():
-        losses = [run_forward(state, plan, module, part) for part in parts]
-    total = sum(weights) if pending is None else pending.wait()
-    return start_mean(state, losses, [weight / total for weight in weights[: len(losses)]])()
-
-
-def start_mean(
-    state: DistState, losses: Sequence[Tensor], shares: Sequence[float]
-) -> Callable[[], Tensor]:
-    """Start to sum this rank's losses, times their shares of the global weight, over the ranks."""
-    if not any(shares):
-        mean = torch.zeros((), device=state.device)
-    else:
-        mean = losses[0].float() * shares[0]
-        for loss, share in zip(losses[1:], shares[1:], strict=True):
-            mean = mean.add_(loss, alpha=share)
-    if state.world_size == 1:
-        return lambda: mean
-    work = _comm.start_sum(mean, state, "step")
-
-    def wait() -> Tensor:
-        work.wait()
-        return mean
-
-    return wait
-
-
-def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
-    """Raise on every rank if gradients differ between ranks by a single bit.
-
-    Cost: one read of the gradients, one small collective, one host synchronisation.
-    """
-    prints = [0 if tensor is None else fingerprint(tensor) for tensor in grads.tensors]
-    every = _comm.exchange(prints, state, "step")
-    trained = {id(p): name for name, p in plan.model.named_parameters()}
-    order = [p for group in plan.optimizer.param_groups for p in group["params"] if p.requires_grad]
-    for rank, theirs in enumerate(every):
-        for parameter, first, other in zip(order, every[0], theirs, strict=True):
-            if first != other:
-                name = trained[id(parameter)]
-                raise LossError(
-                    message(
-                        "step",
-                        "gradients",
-                        "be equal on all ranks",
-                        f"{name} differs on rank {rank}",
-                        "average what a gradient function computes by itself with reduce_mean",
-                    )
-                )
-
-
-def fingerprint(tensor: Tensor) -> int:
-    """A sum over the bits of a tensor: equal tensors give equal sums."""
-    dense = tensor.coalesce().values() if tensor.is_sparse else tensor
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.element_size()]
-    return int(dense.contiguous().view(bits).sum(dtype=torch.int64))

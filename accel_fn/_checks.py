@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_fn import _comm
-from accel_fn._errors import PlanError, ReplicaError
-from accel_fn._plan import Plan, describe, slot_names
+from accel_fn._errors import PlanError
+from accel_fn._plan import Plan, describe
 from accel_fn._state import DistState
 
 _SINGLE = ("move_model", "compile_loss", "own_parameters", "split")
@@ -97,49 +96,3 @@ def check_precision(state: DistState, model: nn.Module) -> None:
             f'build: with_amp("fp16") must have float32 parameters to update, got float16 {halves[0]}; '
             "use model.float(), autocast makes the float16 copies"
         )
-
-
-def check_agreement(state: DistState, plan: Plan) -> None:
-    """Raise on every rank if ranks build different steps: they would drift apart."""
-    every = _comm.exchange(_summary(plan), state, "build")
-    for rank, theirs in enumerate(every):
-        for mine, other in zip(every[0], theirs, strict=False):
-            if mine != other:
-                raise ReplicaError(
-                    f"build: plan must be the same on every rank, got {other} on rank {rank} and "
-                    f"{mine} on rank 0"
-                )
-        if len(theirs) != len(every[0]):
-            raise ReplicaError(
-                f"build: model must be the same on every rank, got {len(theirs)} entries on rank {rank} "
-                f"and {len(every[0])} on rank 0"
-            )
-
-
-def _summary(plan: Plan) -> list[str]:
-    """What must agree: slots, hyperparameters, parameters. How a rank splits its part is its own affair."""
-    slots = [
-        f"{name}={list(map(_identity, getattr(plan, name)))}"
-        for name in slot_names()
-        if name != "split"
-    ]
-    groups = [
-        {
-            name: value
-            for name, value in group.items()
-            if isinstance(value, int | float | str | tuple)
-        }
-        for group in plan.optimizer.param_groups
-    ]
-    parameters = [
-        f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-        for name, p in plan.model.named_parameters()
-    ]
-    return [*slots, f"{type(plan.optimizer).__name__} {groups}", *parameters]
-
-
-def _identity(fn: Any) -> str:
-    """A function's name; with its arguments where it is ours, as a user's may differ by rank."""
-    ours = fn.func if isinstance(fn, partial) else fn
-    ours_too = str(getattr(ours, "__module__", "")).startswith("accel_fn.")
-    return describe(fn) if ours_too else describe(ours)

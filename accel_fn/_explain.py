@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
 from accel_fn._plan import Plan, describe
 from accel_fn._state import DistState
 
@@ -74,13 +72,7 @@ def _backward(plan: Plan, several: bool) -> str:
 
 
 def _update(plan: Plan) -> str:
-    optimizer = plan.optimizer
-    trained = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if isinstance(p, nn.Parameter) and p.requires_grad
-    ]
+    optimizer, trained = plan.optimizer, plan.trained()
     rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
     numbers = sum(p.numel() for p in trained)

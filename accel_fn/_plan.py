@@ -113,6 +113,11 @@ class Plan:
             if not holds:
                 raise ArgumentTypeError(message("Plan", name, rule, getattr(self, name)))
 
+    def trained(self) -> list[nn.Parameter]:
+        """The optimizer's parameters that require a gradient, in the order of its groups."""
+        groups = self.optimizer.param_groups
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
     def __repr__(self) -> str:
         parts = [
             describe(self.loss_fn),

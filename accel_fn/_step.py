@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_fn._backward import Backward, LossModule, check_same_gradients, cloned, evaluate_loss
-from accel_fn._checks import check_agreement, check_plan, check_precision
+from accel_fn._backward import Backward, cloned
+from accel_fn._checks import check_plan, check_precision
 from accel_fn._collectives import all_or_none
 from accel_fn._errors import StateError
+from accel_fn._forward import LossModule, run_forward
 from accel_fn._grads import Grads
+from accel_fn._microbatches import cut_together, mean_together
 from accel_fn._plan import GradFn, Plan, Report
+from accel_fn._replicas import check_same_gradients, check_same_plan
 from accel_fn._state import DistState
 from accel_fn._updating import apply_update
 
@@ -80,7 +83,11 @@ class Step:
         Cost: two all-reduces of one number in a world of several.
         """
         self._check_state(state)
-        return evaluate_loss(state, self.plan, self._module, batch)
+        parts, weights, wait_for_total = cut_together(state, self.plan, batch)
+        with torch.no_grad():
+            losses = [run_forward(state, self.plan, self._module, part) for part in parts]
+        total = wait_for_total()
+        return mean_together(state, losses, [weight / total for weight in weights])()
 
     def grads(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         """Gradients of the global batch, on all ranks alike, without an update.
@@ -186,7 +193,7 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
     >>> state, step = af.build(af.DistState(), plan)
     """
     all_or_none(lambda: check_plan(state, plan), state, "build")
-    check_agreement(state, plan)
+    check_same_plan(state, plan)
     built = state
     for start in plan.starts:
         built = start(built)
@@ -205,22 +212,18 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
         _built_with=built,
         _module=loss_module,
         _grad_fn=grad_fn,
-        _parameters=_optimized(plan),
+        _parameters=plan.trained(),
         _always=torch.ones((), dtype=torch.bool, device=built.device),
         _unchecked=[True] if built.world_size > 1 else [],
     )
     return built, step
 
 
-def _optimized(plan: Plan) -> list[nn.Parameter]:
-    return [p for group in plan.optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
 def _grad_fn(plan: Plan, module: nn.Module) -> GradFn:
     """Backward, inside what the plan's gradient functions make of it."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     no_sync = getattr(module, "no_sync", nullcontext)
-    grad_fn: GradFn = Backward(plan, module, trainable, _optimized(plan), no_sync)
+    grad_fn: GradFn = Backward(plan, module, trainable, plan.trained(), no_sync)
     if not plan.grad_fns:
         return grad_fn
     backward = grad_fn

@@ -1,0 +1,63 @@
+"""The forward of a micro-batch: the user's loss as a module, placed and in its contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn._errors import LossError
+from accel_fn._plan import LossFn, Plan
+from accel_fn._state import DistState
+
+
+class LossModule(nn.Module):
+    """The user's loss as a module: what DDP wraps in place of the user's model.
+
+    Attributes:
+        idle: where it is set, all that a rank without items reaches: DDP that
+            finds unused parameters must find the model's unused there.
+    """
+
+    def __init__(self, loss_fn: LossFn, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.idle: nn.Parameter | None = None
+
+    def forward(self, batch: Any) -> Tensor:
+        """The mean loss of a batch; for None, a zero that reaches every parameter."""
+        if batch is None:
+            reached = [self.idle] if self.idle is not None else self.model.parameters()
+            zeros = [p.flatten()[:0].sum() for p in reached if p.requires_grad]
+            return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum()
+        loss = self.loss_fn(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+            _refuse_loss(loss)
+        return loss
+
+
+def _refuse_loss(loss: Any) -> None:
+    got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise LossError(
+        f"step: loss_fn must return a 0-dim floating-point tensor, got {got}; "
+        "return the mean over the batch's items"
+    )
+
+
+def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> Tensor:
+    """The loss of one micro-batch; None is that of a rank without items."""
+    call: Callable[[Any], Tensor] = module.forward if type(module) is LossModule else module
+    if part is None:
+        return call(None)
+    for place_batch in plan.place_batch:
+        part = place_batch(state, part)
+    if not plan.contexts:
+        return call(part)
+    with ExitStack() as stack:
+        for context in plan.contexts:
+            stack.enter_context(context(state))
+        return call(part)

@@ -1,0 +1,86 @@
+"""What must be equal on every rank, compared: the plan before the first step, its gradients in it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_fn import _comm
+from accel_fn._errors import ReplicaError
+from accel_fn._grads import Grads
+from accel_fn._plan import Plan, describe, slot_names
+from accel_fn._state import DistState
+
+
+def check_same_plan(state: DistState, plan: Plan) -> None:
+    """Raise on every rank if ranks build different steps: they would drift apart."""
+    every = _comm.exchange(_summary(plan), state, "build")
+    for rank, theirs in enumerate(every):
+        for mine, other in zip(every[0], theirs, strict=False):
+            if mine != other:
+                raise ReplicaError(
+                    f"build: plan must be the same on every rank, got {other} on rank {rank} and "
+                    f"{mine} on rank 0"
+                )
+        if len(theirs) != len(every[0]):
+            raise ReplicaError(
+                f"build: model must be the same on every rank, got {len(theirs)} entries on rank {rank} "
+                f"and {len(every[0])} on rank 0"
+            )
+
+
+def _summary(plan: Plan) -> list[str]:
+    """What must agree: slots, hyperparameters, parameters. How a rank splits its part is its own affair."""
+    slots = [
+        f"{name}={list(map(_identity, getattr(plan, name)))}"
+        for name in slot_names()
+        if name != "split"
+    ]
+    groups = [
+        {
+            name: value
+            for name, value in group.items()
+            if isinstance(value, int | float | str | tuple)
+        }
+        for group in plan.optimizer.param_groups
+    ]
+    parameters = [
+        f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        for name, p in plan.model.named_parameters()
+    ]
+    return [*slots, f"{type(plan.optimizer).__name__} {groups}", *parameters]
+
+
+def _identity(fn: Any) -> str:
+    """A function's name; with its arguments where it is ours, as a user's may differ by rank."""
+    ours = fn.func if isinstance(fn, partial) else fn
+    ours_too = str(getattr(ours, "__module__", "")).startswith("accel_fn.")
+    return describe(fn) if ours_too else describe(ours)
+
+
+def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
+    """Raise on every rank if gradients differ between ranks by a single bit.
+
+    Cost: one read of the gradients, one small collective, one host synchronisation.
+    """
+    prints = [0 if tensor is None else fingerprint(tensor) for tensor in grads.tensors]
+    every = _comm.exchange(prints, state, "step")
+    names = {id(p): name for name, p in plan.model.named_parameters()}
+    for rank, theirs in enumerate(every):
+        for parameter, first, other in zip(plan.trained(), every[0], theirs, strict=True):
+            if first != other:
+                raise ReplicaError(
+                    "step: gradients must be equal on all ranks, "
+                    f"{names[id(parameter)]} differs on rank {rank}; "
+                    "average what a gradient function computes by itself with reduce_mean"
+                )
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A sum over the bits of a tensor: equal tensors give equal sums."""
+    dense = tensor.coalesce().values() if tensor.is_sparse else tensor
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.element_size()]
+    return int(dense.contiguous().view(bits).sum(dtype=torch.int64))
