@@ -42,7 +42,9 @@ def reduce_sum(tree: T, state: DistState) -> T:
     >>> af.reduce_sum({"right": 9, "seen": 10}, af.DistState())
     {'right': 9, 'seen': 10}
     """
-    return tree if state.world_size == 1 else cast("T", _reduced(tree, state, "reduce_sum", 1.0))
+    if state.world_size == 1:
+        return tree
+    return cast("T", _reduced(tree, state, "reduce_sum", _kind, Tensor.clone))
 
 
 def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
@@ -81,49 +83,62 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
         raise ArgumentError(message("reduce_mean", "weight", "be > 0 on some rank", weights))
     if state.world_size == 1:
         return tree
-    return cast("T", _reduced(tree, state, "reduce_mean", weight / sum(weights)))
+    share = weight / sum(weights)
+
+    def shared(value: Tensor) -> Tensor:
+        value = value if value.is_floating_point() else value.double()
+        return value * share if share else torch.zeros_like(value)  # 0, also of what is not finite
+
+    return cast("T", _reduced(tree, state, "reduce_mean", _kind_of_mean, shared))
 
 
-def _reduced(tree: Any, state: DistState, function: str, share: float) -> Any:
-    """The sum over ranks of share * tree; shares of exactly one leave integers integers."""
+def _reduced(
+    tree: Any,
+    state: DistState,
+    function: str,
+    kind: Callable[[Any], str | None],
+    prepare: Callable[[Tensor], Tensor],
+) -> Any:
+    """The sum over ranks of `prepare`d leaves, once ranks have agreed on the `kind` of each."""
     leaves, structure = pytree.tree_flatten(tree)
-    mean = function == "reduce_mean"
-    described = (str(structure), [_describe_number(leaf, mean) for leaf in leaves])
-    for rank, other in enumerate(_comm.exchange(described, state, function)):
-        if other != described:
+    kinds = [kind(leaf) for leaf in leaves]
+    for rank, theirs in enumerate(_comm.exchange((str(structure), kinds), state, function)):
+        if theirs != (str(structure), kinds):
             raise BatchError(
                 f"{function}: tree must have one structure, and one shape and dtype a leaf, on every "
-                f"rank, got {other} on rank {rank} and {described} on rank {state.rank}"
+                f"rank, got {theirs} on rank {rank} and {(str(structure), kinds)} on rank {state.rank}"
             )
-        if "refused" in other[1]:
-            what = "floating-point tensors and numbers" if mean else "tensors and numbers"
-            raise BatchError(message(function, "tree", f"hold {what}", tree))
+    if None in kinds:
+        what = (
+            "numbers and tensors"
+            if function == "reduce_sum"
+            else "numbers and floating-point tensors"
+        )
+        raise BatchError(message(function, "tree", f"hold {what}", leaves[kinds.index(None)]))
     sums = []
     for leaf in leaves:
-        number = not isinstance(leaf, Tensor)
-        value = _wide(leaf) if number else leaf.detach().to(state.device)
-        total = value.clone() if share == 1.0 and not mean else _share(value, share)
+        if isinstance(leaf, Tensor):
+            total = prepare(leaf.detach().to(state.device))
+        else:
+            dtype = torch.int64 if isinstance(leaf, int) else torch.float64
+            total = prepare(torch.tensor(leaf, dtype=dtype))
         _comm.start_sum(total, state, function).wait()
-        sums.append(total.item() if number else total)
+        sums.append(total if isinstance(leaf, Tensor) else total.item())
     return pytree.tree_unflatten(sums, structure)
 
 
-def _wide(number: float) -> Tensor:
-    return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64)
-
-
-def _share(value: Tensor, share: float) -> Tensor:
-    """Share * value, exactly zero for a share of zero even where the value is not finite."""
-    value = value if value.is_floating_point() else value.double()
-    return value * share if share else torch.zeros_like(value)
-
-
-def _describe_number(leaf: Any, mean: bool) -> str:
+def _kind(leaf: Any) -> str | None:
+    """On what ranks must agree of a leaf; None for what cannot be summed."""
     if isinstance(leaf, Tensor):
-        fits = leaf.is_floating_point() or not mean
-        return f"{leaf.dtype} {list(leaf.shape)}" if fits else "refused"
-    fits = isinstance(leaf, int | float)
-    return ("float" if mean else type(leaf).__name__) if fits else "refused"
+        return f"{leaf.dtype} {list(leaf.shape)}"
+    return type(leaf).__name__ if isinstance(leaf, int | float) else None
+
+
+def _kind_of_mean(leaf: Any) -> str | None:
+    """The same for what has a mean: floating-point tensors, and numbers of any kind."""
+    if isinstance(leaf, Tensor):
+        return _kind(leaf) if leaf.is_floating_point() else None
+    return "number" if isinstance(leaf, int | float) else None
 
 
 def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:

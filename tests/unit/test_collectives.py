@@ -133,8 +133,12 @@ def test_weights_of_a_mean_are_checked_on_every_rank(weight, text):
     [
         (af.reduce_sum, lambda rank: torch.ones(1 + rank), "one shape and dtype a leaf"),
         (af.reduce_sum, lambda rank: 1 if rank else 1.0, "one shape and dtype a leaf"),
-        (af.reduce_sum, lambda rank: "word", "hold tensors and numbers, got 'word'"),
-        (af.reduce_mean, lambda rank: torch.ones(2).long(), "hold floating-point tensors"),
+        (af.reduce_sum, lambda rank: "word", "hold numbers and tensors, got 'word'"),
+        (
+            af.reduce_mean,
+            lambda rank: torch.ones(2).long(),
+            "hold numbers and floating-point tensors, got tensor",
+        ),
     ],
 )
 def test_what_cannot_be_reduced_is_refused_on_every_rank(function, tree, text):
