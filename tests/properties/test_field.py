@@ -1,0 +1,183 @@
+"""What was measured to go wrong elsewhere, row by row of docs/differences.md, and does not here."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+
+def data(num_samples):
+    generator = torch.Generator().manual_seed(num_samples)
+    return TensorDataset(
+        torch.randn(num_samples, 3, generator=generator).double(),
+        torch.randn(num_samples, 1, generator=generator).double(),
+    )
+
+
+def trained_through_loader(num_samples, batch_size, world_size, num_microbatches, num_epochs):
+    """Parameters of every rank after epochs of shuffled batches with AdamW."""
+    samples = data(num_samples)
+
+    def run(state):
+        model = ours.regression_model()
+        recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches))
+        plan = recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+        state, step = af.build(state, plan)
+        loader = af.shard_loader(DataLoader(samples, batch_size=batch_size, shuffle=True), state)
+        for epoch in loader.epochs(num_epochs, since=state):
+            for batch in epoch:
+                state, _ = step(state, tuple(batch))
+        return model.state_dict()
+
+    return simulate(run, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "world_size", "num_microbatches"),
+    [
+        pytest.param(103, 4, 2, 4, id="rows 1 and 5: 103 samples, accumulated by 4, on 2 ranks"),
+        pytest.param(
+            103, 16, 2, 4, id="rows 1, 2 and 5: a tail of 7 samples for 2 ranks in 4 parts"
+        ),
+        pytest.param(15, 15, 2, 1, id="row 3: 8 and 7 samples"),
+        pytest.param(14, 4, 2, 2, id="row 2: a tail of 2 samples for 2 ranks"),
+    ],
+)
+def test_epochs_of_any_length_train_what_one_process_trains(
+    num_samples, batch_size, world_size, num_microbatches
+):
+    expected = trained_through_loader(num_samples, batch_size, 1, 1, 3)[0]
+    for parameters in trained_through_loader(
+        num_samples, batch_size, world_size, num_microbatches, 3
+    ):
+        ours.assert_close(parameters, expected)
+
+
+def test_row_4_a_mean_over_tokens_is_over_the_tokens_of_all_ranks():
+    """15 valid tokens on one rank and 3 on the other."""
+    labels = torch.full((12, 3), -100)
+    labels[:5] = 1
+    labels[6, :] = 2
+    inputs = torch.randn(12, 3, 3, generator=torch.Generator().manual_seed(0)).double()
+    batch = {"inputs": inputs, "labels": labels}
+    _, expected = ours.trained_by_hand(ours.token_model(), [batch], loss_fn=ours.token_loss)
+    results = ours.trained(
+        ours.token_model(),
+        ours.dealt([batch], [[6, 6]]),
+        af.compose(af.wrap_ddp(), af.accumulate(2)),
+        loss_fn=ours.token_loss,
+        weight_fn=af.num_labels("labels"),
+    )
+    for _, actual in results:
+        ours.assert_close(actual, expected)
+
+
+def test_row_7_clipping_sees_the_whole_gradient_on_every_rank():
+    batch = (
+        torch.randn(8, 3, generator=torch.Generator().manual_seed(1)).double() * 5,
+        torch.ones(8, 1).double(),
+    )
+    _, expected = ours.trained_by_hand(ours.regression_model(), [batch], max_norm=0.1)
+    recipe = af.compose(af.wrap_ddp(), af.accumulate(3), af.clip(0.1))
+    for _, actual in ours.trained(ours.regression_model(), ours.dealt([batch], [[5, 3]]), recipe):
+        ours.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_row_8_two_optimizers_under_one_moving_scale_update_as_without(interval):
+    """The second update is unscaled by the scale of its own backward, whatever the first one did to it."""
+
+    def run(precision):
+        state, models, steps = af.DistState(), [], []
+        for seed in range(2):
+            model = ours.regression_model(seed).float()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+            plan = precision(af.Plan(ours.mse, model, optimizer))
+            state, step = af.build(state, plan)
+            models.append(model)
+            steps.append(step)
+        batch = (torch.ones(4, 3), torch.ones(4, 1))
+        for _ in range(4):
+            first, _ = steps[0](state, batch)
+            state, _ = steps[1](replace(first, step=state.step), batch)
+        return state, [model.state_dict() for model in models]
+
+    scale = {"init_scale": 4.0, "growth_interval": interval}
+    state, scaled = run(af.with_amp("fp16", **scale))
+    _, still = run(af.with_amp("fp16", init_scale=2.0**8))
+    assert state.step == 4
+    assert float(state.scaler.scale) == 4.0 * 2.0 ** (8 // interval)
+    for moving, fixed in zip(scaled, still, strict=True):
+        # float16 rounds 11 bits of a gradient, at another exponent the same way but for subnormals
+        ours.assert_close(moving, fixed, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_row_9_a_skipped_update_is_seen_with_any_optimizer(fused):
+    model = ours.regression_model().float()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    state, step = af.build(af.DistState(), af.with_amp("fp16")(af.Plan(ours.mse, model, optimizer)))
+    state, report = step(state, (torch.full((2, 3), 1e30), torch.ones(2, 1)))
+    assert not report.applied
+    assert int(state.scaler.skipped) == 1
+
+
+def test_row_18_float16_on_a_cpu_is_float16():
+    seen = []
+
+    def loss_fn(model, batch):
+        output = model(batch[0])
+        seen.append(output.dtype)
+        return nn.functional.mse_loss(output.float(), batch[1])
+
+    model = ours.regression_model().float()
+    plan = af.with_amp("fp16")(af.Plan(loss_fn, model, ours.sgd(model.parameters())))
+    state, step = af.build(af.DistState(), plan)
+    step(state, (torch.ones(2, 3), torch.ones(2, 1)))
+    assert seen == [torch.float16]
+
+
+def test_row_21_two_models_in_one_loop_each_accumulate_and_average_in_every_step():
+    batches = [(torch.ones(n, 3).double() * n, torch.ones(n, 1).double()) for n in (4, 3, 5)]
+
+    def run(state):
+        models = [ours.regression_model(seed) for seed in range(2)]
+        steps = []
+        for model in models:
+            recipe = af.compose(af.wrap_ddp(), af.accumulate(2))
+            state, step = af.build(
+                state, recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+            )
+            steps.append(step)
+        for batch in batches:
+            part = tuple(value.tensor_split(state.world_size)[state.rank] for value in batch)
+            for step in steps:
+                after, _ = step(state, part)
+            state = after
+        return [model.state_dict() for model in models]
+
+    for parameters in simulate(run, world_size=2):
+        for seed in range(2):
+            _, expected = ours.trained_by_hand(ours.regression_model(seed), batches)
+            ours.assert_close(parameters[seed], expected)
+
+
+def test_row_22_a_second_setup_leaves_the_first_alone():
+    batch = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
+    first_model, second_model = ours.regression_model(0), ours.regression_model(1)
+    plan = af.accumulate(2)(af.Plan(ours.mse, first_model, ours.adamw(first_model.parameters())))
+    first_state, first = af.build(af.DistState(), plan)
+    first_state, _ = first(first_state, batch)
+    af.build(
+        af.DistState(seed=9), af.Plan(ours.mse, second_model, ours.sgd(second_model.parameters()))
+    )
+    first_state, _ = first(first_state, batch)
+    _, expected = ours.trained_by_hand(ours.regression_model(0), [batch] * 2)
+    ours.assert_close(first_model.state_dict(), expected)
+    assert (first_state.step, first_state.seed) == (2, 0)
