@@ -1,0 +1,77 @@
+"""Sphinx: Markdown pages, and the API from the docstrings. Warnings are errors; nothing is downloaded."""
+
+import inspect
+
+from sphinx.util.inspect import stringify_signature
+
+import accel_fn
+from accel_fn import testing
+
+project = "accel_fn"
+author = "the accel_fn authors"
+copyright = author
+version = release = accel_fn.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"accel_fn {release}"
+html_copy_source = False
+default_role = "code"
+highlight_language = "text"
+myst_heading_anchors = 3
+autodoc_default_options = {"member-order": "bysource"}
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+nitpicky = True
+nitpick_ignore_regex = [  # other projects' pages are not looked up, and type aliases have none
+    ("py:class", r"(collections|contextlib|hypothesis|torch|nn)\..*"),
+    ("py:class", r"(Tensor|Optimizer|ProcessGroup|ellipsis|\w+Fn|.*\.T)"),
+]
+
+# A public name is documented where users find it, not in the private module that defines it.
+for module in (accel_fn, testing, testing.strategies):
+    home = "accel_fn.testing.strategies" if module is testing.strategies else module.__name__
+    for name in getattr(module, "__all__", vars(module)):
+        member = getattr(module, name)
+        ours = getattr(member, "__module__", "").startswith("accel_fn.")
+        if ours and (inspect.isclass(member) or inspect.isfunction(member)):
+            member.__module__ = home
+
+MADE_BY_FUNCTIONS = (
+    "accel_fn.Step",
+    "accel_fn.data._loader.ShardedLoader",
+    "accel_fn.data._loader.Epoch",
+)
+
+
+def shorten_signature(app, what, name, obj, options, signature, returns):
+    """A class is shown with the names and defaults that a user gives; its attributes tell the types."""
+    if what != "class" or not inspect.isclass(obj):
+        return None
+    if name in MADE_BY_FUNCTIONS:
+        return "", None
+    full = inspect.signature(obj)
+    shown = [
+        each.replace(annotation=each.empty)
+        for each in full.parameters.values()
+        if not each.name.startswith("_")
+    ]
+    return stringify_signature(full.replace(parameters=shown, return_annotation=full.empty)), None
+
+
+def keep_colons(app, what, name, obj, options, lines):
+    """Types stand in signatures alone: what comes before a colon in a docstring is no type."""
+    if what == "property":
+        lines[0] = f": {lines[0]}"
+    for before, line in enumerate(lines[:-1]):
+        if line in ("Returns:", "Yields:"):
+            text = lines[before + 1].lstrip()
+            indent = len(lines[before + 1]) - len(text)
+            lines[before + 1] = f"{' ' * indent}: {text}"
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", shorten_signature)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon

@@ -1,0 +1,101 @@
+"""Every example in README.md, in docs/ and in the docstrings is run, as it stands."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sybil import Document
+from sybil.parsers.myst import PythonCodeBlockParser
+from torch import nn
+
+import accel_fn as af
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_of_a_page_run_from_top_to_bottom(page: Path) -> None:
+    for example in Document.parse(str(page), PythonCodeBlockParser(doctest_optionflags=FLAGS)):
+        example.evaluate()
+
+
+def docstrings() -> list[doctest.DocTest]:
+    entries = pkgutil.walk_packages(af.__path__, f"{af.__name__}.")
+    modules = [importlib.import_module(entry.name) for entry in entries]
+    tests = chain.from_iterable(doctest.DocTestFinder().find(each, globs={}) for each in modules)
+    return [test for test in tests if test.examples]
+
+
+@pytest.mark.parametrize("test", docstrings(), ids=lambda test: test.name)
+def test_examples_of_a_docstring_print_what_they_say(test: doctest.DocTest) -> None:
+    """A fresh model, optimizer, batch and loss for each: what every docstring takes for granted."""
+    test.globs = namespace()
+    output: list[str] = []
+    doctest.DocTestRunner(optionflags=FLAGS).run(test, out=output.append)
+    assert not output, "".join(output)
+
+
+def namespace() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(4, 1)
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        return F.mse_loss(model(inputs), targets)
+
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "batch": (torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)),
+        "loss_fn": loss_fn,
+    }
+
+
+@pytest.fixture(scope="module")
+def printed_alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the program of README.md prints, pasted into an empty file of an empty folder."""
+    return run_readme(tmp_path_factory.mktemp("alone"), [])
+
+
+def run_readme(folder: Path, launcher: list[str]) -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    program = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0]
+    (folder / "train.py").write_text(program, encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launcher, "train.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_program_of_the_readme_learns(printed_alone: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed_alone)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 2
+
+
+def test_program_of_the_readme_prints_the_same_on_two_processes(
+    printed_alone: str, tmp_path: Path
+) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert run_readme(tmp_path, launcher) == printed_alone
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r":: accel_fn\.(\w+)$", reference, re.MULTILINE))
+    assert documented == set(af.__all__)
