@@ -99,3 +99,10 @@ def test_every_public_name_is_in_the_reference() -> None:
     reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     documented = set(re.findall(r":: accel_fn\.(\w+)$", reference, re.MULTILINE))
     assert documented == set(af.__all__)
+
+
+def test_tests_that_a_page_names_exist() -> None:
+    text = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:unit|properties|distributed)/\w+\.py)`", text))
+    assert named
+    assert not [name for name in named if not (ROOT / "tests" / name).is_file()]
