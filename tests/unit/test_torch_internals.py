@@ -1,0 +1,357 @@
+"""What accel_fn takes from inside torch: a test here fails when torch changes it."""
+
+import functools
+import inspect
+import re
+import threading
+from pkgutil import resolve_name
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import accel_fn as af
+from accel_fn import _torch
+from accel_fn._torch import run_backward, run_optimizer
+from accel_fn.testing import simulate
+from accel_fn.testing._threads import make_group, make_store
+from tests.optimizers import ROWS, batches, kinds
+from tests.strategies import mse, regression_model
+
+FUSED = {
+    "adam": functools.partial(torch.optim.Adam, lr=0.5),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.5),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.5),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.5),
+}
+fused_optimizers = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+
+
+def one_step(optimizer_of, before=lambda optimizer: None):
+    """A model and its optimizer after one step of accel_fn's; `before` sees the optimizer built."""
+    model = regression_model()
+    optimizer = optimizer_of(model.parameters())
+    state, step = af.build(af.DistState(), af.Plan(mse, model, optimizer))
+    before(optimizer)
+    step(state, batches(torch.float64)[0])
+    return model, optimizer
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch._C._autograd:_profiler_enabled",
+        "torch._C._distributed_c10d:HashStore",
+        "torch._C._distributed_c10d:PrefixStore",
+        "torch._C._distributed_c10d:TCPStore",
+        "torch:_foreach_mul_",
+        "torch:_foreach_norm",
+        "torch.autograd.graph:_engine_run_backward",
+        "torch.distributed:ProcessGroup._register_backend",
+        "torch.distributed:ProcessGroup._set_default_backend",
+        "torch.distributed.distributed_c10d:_world.pg_map",
+        "torch.optim:Optimizer.profile_hook_step",
+        "torch.optim.optimizer:_global_optimizer_post_hooks",
+        "torch.optim.optimizer:_global_optimizer_pre_hooks",
+        "torch.utils._pytree:tree_leaves",
+        "torch.utils._pytree:tree_map_only",
+        "torch.utils._pytree:tree_flatten",
+        "torch.utils._pytree:tree_unflatten",
+    ],
+)
+def test_private_name_is_where_we_look_for_it(name):
+    assert resolve_name(name) is not None
+
+
+@pytest.mark.parametrize("seed", [None, 0.25], ids=["from one", "from a seed"])
+def test_engine_is_called_as_the_public_backward_calls_it(monkeypatch, seed):
+    calls = []
+    monkeypatch.setattr(
+        torch.autograd, "_engine_run_backward", lambda *a, **k: calls.append((a, k))
+    )
+    monkeypatch.setattr(_torch, "_engine_run_backward", lambda *a, **k: calls.append((a, k)))
+    weight = nn.Parameter(torch.ones(3))
+    loss = weight.sum()
+    seed = None if seed is None else torch.tensor(seed)
+    torch.autograd.backward(loss, seed, inputs=[weight])
+    run_backward(loss, seed, [weight])
+    (public, public_options), (ours, our_options) = calls
+    assert public_options == our_options
+    assert public[0] == ours[0]
+    assert torch.equal(public[1][0], ours[1][0])
+    assert public[2:] == ours[2:]
+
+
+@pytest.mark.parametrize("seed", [None, 0.25], ids=["from one", "from a seed"])
+def test_backward_gives_the_gradients_of_the_public_one(seed):
+    ours, public = regression_model(), regression_model()
+    seed = None if seed is None else torch.tensor(seed, dtype=torch.float64)
+    for batch in batches(torch.float64)[:2]:  # the second is added to the first
+        run_backward(mse(ours, batch), seed, list(ours.parameters()))
+        torch.autograd.backward(mse(public, batch), seed, inputs=list(public.parameters()))
+    for actual, expected in zip(ours.parameters(), public.parameters(), strict=True):
+        assert torch.equal(actual.grad, expected.grad)
+
+
+def test_backward_leaves_parameters_alone_that_the_loss_does_not_reach():
+    reached, unreached = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    run_backward(reached.sum(), None, [reached, unreached])
+    assert unreached.grad is None
+
+
+def test_backward_frees_the_graph():
+    weight = nn.Parameter(torch.ones(2))
+    loss = weight.square().sum()
+    run_backward(loss, None, [weight])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        run_backward(loss, None, [weight])
+
+
+def test_tensor_subclass_sees_the_public_backward():
+    seen = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    weight = torch.ones(2).as_subclass(Watching).requires_grad_()
+    run_backward(weight.sum(), None, [weight])
+    assert torch.autograd.backward in seen
+
+
+@pytest.mark.parametrize(
+    "kind", sorted(kinds(torch.optim), key=str), ids=lambda kind: kind.__name__
+)
+def test_step_of_every_optimizer_of_torch_can_be_called_without_its_wrapper(kind):
+    next(row for row in ROWS.values() if row.kind is kind).start(torch.float64)  # made: wrapped
+    bare = _torch._unwrapped_step(kind)
+    assert bare is not None
+    assert bare is not kind.step
+    assert not hasattr(bare, "hooked")
+
+
+@pytest.mark.parametrize(
+    ("run", "wrapped"), [(run_optimizer, False), (lambda optimizer: optimizer.step(), True)]
+)
+def test_wrapper_is_left_out_where_nothing_listens(run, wrapped):
+    frames = []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure=None):
+            frames.extend(each.frame.f_code for each in inspect.stack())
+
+    run(Looking([nn.Parameter(torch.ones(1))]))
+    assert (_torch._WRAPPER in frames) == wrapped
+
+
+def test_step_of_a_subclass_is_run():
+    class Halving(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(0.5)
+            return super().step(closure)
+
+    halved, _ = one_step(lambda parameters: Halving(parameters, lr=0.2))
+    plain, _ = one_step(sgd)
+    for actual, expected in zip(halved.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_step_that_somebody_wrapped_on_the_class_is_run():
+    class Watched(torch.optim.SGD):
+        pass
+
+    seen = []
+    sgd([nn.Parameter(torch.ones(1))])  # made: torch has wrapped its step
+    original = torch.optim.SGD.step
+
+    @functools.wraps(original)
+    def watching(self, *args, **kwargs):
+        seen.append(self)
+        return original(self, *args, **kwargs)
+
+    Watched.step = watching
+    _, optimizer = one_step(lambda parameters: Watched(parameters, lr=0.1))
+    assert seen == [optimizer]
+
+
+def test_step_that_somebody_replaced_on_the_instance_is_run():
+    seen = []
+
+    def replace(optimizer):
+        optimizer.step = lambda: seen.append(optimizer)
+
+    _, optimizer = one_step(sgd, replace)
+    assert seen == [optimizer]
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hook_of_an_optimizer_runs_once_in_a_step(register):
+    seen = []
+
+    def listen(optimizer):
+        getattr(optimizer, register)(lambda optimizer, args, kwargs: seen.append(optimizer))
+
+    _, optimizer = one_step(sgd, listen)
+    assert seen == [optimizer]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [register_optimizer_step_pre_hook, register_optimizer_step_post_hook],
+    ids=["pre", "post"],
+)
+def test_hook_of_all_optimizers_runs_once_in_a_step(register):
+    seen = []
+    handle = register(lambda optimizer, args, kwargs: seen.append(optimizer))
+    try:
+        _, optimizer = one_step(sgd)
+    finally:
+        handle.remove()
+    assert seen == [optimizer]
+
+
+def test_scheduler_sees_the_step():
+    schedulers = []
+
+    def schedule(optimizer):
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+
+    _, optimizer = one_step(sgd, schedule)
+    schedulers[
+        0
+    ].step()  # a warning, that it came before the optimizer's, is an error in these tests
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_scheduler_still_warns_where_there_was_no_step():
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd([nn.Parameter(torch.ones(1))]), 1)
+    with pytest.warns(UserWarning, match=r"lr_scheduler\.step\(\)` before `optimizer\.step\(\)"):
+        scheduler.step()
+
+
+def test_profiler_records_the_step():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        one_step(sgd)
+    names = [event.key for event in profile.key_averages()]
+    assert "Optimizer.step#SGD.step" in names
+
+
+@fused_optimizers
+def test_fused_optimizer_says_that_it_takes_a_factor(make):
+    weight = nn.Parameter(torch.ones(1))
+    assert make([weight], fused=True)._step_supports_amp_scaling
+    assert not getattr(make([weight]), "_step_supports_amp_scaling", False)
+
+
+@fused_optimizers
+def test_kernel_divides_by_grad_scale(make):
+    scaled, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    gradient = torch.tensor([1.0, -2.0, 3.0])
+    optimizer, reference = make([scaled], fused=True), make([plain], fused=True)
+    scaled.grad, plain.grad = 8 * gradient, gradient.clone()
+    optimizer.grad_scale = torch.tensor(8.0)
+    optimizer.step()
+    reference.step()
+    assert torch.equal(scaled, plain)
+    assert not torch.equal(scaled, torch.ones(3))
+
+
+@fused_optimizers
+def test_kernel_skips_where_found_inf_is_one(make):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make([weight], fused=True)
+    weight.grad = torch.full((3,), torch.inf)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(3))
+    assert not any(
+        torch.is_tensor(each) and each.any() for each in optimizer.state[weight].values()
+    )
+
+
+def test_fused_sgd_still_leaves_a_momentum_unset_that_its_first_update_skipped():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9, fused=True)
+    weight.grad = torch.ones(3)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert "momentum_buffer" in optimizer.state[weight]  # else the guard in _updating can go
+
+
+def test_fused_optimizer_is_without_scale_and_verdict_after_a_step():
+    model = regression_model().float()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    seen = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(set(vars(optimizer))))
+    plan = af.with_amp("fp16", init_scale=1024.0)(af.Plan(mse, model, optimizer))
+    state, step = af.build(af.DistState(), plan)
+    step(state, batches(torch.float32)[0])
+    assert {"grad_scale", "found_inf"} <= seen[0]
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_foreach_norm_sums_half_precision_in_the_dtype_asked_for(dtype):
+    (norm,) = torch._foreach_norm([torch.full((4,), 6e4, dtype=dtype)], 2.0, torch.float32)
+    assert norm.dtype == torch.float32
+    assert norm == 2 * torch.tensor(6e4, dtype=dtype).float()
+
+
+def test_foreach_mul_does_not_round_a_factor_to_half_precision():
+    tensor = torch.full((3,), 6e4, dtype=torch.float16)
+    torch._foreach_mul_([tensor], torch.tensor(2.0**-28))
+    assert torch.equal(tensor, torch.full((3,), 6e4 * 2.0**-28, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("method", "signature"),
+    [
+        ("_set_default_backend", r"\(self: .*ProcessGroup, backend_type: .*BackendType\) -> None"),
+        (
+            "_register_backend",
+            r"\(self: .*ProcessGroup, device: torch\.device, backend_type: .*BackendType, "
+            r"backend: .*Backend \| None = None\) -> None",
+        ),
+    ],
+)
+def test_process_group_takes_a_backend_as_we_give_it(method, signature):
+    assert re.search(signature, getattr(torch.distributed.ProcessGroup, method).__doc__)
+
+
+def test_two_groups_of_threads_add_up():
+    store = make_store()
+    tensors = [torch.tensor(1.0), torch.tensor(2.0)]
+
+    def run(rank):
+        make_group(store, rank, 2, 10.0).allreduce([tensors[rank]]).wait()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tensors == [3.0, 3.0]
+
+
+def test_group_of_a_thread_is_one_that_ddp_takes():
+    def run(state):
+        model = torch.nn.parallel.DistributedDataParallel(
+            nn.Linear(1, 1), process_group=state.group
+        )
+        model(torch.full((1, 1), float(state.rank))).sum().backward()
+        return float(model.module.weight.grad)
+
+    assert simulate(run, world_size=2) == [0.5, 0.5]
