@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 
+_SETTLE_S = 0.05
+
+
 def group_of(state: DistState, function: str) -> ProcessGroup:
     """The group that a state of several ranks communicates through."""
     if state.group is None:
@@ -111,11 +114,17 @@ def join_world(
 
 
 def leave_world(group: ProcessGroup) -> None:
-    """Leave a group; leaving the first of a process leaves all. Harmless when left already."""
+    """Leave a group; leaving the first of a process leaves all. Harmless when left already.
+
+    Gloo's threads may still hold the tensors of the last collectives for an
+    instant, and need the interpreter to let go of them: one that is late
+    aborts the process when Python is gone. Sleeping gives them both.
+    """
     if dist.is_initialized() and (
         group is dist.group.WORLD or group in dist.distributed_c10d._world.pg_map
     ):
         dist.destroy_process_group(group)
+        time.sleep(_SETTLE_S)
 
 
 def _check_world(rank: int, world_size: int) -> None:

@@ -20,7 +20,7 @@ from accel_fn._microbatches import cut_together, mean_together
 from accel_fn._plan import GradFn, Plan, Report
 from accel_fn._replicas import check_same_gradients, check_same_plan
 from accel_fn._state import DistState
-from accel_fn._updating import apply_update
+from accel_fn._updating import apply_update, follow_parameters
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -202,6 +202,7 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
     model = plan.model
     for move in plan.move_model:
         model = move(built, model)
+    follow_parameters(plan.optimizer)
     loss_module = LossModule(plan.loss_fn, model)
     module: nn.Module = loss_module
     for wrap in (*plan.compile_loss, *plan.own_parameters):

@@ -84,3 +84,17 @@ def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
     else:
         for each in tensors:
             each.mul_(factor.to(each.device))
+
+
+def follow_parameters(optimizer: Optimizer) -> None:
+    """Move what an optimizer already holds for its parameters to where they have moved.
+
+    A step count stays on the host, as torch keeps it, unless a kernel reads it.
+    """
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            held = optimizer.state.get(parameter, {})
+            for name, value in held.items():
+                if isinstance(value, Tensor) and (value.ndim or on_device):
+                    held[name] = value.to(parameter.device)

@@ -24,7 +24,7 @@ class NotEquivalentError(AccelError, AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What training left behind: losses and weights per batch, parameters and buffers after each."""
+    """What training left behind: the loss of every batch, parameters and buffers after each."""
 
     losses: list[float]
     parameters: list[dict[str, Tensor]]
@@ -69,10 +69,11 @@ def assert_equivalent(
     """
     every = list(batches)
     expected = train(plan_a, every, world_size=world_sizes[0], timeout_s=timeout_s)[0]
-    for rank, trace in enumerate(
-        train(plan_b, every, world_size=world_sizes[1], timeout_s=timeout_s)
-    ):
-        _compare(expected, trace, rank, rtol, atol)
+    traces = train(plan_b, every, world_size=world_sizes[1], timeout_s=timeout_s)
+    for batch in range(len(every)):
+        for rank, trace in enumerate(traces):
+            where = f"after batch {batch} on rank {rank}"
+            _compare(expected.parameters[batch], trace.parameters[batch], where, rtol, atol)
 
 
 def train(
@@ -104,13 +105,13 @@ def copied(plan: Plan) -> Plan:
     return replace(plan, model=model, optimizer=optimizer)
 
 
-def _compare(expected: Trace, trace: Trace, rank: int, rtol: float, atol: float) -> None:
-    for batch, (want, have) in enumerate(zip(expected.parameters, trace.parameters, strict=True)):
-        for name, value in want.items():
-            if torch.allclose(have[name], value, rtol=rtol, atol=atol, equal_nan=True):
-                continue
-            largest = float((have[name] - value).abs().max())
+def _compare(
+    expected: dict[str, Tensor], found: dict[str, Tensor], where: str, rtol: float, atol: float
+) -> None:
+    for name, value in expected.items():
+        if not torch.allclose(found[name], value, rtol=rtol, atol=atol, equal_nan=True):
+            largest = float((found[name] - value).abs().max())
             raise NotEquivalentError(
                 f"assert_equivalent: plans must train the same model, {name} differs by up to "
-                f"{largest:.3g} after batch {batch} on rank {rank} (rtol={rtol:g}, atol={atol:g})"
+                f"{largest:.3g} {where} (rtol={rtol:g}, atol={atol:g})"
             )

@@ -307,3 +307,17 @@ def test_a_step_names_its_plan():
     assert repr(step) == (
         "Step(Plan(mse, Sequential, SGD, weight_fn=num_samples, gradients=[clip_norm(max_norm=2.0)]))"
     )
+
+
+@pytest.mark.parametrize(("fused", "place_of_count"), [(False, "cpu"), (True, "meta")])
+def test_what_an_optimizer_holds_moves_with_its_parameters(fused, place_of_count):
+    """To the meta device, which every machine has."""
+    model = ours.regression_model()
+    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+    plan = af.place()(af.Plan(ours.mse, model, optimizer))
+    state, step = af.build(af.DistState(), plan)
+    step(state, BATCH)
+    af.build(af.DistState(device="meta"), plan)
+    held = optimizer.state[model[0].weight]
+    devices = {name: value.device.type for name, value in held.items()}
+    assert devices == {"step": place_of_count, "exp_avg": "meta", "exp_avg_sq": "meta"}
