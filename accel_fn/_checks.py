@@ -20,7 +20,7 @@ _SINGLE = ("move_model", "compile_loss", "own_parameters", "split")
 def check_plan(state: DistState, plan: Plan) -> None:
     """Refuse a plan that cannot make a step, for a reason that needs no other rank."""
     _check_slots(plan)
-    _check_parameters(plan)
+    check_parameters(plan)
     _check_optimizer(plan)
     _check_world(state, plan)
 
@@ -40,7 +40,8 @@ def _check_slots(plan: Plan) -> None:
         raise PlanError(f"build: plan must enter each context once, got {names}; leave out one")
 
 
-def _check_parameters(plan: Plan) -> None:
+def check_parameters(plan: Plan) -> None:
+    """Refuse a model with nothing to train, and an optimizer over anything else."""
     if not any(p.requires_grad for p in plan.model.parameters()):
         raise PlanError(
             f"build: model must have parameters that require a gradient, "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn._backward import Backward, cloned
-from accel_fn._checks import check_plan, check_precision
+from accel_fn._checks import check_parameters, check_plan, check_precision
 from accel_fn._collectives import all_or_none
 from accel_fn._errors import StateError
 from accel_fn._forward import LossModule, run_forward
@@ -202,7 +202,9 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
     model = plan.model
     for move in plan.move_model:
         model = move(built, model)
-    follow_parameters(plan.optimizer)
+    if plan.move_model:
+        check_parameters(plan)
+        follow_parameters(plan.optimizer)
     loss_module = LossModule(plan.loss_fn, model)
     module: nn.Module = loss_module
     for wrap in (*plan.compile_loss, *plan.own_parameters):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel_fn as af
+from accel_fn._updating import follow_parameters
 from accel_fn.testing import simulate
 from tests import strategies as ours
 
@@ -310,14 +311,55 @@ def test_a_step_names_its_plan():
 
 
 @pytest.mark.parametrize(("fused", "place_of_count"), [(False, "cpu"), (True, "meta")])
-def test_what_an_optimizer_holds_moves_with_its_parameters(fused, place_of_count):
-    """To the meta device, which every machine has."""
+def test_what_an_optimizer_holds_moves_to_its_parameters(fused, place_of_count):
+    """On the meta device, which every machine has."""
+    parameter = nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.param_groups[0]["fused"] = fused
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3)}
+    follow_parameters(optimizer)
+    devices = {name: value.device.type for name, value in optimizer.state[parameter].items()}
+    assert devices == {"step": place_of_count, "exp_avg": "meta"}
+
+
+def test_parameters_that_a_move_has_replaced_are_no_longer_the_optimizers():
+    """To the meta device torch makes new parameters; to an accelerator it keeps them."""
     model = ours.regression_model()
-    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
-    plan = af.place()(af.Plan(ours.mse, model, optimizer))
-    state, step = af.build(af.DistState(), plan)
-    step(state, BATCH)
-    af.build(af.DistState(device="meta"), plan)
-    held = optimizer.state[model[0].weight]
-    devices = {name: value.device.type for name, value in held.items()}
-    assert devices == {"step": place_of_count, "exp_avg": "meta", "exp_avg_sq": "meta"}
+    plan = af.place()(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    with pytest.raises(ValueError, match="or make the optimizer after what replaces parameters"):
+        af.build(af.DistState(device="meta"), plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_step_on_an_accelerator_is_the_step_on_the_cpu(precision):
+    losses = []
+    for device in (torch.accelerator.current_accelerator(), "cpu"):
+        model = ours.regression_model().float()
+        plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+        recipe = af.compose(af.place(), af.with_amp(precision), af.accumulate(2), af.clip(1.0))
+        state, step = af.build(af.init(device=device), recipe(plan))
+        for _ in range(5):
+            state, report = step(state, tuple(value.float() for value in BATCH))
+        losses.append(float(report.loss))
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # 8 bits of bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, which can refuse to wait")
+def test_no_step_waits_for_the_host_with_a_fused_optimizer():
+    model = ours.regression_model().float()
+    plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+    recipe = af.compose(af.place(), af.with_amp("fp16"), af.accumulate(2), af.clip(1.0))
+    state, step = af.build(af.init(), recipe(plan))
+    batches = [tuple(value.float().cuda() for value in BATCH) for _ in range(20)]
+    batches[7][0].fill_(float("inf"))
+    state, _ = step(state, batches[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            state, _ = step(state, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert int(state.scaler.skipped) == 1
