@@ -50,7 +50,8 @@ def _refuse_loss(loss: Any) -> None:
 
 def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> Tensor:
     """The loss of one micro-batch; None is that of a rank without items."""
-    call: Callable[[Any], Tensor] = module.forward if type(module) is LossModule else module
+    bare = type(module) is LossModule and module._compiled_call_impl is None
+    call: Callable[[Any], Tensor] = module.forward if bare else module
     if part is None:
         return call(None)
     for place_batch in plan.place_batch:

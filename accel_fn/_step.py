@@ -171,7 +171,8 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
 
     The model keeps its type, its forward, its hooks and its `state_dict` keys;
     its parameters may move to the device, and take rank 0's values. Building
-    twice, also from one plan, gives two steps that work independently.
+    twice, also from one plan, gives two steps that work independently. Which
+    parameters are trained is settled here: build again after `requires_grad` changes.
 
     Args:
         state: of this rank, from `init()`, or `DistState()` for one process on the CPU.

@@ -241,6 +241,36 @@ def test_contexts_of_the_users_are_entered_with_the_state():
     assert entered == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_slot_for_a_compiler_compiles_the_loss(world_size):
+    """With a compiler that counts what it is given and runs it as it is."""
+
+    def run(state):
+        graphs = []
+
+        def counting(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        def compiled(state, module):
+            module.compile(backend=counting, dynamic=False)
+            return module
+
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        plan = replace(af.wrap_ddp()(plan), compile_loss=(compiled,))
+        state, step = af.build(state, plan)
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+        return len(graphs) > 0, list(model.state_dict()), model.state_dict()
+
+    _, expected = ours.trained_by_hand(ours.regression_model(), [BATCH] * 2, optimizer=ours.sgd)
+    for was_compiled, keys, parameters in simulate(run, world_size=world_size, timeout_s=60):
+        assert was_compiled
+        assert keys == list(expected)
+        ours.assert_close(parameters, expected)
+
+
 def test_a_batch_that_weighs_nothing_gives_zero_gradients():
     model = ours.token_model()
     plan = af.Plan(
