@@ -219,12 +219,24 @@ def test_skipped_first_update_leaves_no_trace(make, fused, dtype):
     assert_same_bits(skipping, plain)
 
 
-def test_skipped_update_makes_no_momentum_of_a_parameter_that_is_reached_for_the_first_time():
+@pytest.mark.parametrize("earlier", [[], [[torch.ones(4), None]]], ids=["at all", "of its own"])
+def test_first_update_makes_no_momentum_where_it_is_skipped(earlier):
     early, late = parameters(torch.float32, torch.float32)
     optimizer = torch.optim.SGD([early, late], lr=0.1, momentum=0.9, fused=True)
-    update(optimizer, [torch.ones(4), None], torch.tensor(1.0), OK)
+    for tensors in earlier:
+        update(optimizer, tensors, torch.tensor(1.0), OK)
     update(optimizer, [None, torch.full((4,), torch.inf)], torch.tensor(1.0), BAD)
     assert "momentum_buffer" not in optimizer.state[late]
+
+
+def test_kernel_skips_where_a_parameter_is_never_reached():
+    early, never = parameters(torch.float32, torch.float32)
+    optimizer = torch.optim.SGD([early, never], lr=0.1, momentum=0.9, fused=True)
+    update(optimizer, [torch.ones(4), None], torch.tensor(1.0), OK)
+    seen = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.found_inf))
+    update(optimizer, [torch.full((4,), torch.inf), None], torch.tensor(1.0), BAD)
+    assert seen == [1.0]  # else the host has waited for the verdict
 
 
 @every_optimizer
