@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_fn._errors import LossError
@@ -32,12 +33,20 @@ class LossModule(nn.Module):
         """The mean loss of a batch; for None, a zero that reaches every parameter."""
         if batch is None:
             reached = [self.idle] if self.idle is not None else self.model.parameters()
-            zeros = [p.flatten()[:0].sum() for p in reached if p.requires_grad]
+            zeros = [self._nothing_of(p) for p in reached if p.requires_grad]
             return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum()
         loss = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             _refuse_loss(loss)
         return loss
+
+    def _nothing_of(self, parameter: nn.Parameter) -> Tensor:
+        """A zero whose gradient is empty, and sparse where the parameter's always is."""
+        tables = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        if any(table.sparse and table.weight is parameter for table in tables):
+            nowhere = torch.empty(0, dtype=torch.int64, device=parameter.device)
+            return F.embedding(nowhere, parameter, sparse=True).sum()
+        return parameter.flatten()[:0].sum()
 
 
 def _refuse_loss(loss: Any) -> None:

@@ -134,7 +134,6 @@ _FUSED = {"fused": True}
 _CHECKS = ("step", "accumulate and clip", "two ranks", "float16")
 _CLOSURE = Refusal(ValueError, "must update from gradients alone, got LBFGS")
 _GRAPH = Refusal(RuntimeError, "does not have grad_fn.*create_graph")
-_SPARSE = Refusal(RuntimeError, "Expected variable to have sparse gradient")
 _WAITS = "waits for the host in its first update with float16"
 
 _SPECIAL = [
@@ -157,8 +156,7 @@ _SPECIAL = [
         torch.optim.SparseAdam,
         model=Lookups,
         loop=train_sparse,
-        refusals={"two ranks": _SPARSE},
-        note="for sparse gradients alone; under DDP a rank without items has a dense one",
+        note="for sparse gradients alone",
     ),
     Row(
         torch_optimizer.Adahessian,

@@ -136,6 +136,9 @@ def test_tensor_subclass_sees_the_public_backward():
 def test_step_of_every_optimizer_of_torch_can_be_called_without_its_wrapper(kind):
     next(row for row in ROWS.values() if row.kind is kind).start(torch.float64)  # made: wrapped
     bare = _torch._unwrapped_step(kind)
+    if getattr(kind.step, "_torchdynamo_disable", False):
+        assert bare is None  # torch's compiler, once imported, wraps the step of two of them again
+        return
     assert bare is not None
     assert bare is not kind.step
     assert not hasattr(bare, "hooked")
