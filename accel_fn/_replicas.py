@@ -62,25 +62,29 @@ def _identity(fn: Any) -> str:
 
 
 def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
-    """Raise on every rank if gradients differ between ranks by a single bit.
+    """Raise on every rank if what the optimizer is about to see differs between ranks.
 
     Cost: one read of the gradients, one small collective, one host synchronisation.
     """
-    prints = [0 if tensor is None else fingerprint(tensor) for tensor in grads.tensors]
-    every = _comm.exchange(prints, state, "step")
     names = {id(p): name for name, p in plan.model.named_parameters()}
+    prints = {"the factor": fingerprint(grads.factor)}
+    for parameter, tensor in zip(plan.trained(), grads.tensors, strict=True):
+        prints[names[id(parameter)]] = fingerprint(tensor)
+    every = _comm.exchange(prints, state, "step")
     for rank, theirs in enumerate(every):
-        for parameter, first, other in zip(plan.trained(), every[0], theirs, strict=True):
-            if first != other:
+        for name, first in every[0].items():
+            if theirs[name] != first:
                 raise ReplicaError(
-                    "step: gradients must be equal on all ranks, "
-                    f"{names[id(parameter)]} differs on rank {rank}; "
-                    "average what a gradient function computes by itself with reduce_mean"
+                    f"step: gradients must be equal on all ranks, {name} differs on rank {rank}; average "
+                    "with reduce_mean what is computed by rank, and draw random numbers by state.step"
                 )
 
 
-def fingerprint(tensor: Tensor) -> int:
+def fingerprint(tensor: Tensor | None) -> int:
     """A sum over the bits of a tensor: equal tensors give equal sums."""
+    if tensor is None:
+        return 0
     dense = tensor.coalesce().values() if tensor.is_sparse else tensor
+    dense = torch.view_as_real(dense) if dense.is_complex() else dense
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.element_size()]
     return int(dense.contiguous().view(bits).sum(dtype=torch.int64))

@@ -44,7 +44,9 @@ class Step:
     _grad_fn: GradFn
     _parameters: Sequence[nn.Parameter]
     _always: Tensor
+    """What `applied` says where nothing is checked."""
     _unchecked: list[bool]
+    """Holds an entry until the gradients of a first update were compared over the ranks."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         """Consume one batch: this rank's part of it.
@@ -125,11 +127,11 @@ class Step:
 
     def _update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
         plan, scaler = self.plan, state.scaler
-        if self._unchecked and self._unchecked.pop():
-            check_same_gradients(state, plan, grads)
         ok = None if scaler is None else torch.isfinite(grads.norm())
         for transform in plan.gradients:
             grads = transform(state, grads)
+        if self._unchecked and self._unchecked.pop():
+            check_same_gradients(state, plan, grads)
         apply_update(plan.optimizer, self._parameters, grads, ok)
         norm = grads.norm_read
         report = Report(

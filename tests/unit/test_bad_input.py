@@ -418,21 +418,51 @@ def test_a_state_without_the_loss_scale_of_its_step_is_refused():
         step(af.DistState(), BATCH)
 
 
-def test_a_gradient_function_that_forgets_to_average_is_refused_on_every_rank():
-    def local(grad_fn):
+def local_gradients(plan):
+    """A gradient function that forgets to average what it adds."""
+
+    def wrap(grad_fn):
         def forgotten(state, batch):
             state, grads, report = grad_fn(state, batch)
             return state, grads.map(lambda value: value + state.rank), report
 
         return forgotten
 
-    def run(state):
-        plan = replace(af.wrap_ddp()(make_plan()), grad_fns=(local,))
-        state, step = af.build(state, plan)
-        with pytest.raises(RuntimeError, match=r"equal on all ranks, 0\.weight differs on rank 1"):
-            step(state, BATCH)
+    return replace(plan, grad_fns=(wrap,))
 
-    simulate(run, world_size=2)
+
+def local_noise(plan):
+    """A gradient transform whose random numbers are the rank's own."""
+
+    def noisy(state, grads):
+        return grads.map(lambda value: value + state.rank)
+
+    return replace(plan, gradients=(noisy,))
+
+
+def local_factor(plan):
+    """A gradient transform whose factor is the rank's own."""
+
+    def scaled(state, grads):
+        return grads.scaled(torch.tensor(1.0 + state.rank).double())
+
+    return replace(plan, gradients=(scaled,))
+
+
+@pytest.mark.parametrize(
+    ("transform", "what"),
+    [(local_gradients, r"0\.weight"), (local_noise, r"0\.weight"), (local_factor, "the factor")],
+)
+def test_gradients_that_differ_by_rank_are_refused_on_every_rank_before_an_update(transform, what):
+    def run(state):
+        plan = transform(af.wrap_ddp()(make_plan()))
+        state, step = af.build(state, plan)
+        with pytest.raises(RuntimeError, match=f"equal on all ranks, {what} differs on rank 1"):
+            step(state, BATCH)
+        return plan.model.state_dict()
+
+    for parameters in simulate(run, world_size=2):
+        ours.assert_identical(parameters, ours.regression_model().state_dict())
 
 
 @pytest.mark.parametrize(
