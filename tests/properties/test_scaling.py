@@ -157,3 +157,15 @@ def test_two_float16_steps_share_one_scale():
     assert (before, bool(report.applied)) == (128.0, True)
     # the float16 backward of a scale of 128 rounds as that of 256 does: no subnormals here
     ours.assert_identical(models[1].state_dict(), lone.state_dict())
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("recipe", [af.clip_value(0.1), af.clip(0.1)], ids=["clip_value", "clip"])
+def test_what_transforms_make_of_an_overflow_does_not_hide_it(recipe, bad):
+    """clip_value would turn an infinity into its bound: the verdict comes first."""
+    model = ours.regression_model()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), af.compose(scaled(8.0), recipe)(plan))
+    state, report = step(state, (torch.full((2, 3), bad).double(), torch.ones(2, 1).double()))
+    assert not report.applied
+    ours.assert_identical(model.state_dict(), ours.regression_model().state_dict())

@@ -1,0 +1,102 @@
+"""`python -m tests.benchmarks`: all scenarios, progress, tables, and the summary of the targets."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+import argparse
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+from tests.benchmarks.comparing import compare
+from tests.benchmarks.conditions import settle
+from tests.benchmarks.importing import ImportCost, measure_import
+from tests.benchmarks.measuring import alone
+from tests.benchmarks.report import (
+    describe_import,
+    render_page,
+    render_table,
+    summarize,
+    write_page,
+)
+from tests.benchmarks.results import Table
+from tests.benchmarks.tasks import ALONE, IN_TWO_RANKS, Scenario
+from tests.benchmarks.worlds import compare_in_world
+
+ROUNDS, QUICK_ROUNDS = 21, 3
+PATIENCE_S = 5.0  # per scenario, for blocks that others disturbed
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks",
+        description="The cost of a training step by hand, with accelerate, Fabric and accel_fn.",
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="blocks per variant")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds, no patience")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help='e.g. "tiny*clipping", "two ranks", "import"'
+    )
+    parser.add_argument(
+        "--write",
+        nargs="?",
+        type=Path,
+        const=Path("docs/benchmarks.md"),
+        metavar="PAGE",
+        help="put the tables between the markers of this page",
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = read_arguments()
+    rounds = QUICK_ROUNDS if arguments.quick else arguments.rounds
+    patience_s = 0.0 if arguments.quick else PATIENCE_S
+    settle()
+    imported, tables = run(f"*{arguments.only}*", rounds, patience_s)
+    print("\n## Targets\n")
+    print(summarize(tables, imported))
+    if arguments.write is not None:
+        write_page(arguments.write, render_page(tables, imported, rounds))
+    return 1 if any(row.is_faulty for table in tables for row in table.rows) else 0
+
+
+def run(pattern: str, rounds: int, patience_s: float) -> tuple[ImportCost | None, list[Table]]:
+    """Measure what the pattern names, and tell it as it comes."""
+    imported = None
+    if fnmatch("import", pattern):
+        print("  import ...", flush=True)
+        imported = measure_import(rounds)
+        print(describe_import(imported))
+    tables = []
+    for scenario in chosen(ALONE, pattern):
+        print(f"  {scenario.name} ...", flush=True)
+        tables.append(compare(scenario, alone(), rounds, patience_s))
+        show(tables[-1])
+    in_world = chosen(IN_TWO_RANKS, pattern)
+    if in_world:
+        of_world = compare_in_world(in_world, rounds, patience_s)
+        for table in of_world:
+            show(table)
+        tables += of_world
+    return imported, tables
+
+
+def chosen(scenarios: list[Scenario], pattern: str) -> list[Scenario]:
+    return [scenario for scenario in scenarios if fnmatch(scenario.name, pattern)]
+
+
+def show(table: Table) -> None:
+    differences = ", ".join(
+        f"{row.name} {row.difference:.0e}" for row in table.rows if not row.note
+    )
+    print(f"\n### {table.name}\n\n{render_table(table)}\n")
+    print(f"blocks disturbed by other processes: {table.disturbed:.0%}")
+    print(f"largest difference, in updates or largest gradients: {differences}\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

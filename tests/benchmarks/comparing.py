@@ -1,0 +1,40 @@
+"""One scenario: every variant is held against the base, then timed beside it."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+from tests.benchmarks.checking import Checked, check, repeat
+from tests.benchmarks.loops import OURS, loops
+from tests.benchmarks.measuring import Station, time_in_turn
+from tests.benchmarks.results import Row, Table, make_row
+from tests.benchmarks.tasks import Scenario
+
+
+def compare(scenario: Scenario, station: Station, rounds: int, patience_s: float) -> Table:
+    """The table of a scenario; every rank of its world calls this alike."""
+    variants: dict[str, Checked] = {}
+    for name, loop in loops(scenario.world_size).items():
+        base = next(iter(variants.values()), Checked())
+        variants[name] = check(name, loop, scenario, station, base)
+    num_updates = scenario.updates_per_block
+    works = {
+        name: partial(repeat, variant.update, num_updates)
+        for name, variant in variants.items()
+        if variant.update is not None
+    }
+    gc.collect()
+    gc.freeze()  # what the libraries brought along is no garbage of the steps to come
+    blocks = time_in_turn(works, rounds, station, patience_s)
+    first, *_ = blocks.values()
+    rows = []
+    for name, variant in variants.items():
+        target = scenario.way.target if name == OURS else None
+        if name in blocks:
+            row = make_row(name, blocks[name], first, num_updates, variant.difference, target)
+        else:
+            row = Row(name, variant.note, is_faulty=variant.is_faulty)
+        rows.append(row)
+    every = [block.is_disturbed for of_one in blocks.values() for block in of_one]
+    return Table(scenario.name, tuple(rows), disturbed=sum(every) / len(every))

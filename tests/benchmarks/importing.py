@@ -1,0 +1,62 @@
+"""What `import accel_fn` adds to `import torch`, in new interpreters."""
+
+from __future__ import annotations
+
+import compileall
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import accel_fn
+
+_TIMED = """
+import time, torch
+start = time.process_time()
+import accel_fn
+{names}
+print((time.process_time() - start) * 1e3)
+"""
+_NAMES = "for name in accel_fn.__all__: getattr(accel_fn, name)"
+_ALONE = "import sys, accel_fn; print('torch' in sys.modules)"
+TARGET_MS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class ImportCost:
+    """Milliseconds of CPU time on top of `import torch`."""
+
+    package_ms: float
+    names_ms: float
+    brings_torch: bool
+
+
+def measure_import(rounds: int) -> ImportCost:
+    codes = {"package": _TIMED.format(names=""), "names": _TIMED.format(names=_NAMES)}
+    times: dict[str, list[float]] = {name: [] for name in codes}
+    with tempfile.TemporaryDirectory() as folder:
+        install_copy(Path(folder))
+        for _ in range(rounds):
+            for name, code in codes.items():
+                times[name].append(float(run(code, folder)))
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        return ImportCost(medians["package"], medians["names"], run(_ALONE, folder) == "True")
+
+
+def install_copy(folder: Path) -> None:
+    """The package with its byte code, as pip installs it."""
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(accel_fn.__file__).parent, folder / "accel_fn", ignore=skip)
+    compileall.compile_dir(folder, quiet=1)
+
+
+def run(code: str, path: str) -> str:
+    env = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, env=env, cwd=path
+    ).stdout.strip()

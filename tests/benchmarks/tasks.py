@@ -1,0 +1,130 @@
+"""What is timed: models, and the ways to train them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LEARNING_RATE = 1e-3
+NUM_BATCHES = 8  # distinct ones, used in turn
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A perceptron, the samples of one micro-batch, and how many updates make a block to time."""
+
+    name: str
+    widths: tuple[int, ...]
+    batch_size: int
+    updates_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an update is made, and accel_fn's target: CPU time as a ratio to the base."""
+
+    name: str
+    target: float | None = None
+    max_norm: float | None = None
+    num_microbatches: int = 1
+    bf16: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One table of the result."""
+
+    size: Size
+    fused: bool
+    way: Way
+    world_size: int = 1
+
+    @property
+    def name(self) -> str:
+        ranks = "two ranks, " if self.world_size > 1 else ""
+        return f"{ranks}{self.size.name}, {'fused' if self.fused else 'default'}, {self.way.name}"
+
+    @property
+    def updates_per_block(self) -> int:
+        return max(1, self.size.updates_per_block // self.way.num_microbatches)
+
+
+TINY = Size("tiny", (64, 64, 10), 32, updates_per_block=400)
+MIDDLE = Size("middle", (784, 512, 512, 10), 128, updates_per_block=16)
+
+ALONE = [
+    Scenario(size, fused, way)
+    for size in (TINY, MIDDLE)
+    for fused in (False, True)
+    for way in (
+        Way("plain", target=1.03),
+        Way("clipping", target=0.95, max_norm=1.0),
+        Way("accumulation 4", target=1.05, num_microbatches=4),
+        Way("bf16", bf16=True),
+    )
+]
+IN_TWO_RANKS = [
+    Scenario(MIDDLE, fused, way, world_size=2)
+    for fused in (False, True)
+    for way in (
+        Way("plain", target=1.0),
+        Way("accumulation 4", target=1.0, num_microbatches=4),
+    )
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A scenario with a model and data of its own: what a training loop is given.
+
+    `microbatches[i]` are views of `batches[i]`, already cut.
+    """
+
+    scenario: Scenario
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: list[Batch]
+    microbatches: list[list[Batch]]
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets)
+
+
+def make_task(scenario: Scenario, rank: int) -> Task:
+    """The same model on every call and every rank, the same data on every call.
+
+    All batches have the same inputs under labels of their own: nothing can be
+    learned by heart, so gradients stay large and clipping has work in every update.
+    """
+    size, num_parts = scenario.size, scenario.way.num_microbatches
+    random = torch.Generator().manual_seed(rank)
+    rows = size.batch_size * num_parts
+    inputs = 2 * torch.randn(rows, size.widths[0], generator=random)
+    labels = torch.randint(size.widths[-1], (NUM_BATCHES, rows), generator=random)
+    batches = [(inputs.clone(), targets) for targets in labels]
+    model = make_model(size)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, fused=True if scenario.fused else None
+    )
+    microbatches = [
+        list(zip(*[tensor.split(size.batch_size) for tensor in batch], strict=True))
+        for batch in batches
+    ]
+    return Task(scenario, model, optimizer, batches, microbatches)
+
+
+def make_model(size: Size) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for num_in, num_out in pairwise(size.widths):
+            layers += [nn.Linear(num_in, num_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])

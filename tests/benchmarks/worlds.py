@@ -1,0 +1,91 @@
+"""Scenarios of several ranks: processes started by torch's launcher, timed between barriers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.benchmarks.comparing import compare
+from tests.benchmarks.conditions import settle
+from tests.benchmarks.measuring import Block, Station, Work, machine_busy_s
+from tests.benchmarks.results import Table
+from tests.benchmarks.tasks import IN_TWO_RANKS, Scenario
+
+ROOT = Path(__file__).parents[2]
+
+
+def compare_in_world(scenarios: list[Scenario], rounds: int, patience_s: float) -> list[Table]:
+    """Their tables, from new processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "tables.json"
+        wanted = {
+            "names": [scenario.name for scenario in scenarios],
+            "rounds": rounds,
+            "patience_s": patience_s,
+            "answer": str(answer),
+        }
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        program = [str(scenarios[0].world_size), "-m", "tests.benchmarks.worlds"]
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        if sys.platform == "linux":
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        command = [sys.executable, *launcher, *program, json.dumps(wanted)]
+        subprocess.run(command, check=True, cwd=ROOT, env=env)
+        return [Table.from_json(fields) for fields in json.loads(answer.read_text())]
+
+
+def together() -> Station:
+    return Station(dist.get_rank(), time_block_together, largest_of_all)
+
+
+def largest_of_all(figure: float) -> float:
+    tensor = torch.tensor(figure, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def time_block_together(work: Work) -> Block:
+    """One block on all ranks: CPU time of all, wall time of the first; the same figures on each."""
+    dist.barrier()
+    busy, wall, cpu = machine_busy_s(), time.perf_counter(), time.process_time()
+    work()
+    dist.barrier()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    of_first = torch.tensor([wall, machine_busy_s() - busy], dtype=torch.float64)
+    total_cpu = torch.tensor(cpu, dtype=torch.float64)
+    dist.all_reduce(total_cpu)
+    dist.broadcast(of_first, 0)
+    wall, busy = of_first.tolist()
+    return Block(float(total_cpu), wall, busy - float(total_cpu))
+
+
+def main(wanted: dict[str, Any]) -> None:
+    """What one rank does."""
+    settle()
+    dist.init_process_group("gloo")
+    station = together()
+    tables = []
+    for scenario in IN_TWO_RANKS:
+        if scenario.name not in wanted["names"]:
+            continue
+        if station.rank == 0:
+            print(f"  {scenario.name} ...", flush=True)
+        tables.append(compare(scenario, station, wanted["rounds"], wanted["patience_s"]))
+    if station.rank == 0:
+        Path(wanted["answer"]).write_text(json.dumps([asdict(table) for table in tables]))
+    dist.barrier()
+    os._exit(0)  # Gloo's teardown can abort while replicas are alive
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
