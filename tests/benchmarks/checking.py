@@ -1,0 +1,85 @@
+"""Does a variant compute what the base computes? Only then is its time worth anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.benchmarks.loops import PEERS, Loop, Update
+from tests.benchmarks.measuring import Station
+from tests.benchmarks.tasks import LEARNING_RATE, NUM_BATCHES, Scenario, Task, make_task
+
+CHECKED_UPDATES = 5
+TOLERANCE = 0.01  # of one update, or of the largest gradient; rounding stays far below
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What updates made: the parameters, and AdamW's mean of the gradients.
+
+    The parameters alone say little, since AdamW's update does not depend on
+    the gradients' scale.
+    """
+
+    parameters: Tensor
+    gradients: Tensor
+
+    @classmethod
+    def of(cls, task: Task) -> Trained:
+        moments = [task.optimizer.state[p]["exp_avg"] for p in task.model.parameters()]
+        return cls(flattened(task.model.parameters()), flattened(moments))
+
+    def difference(self, other: Trained) -> float:
+        """The largest one: of a parameter in updates, or of a gradient in the largest gradient."""
+        moved = (self.parameters - other.parameters).abs().max() / LEARNING_RATE
+        pulled = (self.gradients - other.gradients).abs().max() / other.gradients.abs().max()
+        return float(torch.maximum(moved, pulled).nan_to_num(nan=torch.inf))
+
+
+def flattened(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A variant that can be timed, or the note that says why not."""
+
+    update: Update | None = None
+    trained: Trained | None = None
+    difference: float = 0.0
+    note: str = ""
+
+    @property
+    def is_faulty(self) -> bool:
+        """It computes something else."""
+        return self.difference > TOLERANCE
+
+
+def check(
+    name: str, loop: Loop | None, scenario: Scenario, station: Station, base: Checked
+) -> Checked:
+    """Train a little with a fresh task, and hold the result against the base's."""
+    if loop is None:
+        return Checked(note="not installed")
+    task = make_task(scenario, station.rank)
+    try:
+        update = loop(task)
+        repeat(update, CHECKED_UPDATES)
+    except Exception as error:
+        if name not in PEERS:
+            raise
+        return Checked(note=f"failed: {type(error).__name__}")
+    trained = Trained.of(task)
+    difference = station.largest(trained.difference(base.trained or trained))
+    checked = Checked(update, trained, difference)
+    if checked.is_faulty:
+        return Checked(difference=difference, note=f"computes something else ({difference:.0e})")
+    return checked
+
+
+def repeat(update: Update, num_updates: int) -> None:
+    for index in range(num_updates):
+        update(index % NUM_BATCHES)
