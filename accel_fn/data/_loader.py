@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,6 +23,7 @@ from accel_fn._errors import ArgumentError, ReplicaError, check_count, message
 from accel_fn._state import DistState
 from accel_fn.data._order import Order, mix
 
+_SAMPLES_AT_ONCE = 4096
 _KEPT = (
     "num_workers",
     "collate_fn",
@@ -234,11 +237,11 @@ class ShardedLoader:
         for index in range(first_epoch, num_epochs):
             yield Epoch(self, index, first_batch if index == first_epoch else 0)
 
-    def indices(self, epoch: int, batch: int) -> Any:
+    def indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of this rank in a batch: [num_samples of the part], int64."""
         return self.order.indices(epoch, batch, self.rank)
 
-    def global_indices(self, epoch: int, batch: int) -> Any:
+    def global_indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of all ranks in a batch, in rank order: [num_samples of the batch], int64."""
         return self.order.global_indices(epoch, batch)
 
@@ -263,5 +266,11 @@ class _Cursor(Sampler[list[int]]):
         return self._batches(self.epoch, self.first_batch)
 
     def _batches(self, epoch: int, first_batch: int) -> Iterator[list[int]]:
-        for batch in range(first_batch, len(self)):
-            yield self.order.indices(epoch, batch, self.rank).tolist()
+        """Batch by batch; the order of many is computed at once, which costs little more than of one."""
+        at_once = max(1, _SAMPLES_AT_ONCE // self.order.batch_size)
+        for first in range(first_batch, len(self), at_once):
+            batches = range(first, min(first + at_once, len(self)))
+            parts = [torch.arange(*self.order.part(batch, self.rank)) for batch in batches]
+            sizes = [len(part) for part in parts]
+            samples = self.order.samples(epoch, torch.cat(parts))
+            yield from (part.tolist() for part in torch.split(samples, sizes))
