@@ -1,0 +1,98 @@
+"""examples/gan.py on one process and on two, and its two steps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import gan
+import pytest
+import torch
+from PIL import Image
+
+import accel_fn as af
+from tests.examples.running import Run, finished, run_example
+
+NUM_BATCHES = 141  # ten passes over 1,797 digits, 128 at a time
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def any_run(request: pytest.FixtureRequest) -> Run:
+    return request.getfixturevalue({1: "on_one", 2: "on_two"}[request.param])
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("one")
+    return finished(run_example("gan", "--passes", "10", folder=folder))
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("two")
+    return finished(run_example("gan", "--passes", "10", folder=folder, num_processes=2))
+
+
+@pytest.mark.parametrize("network", ["discriminator", "generator"])
+def test_losses_are_the_same_on_two_processes_to_rounding(
+    network: str, on_one: Run, on_two: Run
+) -> None:
+    one, two = torch.tensor([on_one.curves()[network], on_two.curves()[network]])
+    assert len(one) == NUM_BATCHES
+    # Twenty updates in: some units in the last place. Each network then amplifies the other's.
+    torch.testing.assert_close(one[:20], two[:20], rtol=20 * torch.finfo().eps, atol=0)
+    torch.testing.assert_close(one, two, rtol=0, atol=0.1)
+
+
+def test_drawn_digits_come_close_to_real_ones(any_run: Run) -> None:
+    (fitting,) = re.findall(r"([\d.]+)% are nearest", any_run.stdout[0])
+    drawn, real, shuffled = map(float, re.findall(r"(\d\.\d\d) ", any_run.stdout[0]))
+    assert float(fitting) > 50  # 10 by chance
+    assert drawn < (real + shuffled) / 2
+
+
+def test_picture_of_drawn_digits_opens(any_run: Run) -> None:
+    with Image.open(any_run.out / "digits.png") as picture:
+        assert picture.width > picture.height > 400
+
+
+def test_main_rank_alone_prints(on_two: Run) -> None:
+    assert f"{NUM_BATCHES}/{NUM_BATCHES}" in on_two.stderr[0]
+    assert "batch/s" not in on_two.stderr[1]
+    assert on_two.stdout[1] == ""
+
+
+def test_noise_of_a_sample_is_its_own() -> None:
+    data = gan.DigitsWithNoise(num_passes=2)
+    image, label, noise = data[5]
+    again, same_label, other_noise = data[5 + 1797]
+    assert torch.equal(image, again)
+    assert label == same_label
+    assert torch.equal(noise, data[5][2])
+    assert not torch.equal(noise, other_noise)
+
+
+def test_generator_step_leaves_the_discriminator_alone() -> None:
+    generator, discriminator = gan.Network(16, 64), gan.Network(64, 1)
+    loss_fn = partial(gan.generator_loss, discriminator=discriminator)
+    state, step = af.build(af.DistState(), af.Plan(loss_fn, generator, gan.adam(generator)))
+    before = [parameter.detach().clone() for parameter in discriminator.parameters()]
+    batch = (torch.rand(6, 64), torch.arange(6), torch.randn(6, 16))
+    _, report = step(state, batch)
+    assert report.applied
+    assert all(parameter.grad is None for parameter in discriminator.parameters())
+    assert all(map(torch.equal, before, discriminator.parameters()))
+
+
+def test_two_updates_of_one_batch_count_once() -> None:
+    generator, discriminator = gan.Network(16, 64), gan.Network(64, 1)
+    g_loss = partial(gan.generator_loss, discriminator=discriminator)
+    d_loss = partial(gan.discriminator_loss, generator=generator)
+    state = af.DistState()
+    state, d_step = af.build(state, af.Plan(d_loss, discriminator, gan.adam(discriminator)))
+    state, g_step = af.build(state, af.Plan(g_loss, generator, gan.adam(generator)))
+    batch = (torch.rand(6, 64), torch.arange(6), torch.randn(6, 16))
+    d_state, _ = d_step(state, batch)
+    state, _ = g_step(replace(d_state, step=state.step), batch)
+    assert state.step == 1
