@@ -1,4 +1,4 @@
-"""Learn to draw digits by hand: a GAN is two steps and two optimizers over one state.
+"""Learn to draw handwritten digits: a GAN is two steps and two optimizers over one state.
 
     python examples/gan.py
     torchrun --nproc-per-node 2 examples/gan.py
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 class Network(nn.Module):
-    """Three layers that are told the label."""
+    """Three layers that are told the label; smooth, since slopes are a part of the loss."""
 
     def __init__(self, num_inputs: int, num_outputs: int, width: int = 256) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> None:
     plain = train(lambda step: step, data, state, args)
     flat = train(partial(sharpness_aware, rho=args.rho), data, state, args)
     if state.is_main:
-        print(f"                 test accuracy  rise of the training loss within {args.rho:g}")
+        print(f"{'':15}  test accuracy  rise of the training loss within {args.rho:g}")
         for name, result in (("plain", plain), ("sharpness-aware", flat)):
             print(f"{name:15}  {result['test_accuracy'][-1]:13.4f}  {result['sharpness']:.4f}")
     af.on_main(lambda: write_results(args.out, plain, flat), state)
@@ -57,7 +57,7 @@ def sharpness_aware(step: af.Step, rho: float) -> StepFn:
 
 
 def sharpness(step: af.Step, state: af.DistState, batch: Any, rho: float) -> float:
-    """How much higher the loss is there than here."""
+    """How much higher the loss of a batch is there than here."""
     state, grads, report = step.grads(state, batch)
     with uphill(step.plan.model, grads, rho):
         return (step.forward(state, batch) - report.loss).item()
@@ -70,12 +70,14 @@ def uphill(model: nn.Module, grads: af.Grads, rho: float) -> Iterator[None]:
     before = [parameter.detach().clone() for parameter in parameters]
     offsets = grads.scaled(rho / (grads.norm() + 1e-12)).values()
     with torch.no_grad():
-        torch._foreach_add_(parameters, offsets)
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            parameter.add_(offset)
     try:
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(parameters, before)
+            for parameter, values in zip(parameters, before, strict=True):
+                parameter.copy_(values)
 
 
 def train(
@@ -87,7 +89,7 @@ def train(
     """Train from the start with a changed step; the loss of each batch, and what was learned."""
     torch.manual_seed(args.seed)
     model = build_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(2), af.clip(1.0))
     state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
     changed_step = change(step)
@@ -114,6 +116,7 @@ def train(
 
 
 def load_mislabelled_data() -> tuple[TensorDataset, TensorDataset]:
+    """The digits, three in ten training labels drawn by chance; the test labels are right."""
     (images, labels), test_data = (data.tensors for data in load_data())
     chance = torch.Generator().manual_seed(0)
     wrong = torch.rand(len(labels), generator=chance) < 0.3
@@ -143,7 +146,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--rho", type=float, default=0.1, help=f"how far to look for a higher loss {default}")
-    add("--epochs", type=int, default=40, help=f"passes over the training digits {default}")
+    add("--epochs", type=int, default=30, help=f"passes over the training digits {default}")
     add("--seed", type=int, default=0, help=f"of the first weights and the data order {default}")
     add("--device", help="such as cpu (default: an accelerator where there is one)")
     add("--out", type=Path, default=Path("runs/sam"), help=f"folder to write to {default}")

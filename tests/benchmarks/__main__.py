@@ -26,8 +26,8 @@ from tests.benchmarks.results import Table
 from tests.benchmarks.tasks import ALONE, IN_TWO_RANKS, Scenario
 from tests.benchmarks.worlds import compare_in_world
 
-ROUNDS, QUICK_ROUNDS = 21, 3
-PATIENCE_S = 5.0  # per scenario, for blocks that others disturbed
+ROUNDS, QUICK_ROUNDS = 25, 3
+PATIENCE_S = 4.0  # per scenario, for blocks that others disturbed
 
 
 def read_arguments() -> argparse.Namespace:

@@ -55,8 +55,8 @@ class Scenario:
         return max(1, self.size.updates_per_block // self.way.num_microbatches)
 
 
-TINY = Size("tiny", (64, 64, 10), 32, updates_per_block=400)
-MIDDLE = Size("middle", (784, 512, 512, 10), 128, updates_per_block=16)
+TINY = Size("tiny", (64, 64, 10), 32, updates_per_block=240)
+MIDDLE = Size("middle", (784, 512, 512, 10), 128, updates_per_block=10)
 
 ALONE = [
     Scenario(size, fused, way)

@@ -38,17 +38,18 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_losses_are_the_same_on_two_processes_to_rounding(
     network: str, on_one: Run, on_two: Run
 ) -> None:
-    one, two = torch.tensor([on_one.curves()[network], on_two.curves()[network]])
+    one, two = on_one.curves()[network], on_two.curves()[network]
     assert len(one) == NUM_BATCHES
-    # Twenty updates in: some units in the last place. Each network then amplifies the other's.
-    torch.testing.assert_close(one[:20], two[:20], rtol=20 * torch.finfo().eps, atol=0)
-    torch.testing.assert_close(one, two, rtol=0, atol=0.1)
+    # Losses near one; sums of 1e4 terms in another order differ by some units in the last place.
+    assert one[:20] == pytest.approx(two[:20], rel=0, abs=20 * torch.finfo(torch.float32).eps)
+    # Adam divides by a gradient's own size, so rounding shows in the end where that is next to none.
+    assert one == pytest.approx(two, rel=0, abs=1e-3)
 
 
 def test_drawn_digits_come_close_to_real_ones(any_run: Run) -> None:
     (fitting,) = re.findall(r"([\d.]+)% are nearest", any_run.stdout[0])
     drawn, real, shuffled = map(float, re.findall(r"(\d\.\d\d) ", any_run.stdout[0]))
-    assert float(fitting) > 50  # 10 by chance
+    assert float(fitting) > 40  # by chance 10, after all forty passes 95
     assert drawn < (real + shuffled) / 2
 
 

@@ -15,29 +15,28 @@ from tests.examples.running import Run, finished, run_example
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("one")
-    return finished(run_example("sam", "--epochs", "5", folder=folder))
+    return finished(run_example("sam", "--epochs", "3", folder=folder))
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("two")
-    return finished(run_example("sam", "--epochs", "5", folder=folder, num_processes=2))
+    return finished(run_example("sam", "--epochs", "3", folder=folder, num_processes=2))
 
 
 @pytest.mark.parametrize("training", ["plain", "sharpness-aware"])
 def test_losses_are_the_same_on_two_processes_to_rounding(
     training: str, on_one: Run, on_two: Run
 ) -> None:
-    one, two = torch.tensor([run.curves()[training]["loss"] for run in (on_one, on_two)])
-    assert len(one) == 60
-    # Ten updates, each a sum of 1e5 terms in another order: some units in the last place.
-    torch.testing.assert_close(one[:10], two[:10], rtol=20 * torch.finfo().eps, atol=0)
-    torch.testing.assert_close(one, two, rtol=0, atol=0.01)
+    one, two = (run.curves()[training]["loss"] for run in (on_one, on_two))
+    assert len(one) == 36
+    # Losses from 2.4 down; sums of 1e5 terms in another order differ by some units in the last place.
+    assert one == pytest.approx(two, rel=0, abs=20 * torch.finfo(torch.float32).eps)
 
 
 def test_sharpness_aware_training_finds_a_flatter_place(on_one: Run) -> None:
     curves = on_one.curves()
-    assert 0 < curves["sharpness-aware"]["sharpness"] < curves["plain"]["sharpness"] / 2
+    assert 0 < curves["sharpness-aware"]["sharpness"] < curves["plain"]["sharpness"]
 
 
 def test_both_trainings_are_compared_on_the_main_rank_alone(on_two: Run) -> None:
