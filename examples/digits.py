@@ -156,6 +156,7 @@ def write_results(out: Path, model: nn.Module, curves: dict[str, list[float]]) -
     right.axhline(accuracies[-1], color="grey", linewidth=0.8, linestyle="dashed")
     right.set(title=f"test accuracy {accuracies[-1]:.4f}", xlabel="epoch", ylim=(0, 1.02))
     for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(out / "curves.png", dpi=150)

@@ -132,7 +132,7 @@ def write_results(out: Path, plain: dict[str, Any], flat: dict[str, Any]) -> Non
         accuracies = result["test_accuracy"]
         axes.plot(range(1, len(accuracies) + 1), accuracies, marker=".", label=label)
     axes.set(
-        title="test accuracy, three in ten training labels random", xlabel="epoch", ylim=(0, 1.02)
+        title="test accuracy, three in ten training labels random", xlabel="epoch", ylim=(0.5, 1.01)
     )
     axes.legend(loc="lower right", frameon=False)
     axes.grid(alpha=0.3)
