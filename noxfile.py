@@ -9,7 +9,7 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["lint", "types", "tests", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 
-TORCH = "torch==2.13.0"  # the version that the tests and the demo pin; the package sets a lower bound
+TORCH = "torch==2.13.0"  # of the tests and the demo; the package itself sets a lower bound
 PROJECT = nox.project.load_toml("pyproject.toml")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 

@@ -19,7 +19,24 @@ def render_table(table: Table) -> str:
     head = ["", "CPU us", "ratio", "quartiles", "target"]
     if several:
         head[4:4] = ["wall us", "wall ratio"]
-    lines = [[row.name, *_figures(row, several)] for row in table.rows]
+    return _markdown(head, [[row.name, *_figures(row, several)] for row in table.rows])
+
+
+def render_overview(tables: Iterable[Table]) -> str:
+    """The ratios of all tables with the same variants, a line each; one such list per base."""
+    by_variants: dict[tuple[str, ...], list[list[str]]] = {}
+    for table in tables:
+        base, *others = table.rows
+        ratios = [row.note or f"{row.cpu_ratio[1]:.2f}" for row in others]
+        line = [table.name, f"{base.cpu_us:,.0f} us", *ratios, table.rows[-1].aim]
+        by_variants.setdefault(tuple(row.name for row in table.rows), []).append(line)
+    return "\n\n".join(
+        _markdown(["", *names, "target"], lines) for names, lines in by_variants.items()
+    )
+
+
+def _markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table whose columns are aligned in the source too: the first to the left."""
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     return "\n".join(
@@ -34,8 +51,7 @@ def _figures(row: Row, several: bool) -> list[str]:
     figures = [f"{row.cpu_us:,.0f}", f"{median:.3f}", f"{lower:.3f} - {upper:.3f}"]
     if several:
         figures += [f"{row.wall_us:,.0f}", f"{row.wall_ratio[1]:.3f}"]
-    target = "" if row.target is None else f"{row.target:.2f}: {row.verdict}"
-    return [*figures, target]
+    return [*figures, row.aim]
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
@@ -70,8 +86,13 @@ def describe_import(imported: ImportCost) -> str:
 
 def render_page(tables: Sequence[Table], imported: ImportCost | None, rounds: int) -> str:
     """The part of the page between its markers."""
-    with_cpus = f"torch {torch.__version__}, {os.cpu_count()} CPUs, {rounds} rounds"
-    parts = [f"{with_cpus}.", summarize(tables, imported)]
+    disturbed = sum(table.disturbed for table in tables) / len(tables)
+    conditions = (
+        f"torch {torch.__version__}, {os.cpu_count()} CPUs, {rounds} rounds; "
+        f"other processes disturbed {disturbed:.0%} of the blocks. CPU time per update by hand, "
+        "and the ratios to it:"
+    )
+    parts = [conditions, render_overview(tables), summarize(tables, imported)]
     parts += [f"### {table.name}\n\n{render_table(table)}" for table in tables]
     return "\n\n".join(parts)
 

@@ -37,6 +37,11 @@ class Row:
             return "met"
         return "within noise" if better <= self.target else "missed"
 
+    @property
+    def aim(self) -> str:
+        """The target and its verdict, for a table."""
+        return f"{self.target:.2f}: {self.verdict}" if self.verdict else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
