@@ -16,17 +16,14 @@ from accel_fn._state import DistState
 
 
 class LossModule(nn.Module):
-    """The user's loss as a module: what DDP wraps in place of the user's model.
-
-    Attributes:
-        idle: where it is set, all that a rank without items reaches: DDP that
-            finds unused parameters must find the model's unused there.
-    """
+    """The user's loss as a module: what DDP wraps in place of the user's model."""
 
     def __init__(self, loss_fn: LossFn, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        # Where it is set, all that a rank without items reaches: DDP that finds unused
+        # parameters must find the model's unused there.
         self.idle: nn.Parameter | None = None
 
     def forward(self, batch: Any) -> Tensor:
