@@ -17,6 +17,7 @@ from tests.benchmarks.importing import ImportCost, measure_import
 from tests.benchmarks.measuring import alone
 from tests.benchmarks.report import (
     describe_import,
+    render_overview,
     render_page,
     render_table,
     summarize,
@@ -48,7 +49,12 @@ def read_arguments() -> argparse.Namespace:
         metavar="PAGE",
         help="put the tables between the markers of this page",
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds must be >= 1, got {arguments.rounds}")
+    if arguments.write is not None and arguments.only:
+        parser.error("--write puts all tables into the page: leave out --only")
+    return arguments
 
 
 def main() -> int:
@@ -57,7 +63,10 @@ def main() -> int:
     patience_s = 0.0 if arguments.quick else PATIENCE_S
     settle()
     imported, tables = run(f"*{arguments.only}*", rounds, patience_s)
-    print("\n## Targets\n")
+    if imported is None and not tables:
+        print(f"--only {arguments.only!r} names no table", file=sys.stderr)
+        return 2
+    print(f"\n## All ratios\n\n{render_overview(tables)}\n\n## Targets\n")
     print(summarize(tables, imported))
     if arguments.write is not None:
         write_page(arguments.write, render_page(tables, imported, rounds))

@@ -69,7 +69,7 @@ def summarize(tables: Iterable[Table], imported: ImportCost | None) -> str:
             if row.verdict == verdict != "met"
         )
         for verdict in ("met", "within noise", "missed")
-        if verdict == "met" or any(row.verdict == verdict for _, row in rows)
+        if any(row.verdict == verdict for _, row in rows)
     ]
     return "\n".join([*lines, *([describe_import(imported)] if imported else [])])
 
