@@ -28,6 +28,8 @@ def apply_update(
         ok: [], bool, or None where nothing is checked.
     """
     factor = grads.factor
+    if factor is not None and factor.is_cpu and factor.item() == 1.0:
+        factor = None  # nothing to apply, and on the host it costs nothing to know
     fused = (factor is not None or ok is not None) and _takes_factor(optimizer)
     try:
         for parameter, tensor in zip(parameters, grads.tensors, strict=True):
