@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_fn._errors import ArgumentError, message
+from accel_fn._errors import ArgumentError, PlanError, message
 from accel_fn._plan import Plan, Transform
 from accel_fn._state import DistState
 
@@ -41,6 +41,8 @@ def wrap_ddp(
             ("powersgd"): less traffic, and no longer exact.
         sync_batchnorm: batch statistics over all ranks, by torch's
             `SyncBatchNorm` (accelerators only): replaces the model's BatchNorm layers.
+            These talk in every forward, so every rank must have as many micro-batches
+            with items as the others.
         **ddp_options: `DistributedDataParallel`'s own, by name. Ours differ in
             `gradient_as_bucket_view=True`, and on a CPU in `bucket_cap_mb=100`, where
             there is nothing to overlap a smaller bucket with.
@@ -49,10 +51,13 @@ def wrap_ddp(
         A transform.
 
     Raises:
-        ValueError: an option that DDP does not have, or that comes from the state.
+        ValueError: an option that DDP does not have, or that comes from the state;
+            in `build`, `sync_batchnorm` on CPUs.
 
     Cost: one all-reduce of the gradients a step, overlapped with the last
-    backward, and two of one number each, overlapped with forward and backward.
+    backward, and two of one number each, started before forward and backward
+    and awaited after. These are not free: on two ranks that fill a machine's
+    cores a small step takes a few percent longer (docs/benchmarks.md).
 
     Source: Li et al. 2020, arXiv:2006.15704.
 
@@ -102,6 +107,11 @@ def replicate(
     """`module` under DDP over the state's group; itself in a world of one."""
     if state.world_size == 1:
         return module
+    if sync_batchnorm and state.device.type == "cpu":
+        raise PlanError(
+            "build: wrap_ddp(sync_batchnorm=True) must have accelerators, got ranks on cpu; "
+            "torch's SyncBatchNorm has no other kernels"
+        )
     if sync_batchnorm:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module, state.group)  # type: ignore[no-untyped-call]
     options = {"gradient_as_bucket_view": True, **ddp_options}
