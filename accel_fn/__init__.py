@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from accel_fn._weights import num_labels as num_labels
     from accel_fn._world import distributed as distributed
     from accel_fn._world import init as init
-    from accel_fn.data._loader import shard_loader as shard_loader
+    from accel_fn.data._sharding import shard_loader as shard_loader
     from accel_fn.transforms._accumulation import accumulate as accumulate
     from accel_fn.transforms._amp import with_amp as with_amp
     from accel_fn.transforms._clipping import clip as clip
@@ -50,7 +50,7 @@ _MODULES = {
     "_step": ["Step", "build"],
     "_weights": ["num_labels"],
     "_world": ["distributed", "init"],
-    "data._loader": ["shard_loader"],
+    "data._sharding": ["shard_loader"],
     "transforms._accumulation": ["accumulate"],
     "transforms._amp": ["with_amp"],
     "transforms._clipping": ["clip", "clip_value"],

@@ -19,7 +19,9 @@ from accel_fn._state import DistState
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
+
+Work = dist.Work
 
 
 _SETTLE_S = 0.05
@@ -52,6 +54,16 @@ def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> N
     options = dist.BroadcastOptions()
     options.rootRank = source
     group_of(state, function).broadcast([tensor], options).wait()
+
+
+def send(tensor: Tensor, state: DistState, rank: int, tag: int, function: str) -> Work:
+    """Start to send a host `tensor` to `rank`; keep it until the work is done."""
+    return group_of(state, function).send([tensor], rank, tag)
+
+
+def receive(tensor: Tensor, state: DistState, source: int, tag: int, function: str) -> None:
+    """Overwrite a host `tensor` with what `source` sent under this tag, in the order sent."""
+    group_of(state, function).recv([tensor], source, tag).wait()
 
 
 def exchange(value: Any, state: DistState, function: str) -> list[Any]:

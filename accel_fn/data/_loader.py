@@ -1,170 +1,34 @@
-"""shard_loader: the user's DataLoader, whose batches this rank takes its part of."""
+"""ShardedLoader: this rank's batches, epoch by epoch, wherever they come from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
 
-from accel_fn._collectives import all_or_none
-from accel_fn._comm import exchange
-from accel_fn._errors import ArgumentError, ReplicaError, check_count, message
+from accel_fn._errors import ArgumentError, check_count, message
 from accel_fn._state import DistState
-from accel_fn.data._order import Order, mix
-
-_SAMPLES_AT_ONCE = 4096
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
 
 
-def shard_loader(
-    loader: DataLoader[Any], state: DistState, *, batch: Literal["global", "per_rank"] = "global"
-) -> ShardedLoader:
-    """Share every batch of a `DataLoader` among the ranks, exactly.
+class Source(Protocol):
+    """One way to share out a loader. All ranks go through the same epochs and batches of it."""
 
-    The loader's `batch_size` is the global batch: what one update sees. Each
-    rank gets a consecutive part of it, at most one sample longer than any
-    other's. Every sample comes once an epoch, and all ranks get the same
-    number of batches: nothing is padded, and nothing dropped unless
-    `drop_last` says so. A last batch of fewer samples than ranks joins the
-    one before.
+    def num_batches(self) -> int:
+        """Batches of an epoch, on every rank alike; ArgumentTypeError where nobody can know."""
 
-    Law: the parts of the ranks are the global batch, which is the same for every world size.
+    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        """This rank's part of every batch of an epoch, from `first_batch` on."""
 
-    Args:
-        loader: over a map-style data set, in order or with `shuffle=True`. What
-            else it was given (collate_fn, workers, pinning, ...) is kept.
-        state: says which part; its `seed`, and the loader's generator's, say which order.
-        batch: "global", or "per_rank" for torch's own meaning: `batch_size` is
-            one rank's, and the global batch is world_size times that.
+    def locate(self, step: int) -> tuple[int, int]:
+        """The epoch and the batch in it that come after `step` batches."""
 
-    Returns:
-        A loader: `len`, `iter` (epoch 0), `epochs(num_epochs, since=state)`.
+    def indices(self, epoch: int, batch: int) -> Tensor:
+        """The samples of this rank in a batch: int64; ArgumentError where they have no numbers."""
 
-    Raises:
-        ValueError: on every rank alike: a global batch or a data set smaller
-            than the world, a loader with a sampler of its own or of a stream,
-            without a batch size, or sharded already.
-        RuntimeError: ranks gave loaders of different length, batch size or seed.
-
-    Cost: in a world of several, two small collectives, once. Per batch, this
-    rank's samples alone are read.
-
-    >>> import torch, accel_fn as af
-    >>> data = torch.utils.data.TensorDataset(torch.arange(10))
-    >>> loader = torch.utils.data.DataLoader(data, batch_size=4)
-    >>> [batch[0].tolist() for batch in af.shard_loader(loader, af.DistState(rank=1, world_size=2))]
-    [[2, 3], [6, 7], [9]]
-    """
-    if batch not in ("global", "per_rank"):
-        raise ArgumentError(message("shard_loader", "batch", 'be "global" or "per_rank"', batch))
-    if state.group is None:
-        return ShardedLoader(loader, _order(loader, state, batch), state.rank)
-    order = all_or_none(lambda: _order(loader, state, batch), state, "shard_loader")
-    for rank, other in enumerate(exchange(order, state, "shard_loader")):
-        if other != order:
-            raise ReplicaError(
-                f"shard_loader: loader must be the same on every rank, got {other} on rank {rank} "
-                f"and {order} on rank {state.rank}"
-            )
-    return ShardedLoader(loader, order, state.rank)
-
-
-def _order(loader: Any, state: DistState, batch: str) -> Order:
-    """The order that a loader asks for, checked."""
-    if not isinstance(loader, DataLoader):
-        repair = "give it the loader that was sharded" if isinstance(loader, ShardedLoader) else ""
-        raise ArgumentError(
-            message(
-                "shard_loader", "loader", "be a torch DataLoader", type(loader).__name__, repair
-            )
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise ArgumentError(
-            message(
-                "shard_loader",
-                "loader",
-                "be over a map-style data set",
-                type(loader.dataset).__name__,
-            )
-        )
-    if type(loader.batch_sampler) is not BatchSampler:
-        raise ArgumentError(
-            message(
-                "shard_loader", "loader", "have a batch_size", f"batch_size={loader.batch_size}"
-            )
-        )
-    sampler = loader.batch_sampler.sampler
-    if type(sampler) not in (RandomSampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler)
-        and (sampler.replacement or sampler._num_samples is not None)
-    ):
-        raise ArgumentError(
-            message(
-                "shard_loader",
-                "loader",
-                "go through its data in order or with shuffle=True",
-                type(sampler).__name__,
-                "the ranks are shared out here, so no DistributedSampler",
-            )
-        )
-    drop_last = loader.batch_sampler.drop_last
-    batch_size = check_count("shard_loader", "batch_size", loader.batch_sampler.batch_size)
-    if batch == "per_rank":
-        batch_size *= state.world_size
-    _check_sizes(batch_size, len(cast("Sized", loader.dataset)), state.world_size, drop_last)
-    seed = state.seed
-    generator = loader.generator or getattr(sampler, "generator", None)
-    if generator is not None:
-        seed = mix(mix(seed) + generator.initial_seed())
-    return Order(
-        num_samples=len(cast("Sized", loader.dataset)),
-        batch_size=batch_size,
-        world_size=state.world_size,
-        shuffle=isinstance(sampler, RandomSampler),
-        drop_last=drop_last,
-        seed=seed,
-    )
-
-
-def _check_sizes(batch_size: int, num_samples: int, world_size: int, drop_last: bool) -> None:
-    if batch_size < world_size:
-        raise ArgumentError(
-            f"shard_loader: batch_size={batch_size} must give every one of {world_size} ranks a sample; "
-            f"use batch_size >= {world_size}"
-        )
-    if num_samples < max(world_size, 1):
-        raise ArgumentError(
-            f"shard_loader: data set must have a sample for every one of {world_size} ranks, "
-            f"got {num_samples}; use fewer ranks"
-        )
-    if drop_last and num_samples < batch_size:
-        raise ArgumentError(
-            f"shard_loader: drop_last=True must leave a batch, got {num_samples} samples for "
-            f"batch_size={batch_size}; use drop_last=False or a smaller batch"
-        )
+    def global_indices(self, epoch: int, batch: int) -> Tensor:
+        """The samples of all ranks in a batch, in rank order: int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +48,7 @@ class Epoch:
         return len(self.loader) - self.first_batch
 
     def __iter__(self) -> Iterator[Any]:
-        return self.loader._iterate(self.index, self.first_batch)
+        return self.loader._source.batches(self.index, self.first_batch)
 
 
 class ShardedLoader:
@@ -194,22 +58,16 @@ class ShardedLoader:
     `epochs` gives one shuffled pass after the other.
     """
 
-    def __init__(self, loader: DataLoader[Any], order: Order, rank: int) -> None:
-        self.order = order
-        self.rank = rank
-        self._cursor = _Cursor(order, rank)
-        kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-        self._loader: DataLoader[Any] = DataLoader(
-            loader.dataset, batch_sampler=self._cursor, **kept
-        )
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     def __len__(self) -> int:
         """Batches of an epoch, on every rank alike."""
-        return self.order.num_batches()
+        return self._source.num_batches()
 
     def __iter__(self) -> Iterator[Any]:
         """Epoch 0."""
-        return self._iterate(0, 0)
+        return self._source.batches(0, 0)
 
     def epochs(self, num_epochs: int, *, since: DistState | None = None) -> Iterator[Epoch]:
         """Epoch after epoch up to `num_epochs`, from where a state stands.
@@ -227,11 +85,12 @@ class ShardedLoader:
             ValueError: the state is beyond the end of the run.
         """
         check_count("epochs", "num_epochs", num_epochs, minimum=0)
-        start = 0 if since is None else since.step
-        if start > num_epochs * len(self):
-            rule = f"be at most at the end of {num_epochs} epochs of {len(self)} batches"
-            raise ArgumentError(message("epochs", "since", rule, f"step {start}"))
-        return self._epochs(num_epochs, *divmod(start, len(self)))
+        start = (0, 0) if since is None else self._source.locate(since.step)
+        if since is not None and start > (num_epochs, 0):
+            rule = f"be at most at the end of {num_epochs} epochs"
+            repair = f"that is batch {start[1]} of epoch {start[0]}; raise num_epochs"
+            raise ArgumentError(message("epochs", "since", rule, f"step {since.step}", repair))
+        return self._epochs(num_epochs, *start)
 
     def _epochs(self, num_epochs: int, first_epoch: int, first_batch: int) -> Iterator[Epoch]:
         for index in range(first_epoch, num_epochs):
@@ -239,38 +98,8 @@ class ShardedLoader:
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of this rank in a batch: [num_samples of the part], int64."""
-        return self.order.indices(epoch, batch, self.rank)
+        return self._source.indices(epoch, batch)
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of all ranks in a batch, in rank order: [num_samples of the batch], int64."""
-        return self.order.global_indices(epoch, batch)
-
-    def _iterate(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        self._cursor.epoch, self._cursor.first_batch = epoch, first_batch
-        return iter(self._loader)
-
-
-class _Cursor(Sampler[list[int]]):
-    """The batch sampler inside: set to an epoch just before each pass, which takes the values with it."""
-
-    def __init__(self, order: Order, rank: int) -> None:
-        self.order = order
-        self.rank = rank
-        self.epoch = 0
-        self.first_batch = 0
-
-    def __len__(self) -> int:
-        return self.order.num_batches()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._batches(self.epoch, self.first_batch)
-
-    def _batches(self, epoch: int, first_batch: int) -> Iterator[list[int]]:
-        """Batch by batch; the order of many is computed at once, which costs little more than of one."""
-        at_once = max(1, _SAMPLES_AT_ONCE // self.order.batch_size)
-        for first in range(first_batch, len(self), at_once):
-            batches = range(first, min(first + at_once, len(self)))
-            parts = [torch.arange(*self.order.part(batch, self.rank)) for batch in batches]
-            sizes = [len(part) for part in parts]
-            samples = self.order.samples(epoch, torch.cat(parts))
-            yield from (part.tolist() for part in torch.split(samples, sizes))
+        return self._source.global_indices(epoch, batch)

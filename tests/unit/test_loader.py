@@ -74,7 +74,7 @@ def test_what_else_the_loader_was_given_is_kept(num_workers):
     for _ in range(2):
         batches = list(loader)
         assert [batch["names"] for batch in batches] == [["2", "3"], ["6", "7"], ["9"]]
-    inner = loader._loader
+    inner = loader._source._loader
     assert (inner.num_workers, inner.collate_fn) == (num_workers, collate)
     if num_workers:
         assert (inner.persistent_workers, inner.prefetch_factor) == (True, 3)
@@ -234,7 +234,7 @@ def test_a_state_beyond_the_end_is_refused(step):
     loader = af.shard_loader(of(12), af.DistState())
     with pytest.raises(
         ValueError,
-        match=f"since must be at most at the end of 2 epochs of 3 batches, got 'step {step}'",
+        match=f"since must be at most at the end of 2 epochs, got 'step {step}'",
     ):
         loader.epochs(2, since=af.DistState(step=step))
 
