@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_fn._carrying import CarriedTally, Carrier
 from accel_fn._errors import LossError
 from accel_fn._forward import run_forward
 from accel_fn._grads import Grads
-from accel_fn._microbatches import Parts, Weights, cut_together, mean_together
+from accel_fn._microbatches import Parts, Weights, cut_or_fail
 from accel_fn._plan import Plan, Report
 from accel_fn._state import DistState, LossScale
+from accel_fn._tally import SummedTally, Tally
 from accel_fn._torch import run_backward
 
 
@@ -23,9 +25,9 @@ from accel_fn._torch import run_backward
 class Backward:
     """A `GradFn`: forward and backward of every micro-batch, to the exact mean over all ranks.
 
-    Micro-batch k of rank r goes through its backward times
-    w[k, r] * world_size / w_total, so that DDP's average over the ranks is the
-    mean over the global batch, and nothing passes over the gradients again.
+    Every micro-batch goes through its backward times its share, which a tally
+    gives, so that DDP's average over the ranks is the mean over the global
+    batch, up to a factor that the gradients are given with.
     """
 
     plan: Plan
@@ -34,16 +36,23 @@ class Backward:
     """Those that a backward may reach."""
     parameters: Sequence[nn.Parameter]
     """Of the optimizer: those that gradients are given for."""
+    carrier: Carrier | None
+    """Takes loss and weight along with the gradients, where that is how they travel."""
     no_sync: Callable[[], AbstractContextManager[Any]]
     """Keeps the gradients of a micro-batch on this rank: the last one's backward averages them all."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         for parameter in self.trainable:
             parameter.grad = None
-        parts, weights, wait_for_total = cut_together(state, self.plan, batch)
+        parts, weights, failure = cut_or_fail(self.plan, batch)
         if state.world_size == 1 and len(parts) == 1:
             return self._one(state, parts[0], weights[0])
-        return self._several(state, parts, weights, wait_for_total)
+        tally: Tally
+        if self.carrier is None:
+            tally = SummedTally(state, weights, failure)
+        else:
+            tally = CarriedTally(self.carrier, state, weights, failure)
+        return self._several(state, parts, weights, tally)
 
     def _one(self, state: DistState, part: Any, weight: float) -> tuple[DistState, Grads, Report]:
         """All of the global batch in one backward: nothing to weigh, nothing to wait for."""
@@ -53,28 +62,21 @@ class Backward:
         return state, self._take(state, weight), Report(loss=loss.detach().float(), weight=weight)
 
     def _several(
-        self, state: DistState, parts: Parts, weights: Weights, wait_for_total: Callable[[], float]
+        self, state: DistState, parts: Parts, weights: Weights, tally: Tally
     ) -> tuple[DistState, Grads, Report]:
         if not parts:
             parts, weights = (None,), (0,)  # a rank without items still joins every collective
-        total: float = 0
-        losses: list[Tensor] = []
-        shares: list[float] = []
         for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             last = index == len(parts) - 1
             with nullcontext() if last else self.no_sync():
                 loss = run_forward(state, self.plan, self.module, part)
+                tally.add(loss.detach(), weight, last=last)
                 if index == 0:
-                    total = wait_for_total()
                     self._check_graph(loss)
-                share = weight / total if total else 0.0
-                losses.append(loss.detach())
-                shares.append(share)
-                if last:
-                    wait_for_mean = mean_together(state, losses, shares)
-                seed = backward_seed(loss, share * state.world_size, state.scaler)
+                seed = backward_seed(loss, tally.share(weight), state.scaler)
                 run_backward(loss, seed, self.trainable)
-        return state, self._take(state, total), Report(loss=wait_for_mean(), weight=total)
+        mean, total, factor = tally.close()
+        return state, self._take(state, total, factor), Report(loss=mean, weight=total)
 
     def _check_graph(self, loss: Tensor) -> None:
         """Refuse what a backward through DDP would not reach."""
@@ -90,8 +92,8 @@ class Backward:
                     "it (backward, or autograd.grad by hand), which no other rank would see; return the loss"
                 )
 
-    def _take(self, state: DistState, weight: float) -> Grads:
-        """The gradients of the optimizer's parameters, off the parameters."""
+    def _take(self, state: DistState, weight: float, factor: float = 1.0) -> Grads:
+        """The gradients of the optimizer's parameters, off the parameters, to be multiplied by `factor`."""
         tensors = tuple([parameter.grad for parameter in self.parameters])
         for tensor in tensors:
             if tensor is None and weight:
@@ -99,11 +101,13 @@ class Backward:
                 break
         for parameter in self.trainable:
             parameter.grad = None
-        if state.scaler is None:
+        if state.scaler is None and factor == 1.0:
             return Grads(tensors)
         double = any(t is not None and t.dtype == torch.float64 for t in tensors)
-        scale = state.scaler.scale.double() if double else state.scaler.scale
-        return Grads(tensors, scale.reciprocal())
+        dtype = torch.float64 if double else torch.float32
+        if state.scaler is None:
+            return Grads(tensors, torch.tensor(factor, dtype=dtype))
+        return Grads(tensors, state.scaler.scale.to(dtype).reciprocal())
 
     def _check_reached(self) -> None:
         """Refuse a loss that misses the model, or misses parameters that DDP waits for."""

@@ -30,10 +30,7 @@ class Channel:
     tag: int
 
     def deal(self, values: Sequence[Any] | None) -> Any:
-        """Give every rank its own of rank 0's picklable `values`, one a rank; others pass None.
-
-        Returns:
-            This rank's value.
+        """Give every rank its own of rank 0's picklable `values`, one a rank. Others pass None.
 
         Cost: two messages to every other rank.
         """

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn._backward import Backward, cloned
+from accel_fn._carrying import Carrier
 from accel_fn._checks import check_parameters, check_plan, check_precision
 from accel_fn._collectives import all_or_none
 from accel_fn._errors import StateError
 from accel_fn._forward import LossModule, run_forward
 from accel_fn._grads import Grads
-from accel_fn._microbatches import cut_together, mean_together
+from accel_fn._microbatches import cut_or_fail
 from accel_fn._plan import GradFn, Plan, Report
 from accel_fn._replicas import check_same_gradients, check_same_plan
 from accel_fn._state import DistState
+from accel_fn._tally import SummedTally, mean_loss
 from accel_fn._updating import apply_update, follow_parameters
 
 
@@ -85,11 +87,11 @@ class Step:
         Cost: two all-reduces of one number in a world of several.
         """
         self._check_state(state)
-        parts, weights, wait_for_total = cut_together(state, self.plan, batch)
+        parts, weights, failure = cut_or_fail(self.plan, batch)
+        tally = SummedTally(state, weights, failure)
         with torch.no_grad():
             losses = [run_forward(state, self.plan, self._module, part) for part in parts]
-        total = wait_for_total()
-        return mean_together(state, losses, [weight / total for weight in weights])()
+        return mean_loss(state, tally, losses, weights)
 
     def grads(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         """Gradients of the global batch, on all ranks alike, without an update.
@@ -228,8 +230,15 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
 def _grad_fn(plan: Plan, module: nn.Module) -> GradFn:
     """Backward, inside what the plan's gradient functions make of it."""
     trainable = [p for p in module.parameters() if p.requires_grad]
-    no_sync = getattr(module, "no_sync", nullcontext)
-    grad_fn: GradFn = Backward(plan, module, trainable, plan.trained(), no_sync)
+    inner = getattr(module, "module", None)
+    grad_fn: GradFn = Backward(
+        plan,
+        module,
+        trainable,
+        plan.trained(),
+        inner if isinstance(inner, Carrier) else None,
+        getattr(module, "no_sync", nullcontext),
+    )
     if not plan.grad_fns:
         return grad_fn
     backward = grad_fn

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_fn._carrying import Carrier
 from accel_fn._errors import ArgumentError, PlanError, message
 from accel_fn._plan import Plan, Transform
 from accel_fn._state import DistState
@@ -119,6 +120,8 @@ def replicate(
         options.setdefault("bucket_cap_mb", 100)
     if options.get("find_unused_parameters"):
         module.idle = nn.Parameter(torch.zeros((), device=state.device))
+    if state.device.type == "cpu" and state.scaler is None and comm_hook is None:
+        module = Carrier(module)
     replicated = DistributedDataParallel(module, process_group=state.group, **options)
     _settle_buckets(replicated)
     if comm_hook is not None:

@@ -1,0 +1,98 @@
+"""What the micro-batches of all ranks come to: their total weight and their mean loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from accel_fn import _comm
+from accel_fn._errors import BatchError
+from accel_fn._state import DistState
+
+
+class Tally(Protocol):
+    """Kept over the micro-batches of one global batch, by every rank."""
+
+    def share(self, weight: float) -> float:
+        """What the backward of a micro-batch of this weight starts from."""
+
+    def add(self, loss: Tensor, weight: float, *, last: bool) -> None:
+        """Count a micro-batch, after its forward and before its backward."""
+
+    def close(self) -> tuple[Tensor, float, float]:
+        """After the last: mean loss and weight of the global batch, and what gradients lack as a factor."""
+
+
+class SummedTally:
+    """By two all-reduces of one number each: the weight before the first backward, the loss beside the last.
+
+    A micro-batch's share is w * world_size / w_total, so that an average over
+    the ranks is the mean over the global batch. One rank's failure to count
+    its batch travels as not-a-number, and is raised on all.
+    """
+
+    def __init__(
+        self, state: DistState, weights: Sequence[float], failure: Exception | None
+    ) -> None:
+        if failure is not None and state.world_size == 1:
+            raise failure
+        weight = float("nan") if failure else sum(weights)
+        self._state = state
+        self._failure = failure
+        self._total = torch.tensor(weight, dtype=torch.float64)  # integers are exact up to 2**53
+        self._mean = torch.zeros((), device=state.device)
+        self._works = [] if state.world_size == 1 else [self._sum(self._total)]
+        self._known: float | None = None
+
+    def _sum(self, tensor: Tensor) -> _comm.Work:
+        return _comm.start_sum(tensor, self._state, "step")
+
+    def total(self) -> float:
+        """The weight of the global batch; waits for it."""
+        if self._known is None:
+            for work in self._works:
+                work.wait()
+            self._known = checked_total(float(self._total), self._failure)
+        return self._known
+
+    def share(self, weight: float) -> float:
+        total = self.total()
+        return weight * self._state.world_size / total if total else 0.0
+
+    def add(self, loss: Tensor, weight: float, *, last: bool) -> None:
+        total = self.total()
+        if weight:
+            self._mean.add_(loss, alpha=weight / total)
+        if last and self._state.world_size > 1:
+            self._works = [self._sum(self._mean)]
+
+    def close(self) -> tuple[Tensor, float, float]:
+        total = self.total()
+        for work in self._works:
+            work.wait()
+        return self._mean, total, 1.0
+
+
+def checked_total(total: float, failure: Exception | None) -> float:
+    """A total as an int where it is one; raises where any rank's part of it could not be counted."""
+    if failure is not None:
+        raise failure
+    if total != total:
+        raise BatchError(
+            "step: batch must be countable on every rank; another rank's error says why"
+        )
+    return int(total) if total.is_integer() else total
+
+
+def mean_loss(
+    state: DistState, tally: Tally, losses: Sequence[Tensor], weights: Sequence[float]
+) -> Tensor:
+    """The mean over all ranks of losses that are there already, none on a rank without items."""
+    if not losses:
+        losses, weights = (torch.zeros((), device=state.device),), (0,)
+    for index, (loss, weight) in enumerate(zip(losses, weights, strict=True), start=1):
+        tally.add(loss, weight, last=index == len(losses))
+    return tally.close()[0]
