@@ -64,8 +64,7 @@ class Step:
             ValueError: the state is another world's; the batch cannot be counted;
                 the loss cannot be trained on.
 
-        Cost: the sum of its transforms', plus two all-reduces of one number in a
-        world of several. No host synchronisation of its own.
+        Cost: the sum of its transforms'. No host synchronisation of its own.
         """
         self._check_state(state)
         state, grads, report = self._grad_fn(state, batch)

@@ -56,9 +56,11 @@ def wrap_ddp(
             in `build`, `sync_batchnorm` on CPUs.
 
     Cost: one all-reduce of the gradients a step, overlapped with the last
-    backward, and two of one number each, started before forward and backward
-    and awaited after. These are not free: on two ranks that fill a machine's
-    cores a small step takes a few percent longer (docs/benchmarks.md).
+    backward. On an accelerator, with a `comm_hook` or with float16, also two of
+    one number each, started before forward and backward and awaited after; on
+    a CPU these numbers travel with the gradients, and where the global batch
+    and the world are no powers of two, the factor left open costs an optimizer
+    that is not fused one pass over the gradients.
 
     Source: Li et al. 2020, arXiv:2006.15704.
 

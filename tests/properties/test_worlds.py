@@ -1,13 +1,32 @@
 """Law 3: W ranks are one rank, whatever each of them holds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
 
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
+
+
+def wrap_by_hand(plan):
+    """A wrapper of a user's own: it takes nothing along, so loss and weight are sums of their own."""
+
+    def replicate(state, module):
+        if state.world_size == 1:
+            return module
+        return DistributedDataParallel(module, process_group=state.group)
+
+    return replace(plan, own_parameters=(replicate,))
+
+
+wrappers = pytest.mark.parametrize(
+    "wrap", [af.wrap_ddp(), wrap_by_hand], ids=["wrap_ddp", "by_hand"]
+)
 
 
 @st.composite
@@ -19,27 +38,29 @@ def dealt_batches(draw, batches, max_world=5):
     return found, sizes
 
 
+@wrappers
 @given(dealt=dealt_batches(strategies.batches()), num_microbatches=st.integers(1, 4))
 @example(
     dealt=([(torch.ones(3, 3).double(), torch.ones(3, 1).double())], [[0, 3]]), num_microbatches=2
 )
-def test_any_ranks_are_one_rank(dealt, num_microbatches):
+def test_any_ranks_are_one_rank(wrap, dealt, num_microbatches):
     batches, sizes = dealt
     losses, expected = ours.trained_by_hand(ours.regression_model(), batches, max_norm=0.5)
-    recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches), af.clip(0.5))
+    recipe = af.compose(wrap, af.accumulate(num_microbatches), af.clip(0.5))
     for found, actual in ours.trained(ours.regression_model(), ours.dealt(batches, sizes), recipe):
         ours.assert_close(actual, expected)
         assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
 
 
+@wrappers
 @given(dealt=dealt_batches(strategies.labelled_batches(), 4), num_microbatches=st.integers(1, 3))
-def test_any_ranks_are_one_rank_by_tokens(dealt, num_microbatches):
+def test_any_ranks_are_one_rank_by_tokens(wrap, dealt, num_microbatches):
     batches, sizes = dealt
     losses, expected = ours.trained_by_hand(ours.token_model(), batches, loss_fn=ours.token_loss)
     results = ours.trained(
         ours.token_model(),
         ours.dealt(batches, sizes),
-        af.compose(af.accumulate(num_microbatches), af.wrap_ddp()),
+        af.compose(af.accumulate(num_microbatches), wrap),
         loss_fn=ours.token_loss,
         weight_fn=af.num_labels("labels"),
     )
@@ -58,12 +79,13 @@ def test_replicas_are_equal_to_the_bit(dealt):
         assert losses == results[0][0]
 
 
+@wrappers
 @given(
     batches=strategies.batches(num_batches=1),
     weights=st.lists(st.floats(0.25, 4.0), min_size=12, max_size=12),
     world_size=st.integers(1, 4),
 )
-def test_weights_may_be_any_numbers(batches, weights, world_size):
+def test_weights_may_be_any_numbers(wrap, batches, weights, world_size):
     """A batch is weighed by what its samples weigh: a mean weighted by sample, over ranks."""
     inputs, targets = batches[0]
     weighted = (inputs, targets, torch.tensor(weights[: len(inputs)]).double())
@@ -78,7 +100,7 @@ def test_weights_may_be_any_numbers(batches, weights, world_size):
     results = ours.trained(
         ours.regression_model(),
         ours.dealt([weighted], sizes),
-        af.compose(af.accumulate(2), af.wrap_ddp()),
+        af.compose(af.accumulate(2), wrap),
         loss_fn=loss_fn,
         weight_fn=lambda batch: batch[2].sum(),
     )

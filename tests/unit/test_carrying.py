@@ -1,0 +1,156 @@
+"""Loss and weight in the bucket of the gradients: exact, heard of by all ranks, and free of history."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+
+def reports_of(weights, world_size, dtype=torch.float32):
+    """One step per row of weights, a rank's each: what every rank reports."""
+
+    def run(state):
+        model = torch.nn.Linear(2, 1).to(dtype)
+        plan = af.Plan(
+            lambda model, batch: model(batch[0]).square().mean(),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            weight_fn=lambda batch: batch[1],
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        found = []
+        for row in weights:
+            state, report = step(state, (torch.ones(1, 2, dtype=dtype), row[state.rank]))
+            found.append(report.weight)
+        return found
+
+    return simulate(run, world_size=world_size)
+
+
+@given(
+    weights=st.lists(
+        st.lists(st.integers(0, 2**32), min_size=5, max_size=5), min_size=2, max_size=3
+    ),
+    world_size=st.integers(2, 5),
+)
+def test_counts_are_exact_whatever_the_dtype_of_the_model(weights, world_size):
+    """float32 alone would lose them beyond 2**24."""
+    expected = [sum(row[:world_size]) for row in weights]
+    for found in reports_of(weights, world_size):
+        assert found == expected
+        assert all(type(weight) is int for weight in found)
+
+
+@given(
+    weights=st.lists(st.lists(st.floats(0, 1e6), min_size=3, max_size=3), min_size=2, max_size=2),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_fractions_are_summed_to_rounding(weights, dtype):
+    expected = [math.fsum(row) for row in weights]
+    for found in reports_of(weights, 3, dtype):
+        assert found == pytest.approx(expected, rel=1e-6 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_came_before_moves_no_bit(dtype):
+    """The unit follows the weights of earlier batches; a resumed run has had none."""
+    generator = torch.Generator().manual_seed(3)
+    first, batch = (torch.randn(size, 4, generator=generator, dtype=dtype) for size in (1000, 21))
+
+    def gradients(warm):
+        def run(state):
+            model = torch.nn.Linear(4, 1, dtype=dtype)
+            torch.nn.init.constant_(model.weight, 0.3)
+            torch.nn.init.constant_(model.bias, 0.1)
+            plan = af.Plan(
+                lambda model, batch: model(batch).square().mean(),
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+            )
+            state, step = af.build(state, af.wrap_ddp()(plan))
+            for rows in ([first] if warm else []) + [batch]:
+                state, grads, report = step.grads(state, rows[state.rank :: 3])
+            return {**dict(enumerate(grads.values())), "loss": report.loss}
+
+        return simulate(run, world_size=3)
+
+    for warm, cold in zip(gradients(True), gradients(False), strict=True):
+        ours.assert_identical(warm, cold)
+
+
+def test_a_factor_of_one_is_not_there():
+    """Where weights are powers of two nothing passes over the gradients, from the second step on."""
+
+    def run(state):
+        model = torch.nn.Linear(4, 1)
+        plan = af.Plan(
+            lambda model, batch: model(batch).mean(),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        return [step.grads(state, torch.ones(16, 4))[1].factor is None for _ in range(3)]
+
+    assert simulate(run, world_size=2) == [[False, True, True]] * 2
+
+
+def test_a_rank_that_cannot_count_is_heard_of_by_all():
+    def run(state):
+        model = torch.nn.Linear(4, 1)
+        plan = af.Plan(
+            lambda model, batch: model(batch).mean(),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            weight_fn=lambda batch: 1 / int(batch[0, 0]),
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises((ZeroDivisionError, ValueError)) as caught:
+            step(state, torch.full((2, 4), float(state.rank)))
+        ours.assert_identical(model.state_dict(), before)
+        _, report = step(state, torch.full((2, 4), 1.0))  # and the step is as good as new
+        return type(caught.value).__name__, report.weight
+
+    assert simulate(run, world_size=3) == [
+        ("ZeroDivisionError", 3),
+        ("BatchError", 3),
+        ("BatchError", 3),
+    ]
+
+
+def test_a_loss_that_is_no_number_on_one_rank_leaves_the_weight_alone():
+    def run(state):
+        model = torch.nn.Linear(4, 1)
+        plan = af.Plan(
+            lambda model, batch: model(batch).mean(),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        _, report = step(state, torch.full((2, 4), math.nan if state.rank else 1.0))
+        return math.isnan(report.loss), report.weight
+
+    assert simulate(run, world_size=2) == [(True, 4)] * 2
+
+
+def test_a_batch_that_weighs_nothing_anywhere():
+    def run(state):
+        model = torch.nn.Linear(4, 1)
+        plan = af.Plan(
+            lambda model, batch: model(batch).mean(),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            weight_fn=lambda batch: 0,
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        _, grads, report = step.grads(state, torch.ones(2, 4))
+        return [float(t.abs().sum()) for t in grads.values()], float(report.loss), report.weight
+
+    assert simulate(run, world_size=2) == [([0.0, 0.0], 0.0, 0)] * 2
