@@ -37,21 +37,21 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict on the package."""
-    install(session, "testing", groups=("types",))
+    install(session, "testing", "cli", groups=("types",))
     session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit tests, laws on simulated ranks, real processes, examples: `-- -k NAME` for some of them."""
-    install(session, "testing", "examples", groups=("tests",))
+    install(session, "testing", "examples", "cli", groups=("tests",))
     session.run("pytest", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
     """The tests again, with branch coverage, subprocesses included."""
-    install(session, "testing", "examples", groups=("tests",))
+    install(session, "testing", "examples", "cli", groups=("tests",))
     session.run("coverage", "erase")
     session.run("coverage", "run", "-m", "pytest", *session.posargs, env=ONE_THREAD)
     session.run("coverage", "combine", "--quiet")
@@ -61,7 +61,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session
 def nightly(session: nox.Session) -> None:
     """The tests with thousands of examples a law."""
-    install(session, "testing", "examples", groups=("tests",))
+    install(session, "testing", "examples", "cli", groups=("tests",))
     env = {**ONE_THREAD, "HYPOTHESIS_PROFILE": "nightly"}
     session.run("pytest", "--timeout=7200", *session.posargs, env=env)
 

@@ -58,7 +58,7 @@ _MODULES = {
     "transforms._placement": ["place"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-_SUBPACKAGES = ("data", "testing", "transforms")
+_SUBPACKAGES = ("cli", "data", "launching", "testing", "transforms")
 
 __version__ = "0.1.0"
 __all__ = sorted(_HOMES)

@@ -1,0 +1,5 @@
+"""`python -m accel_fn.cli`, where the script `accel-fn` is not on the PATH."""
+
+from accel_fn.cli import main
+
+main()

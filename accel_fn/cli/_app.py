@@ -1,0 +1,41 @@
+"""The group of commands. A command's module is imported when it is asked for, torch only when it runs."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+_COMMANDS: dict[str, tuple[str, str]] = {}
+"""Module and one line of help, by name: listing the commands imports none of them."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are in modules of their own, `_NAME.py` with a command `NAME`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the table."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name; None where there is none."""
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(_COMMANDS[cmd_name][0])
+        command = getattr(module, cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Names and lines of help, out of the table."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="accel-fn")
+def app() -> None:
+    """Start training scripts on one process or many, and see what they would do.
+
+    `accel-fn COMMAND --help` says more about each command.
+    """

@@ -1,0 +1,1 @@
+"""How a script is started on many processes: settings, where they come from, and the processes."""
