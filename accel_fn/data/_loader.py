@@ -19,7 +19,15 @@ class Source(Protocol):
         """Batches of an epoch, on every rank alike; ArgumentTypeError where nobody can know."""
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        """This rank's part of every batch of an epoch, from `first_batch` on."""
+        """This rank's part of every batch of an epoch, from `first_batch` on.
+
+        Called in the thread of the loop, by all ranks in the same order; what it
+        gives may be read in another thread.
+        """
+
+    @property
+    def talks(self) -> bool:
+        """Do ranks send each other messages while they read? Then all must read equally far."""
 
     def locate(self, step: int) -> tuple[int, int]:
         """The epoch and the batch in it that come after `step` batches."""
