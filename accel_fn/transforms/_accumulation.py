@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from accel_fn._batch import split_batch
-from accel_fn._errors import ArgumentTypeError, check_count, message
-from accel_fn._plan import Plan, Transform
+from accel_fn._errors import ArgumentTypeError, BatchError, check_count, message
+from accel_fn._plan import Plan, SplitFn, Transform
 
 
 def accumulate(
-    num_microbatches: int, *, split: Callable[[Any], Sequence[Any]] | None = None
+    num_microbatches: int,
+    *,
+    split: Callable[[Any], Sequence[Any]] | Literal["rows"] | None = "rows",
 ) -> Transform:
     """Compute the gradient of a batch in `num_microbatches` parts, in the memory of one.
 
@@ -25,14 +27,17 @@ def accumulate(
 
     Args:
         num_microbatches: >= 1.
-        split: `batch -> micro-batches`, instead of cutting along the leading
-            dimension; it may give any number of parts.
+        split: "rows" cuts along the leading dimension. A function `batch -> micro-batches`
+            may give any number of parts. None is for data that cannot be cut: what the step
+            is given is a list of at most `num_microbatches` batches, as `window` makes them.
 
     Returns:
         A transform.
 
     Raises:
         ValueError: `num_microbatches` is no integer >= 1 (TypeError too where it is no integer).
+            From the step, on all ranks, with `split=None`: a batch is no list, or too long.
+        TypeError: `split` is none of these.
 
     Cost: one forward and backward per micro-batch; the ranks talk once, in the last.
 
@@ -41,13 +46,33 @@ def accumulate(
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[split_batch(num_parts=4)])
     """
     num_parts = check_count("accumulate", "num_microbatches", num_microbatches)
-    if split is not None and not callable(split):
-        raise ArgumentTypeError(
-            message("accumulate", "split", "be a function batch -> micro-batches", split)
-        )
-    splitting = split or partial(split_batch, num_parts=num_parts)
+    splitting: SplitFn
+    if split is None:
+        splitting = partial(listed, at_most=num_parts)
+    elif callable(split):
+        splitting = split
+    elif split == "rows":
+        splitting = partial(split_batch, num_parts=num_parts)
+    else:
+        rule = 'be a function batch -> micro-batches, "rows" or None'
+        raise ArgumentTypeError(message("accumulate", "split", rule, split))
 
     def accumulate_plan(plan: Plan) -> Plan:
         return replace(plan, split=(*plan.split, splitting))
 
     return accumulate_plan
+
+
+def listed(batch: Any, *, at_most: int) -> list[Any]:
+    """The micro-batches of a batch that is a list of them."""
+    if type(batch) is not list:  # a tuple is one batch, of inputs and targets
+        rule, repair = (
+            "be a list of micro-batches",
+            "accumulate(split=None) takes what window gives",
+        )
+        raise BatchError(message("step", "batch", rule, type(batch).__name__, repair))
+    if len(batch) > at_most:
+        rule = f"be a list of at most {at_most} micro-batches"
+        repair = f"use accumulate({len(batch)}, split=None), or a smaller window"
+        raise BatchError(message("step", "batch", rule, len(batch), repair))
+    return batch

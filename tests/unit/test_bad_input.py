@@ -44,9 +44,10 @@ def test_an_argument_of_the_wrong_type_is_a_type_error_too(value):
         af.clip(value)
 
 
-def test_a_split_must_be_a_function():
-    with pytest.raises(TypeError, match="accumulate: split must be a function"):
-        af.accumulate(2, split=4)
+@pytest.mark.parametrize("value", [4, "columns", True])
+def test_a_split_must_be_a_function(value):
+    with pytest.raises(TypeError, match='split must be a function .*, "rows" or None, got'):
+        af.accumulate(2, split=value)
 
 
 @pytest.mark.parametrize("value", ["fp8", "float16", torch.float32, 16])
