@@ -25,10 +25,6 @@ class Source(Protocol):
         gives may be read in another thread.
         """
 
-    @property
-    def talks(self) -> bool:
-        """Do ranks send each other messages while they read? Then all must read equally far."""
-
     def locate(self, step: int) -> tuple[int, int]:
         """The epoch and the batch in it that come after `step` batches."""
 

@@ -30,8 +30,6 @@ _KEPT = (
 class OrderedSource:
     """A `Source`: this rank's part of every batch of a pure `Order`."""
 
-    talks = False
-
     def __init__(self, loader: DataLoader[Any], order: Order, rank: int) -> None:
         self.order = order
         self.rank = rank
