@@ -35,11 +35,11 @@ class Channel:
         Cost: two messages to every other rank.
         """
         if not self.state.is_main:
-            return self._receive(source=0)
+            return self.receive(source=0)
         assert values is not None
         sent = []
         for rank in range(1, self.state.world_size):
-            sent += self._send(values[rank], rank)
+            sent += self.send(values[rank], rank)
         for work in sent:
             work.wait()
         return values[0]
@@ -48,18 +48,20 @@ class Channel:
         """Every rank's picklable `value`, in rank order, on all ranks. Cost: four messages a rank."""
         ranks = range(1, self.state.world_size)
         if self.state.is_main:
-            every = [value, *(self._receive(source=rank) for rank in ranks)]
+            every = [value, *(self.receive(source=rank) for rank in ranks)]
             return self.deal([every] * self.state.world_size)  # type: ignore[no-any-return]
-        for work in self._send(value, rank=0):
+        for work in self.send(value, rank=0):
             work.wait()
         return self.deal(None)  # type: ignore[no-any-return]
 
-    def _send(self, value: Any, rank: int) -> list[_comm.Work]:
+    def send(self, value: Any, rank: int) -> list[_comm.Work]:
+        """Start to give `rank` a picklable value; keep what this returns, and wait for it in the end."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([len(data)])
         return [_comm.send(each, self.state, rank, self.tag, "loader") for each in (size, data)]
 
-    def _receive(self, source: int) -> Any:
+    def receive(self, source: int) -> Any:
+        """The next value that `source` gives this rank."""
         size = self._read(torch.empty(1, dtype=torch.int64), source)
         data = self._read(torch.empty(int(size), dtype=torch.uint8), source)
         return pickle.loads(data.numpy().tobytes())

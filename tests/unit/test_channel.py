@@ -55,3 +55,18 @@ def test_channels_and_collectives_of_many_threads_do_not_meet():
     for heard in simulate(fn, world_size=3):
         for name in "abc":
             assert heard[name] == [[(name, i, rank) for rank in range(3)] for i in range(20)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_one_rank_sends_another_receives_in_order(world_size):
+    def fn(state):
+        channel = open_channel(state)
+        following, before = (state.rank + 1) % world_size, (state.rank - 1) % world_size
+        sent = [work for i in range(3) for work in channel.send((state.rank, i), following)]
+        received = [channel.receive(before) for _ in range(3)]
+        for work in sent:
+            work.wait()
+        return received
+
+    found = simulate(fn, world_size=world_size)
+    assert found == [[((r - 1) % world_size, i) for i in range(3)] for r in range(world_size)]
