@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from accel_fn._weights import num_labels as num_labels
     from accel_fn._world import distributed as distributed
     from accel_fn._world import init as init
+    from accel_fn.data._prefetch import prefetch as prefetch
     from accel_fn.data._sharding import shard_loader as shard_loader
+    from accel_fn.data._window import window as window
     from accel_fn.transforms._accumulation import accumulate as accumulate
     from accel_fn.transforms._amp import with_amp as with_amp
     from accel_fn.transforms._clipping import clip as clip
@@ -50,7 +52,9 @@ _MODULES = {
     "_step": ["Step", "build"],
     "_weights": ["num_labels"],
     "_world": ["distributed", "init"],
+    "data._prefetch": ["prefetch"],
     "data._sharding": ["shard_loader"],
+    "data._window": ["window"],
     "transforms._accumulation": ["accumulate"],
     "transforms._amp": ["with_amp"],
     "transforms._clipping": ["clip", "clip_value"],

@@ -1,0 +1,190 @@
+"""window: which batches come together, and where a run that counts windows stands."""
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+
+def of(num_samples, batch_size=2, state=None, **options):
+    data = TensorDataset(torch.arange(num_samples))
+    loader = DataLoader(data, batch_size=batch_size, **options)
+    return af.shard_loader(loader, state or af.DistState(seed=5))
+
+
+def ids(windows):
+    return [[batch[0].tolist() for batch in batches] for batches in windows]
+
+
+def test_the_last_window_of_an_epoch_may_be_shorter():
+    loader = af.window(of(13), 3)
+    assert ids(loader) == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]], [[12]]]
+    assert len(loader) == 3
+
+
+@pytest.mark.parametrize("k", [1, 7, 100])
+def test_a_window_may_be_a_batch_or_an_epoch(k):
+    loader = af.window(of(14), k)
+    assert [len(batches) for batches in loader] == ([1] * 7 if k == 1 else [7])
+    assert len(loader) == (7 if k == 1 else 1)
+
+
+def test_no_window_spans_two_epochs():
+    windows = [ids(epoch) for epoch in af.window(of(6, shuffle=True), 2).epochs(2)]
+    alone = [[batch[0].tolist() for batch in epoch] for epoch in of(6, shuffle=True).epochs(2)]
+    assert windows == [[epoch[:2], epoch[2:]] for epoch in alone]
+
+
+@pytest.mark.parametrize("position", range(8))
+def test_a_position_counts_windows(position):
+    loader = af.window(of(13, shuffle=True), 3)
+    whole = [batches for epoch in loader.epochs(2) for batches in ids(epoch)]
+    rest = loader.epochs(2, since=af.DistState(step=min(position, 6)))
+    assert [batches for epoch in rest for batches in ids(epoch)] == whole[position:]
+    assert len(whole) == 6
+
+
+def test_what_is_skipped_is_not_read():
+    read = []
+
+    class Counted(torch.utils.data.Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            read.append(index)
+            return (index,)
+
+    loader = af.shard_loader(DataLoader(Counted(), batch_size=2), af.DistState())
+    resumed = af.window(loader, 2).epochs(1, since=af.DistState(step=2))
+    assert ids(next(resumed)) == [[[8, 9], [10, 11]]]
+    assert read == [8, 9, 10, 11]
+
+
+def test_a_state_beyond_the_end_is_refused_in_windows():
+    with pytest.raises(ValueError, match="at most at the end of 2 epochs, got 'step 7'"):
+        af.window(of(13), 3).epochs(2, since=af.DistState(step=7))
+
+
+def test_indices_say_what_a_window_is():
+    loaders = [of(15, 4, af.DistState(rank=r, world_size=2), shuffle=True) for r in range(2)]
+    for loader in loaders:
+        windows = af.window(loader, 3)
+        for epoch in windows.epochs(2):
+            for number, batches in enumerate(ids(epoch)):
+                assert windows.indices(epoch.index, number).tolist() == [*chain(*batches)]
+                both = [af.window(each, 3).indices(epoch.index, number) for each in loaders]
+                together = windows.global_indices(epoch.index, number)
+                assert sorted(together.tolist()) == sorted(torch.cat(both).tolist())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: list(range(5)),
+        lambda: DataLoader(torch.arange(5), batch_size=None),
+        lambda: next(iter(af.shard_loader(DataLoader(range(5)), af.DistState()).epochs(1))),
+    ],
+    ids=["list", "DataLoader", "Epoch"],
+)
+def test_anything_that_is_iterated_has_windows(make):
+    windows = af.window(make(), 2)
+    for _ in range(2):
+        assert [[int(each) for each in batches] for batches in windows] == [[0, 1], [2, 3], [4]]
+    assert len(windows) == 3
+
+
+def test_the_rest_of_an_epoch_is_counted_from_where_it_starts():
+    epoch = next(of(14).epochs(1, since=af.DistState(step=2)))
+    windows = af.window(epoch, 2)
+    assert ids(windows) == [[[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13]]]
+    assert len(windows) == 3
+
+
+def test_an_iterator_has_windows_without_a_length():
+    windows = af.window(iter(range(3)), 2)
+    with pytest.raises(TypeError, match="has no len"):
+        len(windows)
+    assert list(windows) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.5, True, "2", None])
+def test_a_window_has_a_number_of_batches(k):
+    with pytest.raises(ValueError, match="window: k must be an integer >= 1, got"):
+        af.window([1], k)
+
+
+def test_what_cannot_be_iterated_has_no_windows():
+    with pytest.raises(TypeError, match=r"window: loader must be a loader, .* got 'int'"):
+        af.window(3, 2)
+
+
+def built(state, num_microbatches=2, loss_fn=ours.mse):
+    model = ours.regression_model()
+    recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches, split=None))
+    return af.build(state, recipe(af.Plan(loss_fn, model, ours.sgd(model.parameters()))))
+
+
+ONE = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (ONE, "batch must be a list of micro-batches, got 'tuple'; .* takes what window gives"),
+        ([ONE] * 3, r"list of at most 2 micro-batches, got 3; use accumulate\(3, split=None\)"),
+    ],
+)
+def test_what_is_no_window_is_refused_on_every_rank(batch, text, world_size):
+    def run(state):
+        state, step = built(state)
+        other = "on every rank; another rank's error says why"
+        with pytest.raises(ValueError, match=f"step: .*{text if state.is_main else other}"):
+            step(state, batch if state.is_main else [ONE])
+
+    simulate(run, world_size=world_size)
+
+
+def test_a_window_without_a_batch_weighs_nothing():
+    state, step = built(af.DistState())
+    state, report = step(state, [])
+    assert (state.step, report.weight, float(report.loss)) == (1, 0, 0.0)
+
+
+def test_the_forward_of_a_window_is_the_mean_over_its_batches():
+    batches = [ONE, tuple(3 * rows[:1] for rows in ONE)]
+    state, step = built(af.DistState())
+    joined = tuple(torch.cat(rows) for rows in zip(*batches, strict=True))
+    expected = ours.mse(step.plan.model, joined)
+    torch.testing.assert_close(step.forward(state, batches), expected.float().detach())
+
+
+def test_a_plan_over_windows_says_so():
+    _, step = built(af.DistState(), num_microbatches=4)
+    assert "split=[listed(at_most=4)]" in repr(step)
+
+
+def test_every_batch_of_a_window_is_placed_and_run_on_its_own():
+    placed, run = [], []
+
+    def note(state, batch):
+        placed.append(batch)
+        return batch
+
+    def loss_fn(model, batch):
+        run.append(batch)
+        return ours.mse(model, batch)
+
+    state, step = built(af.DistState(), loss_fn=loss_fn)
+    state, step = af.build(state, replace(step.plan, place_batch=(note,)))
+    other = tuple(2 * rows for rows in ONE)
+    step(state, [ONE, other])
+    assert [each is known for each, known in zip(placed, [ONE, other], strict=True)] == [True] * 2
+    assert [each is known for each, known in zip(run, placed, strict=True)] == [True] * 2
