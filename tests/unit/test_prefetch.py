@@ -1,0 +1,599 @@
+"""prefetch: the batches of the loader, read beside the loop by a thread that ends with it."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import accel_fn as af
+from accel_fn._channel import open_channel
+from accel_fn.data._loader import ShardedLoader
+from accel_fn.data._prefetch import Reader
+from accel_fn.testing import simulate
+from accel_fn.transforms._placement import to_device
+from tests import strategies as ours
+from tests.processes import ROOT
+
+HERE = af.DistState()
+TWO_WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if isinstance(thread, Reader)]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    assert readers() == []
+    yield
+    assert readers() == []
+
+
+def eventually(condition):
+    """Whether it comes true within some seconds."""
+    stop = time.monotonic() + 10
+    while not condition() and time.monotonic() < stop:
+        time.sleep(0.001)
+    return condition()
+
+
+class Counted:
+    """Yields numbers, and knows how many it was asked for."""
+
+    def __init__(self, size):
+        self.size, self.num_read = size, 0
+
+    def __iter__(self):
+        for number in range(self.size):
+            self.num_read += 1
+            yield number
+
+
+def of(num_samples, batch_size=2, state=HERE, **options):
+    data = TensorDataset(torch.arange(num_samples))
+    return af.shard_loader(DataLoader(data, batch_size=batch_size, **options), state)
+
+
+def ids(loader):
+    return [batch[0].tolist() for batch in loader]
+
+
+# -- the same batches ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 100])
+@pytest.mark.parametrize("options", [{}, TWO_WORKERS, {**TWO_WORKERS, "persistent_workers": True}])
+def test_a_sharded_loader_is_used_in_place_of_the_loader(depth, options):
+    loader = of(11, shuffle=True, **options)
+    ahead = af.prefetch(loader, HERE, depth)
+    assert ids(ahead) == ids(ahead) == ids(loader)
+    assert len(ahead) == len(loader) == 6
+    assert [ids(epoch) for epoch in ahead.epochs(2)] == [ids(epoch) for epoch in loader.epochs(2)]
+    for each in (ahead, loader):
+        assert each.indices(1, 2).tolist() == loader.global_indices(1, 2).tolist()
+        assert each.global_indices(1, 2).tolist() == loader.global_indices(1, 2).tolist()
+
+
+def test_an_epoch_stays_an_epoch():
+    epoch = next(of(11).epochs(2, since=replace(HERE, step=8)))
+    ahead = af.prefetch(epoch, HERE)
+    assert (ahead.index, ahead.first_batch, len(ahead)) == (1, 2, 4)
+    assert ids(ahead) == ids(epoch)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: list(range(7)),
+        lambda: DataLoader(torch.arange(7), batch_size=None),
+        lambda: DataLoader(torch.arange(7), batch_size=None, **TWO_WORKERS),
+    ],
+    ids=["list", "DataLoader", "workers"],
+)
+def test_anything_can_be_read_ahead_and_more_than_once(make):
+    ahead = af.prefetch(make(), HERE)
+    for _ in range(2):
+        assert [int(batch) for batch in ahead] == list(range(7))
+    assert len(ahead) == 7
+
+
+def test_an_iterator_is_read_once_and_has_no_length():
+    ahead = af.prefetch(iter(range(3)), HERE)
+    with pytest.raises(TypeError, match="has no len"):
+        len(ahead)
+    assert list(ahead) == [0, 1, 2]
+    assert list(ahead) == []
+
+
+def test_nothing_to_read_is_nothing_to_give():
+    passed = iter(af.prefetch([], HERE))
+    assert list(passed) == []
+    assert list(passed) == []
+
+
+def test_windows_are_read_ahead_and_what_is_read_ahead_has_windows():
+    for loader in (
+        af.prefetch(af.window(of(11), 4), HERE),
+        af.window(af.prefetch(of(11), HERE), 4),
+    ):
+        assert [ids(batches) for batches in loader] == [
+            [[0, 1], [2, 3], [4, 5], [6, 7]],
+            [[8, 9], [10]],
+        ]
+        assert len(loader) == 2
+
+
+def test_batches_are_moved_to_the_device():
+    """The meta device, which every machine has."""
+    state = af.DistState(device="meta")
+    batches = [
+        {"x": torch.ones(2, 3), "names": ["a", "b"]},
+        {"x": torch.ones(1, 3), "names": ["c"]},
+    ]
+    found = list(af.prefetch(batches, state))
+    assert [(batch["x"].device.type, batch["names"]) for batch in found] == [
+        ("meta", ["a", "b"]),
+        ("meta", ["c"]),
+    ]
+    assert to_device(state, found[0])["x"] is found[0]["x"]  # place has nothing left to copy
+
+
+def test_on_a_cpu_nothing_is_copied():
+    batches = [torch.ones(2), torch.zeros(3)]
+    assert all(
+        found is given for found, given in zip(af.prefetch(batches, HERE), batches, strict=True)
+    )
+
+
+# -- how far ahead -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_no_more_than_depth_batches_are_read_ahead(depth):
+    source = Counted(20)
+    passed = iter(af.prefetch(source, HERE, depth))
+    for taken in range(1, 15):
+        next(passed)
+        assert eventually(lambda taken=taken: source.num_read == taken + depth)
+    time.sleep(0.05)
+    assert source.num_read == 14 + depth
+    del passed
+
+
+def test_batches_are_read_while_the_loop_works_on_another():
+    """Each side waits for the other to be at the next batch: one after the other, it would time out."""
+    both = threading.Barrier(2)
+
+    def slowly():
+        yield 0
+        for number in range(1, 4):
+            both.wait(timeout=10)
+            yield number
+
+    for batch in af.prefetch(slowly(), HERE, depth=1):
+        if batch < 3:
+            both.wait(timeout=10)
+
+
+def test_nothing_starts_before_a_batch_is_asked_for():
+    source = Counted(3)
+    ahead = af.prefetch(source, HERE)
+    passed = iter(ahead)
+    time.sleep(0.02)
+    assert (source.num_read, readers()) == (0, [])
+    assert list(passed) == [0, 1, 2]
+
+
+def test_two_passes_at_once_do_not_meet():
+    ahead = af.prefetch(of(12, shuffle=True), HERE)
+    apart = [ids(epoch) for epoch in ahead.epochs(2)]
+    together = [[a[0].tolist(), b[0].tolist()] for a, b in zip(*ahead.epochs(2), strict=True)]
+    assert together == [list(pair) for pair in zip(*apart, strict=True)]
+
+
+def test_batches_are_not_kept():
+    batches = (torch.ones(1) for _ in range(5))
+    alive = []
+    for batch in af.prefetch(batches, HERE, depth=1):
+        alive.append(weakref.ref(batch))
+        del batch
+        assert eventually(lambda: alive[-1]() is None)
+    assert len(alive) == 5
+
+
+# -- no thread is left ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("taken", [1, 3])
+def test_a_break_ends_the_thread(world_size, taken):
+    state = af.DistState(world_size=world_size)
+    for batch in af.prefetch(range(100), state):
+        if batch == taken - 1:
+            break
+    assert readers() == []
+
+
+def test_a_break_ends_the_thread_that_has_no_room_left():
+    source = Counted(100)
+    for _ in af.prefetch(source, HERE):
+        assert eventually(lambda: source.num_read == 3)
+        time.sleep(0.02)  # it waits now
+        break
+    assert readers() == []
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_break_ends_the_workers_that_do_not_persist(persistent):
+    loader = of(40, **TWO_WORKERS, persistent_workers=persistent)
+    before = set(multiprocessing.active_children())
+    for _ in af.prefetch(loader, HERE):
+        assert len(set(multiprocessing.active_children()) - before) == 2
+        break
+    assert readers() == []
+    assert len(set(multiprocessing.active_children()) - before) == (2 if persistent else 0)
+
+
+def test_after_a_break_a_new_pass_begins_at_the_beginning():
+    ahead = af.prefetch(of(12), HERE)
+    for _ in ahead:
+        break
+    assert ids(ahead) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+def test_an_error_in_the_loop_ends_the_thread():
+    def train():
+        for batch in af.prefetch(range(100), HERE):
+            raise KeyError(batch)
+
+    with pytest.raises(KeyError) as caught:
+        train()
+    assert readers() == []
+    del caught
+
+
+def test_a_dropped_iterator_ends_the_thread():
+    passed = iter(af.prefetch(range(100), HERE))
+    next(passed)
+    assert len(readers()) == 1
+    del passed
+    assert readers() == []
+
+
+def test_an_iterator_in_a_cycle_ends_its_thread_when_it_is_collected():
+    class Holder:
+        pass
+
+    gc.disable()
+    try:
+        holder = Holder()
+        holder.self, holder.passed = holder, iter(af.prefetch(range(100), HERE))
+        next(holder.passed)
+        del holder
+        assert len(readers()) == 1
+    finally:
+        gc.enable()
+    gc.collect()
+    assert readers() == []
+
+
+def test_a_thread_that_collects_its_own_iterator_does_not_wait_for_itself():
+    holder, alone = {}, threading.Event()
+
+    def drops_it():
+        yield 0
+        alone.wait(timeout=10)
+        passed = holder.pop("passed")
+        del passed
+        yield 1
+
+    holder["passed"] = iter(af.prefetch(drops_it(), HERE))
+    assert next(holder["passed"]) == 0
+    alone.set()
+    assert eventually(lambda: not holder)
+    assert eventually(lambda: not readers())
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_several_ranks_read_equally_far_before_they_stop(taken):
+    """What they read may be messages to each other."""
+    source = Counted(100)
+    passed = iter(af.prefetch(source, af.DistState(world_size=2), depth=4))
+    for _ in range(taken):
+        next(passed)
+    del passed
+    assert source.num_read == (taken + 4 if taken else 0)
+
+
+class TalkingSource:
+    """Ranks tell each other the number of every batch, and give what they were told."""
+
+    def __init__(self, state, size):
+        self.channel, self.rank, self.size = open_channel(state), state.rank, size
+
+    def num_batches(self):
+        return self.size
+
+    def batches(self, epoch, first_batch):
+        for batch in range(first_batch, self.size):
+            time.sleep(0.001 * self.rank)  # unequally fast
+            yield self.channel.exchange((epoch, batch, self.rank))
+
+    def locate(self, step):
+        return divmod(step, self.size)
+
+    def indices(self, epoch, batch):
+        raise NotImplementedError
+
+    global_indices = indices
+
+
+def test_ranks_that_talk_while_they_read_may_break_and_begin_again():
+    def run(state):
+        loader = af.prefetch(ShardedLoader(TalkingSource(state, 9)), state, depth=3)
+        found = []
+        for epoch in loader.epochs(3):
+            for batch in epoch:
+                found.append(batch)
+                if (epoch.index, len(found)) == (0, 4):
+                    break
+        return found
+
+    expected = [
+        [(epoch, batch, rank) for rank in range(3)]
+        for epoch, size in [(0, 4), (1, 9), (2, 9)]
+        for batch in range(size)
+    ]
+    assert simulate(run, world_size=3) == [expected] * 3
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+def fails_at(number):
+    yield from range(number)
+    raise KeyError("the batch after", number)
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_an_error_comes_where_its_batch_would_have_come(number):
+    found = []
+    passed = iter(af.prefetch(fails_at(number), HERE, depth=3))
+    with pytest.raises(KeyError, match="the batch after") as caught:
+        found.extend(passed)  # which keeps what came before
+    assert found == list(range(number))
+    assert readers() == []
+    assert "fails_at" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert list(passed) == []
+
+
+def test_an_error_that_was_handled_is_forgotten():
+    class MineError(Exception):
+        pass
+
+    def fails():
+        yield 0
+        raise MineError
+
+    gc.disable()
+    try:
+        alive = []
+        try:
+            for _ in af.prefetch(fails(), HERE):
+                pass
+        except MineError as error:
+            alive.append(weakref.ref(error))
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+
+
+class Failing(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise KeyError("no sample five")
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("options", [{}, TWO_WORKERS], ids=["here", "workers"])
+def test_an_error_of_a_data_set_comes_as_it_is(options):
+    found = []
+    loader = af.shard_loader(DataLoader(Failing(), batch_size=2, **options), HERE)
+    with pytest.raises(KeyError, match="no sample five"):
+        found.extend(af.prefetch(loader, HERE))
+    assert [batch.tolist() for batch in found] == [[0, 1], [2, 3]]
+    assert readers() == []
+
+
+def test_an_error_of_the_move_comes_too():
+    class Unmovable(torch.Tensor):
+        def to(self, *args, **kwargs):
+            raise RuntimeError("cannot go there")
+
+    batch = torch.ones(2).as_subclass(Unmovable)
+    with pytest.raises(RuntimeError, match="cannot go there"):
+        list(af.prefetch([batch], af.DistState(device="meta")))
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2", None])
+def test_a_depth_is_a_count(depth):
+    with pytest.raises(ValueError, match="prefetch: depth must be an integer >= 1, got"):
+        af.prefetch([1], HERE, depth)
+
+
+def test_what_cannot_be_iterated_is_refused():
+    with pytest.raises(TypeError, match=r"prefetch: loader must be a loader, .* got 'int'"):
+        af.prefetch(3, HERE)
+
+
+# -- positions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("options", [{}, TWO_WORKERS], ids=["here", "workers"])
+def test_a_position_counts_batches_handed_out_not_those_read_ahead(depth, options):
+    model = ours.regression_model()
+    plan = af.place()(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
+    state, step = af.build(HERE, plan)
+    rows = torch.arange(36.0).double().reshape(12, 3)
+    data = TensorDataset(rows, rows.sum(1, keepdim=True))
+    loader = af.shard_loader(DataLoader(data, batch_size=2, shuffle=True, **options), state)
+    ahead = af.prefetch(loader, state, depth)
+    seen = []
+    for batch in next(ahead.epochs(2, since=state)):
+        seen.append(batch[0].tolist())
+        state, _ = step(state, tuple(batch))
+        if state.step == 3:
+            break
+    assert state.step == 3
+    rest = [batch[0].tolist() for epoch in ahead.epochs(2, since=state) for batch in epoch]
+    assert seen + rest == [batch[0].tolist() for epoch in loader.epochs(2) for batch in epoch]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_through_prefetch_is_training_through_the_loader(world_size):
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(*[torch.randn(13, n, generator=generator).double() for n in (3, 1)])
+
+    def run(state, depth):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        state, step = af.build(state, af.compose(af.place(), af.wrap_ddp())(plan))
+        loader = af.shard_loader(DataLoader(data, batch_size=4, shuffle=True), state)
+        loader = af.prefetch(loader, state, depth) if depth else loader
+        for epoch in loader.epochs(2, since=state):
+            for batch in epoch:
+                state, _ = step(state, tuple(batch))
+        return model.state_dict()
+
+    expected = simulate(lambda state: run(state, 0), world_size=world_size)
+    found = simulate(lambda state: run(state, 3), world_size=world_size)
+    for actual, wanted in zip(found, expected, strict=True):
+        ours.assert_identical(actual, wanted)
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+SLOW = """
+import os, signal, sys, time, torch
+import accel_fn as af
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index >= {fast}:
+            time.sleep({seconds})
+        return torch.tensor(index)
+
+if __name__ == "__main__":
+    state = af.DistState()
+    loader = af.shard_loader(DataLoader(Slow(), batch_size=1, num_workers={workers}), state)
+    batches = iter(af.prefetch(loader, state))
+    {main}
+"""
+
+
+def start(**settings):
+    code = SLOW.format(**{"fast": 1, "seconds": 60, "workers": 0, **settings})
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"workers": 2, "fast": 8}], ids=["reads", "waits"])
+def test_a_program_ends_though_its_loader_does_not(settings):
+    """The iterator is alive at the end, and its thread reads, or waits for room."""
+    process = start(main="next(batches); print(time.monotonic(), flush=True)", **settings)
+    output, errors = process.communicate(timeout=30)
+    assert time.monotonic() - float(output) < 8  # of 60 that a sample takes
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("where", "workers"), [("next(batches)", 0), ("time.sleep(60)", 2)], ids=["waiting", "working"]
+)
+def test_an_interrupt_stops_the_loop_at_once(where, workers):
+    process = start(main=f"next(batches); print('go', flush=True); {where}", workers=workers)
+    assert process.stdout.readline() == "go\n"
+    time.sleep(0.2)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - started < 8
+    assert process.returncode == -signal.SIGINT
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_worker_that_is_killed_is_an_error():
+    kill = (
+        "import multiprocessing; os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)"
+    )
+    process = start(main=f"next(batches); {kill}; list(batches)", workers=2)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "killed" in errors.splitlines()[-1]
+
+
+# -- accelerators --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("options", [{}, {"pin_memory": True}, TWO_WORKERS])
+def test_batches_come_on_cuda_as_they_are(options):
+    state = af.init(device="cuda")
+    loader = of(1000, 100, state, shuffle=True, **options)
+    for _ in range(2):
+        for found, expected in zip(af.prefetch(loader, state), loader, strict=True):
+            assert found[0].device == torch.empty(0, device=state.device).device
+            assert to_device(state, found[0]) is found[0]
+            assert found[0].tolist() == expected[0].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_memory_of_a_batch_is_not_reused_before_the_loop_is_done_with_it():
+    """The loop's stream is kept busy, and batches are dropped while work on them still waits."""
+    state = af.init(device="cuda")
+    batches = [torch.full((1 << 20,), float(number)) for number in range(32)]
+    sums = []
+    for batch in af.prefetch(batches, state):
+        torch.cuda._sleep(20_000_000)
+        sums.append((batch * 1).sum())
+        del batch
+    assert [float(found) for found in sums] == [number * float(1 << 20) for number in range(32)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, which can refuse to wait")
+def test_the_host_does_not_wait_for_a_copy():
+    state = af.init(device="cuda")
+    batches = [torch.ones(1000) for _ in range(10)]
+    list(af.prefetch(batches, state))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = list(af.prefetch(batches, state))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(torch.stack(found).sum()) == 10_000
