@@ -202,14 +202,20 @@ def test_two_passes_at_once_do_not_meet():
     assert together == [list(pair) for pair in zip(*apart, strict=True)]
 
 
-def test_batches_are_not_kept():
-    batches = (torch.ones(1) for _ in range(5))
-    alive = []
-    for batch in af.prefetch(batches, HERE, depth=1):
-        alive.append(weakref.ref(batch))
-        del batch
-        assert eventually(lambda: alive[-1]() is None)
-    assert len(alive) == 5
+def test_a_batch_is_the_loops_alone():
+    """Also while the thread still reads the next one."""
+    dropped = threading.Event()
+
+    def slowly():
+        yield torch.ones(1)
+        dropped.wait(timeout=30)
+        yield torch.ones(1)
+
+    passed = iter(af.prefetch(slowly(), HERE))
+    alive = weakref.ref(next(passed))
+    assert eventually(lambda: alive() is None)
+    dropped.set()
+    del passed
 
 
 # -- no thread is left ---------------------------------------------------------------------------
@@ -232,6 +238,25 @@ def test_a_break_ends_the_thread_that_has_no_room_left():
         time.sleep(0.02)  # it waits now
         break
     assert readers() == []
+
+
+def test_a_break_waits_for_the_batch_that_is_being_read_and_for_no_other():
+    """A data set is never read by two threads, the one of this pass and that of the next."""
+    num_read, go = [], threading.Event()
+
+    def slowly():
+        for number in range(9):
+            num_read.append(number)
+            if number == 1:
+                go.wait(timeout=30)
+            yield number
+
+    for _ in af.prefetch(slowly(), HERE, depth=4):
+        assert eventually(lambda: num_read == [0, 1])
+        threading.Timer(0.1, go.set).start()
+        break
+    assert go.is_set()
+    assert num_read == [0, 1]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
