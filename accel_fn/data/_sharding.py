@@ -20,10 +20,15 @@ from accel_fn._state import DistState
 from accel_fn.data._loader import ShardedLoader
 from accel_fn.data._order import Order, mix
 from accel_fn.data._ordered import OrderedSource
+from accel_fn.data._streams import SPLITS, stream_source
 
 
 def shard_loader(
-    loader: DataLoader[Any], state: DistState, *, batch: Literal["global", "per_rank"] = "global"
+    loader: DataLoader[Any],
+    state: DistState,
+    *,
+    batch: Literal["global", "per_rank"] = "global",
+    split: Literal["auto", "turns", "workers"] = "auto",
 ) -> ShardedLoader:
     """Share every batch of a `DataLoader` among the ranks, exactly.
 
@@ -42,6 +47,11 @@ def shard_loader(
         state: says which part; its `seed`, and the loader's generator's, say which order.
         batch: "global", or "per_rank" for torch's own meaning: `batch_size` is
             one rank's, and the global batch is world_size times that.
+        split: how ranks share an `IterableDataset`. "turns": each reads the whole
+            stream and keeps its parts. "workers": each reads what the data set
+            gives to its workers, as it says by `get_worker_info`. "auto": each
+            reads a shard where the data set has a method `shard(num_shards=, index=)`
+            and shards for all, else they take turns.
 
     Returns:
         A loader: `len`, `iter` (epoch 0), `epochs(num_epochs, since=state)`.
@@ -63,6 +73,11 @@ def shard_loader(
     """
     if batch not in ("global", "per_rank"):
         raise ArgumentError(message("shard_loader", "batch", 'be "global" or "per_rank"', batch))
+    if split not in SPLITS:
+        rule = "be one of " + ", ".join(map(repr, SPLITS))
+        raise ArgumentError(message("shard_loader", "split", rule, split))
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return ShardedLoader(stream_source(loader, state, batch=batch, split=split))
     if state.group is None:
         return ShardedLoader(OrderedSource(loader, _order(loader, state, batch), state.rank))
     order = all_or_none(lambda: _order(loader, state, batch), state, "shard_loader")
@@ -82,15 +97,6 @@ def _order(loader: Any, state: DistState, batch: str) -> Order:
         raise ArgumentError(
             message(
                 "shard_loader", "loader", "be a torch DataLoader", type(loader).__name__, repair
-            )
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise ArgumentError(
-            message(
-                "shard_loader",
-                "loader",
-                "be over a map-style data set",
-                type(loader.dataset).__name__,
             )
         )
     if type(loader.batch_sampler) is not BatchSampler:

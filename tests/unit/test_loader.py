@@ -6,7 +6,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -143,11 +142,6 @@ def test_indices_say_what_a_batch_is_without_reading_it():
     assert loader.dataset.read == []
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(4))
-
-
 DATA = Numbers(12)
 
 
@@ -164,7 +158,6 @@ DATA = Numbers(12)
             lambda: of(3, drop_last=True),
             "drop_last=True must leave a batch, got 3 samples for batch_size=4",
         ),
-        (lambda: DataLoader(Stream(), batch_size=4), "be over a map-style data set, got 'Stream'"),
         (lambda: DataLoader(DATA, batch_size=None), "have a batch_size, got 'batch_size=None'"),
         (
             lambda: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0), batch_size=4),

@@ -1,0 +1,90 @@
+"""Passes over a stream through torch's DataLoader: whose workers, and for how long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_fn._errors import ArgumentError
+from accel_fn.data._reading import WorkerInit
+
+# Simulated ranks are threads: a worker that one of them forks while another forks its own holds
+# what says of that other that it has ended, and would have to end first.
+_STARTING = threading.Lock()
+_KEPT = (
+    "num_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def options_of(loader: DataLoader[Any], init: Callable[[Any], WorkerInit]) -> dict[str, Any]:
+    """What a DataLoader was given and a loader over one of our streams is given too."""
+    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    if kept["worker_init_fn"] is not None:
+        kept["worker_init_fn"] = init(kept["worker_init_fn"])
+    return kept
+
+
+def as_it_is(batch: Any) -> Any:
+    """The collate_fn of a loader whose stream gives what is wanted."""
+    return batch
+
+
+class Passes:
+    """Passes over one of our streams, each from a place: [epoch, first batch], int64.
+
+    Every pass has a loader and workers of its own, so that passes do not
+    meet. Persistent workers are shared by all, and the place reaches them
+    through shared memory; they serve one pass at a time.
+    """
+
+    def __init__(
+        self, stream_of: Callable[[Tensor], IterableDataset[Any]], options: dict[str, Any]
+    ) -> None:
+        self._stream_of = stream_of
+        self._options = options
+        self._place = torch.zeros(2, dtype=torch.int64)
+        self._shared: DataLoader[Any] | None = None
+        self._newest = 0
+        if options.get("persistent_workers"):
+            self._place.share_memory_()  # type: ignore[no-untyped-call]
+            self._shared = self._loader(self._place)
+
+    def start(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        """What the stream gives from there on. Workers start here, not at the first item."""
+        if self._shared is None:
+            with _STARTING:
+                return iter(self._loader(torch.tensor([epoch, first_batch])))
+        self._place[0], self._place[1] = epoch, first_batch
+        self._newest += 1
+        with _STARTING:
+            items = iter(self._shared)
+        return self._guarded(items, self._newest)
+
+    def _loader(self, place: Tensor) -> DataLoader[Any]:
+        stream = self._stream_of(place)
+        return DataLoader(stream, batch_size=None, collate_fn=as_it_is, **self._options)
+
+    def _guarded(self, items: Iterator[Any], number: int) -> Iterator[Any]:
+        while number == self._newest:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            yield item
+        raise ArgumentError(
+            "shard_loader: persistent_workers=True must serve one pass at a time, got a second one "
+            "before the first had ended; use persistent_workers=False"
+        )

@@ -1,0 +1,187 @@
+"""Reading a user's stream: as which worker, in which epoch, and with which random numbers.
+
+Which worker a data set takes itself for is a private global of torch;
+tests/unit/test_torch_internals.py says so loudly when it changes.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info, graph_settings
+from torch.utils.data._utils import worker as _torch_worker
+from torch.utils.data._utils.worker import WorkerInfo
+
+from accel_fn.data._order import mix
+
+_BLOCK = 1024
+_LOCK = (
+    threading.RLock()
+)  # simulated ranks are threads that share torch's global and their data set
+
+
+@contextmanager
+def shown(info: WorkerInfo | None) -> Iterator[None]:
+    """Let `get_worker_info` say this for a while."""
+    before = _torch_worker._worker_info
+    _torch_worker._worker_info = info
+    try:
+        yield
+    finally:
+        _torch_worker._worker_info = before
+
+
+class Stream:
+    """One pass over a data set, item by item.
+
+    In a worker process the global generators are seeded for the stream alone,
+    so that a shuffle or an augmentation that draws from them depends on seed
+    and epoch, and on nothing that else draws. In the main process they are
+    the user's and are left alone.
+    """
+
+    def __init__(
+        self,
+        data: IterableDataset[Any],
+        epoch: int,
+        *,
+        seed: int,
+        info: WorkerInfo | None = None,
+        in_worker: bool = False,
+    ) -> None:
+        self._data = data
+        self._epoch = epoch
+        self._seed = mix(mix(seed) + epoch)
+        self._info = info
+        self._in_worker = in_worker
+        self._draws = _Generators(self._seed) if in_worker else nullcontext()
+        self._items: Iterator[Any] | None = None
+        self._ahead: list[Any] = []
+        self._num_read = 0
+        self._ended = False
+
+    def take(self, count: int) -> list[Any]:
+        """The next items: fewer than `count` at the end, then none."""
+        found, self._ahead = self._ahead[:count], self._ahead[count:]
+        return found + self._read(count - len(found)) if len(found) < count else found
+
+    def peek(self, count: int) -> list[Any]:
+        """The next items, which stay the next."""
+        self._ahead = self.take(count)
+        return self._ahead
+
+    def drop(self, count: int) -> int:
+        """Read on without keeping; how many items there were."""
+        dropped = 0
+        while dropped < count:
+            step = len(self.take(min(_BLOCK, count - dropped)))
+            if not step:
+                break
+            dropped += step
+        return dropped
+
+    def _read(self, count: int) -> list[Any]:
+        found: list[Any] = []
+        if self._ended:  # some iterators begin anew when asked again
+            return found
+        with self._as_reader():
+            try:
+                if self._items is None:
+                    self._items = self._open()
+                found.extend(islice(self._items, count))
+            except Exception as error:
+                where = f"after {self._num_read + len(found)} items of epoch {self._epoch}"
+                error.add_note(f"shard_loader: the stream failed {where}")
+                raise
+        self._num_read += len(found)
+        self._ended = len(found) < count
+        return found
+
+    @contextmanager
+    def _as_reader(self) -> Iterator[None]:
+        if not self._in_worker and self._info is None:  # as it is: no lock, no wait
+            yield
+            return
+        with nullcontext() if self._in_worker else _LOCK, shown(self._info), self._draws:
+            yield
+
+    def _open(self) -> Iterator[Any]:
+        if hasattr(self._data, "set_epoch"):
+            # a lock of the main process: in a forked worker nobody would let go of it
+            with nullcontext() if self._in_worker else _LOCK:
+                self._data.set_epoch(self._epoch)
+        if isinstance(self._data, IterDataPipe):
+            graph_settings.apply_random_seed(
+                self._data, torch.Generator().manual_seed(self._seed >> 1)
+            )
+        return iter(self._data)
+
+
+class _Generators:
+    """The states that the global generators have while a stream is read, beside all others' states."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._inside: tuple[Any, Tensor, Any] | None = None
+        self._outside: tuple[Any, Tensor, Any] | None = None
+
+    def __enter__(self) -> None:
+        self._outside = _states()
+        if self._inside is None:
+            random.seed(self._seed)
+            torch.default_generator.manual_seed(self._seed >> 1)
+            np.random.seed(self._seed % 2**32)
+        else:
+            _set_states(*self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._outside is not None
+        self._inside = _states()
+        _set_states(*self._outside)
+
+
+def _states() -> tuple[Any, Tensor, Any]:
+    return random.getstate(), torch.get_rng_state(), np.random.get_state()
+
+
+def _set_states(python: Any, torch_state: Tensor, numpy: Any) -> None:
+    random.setstate(python)
+    torch.set_rng_state(torch_state)
+    np.random.set_state(numpy)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInit:
+    """A user's worker_init_fn, to which a worker of ours looks like one over the user's data set.
+
+    Attributes:
+        fn: takes a worker's number.
+        first: number of this rank's first worker among all that split the
+            source; None where each sees the whole of what it is given.
+        num_workers: how many split it.
+    """
+
+    fn: Callable[[int], None]
+    first: int | None = None
+    num_workers: int = 1
+
+    def __call__(self, worker: int) -> None:
+        """Run it, in worker `worker` of this rank."""
+        ours = get_worker_info()
+        assert ours is not None
+        ours_data: Any = ours.dataset
+        number = 0 if self.first is None else self.first + worker
+        theirs = WorkerInfo(
+            id=number, num_workers=self.num_workers, seed=ours.seed, dataset=ours_data.data
+        )
+        with shown(theirs):
+            self.fn(worker if self.first is None else number)

@@ -1,0 +1,281 @@
+"""The ways of data sets that can only be iterated: taking turns on one stream, or splitting it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_fn._channel import Channel, open_channel
+from accel_fn._collectives import all_or_none
+from accel_fn._comm import exchange
+from accel_fn._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ReplicaError,
+    StateError,
+    check_count,
+    message,
+)
+from accel_fn._state import DistState
+from accel_fn.data._evening import even_parts
+from accel_fn.data._order import Order
+from accel_fn.data._passes import Passes, as_it_is, options_of
+from accel_fn.data._reading import WorkerInit
+from accel_fn.data._shards import Shard, ShardStream, Split, num_shards, shard_of
+from accel_fn.data._turns import Cut, TurnsStream
+
+SPLITS = ("auto", "turns", "workers")
+SplitChoice = Literal["auto", "turns", "workers"]
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """On what all ranks must agree."""
+
+    cut: Cut
+    split: Split | None
+    num_items: int | None
+    seed: int
+
+
+def stream_source(
+    loader: DataLoader[Any], state: DistState, *, batch: str, split: str
+) -> TurnsSource | SplitSource:
+    """The source of batches for a loader over an `IterableDataset`."""
+
+    def choose() -> _Sharing:
+        cut = _cut(loader, state, batch)
+        way = _way(loader, state, split)
+        return _Sharing(cut, way, _declared_length(loader.dataset), state.seed)
+
+    sharing = choose() if state.group is None else all_or_none(choose, state, "shard_loader")
+    if state.group is not None:
+        for rank, other in enumerate(exchange(sharing, state, "shard_loader")):
+            if other != sharing:
+                raise ReplicaError(
+                    f"shard_loader: loader must be the same on every rank, got {other} on rank {rank} "
+                    f"and {sharing} on rank {state.rank}"
+                )
+    if sharing.split is None:
+        return TurnsSource(loader, sharing, state.rank)
+    return SplitSource(loader, sharing, sharing.split, open_channel(state))
+
+
+def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
+    if loader.batch_size is None:
+        rule = "have a batch_size over a stream"
+        repair = "let the data set give single items, and the loader collate them"
+        raise ArgumentError(message("shard_loader", "loader", rule, "batch_size=None", repair))
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        rule = "be True over a stream, whose batches ranks could not match otherwise"
+        raise ArgumentError(message("shard_loader", "in_order", rule, False))
+    if getattr(loader.dataset, "_distributed", None) is not None:
+        rule = "be over a whole data set"
+        repair = "leave out split_dataset_by_node, the ranks are shared out here"
+        raise ArgumentError(
+            message("shard_loader", "loader", rule, "one split by node already", repair)
+        )
+    batch_size = check_count("shard_loader", "batch_size", loader.batch_size)
+    if batch == "per_rank":
+        batch_size *= state.world_size
+    if batch_size < state.world_size:
+        raise ArgumentError(
+            f"shard_loader: batch_size={batch_size} must give every one of {state.world_size} ranks a "
+            f"sample; use batch_size >= {state.world_size}"
+        )
+    return Cut(batch_size, state.world_size, loader.drop_last)
+
+
+def _way(loader: DataLoader[Any], state: DistState, split: str) -> Split | None:
+    """How the source is split; None where ranks and workers take turns."""
+    data, readers = loader.dataset, max(1, loader.num_workers)
+    if split == "auto":
+        most = num_shards(data)
+        if most is not None:
+            readers = min(readers, most // state.world_size)
+    can_be_split = split == "workers" or (split == "auto" and hasattr(data, "shard"))
+    if not can_be_split or state.world_size * readers <= 1:
+        return None
+    if state.group is None and state.world_size > 1:
+        raise StateError(
+            f"shard_loader: state must carry a process group to split a stream over {state.world_size} "
+            'ranks, got one built by hand; take it from af.init(), or use split="turns"'
+        )
+    way = Split("shard" if split == "auto" else "workers", state.world_size, readers)
+    if way.way == "shard":
+        shard_of(data, way.num_readers, state.rank * readers)
+    return way
+
+
+def _declared_length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class _StreamSource:
+    """What both ways share: positions by arithmetic where the data set has a length, else by reading."""
+
+    def __init__(self, loader: DataLoader[Any], sharing: _Sharing, rank: int) -> None:
+        self._collate: Collate = loader.collate_fn
+        self._cut = sharing.cut
+        self._num_items = sharing.num_items
+        self._rank = rank
+        self._name = type(loader.dataset).__name__
+
+    def _start(self, epoch: int, first_batch: int, collate_fn: Collate) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def num_batches(self) -> int:
+        """Batches of an epoch, from the length of the data set."""
+        if self._num_items is None:
+            rule, repair = (
+                "have a __len__",
+                "count batches as they come, or give the data set a __len__",
+            )
+            raise ArgumentTypeError(message("len", "data set", rule, self._name, repair))
+        cut = self._cut
+        order = Order(self._num_items, cut.batch_size, cut.world_size, False, cut.drop_last, 0)
+        return order.num_batches()
+
+    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        """From a batch of an epoch to its end; what comes before it is read and dropped."""
+        return self._watched(self._start(epoch, first_batch, self._collate), epoch, first_batch)
+
+    def _watched(self, batches: Iterator[Any], epoch: int, first_batch: int) -> Iterator[Any]:
+        """Errors say where they were met; a length that is wrong is warned of."""
+        count = first_batch
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            except Exception as error:
+                where = f"batch {count} of epoch {epoch} on rank {self._rank}"
+                error.add_note(f"shard_loader: while waiting for {where}")
+                raise
+            yield batch
+            count += 1
+        if self._num_items is not None and count != self.num_batches():
+            warnings.warn(
+                f"shard_loader: {self._name} has the length {self._num_items}, {self.num_batches()} batches, "
+                f"but epoch {epoch} ended at batch {count}; a run that is resumed counts on the length",
+                stacklevel=2,
+            )
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """By arithmetic, or by reading from the start."""
+        if self._num_items is not None and self.num_batches() > 0:
+            return divmod(step, self.num_batches())
+        epoch = 0
+        while step > 0:
+            count = 0
+            for _ in self._start(epoch, 0, _nothing):
+                count += 1
+                if count > step:
+                    return epoch, step
+            if count == 0:
+                rule = f"be at most at the end of epoch {epoch}, which is empty"
+                raise ArgumentError(message("epochs", "since", rule, f"{step} steps beyond it"))
+            step -= count
+            epoch += 1
+        return epoch, step
+
+    def indices(self, epoch: int, batch: int) -> Tensor:
+        """Refused: items of a stream have no numbers."""
+        rule = "be over a data set that can be indexed"
+        value = f"{self._name}, asked for batch {batch} of epoch {epoch}"
+        raise ArgumentError(message("indices", "loader", rule, value))
+
+    global_indices = indices
+
+
+def _nothing(items: list[Any]) -> None:
+    """A collate_fn for who only counts."""
+
+
+class TurnsSource(_StreamSource):
+    """A `Source`: every rank reads the stream and keeps its part of every global batch."""
+
+    def __init__(self, loader: DataLoader[Any], sharing: _Sharing, rank: int) -> None:
+        super().__init__(loader, sharing, rank)
+        self._data: IterableDataset[Any] = loader.dataset  # type: ignore[assignment]
+        self._seed = sharing.seed
+        self._options = options_of(loader, WorkerInit)
+        self._passes = Passes(lambda place: self._stream(place, self._collate), self._options)
+
+    def _stream(self, place: Tensor, collate_fn: Collate) -> TurnsStream:
+        return TurnsStream(self._data, self._cut, self._rank, self._seed, collate_fn, place)
+
+    def _start(self, epoch: int, first_batch: int, collate_fn: Collate) -> Iterator[Any]:
+        if collate_fn is self._collate:
+            return self._passes.start(epoch, first_batch)
+        once = {**self._options, "persistent_workers": False}
+        return Passes(lambda place: self._stream(place, collate_fn), once).start(epoch, first_batch)
+
+
+class SplitSource(_StreamSource):
+    """A `Source`: every rank reads its own shard, and what is left over of longer ones is shared out."""
+
+    def __init__(
+        self, loader: DataLoader[Any], sharing: _Sharing, split: Split, channel: Channel
+    ) -> None:
+        super().__init__(loader, sharing, channel.state.rank)
+        self._channel = channel
+        self._num_passes = 0
+        rank, data = channel.state.rank, loader.dataset
+        first = rank * split.readers_per_rank if split.way == "workers" else None
+
+        def init(fn: Callable[[int], None]) -> WorkerInit:
+            return WorkerInit(fn, first, split.num_readers if split.way == "workers" else 1)
+
+        def stream(place: Tensor) -> ShardStream:
+            block_size = -(-sharing.cut.batch_size // sharing.cut.world_size)
+            return ShardStream(data, split, rank, sharing.seed, block_size, place)  # type: ignore[arg-type]
+
+        options = options_of(loader, init)
+        if loader.num_workers:
+            options["num_workers"] = split.readers_per_rank
+        self._pinning = {name: options.pop(name) for name in ("pin_memory", "pin_memory_device")}
+        self._passes = Passes(stream, options)
+
+    def _start(self, epoch: int, first_batch: int, collate_fn: Collate) -> Iterator[Any]:
+        self._num_passes += 1
+        channel = replace(self._channel, tag=self._channel.tag + self._num_passes)
+        shard = Shard(self._passes.start(epoch, first_batch))
+        batches = self._collated(even_parts(shard, self._cut, channel), first_batch, collate_fn)
+        if not self._pinning["pin_memory"]:
+            return batches
+        pinning: DataLoader[Any] = DataLoader(
+            _Given(batches),
+            batch_size=None,
+            collate_fn=as_it_is,
+            generator=torch.Generator(),
+            **self._pinning,
+        )
+        return iter(pinning)
+
+    def _collated(
+        self, parts: Iterable[list[Any]], first_batch: int, collate_fn: Collate
+    ) -> Iterator[Any]:
+        for number, part in enumerate(parts):
+            if number >= first_batch:
+                yield collate_fn(part)
+
+
+class _Given(IterableDataset[Any]):
+    """An iterator, for a loader to go through once."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
