@@ -16,6 +16,10 @@ class ArgumentTypeError(ArgumentError, TypeError):
     """An argument is of a type that its rule excludes."""
 
 
+class SettingsError(ArgumentError):
+    """A setting of a launch is unknown, of no use, or in conflict with another."""
+
+
 class PlanError(AccelError, ValueError):
     """A plan holds things that cannot make one step together."""
 
@@ -34,6 +38,10 @@ class StateError(AccelError, ValueError):
 
 class ReplicaError(AccelError, RuntimeError):
     """Ranks that must hold the same values do not."""
+
+
+class WorkerError(AccelError, RuntimeError):
+    """A process that reads data for a loader has died."""
 
 
 class WorldError(AccelError, RuntimeError):

@@ -1,0 +1,120 @@
+"""What this machine has: its cores and its accelerators, without importing torch where that can be."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+_HINTS = ("/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/accel/accel0")
+"""Where the devices of others show: only with one of these is torch asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a launch can use. `kind` is empty where there is no accelerator that ranks can share."""
+
+    num_cores: int
+    kind: str = ""
+    num_installed: int = 0
+    num_devices: int = 0
+    """Of the installed devices, those that CUDA_VISIBLE_DEVICES leaves visible."""
+
+    @property
+    def devices(self) -> str:
+        """In words."""
+        if not self.num_devices:
+            return "no accelerator"
+        return f"{self.num_devices} {self.kind} device{'s' if self.num_devices > 1 else ''}"
+
+
+def detect(environment: Mapping[str, str] = os.environ) -> Machine:
+    """The cores that this process may use, and the accelerators that torch could."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine = Machine(num_cores=cores or 1)
+    if _built_for_cuda():
+        listed = _list_gpus()
+        devices = visible_devices(listed, environment.get("CUDA_VISIBLE_DEVICES"))
+        return Machine(machine.num_cores, "CUDA" if listed else "", len(listed), len(devices))
+    if any(map(os.path.exists, _HINTS)):
+        return _ask_torch(machine)
+    return machine
+
+
+def visible_devices(listed: list[list[str]], variable: str | None) -> list[str]:
+    """What CUDA shows of the installed GPUs, each a list of its id and those of its MIG parts.
+
+    As CUDA reads the variable: indices or the starts of ids; the first entry that fits
+    nothing ends the list. Of a machine that is split by MIG, it shows one part.
+    """
+    ids = [each[0] for each in listed]
+    parts = [part for each in listed for part in each[1:]]
+    if variable is None:
+        return parts[:1] or ids
+    chosen: list[str] = []
+    for entry in (each.strip() for each in variable.split(",")):
+        if entry.isdecimal():
+            found = ids[int(entry) : int(entry) + 1]
+        else:
+            found = [each for each in (*ids, *parts) if entry and each.startswith(entry)]
+        if len(found) != 1 or found[0] in chosen:
+            break
+        chosen += found
+    return chosen[:1] if parts else chosen
+
+
+def parse_listing(listing: str) -> list[list[str]]:
+    """The GPUs that `nvidia-smi -L` names, each with its MIG parts."""
+    gpus: list[list[str]] = []
+    for line in listing.splitlines():
+        found = re.search(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", line)
+        if found and line.startswith("GPU "):
+            gpus.append([found[1]])
+        elif found and gpus:
+            gpus[-1].append(found[1])
+    return gpus
+
+
+def _list_gpus() -> list[list[str]]:
+    """From nvidia-smi, which knows what this process may open; else from the driver's folder."""
+    program = shutil.which("nvidia-smi")
+    if program:
+        try:
+            done = subprocess.run(
+                [program, "-L"], capture_output=True, text=True, timeout=20, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return []
+        return parse_listing(done.stdout)
+    try:
+        return [[f"GPU-{each.name}"] for each in sorted(_DRIVER.iterdir())]
+    except OSError:
+        return []
+
+
+def _built_for_cuda() -> bool:
+    """Does torch's build know CUDA? Its version file says so without an import."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return re.search(r"^cuda\b[^=]*= *None", text, re.MULTILINE) is None
+
+
+def _ask_torch(machine: Machine) -> Machine:
+    """Accelerators of other makers, unless they are of a kind that only one process can use."""
+    accelerators = importlib.import_module("torch").accelerator
+    if not accelerators.is_available():
+        return machine
+    count, kind = accelerators.device_count(), accelerators.current_accelerator().type
+    return Machine(machine.num_cores, kind.upper(), count, count)
