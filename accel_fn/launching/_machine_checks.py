@@ -1,4 +1,4 @@
-"""Do the settings fit the machine and the environment that they are to run in?"""
+"""Whether the settings fit the machine and the environment that they are to run in."""
 
 from __future__ import annotations
 
