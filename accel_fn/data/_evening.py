@@ -13,7 +13,7 @@ from accel_fn.data._packing import pack, unpack
 from accel_fn.data._shards import Shard
 from accel_fn.data._turns import Cut
 
-_MOST_PLAIN = 4  # batches between two agreements: as many parts, and one more, are held by then
+_MOST = 4  # batches between two agreements; a rank holds about one part more than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,67 +35,69 @@ def even_parts(shard: Shard, cut: Cut, channel: Channel) -> Iterator[list[Any]]:
 
     Raises on all ranks where one shard fails.
     """
-    sizes = part_sizes(cut.batch_size, cut.world_size)
-    size = sizes[channel.state.rank]
-    wanted, is_first = 2 * size, True
+    most, held, num_reading, is_first = 1, [0], cut.world_size, True
     while True:
-        held, num_reading = _agree(shard, cut, channel, wanted=wanted)
-        num_plain = min(count // each for count, each in zip(held, sizes, strict=True)) - 1
-        for _ in range(num_plain):
-            yield shard.take(size)
-        if num_plain < 1:
-            needs = part_sizes(_next_size(sum(held), cut, is_first=is_first), cut.world_size)
-            if not any(needs):
-                return
-            _move(shard, plan_moves(held, needs), channel)
-            yield shard.take(needs[channel.state.rank])
+        if num_reading:  # else all is known
+            held, num_reading = _agree(shard, cut, channel, most, num_reading)
+        num_batches, size = _next_batches(sum(held), cut, most=most, is_first=is_first)
+        if num_batches == 0:
+            return
+        sizes = part_sizes(size, cut.world_size)
+        moves, held = plan_moves(held, [num_batches * part for part in sizes])
+        _move(shard, moves, channel)
+        for _ in range(num_batches):
+            yield shard.take(sizes[channel.state.rank])
         is_first = False
-        wanted = (min(2 * max(num_plain, 0), _MOST_PLAIN) + 1) * size
-        if num_reading:  # when others have ended, one round is enough to know the next batch
-            wanted = max(wanted, -(-_enough(cut) // num_reading))
+        # where few read for all, they hold no more at a time than where all do
+        share = (_MOST + 1) * (num_reading or cut.world_size) // cut.world_size
+        most = max(1, min(2 * most, _MOST, share))
 
 
-def _enough(cut: Cut) -> int:
-    """Items that ranks must hold together to know what the next batch is."""
-    return cut.batch_size + cut.num_ahead
+def _next_batches(held: int, cut: Cut, *, most: int, is_first: bool) -> tuple[int, int]:
+    """How many global batches come next, none at the end, and how many items each has."""
+    if held >= cut.batch_size + cut.num_ahead:
+        return min(most, (held - cut.num_ahead) // cut.batch_size), cut.batch_size
+    size = held if held >= cut.batch_size else cut.last(held, is_first=is_first)
+    return min(size, 1), size
 
 
-def _next_size(held: int, cut: Cut, *, is_first: bool) -> int:
-    """Items of the next global batch: 0 for none, more than a full one where a tail joins it."""
-    if held >= _enough(cut):
-        return cut.batch_size
-    return held if held >= cut.batch_size else cut.last(held, is_first=is_first)
-
-
-def _agree(shard: Shard, cut: Cut, channel: Channel, *, wanted: int) -> tuple[list[int], int]:
-    """What every rank holds, once that says what the next batch is; how many shards go on?"""
+def _agree(
+    shard: Shard, cut: Cut, channel: Channel, num_batches: int, num_reading: int
+) -> tuple[list[int], int]:
+    """What every rank holds, once that makes so many batches or is all there is; how many read on?"""
+    size = part_sizes(cut.batch_size, cut.world_size)[channel.state.rank]
+    enough = num_batches * cut.batch_size + cut.num_ahead
+    wanted = max((num_batches + 1) * size, -(-enough // num_reading))
     while True:
         shard.fill(wanted)
         failure = None if shard.failure is None else repr(shard.failure)
         said: list[_Holding] = channel.exchange(_Holding(len(shard), shard.ended, failure))
         _raise_alike(shard.failure, [each.failure for each in said])
         held = [each.count for each in said]
-        missing, num_reading = _enough(cut) - sum(held), sum(not each.ended for each in said)
-        if missing <= 0 or not num_reading:
+        num_reading = sum(not each.ended for each in said)
+        if sum(held) >= enough or not num_reading:
             return held, num_reading
-        wanted = len(shard) + -(-missing // num_reading)
+        wanted = len(shard) + -(-(enough - sum(held)) // num_reading)
 
 
-def plan_moves(held: Sequence[int], needs: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Who gives how many items to whom, so that every rank has what it needs: (source, target, count).
+def plan_moves(
+    held: Sequence[int], needs: Sequence[int]
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Who gives how many items to whom, so that every rank has what it needs; what is left to each.
 
-    Whoever has most beyond its own need gives first; the plan is the same on all ranks.
+    A move is (source, target, count). Whoever has most beyond its own need
+    gives first; the plan is the same on all ranks.
     """
-    spare = [has - need for has, need in zip(held, needs, strict=True)]
+    left = [has - need for has, need in zip(held, needs, strict=True)]
     moves = []
-    for target in [rank for rank, count in enumerate(spare) if count < 0]:
-        while spare[target] < 0:
-            source = max(range(len(spare)), key=lambda rank: spare[rank])
-            count = min(spare[source], -spare[target])
+    for target in [rank for rank, count in enumerate(left) if count < 0]:
+        while left[target] < 0:
+            source = max(range(len(left)), key=lambda rank: left[rank])
+            count = min(left[source], -left[target])
             moves.append((source, target, count))
-            spare[source] -= count
-            spare[target] += count
-    return moves
+            left[source] -= count
+            left[target] += count
+    return moves, left
 
 
 def _move(shard: Shard, moves: Sequence[tuple[int, int, int]], channel: Channel) -> None:

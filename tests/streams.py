@@ -1,0 +1,122 @@
+"""Streams of the tests: data sets that can only be iterated, and what their batches must be."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+
+class Counting(IterableDataset):
+    """0 .. size - 1, the same for everybody; another order each epoch where asked for."""
+
+    def __init__(self, size, *, shuffle=False, length=None):
+        self.size, self.shuffle, self.length = size, shuffle, length
+        self.epoch = 0
+        self.num_read = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def order(self, epoch):
+        found = list(range(self.size))
+        if self.shuffle:
+            random.Random(epoch).shuffle(found)
+        return found
+
+    def __iter__(self):
+        for item in self.order(self.epoch):
+            self.num_read += 1
+            yield item
+
+
+class Sized(Counting):
+    """The same with a length, which may be wrong."""
+
+    def __len__(self):
+        return self.size if self.length is None else self.length
+
+
+class Sharded(IterableDataset):
+    """Shards of any lengths, with the method that splits them; item 1000 * s + i is the i-th of shard s."""
+
+    def __init__(self, lengths, mine=None):
+        self.lengths = lengths
+        self.mine = range(len(lengths)) if mine is None else mine
+        self.read = []
+
+    @property
+    def num_shards(self):
+        return len(self.lengths)
+
+    def shard(self, *, num_shards, index):
+        part = Sharded(self.lengths, range(index, len(self.lengths), num_shards))
+        part.read = self.read
+        return part
+
+    def items(self):
+        return [1000 * shard + i for shard in self.mine for i in range(self.lengths[shard])]
+
+    def __iter__(self):
+        for item in self.items():
+            self.read.append(item)
+            yield item
+
+
+class SelfSplitting(IterableDataset):
+    """Splits itself over workers in torch's documented way, into parts of the lengths given."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def items(self):
+        return [1000 * part + i for part, length in enumerate(self.lengths) for i in range(length)]
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        for part in range(worker, len(self.lengths), num_workers):
+            for i in range(self.lengths[part]):
+                yield 1000 * part + i
+
+
+def global_batches(items, batch_size, world_size, drop_last=False):
+    """The batches of a stream; None where it has too few items for the ranks."""
+    full = len(items) // batch_size
+    found = [items[i * batch_size : (i + 1) * batch_size] for i in range(full)]
+    tail = items[full * batch_size :]
+    if tail and not drop_last:
+        if len(tail) >= world_size:
+            found.append(tail)
+        elif full:
+            found[-1] = found[-1] + tail
+        else:
+            return None
+    return found
+
+
+def ids(loader):
+    """The items of every batch."""
+    return [batch.tolist() for batch in loader]
+
+
+def joined(ranks):
+    """Global batches from every rank's parts, in rank order."""
+    return [list(chain(*parts)) for parts in zip(*ranks, strict=True)]
+
+
+def samples(data):
+    """A stream of rows as (inputs, targets), float64, from numbers alone."""
+
+    class Rows(IterableDataset):
+        def __iter__(self):
+            for index in data:
+                generator = torch.Generator().manual_seed(index)
+                yield (
+                    torch.randn(3, generator=generator).double(),
+                    torch.randn(1, generator=generator).double(),
+                )
+
+    return Rows()
