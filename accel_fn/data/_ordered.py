@@ -7,24 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
-from accel_fn.data._order import Order
+from accel_fn.data._loading import Loading
+from accel_fn.data._order import Order, mix
 
-_SAMPLES_AT_ONCE = 4096
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+_SAMPLES_AT_ONCE = 4096  # an order of so many costs little more than of one batch
 
 
 class OrderedSource:
@@ -33,11 +21,7 @@ class OrderedSource:
     def __init__(self, loader: DataLoader[Any], order: Order, rank: int) -> None:
         self.order = order
         self.rank = rank
-        self._cursor = _Cursor(order, rank)
-        kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-        self._loader: DataLoader[Any] = DataLoader(
-            loader.dataset, batch_sampler=self._cursor, **kept
-        )
+        self._loading = Loading(loader)
 
     def num_batches(self) -> int:
         """Batches of an epoch."""
@@ -45,8 +29,9 @@ class OrderedSource:
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """From batch `first_batch` of an epoch to its end."""
-        self._cursor.epoch, self._cursor.first_batch = epoch, first_batch
-        return iter(self._loader)
+        parts = parts_of(self.order, self.rank, epoch, first_batch)
+        seed = mix(mix(mix(self.order.seed) + epoch) + self.rank)
+        return self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
 
     def locate(self, step: int) -> tuple[int, int]:
         """By arithmetic."""
@@ -61,27 +46,14 @@ class OrderedSource:
         return self.order.global_indices(epoch, batch)
 
 
-class _Cursor(Sampler[list[int]]):
-    """The batch sampler inside: set to an epoch just before each pass, which takes the values with it."""
-
-    def __init__(self, order: Order, rank: int) -> None:
-        self.order = order
-        self.rank = rank
-        self.epoch = 0
-        self.first_batch = 0
-
-    def __len__(self) -> int:
-        return self.order.num_batches()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._batches(self.epoch, self.first_batch)
-
-    def _batches(self, epoch: int, first_batch: int) -> Iterator[list[int]]:
-        """Batch by batch; the order of many is computed at once, which costs little more than of one."""
-        at_once = max(1, _SAMPLES_AT_ONCE // self.order.batch_size)
-        for first in range(first_batch, len(self), at_once):
-            batches = range(first, min(first + at_once, len(self)))
-            parts = [torch.arange(*self.order.part(batch, self.rank)) for batch in batches]
-            sizes = [len(part) for part in parts]
-            samples = self.order.samples(epoch, torch.cat(parts))
-            yield from (part.tolist() for part in torch.split(samples, sizes))
+def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor]:
+    """A rank's samples, batch by batch: all batches but the last are of one size, and computed at once."""
+    last = order.num_batches() - 1
+    start, stop = order.part(0, rank) if last > 0 else (0, 0)
+    at_once = max(1, _SAMPLES_AT_ONCE // max(1, stop - start))
+    for first in range(first_batch, last, at_once):
+        batches = torch.arange(first, min(first + at_once, last)).unsqueeze(1)
+        places = batches * order.batch_size + torch.arange(start, stop)
+        yield from order.samples(epoch, places.flatten()).view(places.shape).unbind()
+    if first_batch <= last:
+        yield order.indices(epoch, last, rank)

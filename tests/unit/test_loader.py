@@ -1,5 +1,10 @@
 """shard_loader: everything else of the user's loader is kept, and what it cannot share is refused."""
 
+import multiprocessing
+import random
+import time
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -66,17 +71,103 @@ def test_drop_last_drops_the_tail():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_else_the_loader_was_given_is_kept(num_workers):
-    options = {"persistent_workers": True, "prefetch_factor": 3, "multiprocessing_context": "fork"}
-    given = of(10, collate_fn=collate, num_workers=num_workers, **(options if num_workers else {}))
+def test_batches_are_collated_by_the_loaders_collate_fn(num_workers):
+    given = of(10, collate_fn=collate, num_workers=num_workers)
     loader = af.shard_loader(given, af.DistState(rank=1, world_size=2))
-    for _ in range(2):
-        batches = list(loader)
-        assert [batch["names"] for batch in batches] == [["2", "3"], ["6", "7"], ["9"]]
-    inner = loader._source._loader
-    assert (inner.num_workers, inner.collate_fn) == (num_workers, collate)
-    if num_workers:
-        assert (inner.persistent_workers, inner.prefetch_factor) == (True, 3)
+    assert [batch["names"] for batch in loader] == [["2", "3"], ["6", "7"], ["9"]]
+
+
+class Worked(torch.utils.data.Dataset):
+    """Its samples say where they were read."""
+
+    mark = "nothing"
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        info = torch.utils.data.get_worker_info()
+        process = multiprocessing.current_process()
+        return info.id, info.dataset is self, self.mark, type(process).__name__, process.pid
+
+
+def mark(worker):
+    torch.utils.data.get_worker_info().dataset.mark = f"set by worker {worker}"
+
+
+@pytest.mark.parametrize(("method", "kind"), [("fork", "ForkProcess"), ("spawn", "SpawnProcess")])
+def test_workers_are_what_the_loader_was_given(method, kind):
+    given = DataLoader(
+        Worked(),
+        batch_size=3,
+        num_workers=2,
+        worker_init_fn=mark,
+        multiprocessing_context=method,
+        persistent_workers=True,
+        prefetch_factor=1,
+        collate_fn=list,
+    )
+    loader = af.shard_loader(given, af.DistState())
+    first, second = list(loader), list(loader)
+    assert first == second  # of the same processes
+    pids = [batch[0][-1] for batch in first]
+    assert pids[:2] == pids[2:]
+    assert pids[0] != pids[1]
+    for number, batch in enumerate(first):
+        worker = number % 2
+        assert batch == [(worker, True, f"set by worker {worker}", kind, pids[worker])] * 3
+
+
+def test_workers_are_as_far_ahead_as_the_loader_says():
+    given = of(40, num_workers=2, prefetch_factor=3, multiprocessing_context="fork")
+    source = af.shard_loader(given, af.DistState())._source
+    taken = []
+    parts = (taken.append(place) or [place] for place in range(40))
+    batches = source._loading.batches(parts, epoch=0, first_batch=0, seed=0)
+    assert next(batches).tolist() == [0]
+    assert taken == [*range(2 * 3 + 1)]
+
+
+def test_a_worker_that_is_too_slow_is_not_waited_for():
+    def slow(samples):
+        time.sleep(60)
+
+    given = of(4, num_workers=1, timeout=0.2, collate_fn=slow, multiprocessing_context="fork")
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds") as caught:
+        list(af.shard_loader(given, af.DistState()))
+    assert caught.value.__notes__ == ["shard_loader: batch 0 of epoch 0"]
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Random numbers of every kind."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return random.random(), torch.rand(()).item(), np.random.random()
+
+
+def test_workers_draw_by_seed_epoch_and_rank_and_nobody_elses_numbers_are_used():
+    def drawn(seed, rank, epoch):
+        generator = torch.Generator().manual_seed(1)
+        given = DataLoader(
+            Drawn(),
+            batch_size=2,
+            num_workers=1,
+            generator=generator,
+            multiprocessing_context="fork",
+        )
+        loader = af.shard_loader(given, af.DistState(seed=seed, rank=rank, world_size=2))
+        before = generator.get_state(), torch.get_rng_state()
+        found = [float(value[0]) for value in next(iter(list(loader.epochs(2))[epoch]))]
+        for state, then in zip((generator.get_state(), torch.get_rng_state()), before, strict=True):
+            assert torch.equal(state, then)
+        return tuple(found)
+
+    different = [drawn(*case) for case in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]]
+    assert drawn(0, 0, 0) == different[0]
+    assert len(set(different)) == 4
 
 
 def test_only_the_samples_of_this_rank_are_read_and_none_that_are_skipped():

@@ -1,0 +1,125 @@
+"""Worker processes that read batches ahead of time: torch's, for one pass at a time."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data._utils import worker as _torch_worker
+from torch.utils.data._utils.worker import WorkerInfo
+
+from accel_fn.data._fetching import Fetcher
+
+
+class Crew:
+    """The workers of one DataLoader, and what they are to read."""
+
+    def __init__(self, fetcher: Fetcher, options: dict[str, Any]) -> None:
+        self._feed = _Feed()
+        self._generator = torch.Generator()
+        init = _WorkerInit(options["worker_init_fn"])
+        self._loader: DataLoader[Any] = DataLoader(
+            fetcher,
+            batch_size=None,
+            sampler=self._feed,
+            collate_fn=_as_it_is,
+            generator=self._generator,
+            **{**options, "worker_init_fn": init},
+        )
+        self._running: Any = None
+
+    def work(self, parts: Iterable[Any], seed: int) -> Iterator[Any]:
+        """What the fetcher gives for each part, in order. Ends what was begun before.
+
+        Args:
+            parts: taken ahead of time, as far as the workers may be ahead.
+            seed: of the workers' random numbers, where they start here.
+        """
+        self._feed.parts = iter(parts)
+        self._generator.manual_seed(seed)
+        self._running = iter(self._loader)
+        while True:
+            try:
+                found = next(self._running)
+            except StopIteration as end:
+                if end.args:  # not the end: a worker's error, as torch raises it again
+                    raise RuntimeError(*end.args) from end
+                return
+            yield found
+
+    def rest(self) -> None:
+        """Let go of what is left to read; the workers stay for the next pass."""
+        self._feed.parts = iter(())
+
+    def dismiss(self, *, at_once: bool = False) -> None:
+        """End the workers, after what they read or without waiting for that.
+
+        Not left to Python: an error that somebody keeps would keep them.
+        """
+        self.rest()
+        running, self._running = self._running, None
+        if running is not None:
+            for worker in running._workers if at_once else ():
+                worker.terminate()
+            running._shutdown_workers()
+
+    def lost(self) -> str:
+        """Which workers have died, and of what; empty where all are well."""
+        workers = getattr(self._running, "_workers", [])
+        running = not getattr(self._running, "_shutdown", True)
+        return ", ".join(
+            f"worker {number} (process {worker.pid}) {_ending(worker.exitcode)}"
+            for number, worker in enumerate(workers)
+            if running and not worker.is_alive()
+        )
+
+
+def _ending(exit_code: int | None) -> str:
+    """What became of a process."""
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    return f"killed by {signal.Signals(-exit_code).name}"
+
+
+class _Feed(Sampler[Any]):
+    """The sampler inside: whatever it was given last, which is taken once."""
+
+    def __init__(self) -> None:
+        self.parts: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        part = next(self.parts)
+        return part.tolist() if isinstance(part, Tensor) else part
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Items are batches already."""
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerInit:
+    """Lets a worker look like one over the user's data set, then calls the user's worker_init_fn.
+
+    Which worker a data set takes itself for is a private global of torch.
+    """
+
+    fn: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        data: Any = info.dataset
+        _torch_worker._worker_info = WorkerInfo(
+            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=data.dataset
+        )
+        if self.fn is not None:
+            self.fn(worker)
