@@ -6,7 +6,9 @@ import importlib
 
 import click
 
-_COMMANDS: dict[str, tuple[str, str]] = {}
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "config": ("accel_fn.cli._config", "Write settings to a file, or show those in force."),
+}
 """Module and one line of help, by name: listing the commands imports none of them."""
 
 
