@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from accel_fn._explain import explain as explain
     from accel_fn._gathering import gather as gather
     from accel_fn._grads import Grads as Grads
+    from accel_fn._launch_options import LaunchOptions as LaunchOptions
+    from accel_fn._launch_options import launch_options as launch_options
     from accel_fn._plan import Plan as Plan
     from accel_fn._plan import Report as Report
     from accel_fn._plan import Transform as Transform
@@ -47,6 +49,7 @@ _MODULES = {
     "_explain": ["explain"],
     "_gathering": ["gather"],
     "_grads": ["Grads"],
+    "_launch_options": ["LaunchOptions", "launch_options"],
     "_plan": ["Plan", "Report", "Transform", "compose"],
     "_state": ["DistState", "LossScale"],
     "_step": ["Step", "build"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from accel_fn._launch_options import FromLaunch
 from accel_fn._plan import Plan, describe
 from accel_fn._state import DistState
 
@@ -56,7 +57,11 @@ def explain(plan: Plan, state: DistState) -> str:
 
 
 def _listed(functions: Sequence[Any]) -> str:
-    return ", then ".join(map(describe, functions))
+    return ", then ".join(map(_told, functions))
+
+
+def _told(fn: Any) -> str:
+    return f"{describe(fn)}, {fn.source}" if isinstance(fn, FromLaunch) else describe(fn)
 
 
 def _forward(plan: Plan) -> str:

@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 from accel_fn._batch import split_batch
 from accel_fn._errors import ArgumentTypeError, BatchError, check_count, message
+from accel_fn._launch_options import FromLaunch, Unsaid, launch_options
 from accel_fn._plan import Plan, SplitFn, Transform
+from accel_fn._state import DistState
 
 
 def accumulate(
-    num_microbatches: int,
+    num_microbatches: int | None = None,
     *,
     split: Callable[[Any], Sequence[Any]] | Literal["rows"] | None = "rows",
 ) -> Transform:
@@ -26,7 +28,8 @@ def accumulate(
     Law: the identity, for every number of micro-batches.
 
     Args:
-        num_microbatches: >= 1.
+        num_microbatches: >= 1; default: what the launch says, by `--num-microbatches` or
+            ACCEL_FN_NUM_MICROBATCHES, and one where it says nothing.
         split: "rows" cuts along the leading dimension. A function `batch -> micro-batches`
             may give any number of parts. None is for data that cannot be cut: what the step
             is given is a list of at most `num_microbatches` batches, as `window` makes them.
@@ -45,22 +48,37 @@ def accumulate(
     >>> af.accumulate(4)(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[split_batch(num_parts=4)])
     """
-    num_parts = check_count("accumulate", "num_microbatches", num_microbatches)
+    num_parts, bind = _number(num_microbatches)
     splitting: SplitFn
     if split is None:
-        splitting = partial(listed, at_most=num_parts)
+        splitting = bind(listed, at_most=num_parts)
     elif callable(split):
         splitting = split
     elif split == "rows":
-        splitting = partial(split_batch, num_parts=num_parts)
+        splitting = bind(split_batch, num_parts=num_parts)
     else:
         rule = 'be a function batch -> micro-batches, "rows" or None'
         raise ArgumentTypeError(message("accumulate", "split", rule, split))
 
     def accumulate_plan(plan: Plan) -> Plan:
+        if bind is Unsaid and split == "rows":
+            return replace(plan, starts=(*plan.starts, Unsaid(one_microbatch)))
         return replace(plan, split=(*plan.split, splitting))
 
     return accumulate_plan
+
+
+def _number(given: int | None) -> tuple[int, type[partial[Any]]]:
+    """The number of micro-batches, and who says so."""
+    if given is not None:
+        return check_count("accumulate", "num_microbatches", given), partial
+    said = launch_options().num_microbatches
+    return (1, Unsaid) if said is None else (said, FromLaunch)
+
+
+def one_microbatch(state: DistState) -> DistState:
+    """The state as it is: for `explain` alone, and of no cost to a step."""
+    return state
 
 
 def listed(batch: Any, *, at_most: int) -> list[Any]:

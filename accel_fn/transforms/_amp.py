@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from accel_fn._errors import ArgumentError, PlanError, message
+from accel_fn._launch_options import FromLaunch, Unsaid, launch_options
 from accel_fn._plan import Plan, Transform
 from accel_fn._state import DistState, LossScale
 
@@ -21,7 +22,7 @@ _DTYPES = {
 
 
 def with_amp(
-    precision: str | torch.dtype,
+    precision: str | torch.dtype | None = None,
     *,
     init_scale: float = 2.0**16,
     growth_factor: float = 2.0,
@@ -38,7 +39,9 @@ def with_amp(
     Law: scaling by any power of two changes nothing, as long as nothing leaves the range.
 
     Args:
-        precision: "bf16", "fp16", `torch.bfloat16` or `torch.float16`.
+        precision: "bf16", "fp16", `torch.bfloat16` or `torch.float16`; default: what the
+            launch says, by `--mixed-precision` or ACCEL_FN_MIXED_PRECISION, and no autocast
+            where it says "no" or nothing.
         init_scale: the first loss scale, finite and > 0. This and what follows is for float16.
         growth_factor: > 1.
         backoff_factor: in (0, 1).
@@ -60,11 +63,6 @@ def with_amp(
     >>> af.with_amp("bf16")(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, contexts=[autocast(dtype=torch.bfloat16)])
     """
-    if precision not in _DTYPES:
-        rule = 'be "bf16", "fp16", torch.bfloat16 or torch.float16'
-        raise ArgumentError(message("with_amp", "precision", rule, precision))
-    dtype = _DTYPES[precision]
-    casting = partial(autocast, dtype=dtype)
     settings: dict[str, Any] = {
         "init_scale": init_scale,
         "growth_factor": growth_factor,
@@ -72,13 +70,32 @@ def with_amp(
         "growth_interval": growth_interval,
     }
     LossScale.start(**settings)  # refuse bad settings here, not in build
-    scaling = partial(scale_loss, **settings)
+    dtype, bind = _dtype(precision)
 
     def amp_plan(plan: Plan) -> Plan:
-        scalings = (scaling,) if dtype == torch.float16 else ()
+        if dtype is None:
+            return replace(plan, starts=(*plan.starts, bind(without_autocast)))
+        scalings = (bind(scale_loss, **settings),) if dtype == torch.float16 else ()
+        casting = bind(autocast, dtype=dtype)
         return replace(plan, contexts=(*plan.contexts, casting), starts=(*plan.starts, *scalings))
 
     return amp_plan
+
+
+def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, type[partial[Any]]]:
+    """The dtype of autocast, None for no autocast, and who says so."""
+    if precision is None:
+        said = launch_options().mixed_precision
+        return _DTYPES.get(said or "no"), Unsaid if said is None else FromLaunch
+    if precision not in _DTYPES:
+        rule = 'be "bf16", "fp16", torch.bfloat16 or torch.float16'
+        raise ArgumentError(message("with_amp", "precision", rule, precision))
+    return _DTYPES[precision], partial
+
+
+def without_autocast(state: DistState) -> DistState:
+    """The state as it is: for `explain` alone, and of no cost to a step."""
+    return state
 
 
 def autocast(state: DistState, *, dtype: torch.dtype) -> torch.autocast:
