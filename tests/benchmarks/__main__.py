@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.benchmarks.comparing import compare
 from tests.benchmarks.conditions import settle
 from tests.benchmarks.importing import ImportCost, measure_import
+from tests.benchmarks.loading import MEASURES
 from tests.benchmarks.measuring import alone
 from tests.benchmarks.report import (
     describe_import,
@@ -34,12 +35,12 @@ PATIENCE_S = 4.0  # per scenario, for blocks that others disturbed
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks",
-        description="The cost of a training step by hand, with accelerate, Fabric and accel_fn.",
+        description="The cost of a training step and of its data, with and without libraries.",
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="blocks per variant")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds, no patience")
     parser.add_argument(
-        "--only", default="", metavar="PATTERN", help='e.g. "tiny*clipping", "two ranks", "import"'
+        "--only", default="", metavar="PATTERN", help='e.g. "tiny*clipping", "data", "import"'
     )
     parser.add_argument(
         "--write",
@@ -85,6 +86,11 @@ def run(pattern: str, rounds: int, patience_s: float) -> tuple[ImportCost | None
         print(f"  {scenario.name} ...", flush=True)
         tables.append(compare(scenario, alone(), rounds, patience_s))
         show(tables[-1])
+    for name, measure in MEASURES.items():
+        if fnmatch(name, pattern):
+            print(f"  {name} ...", flush=True)
+            tables.append(measure(name, alone(), rounds, patience_s))
+            show(tables[-1])
     in_world = chosen(IN_TWO_RANKS, pattern)
     if in_world:
         of_world = compare_in_world(in_world, rounds, patience_s)
