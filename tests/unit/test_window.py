@@ -125,6 +125,41 @@ def test_what_cannot_be_iterated_has_no_windows():
         af.window(3, 2)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Its epochs differ in length, and nobody says how."""
+
+    def __init__(self, *sizes):
+        self.sizes = sizes
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(10 * self.epoch, 10 * self.epoch + self.sizes[self.epoch]))
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_windows_of_a_stream_without_a_length_are_found_by_reading(position):
+    def run(state):
+        data = DataLoader(Stream(7, 3, 6), batch_size=2)
+        loader = af.window(af.shard_loader(data, state), 2)
+        with pytest.raises(TypeError, match="must have a __len__"):
+            len(loader)
+        whole = [(e.index, b) for e in loader.epochs(3) for b in e]
+        rest = loader.epochs(3, since=replace(state, step=position))
+        return len(whole), [(e.index, b) for e in rest for b in e], whole[position:]
+
+    for length, found, expected in simulate(run, world_size=2):
+        assert length == 5
+        assert repr(found) == repr(expected)
+
+
+def test_a_position_behind_an_empty_stream_is_refused():
+    loader = af.window(af.shard_loader(DataLoader(Stream(4, 0), batch_size=2), af.DistState()), 2)
+    with pytest.raises(ValueError, match="at the end of epoch 1, which is empty, got '2 steps"):
+        loader.epochs(9, since=af.DistState(step=3))
+
+
 def built(state, num_microbatches=2, loss_fn=ours.mse):
     model = ours.regression_model()
     recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches, split=None))
