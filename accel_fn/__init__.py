@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from accel_fn._weights import num_labels as num_labels
     from accel_fn._world import distributed as distributed
     from accel_fn._world import init as init
+    from accel_fn.data._planning import plan_batches as plan_batches
     from accel_fn.data._prefetch import prefetch as prefetch
     from accel_fn.data._sharding import shard_loader as shard_loader
     from accel_fn.data._window import window as window
@@ -55,6 +56,7 @@ _MODULES = {
     "_step": ["Step", "build"],
     "_weights": ["num_labels"],
     "_world": ["distributed", "init"],
+    "data._planning": ["plan_batches"],
     "data._prefetch": ["prefetch"],
     "data._sharding": ["shard_loader"],
     "data._window": ["window"],

@@ -43,6 +43,7 @@ MADE_BY_FUNCTIONS = (
     "accel_fn.Step",
     "accel_fn.data._loader.ShardedLoader",
     "accel_fn.data._loader.Epoch",
+    "accel_fn.data._planning.BatchPlan",
 )
 
 

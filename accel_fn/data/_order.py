@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accel_fn._batch import part_sizes
+from accel_fn._errors import ArgumentError
 
 _FEW = 64
 _ROUNDS, _ROUNDS_OF_FEW = 10, 24  # with fewer, neighbours fail a chi-square test of 20,000 keys
@@ -144,3 +145,23 @@ class Order:
         if not self.shuffle:
             return places
         return permute(places, self.num_samples, key=mix(mix(self.seed) + epoch))
+
+
+def check_sizes(function: str, order: Order) -> None:
+    """Every rank gets a sample of every batch, and an epoch has a batch: else refused."""
+    ranks, num_samples = order.world_size, order.num_samples
+    if order.batch_size < ranks:
+        raise ArgumentError(
+            f"{function}: batch_size={order.batch_size} must give every one of {ranks} ranks a sample; "
+            f"use batch_size >= {ranks}"
+        )
+    if num_samples < ranks:
+        raise ArgumentError(
+            f"{function}: data set must have a sample for every one of {ranks} ranks, "
+            f"got {num_samples}; use fewer ranks"
+        )
+    if order.drop_last and num_samples < order.batch_size:
+        raise ArgumentError(
+            f"{function}: drop_last=True must leave a batch, got {num_samples} samples for "
+            f"batch_size={order.batch_size}; use drop_last=False or a smaller batch"
+        )

@@ -18,7 +18,7 @@ from accel_fn._comm import exchange
 from accel_fn._errors import ArgumentError, ReplicaError, check_count, message
 from accel_fn._state import DistState
 from accel_fn.data._loader import ShardedLoader
-from accel_fn.data._order import Order, mix
+from accel_fn.data._order import Order, check_sizes, mix
 from accel_fn.data._ordered import OrderedSource
 from accel_fn.data._streams import SPLITS, stream_source
 
@@ -123,12 +123,11 @@ def _order(loader: Any, state: DistState, batch: str) -> Order:
     batch_size = check_count("shard_loader", "batch_size", loader.batch_sampler.batch_size)
     if batch == "per_rank":
         batch_size *= state.world_size
-    _check_sizes(batch_size, len(cast("Sized", loader.dataset)), state.world_size, drop_last)
     seed = state.seed
     generator = loader.generator or getattr(sampler, "generator", None)
     if generator is not None:
         seed = mix(mix(seed) + generator.initial_seed())
-    return Order(
+    order = Order(
         num_samples=len(cast("Sized", loader.dataset)),
         batch_size=batch_size,
         world_size=state.world_size,
@@ -136,21 +135,5 @@ def _order(loader: Any, state: DistState, batch: str) -> Order:
         drop_last=drop_last,
         seed=seed,
     )
-
-
-def _check_sizes(batch_size: int, num_samples: int, world_size: int, drop_last: bool) -> None:
-    if batch_size < world_size:
-        raise ArgumentError(
-            f"shard_loader: batch_size={batch_size} must give every one of {world_size} ranks a sample; "
-            f"use batch_size >= {world_size}"
-        )
-    if num_samples < max(world_size, 1):
-        raise ArgumentError(
-            f"shard_loader: data set must have a sample for every one of {world_size} ranks, "
-            f"got {num_samples}; use fewer ranks"
-        )
-    if drop_last and num_samples < batch_size:
-        raise ArgumentError(
-            f"shard_loader: drop_last=True must leave a batch, got {num_samples} samples for "
-            f"batch_size={batch_size}; use drop_last=False or a smaller batch"
-        )
+    check_sizes("shard_loader", order)
+    return order
