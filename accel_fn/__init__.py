@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from accel_fn._world import init as init
     from accel_fn.data._planning import plan_batches as plan_batches
     from accel_fn.data._prefetch import prefetch as prefetch
+    from accel_fn.data._seeding import sample_seed as sample_seed
+    from accel_fn.data._seeding import seed_samples as seed_samples
     from accel_fn.data._sharding import shard_loader as shard_loader
     from accel_fn.data._window import window as window
     from accel_fn.transforms._accumulation import accumulate as accumulate
@@ -58,6 +60,7 @@ _MODULES = {
     "_world": ["distributed", "init"],
     "data._planning": ["plan_batches"],
     "data._prefetch": ["prefetch"],
+    "data._seeding": ["sample_seed", "seed_samples"],
     "data._sharding": ["shard_loader"],
     "data._window": ["window"],
     "transforms._accumulation": ["accumulate"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,22 @@ from torch import Tensor
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from accel_fn.data._seeding import reading
+
 _SHOWN = 8  # samples that an error lists
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The samples of a batch, and the epoch that they are read in: some draw otherwise in each."""
+
+    epoch: int
+    numbers: Tensor | list[Any]
+
+    def listed(self) -> Part:
+        """For a process elsewhere: a list travels at less cost than a tensor."""
+        numbers = self.numbers
+        return Part(self.epoch, numbers.tolist() if isinstance(numbers, Tensor) else numbers)
 
 
 class Fetcher(Dataset[Any]):
@@ -27,7 +43,14 @@ class Fetcher(Dataset[Any]):
         self._at_once = _stacks_plainly(collate_fn) and has_rows(dataset)
         self._together = _gives_many(dataset)
 
-    def __getitem__(self, numbers: Tensor | list[Any]) -> Any:
+    def __getitem__(self, part: Part) -> Any:
+        """The batch of the samples of a part."""
+        if self._at_once:  # no code of the user's, which alone would ask for the epoch
+            return self.fetch(part.numbers)
+        with reading(part.epoch):
+            return self.fetch(part.numbers)
+
+    def fetch(self, numbers: Tensor | list[Any]) -> Any:
         """The batch of samples `numbers`: int64, or whatever else the data set is indexed by.
 
         An exception of the data set's gets a note that names the sample.

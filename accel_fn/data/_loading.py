@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_fn._errors import WorkerError
-from accel_fn.data._fetching import Fetcher
+from accel_fn.data._fetching import Fetcher, Part
 from accel_fn.data._workers import Crew
 
 _KEPT = (
@@ -41,23 +41,24 @@ class Loading:
         Args:
             parts: which samples, batch by batch: [num_samples], int64, or lists of
                 whatever the data set is indexed by. Workers take them ahead of time.
-            epoch: for what an error says.
+            epoch: for samples that draw random numbers, and for what an error says.
             first_batch: number of the first part in its epoch, for the same.
             seed: of the workers' random numbers.
 
         Returns:
             An iterator. Workers start with its first batch.
         """
+        of_epoch = (Part(epoch, numbers) for numbers in parts)
         if self._options["num_workers"]:
-            return self._by_workers(parts, epoch, first_batch, seed)
-        return self._here(parts, epoch, first_batch)
+            return self._by_workers(of_epoch, epoch, first_batch, seed)
+        return self._here(of_epoch, epoch, first_batch)
 
     def _here(self, parts: Iterable[Any], epoch: int, first_batch: int) -> Iterator[Any]:
         batch = first_batch
         fetch, pins = self._fetcher.__getitem__, self._pins
         try:
-            for numbers in parts:
-                found = fetch(numbers)
+            for part in parts:
+                found = fetch(part)
                 yield pin_memory(found) if pins else found  # type: ignore[no-untyped-call]
                 batch += 1
         except Exception as error:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
@@ -96,8 +95,7 @@ class _Feed(Sampler[Any]):
         return self
 
     def __next__(self) -> Any:
-        part = next(self.parts)
-        return part.tolist() if isinstance(part, Tensor) else part
+        return next(self.parts).listed()
 
 
 def _as_it_is(batch: Any) -> Any:

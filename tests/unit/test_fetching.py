@@ -134,14 +134,14 @@ def test_a_batch_is_what_torch_makes_of_the_samples(name, batches):
     dataset = {**AT_ONCE, **ONE_BY_ONE}[name]
     fetcher = Fetcher(dataset, default_collate)
     expected = by_torch(dataset, batches)
-    assert_same([fetcher[batch] for batch in batches], expected)
-    assert_same([fetcher[torch.tensor(batch)] for batch in batches], expected)
+    assert_same([fetcher.fetch(batch) for batch in batches], expected)
+    assert_same([fetcher.fetch(torch.tensor(batch)) for batch in batches], expected)
 
 
 def test_a_memory_mapped_array_is_read_at_once(tmp_path):
     rows = memory_mapped(tmp_path)
     assert has_rows(rows)
-    assert_same(Fetcher(rows, default_collate)[[3, 0]], torch.from_numpy(rows[[3, 0]]))
+    assert_same(Fetcher(rows, default_collate).fetch([3, 0]), torch.from_numpy(rows[[3, 0]]))
 
 
 @pytest.mark.parametrize("dataset", AT_ONCE.values(), ids=AT_ONCE)
@@ -174,28 +174,30 @@ def test_what_torch_would_not_stack_alike_is_no_rows(dataset):
 
 @pytest.mark.parametrize("index", [-1, -SIZE])
 def test_places_from_the_end_are_places(index):
-    assert_same(Fetcher(TENSORS, default_collate)[[0, index]], by_torch(TENSORS, [[0, index]])[0])
+    assert_same(
+        Fetcher(TENSORS, default_collate).fetch([0, index]), by_torch(TENSORS, [[0, index]])[0]
+    )
 
 
 @pytest.mark.parametrize("dataset", [TENSORS, np.ones((SIZE, 2)), Subset(TENSORS, [0, 1, 99])])
 def test_a_place_that_is_none_names_itself(dataset):
     wrong = 2 if isinstance(dataset, Subset) else 40
     with pytest.raises(IndexError) as caught:
-        Fetcher(dataset, default_collate)[[0, wrong, 1]]
+        Fetcher(dataset, default_collate).fetch([0, wrong, 1])
     assert caught.value.__notes__ == [f"shard_loader: the data set failed to give sample {wrong}"]
 
 
 def test_a_sample_that_fails_names_itself():
     data = Samples(lambda index: 1 // (index - 7))
     with pytest.raises(ZeroDivisionError) as caught:
-        Fetcher(data, default_collate)[[6, 7, 8]]
+        Fetcher(data, default_collate).fetch([6, 7, 8])
     assert caught.value.__notes__ == ["shard_loader: the data set failed to give sample 7"]
 
 
 def test_samples_that_were_asked_for_together_are_named_together():
     data = Batches(lambda index: 1 // (index - 7))
     with pytest.raises(ZeroDivisionError) as caught:
-        Fetcher(data, default_collate)[list(range(11))]
+        Fetcher(data, default_collate).fetch(list(range(11)))
     text = "shard_loader: the data set failed to give sample 0, 1, 2, 3, 4, 5, 6, 7, ... 11 in all"
     assert caught.value.__notes__ == [text]
 
@@ -203,13 +205,13 @@ def test_samples_that_were_asked_for_together_are_named_together():
 def test_samples_that_cannot_be_collated_are_named():
     data = Samples(lambda index: torch.zeros(index))
     with pytest.raises(RuntimeError) as caught:
-        Fetcher(data, default_collate)[[3, 4]]
+        Fetcher(data, default_collate).fetch([3, 4])
     assert caught.value.__notes__ == ["shard_loader: collate_fn failed on samples 3, 4"]
 
 
 def test_a_collate_fn_is_given_the_samples():
     fetcher = Fetcher(TENSORS, len)
-    assert fetcher[torch.tensor([1, 2, 3])] == 3
+    assert fetcher.fetch(torch.tensor([1, 2, 3])) == 3
 
 
 @pytest.mark.parametrize("indices", [[0], [0, 1, 2], list(range(SIZE))])
@@ -217,7 +219,7 @@ def test_a_collate_fn_is_given_the_samples():
 def test_a_batch_is_no_view_of_the_data(name, indices):
     dataset = AT_ONCE[name]
     before = torch.as_tensor(dataset).clone()
-    batch = Fetcher(dataset, default_collate)[indices]
+    batch = Fetcher(dataset, default_collate).fetch(indices)
     batch.fill_(-1)
     torch.testing.assert_close(torch.as_tensor(dataset), before, rtol=0, atol=0)
 
@@ -229,9 +231,9 @@ def test_types_that_collating_was_taught_are_collated_by_it():
     taught = default_collate_fn_map[torch.Tensor]
     default_collate_fn_map[torch.Tensor] = doubled
     try:
-        batch = Fetcher(TENSORS, default_collate)[[3]]
+        batch = Fetcher(TENSORS, default_collate).fetch([3])
         assert_same(batch, by_torch(TENSORS, [[3]])[0])
         assert batch[1].tolist() == [6]
     finally:
         default_collate_fn_map[torch.Tensor] = taught
-    assert Fetcher(TENSORS, default_collate)[[3]][1].tolist() == [3]
+    assert Fetcher(TENSORS, default_collate).fetch([3])[1].tolist() == [3]
