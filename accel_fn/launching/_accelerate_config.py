@@ -194,4 +194,4 @@ def _asks(value: object) -> bool:
     """Is it more than an empty answer?"""
     if isinstance(value, list):
         return any(map(_asks, value))
-    return value not in (None, False, "", "no", "none", {})
+    return value is not False and value not in (None, "", "no", "none", {})

@@ -49,7 +49,7 @@ def _devices(
     if ids is not None:
         rule = _allowed(ids, environment.get("CUDA_VISIBLE_DEVICES"), machine)
         if rule:
-            yield Mistake("gpu_ids", rule, ids)
+            yield Mistake("gpu_ids", rule, ids, "leave it out to use all")
     elif processes is not None and machine.num_devices:
         here = processes // (settings.num_machines or 1)
         if here > machine.num_devices:
@@ -61,10 +61,10 @@ def _devices(
 def _allowed(ids: tuple[int, ...], variable: str | None, machine: Machine) -> str:
     """The rule that these devices break; empty where they break none."""
     if max(ids) >= machine.num_installed:
-        return f"be devices of this machine, which has {machine.num_installed}"
+        return f"be devices of this machine, which has {machine.num_installed or 'none'}"
     if variable is None:
         return ""
     visible = [each.strip() for each in variable.split(",")]
     if all(str(each) in visible for each in ids):
         return ""
-    return f"be among CUDA_VISIBLE_DEVICES={variable}"
+    return f"be among CUDA_VISIBLE_DEVICES={variable!r}"

@@ -1,0 +1,36 @@
+"""Settings resolved in a place of their own: no variable, file or machine but those given."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from accel_fn._errors import ArgumentError, SettingsError
+from accel_fn.launching._detecting import Machine
+from accel_fn.launching._sources import resolve
+
+PLAIN = Machine(num_cores=4)
+TWO_GPUS = Machine(num_cores=4, kind="CUDA", num_installed=2, num_devices=2)
+
+
+def resolved(flags=None, *, config=None, environment=None, folder=None, machine=PLAIN):
+    """Alone: no variable, file or machine but those given."""
+    folder = folder or Path(os.sep)
+    return resolve(
+        flags or {}, config=config, environment=environment or {}, folder=folder, machine=machine
+    )
+
+
+def refused(flags=None, **context):
+    with pytest.raises(SettingsError) as caught:
+        resolved(flags, **context)
+    assert isinstance(caught.value, ArgumentError)
+    assert "pydantic" not in str(caught.value)
+    return str(caught.value)
+
+
+def written(folder, text, name="accel_fn.yaml"):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path

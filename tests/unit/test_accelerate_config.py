@@ -1,0 +1,190 @@
+"""Files that accelerate wrote: what is used, what is named as left out, what is refused."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from accel_fn.launching._accelerate_config import UnusedSettingsWarning
+from accel_fn.launching._detecting import Machine
+from tests.settings import PLAIN, TWO_GPUS, refused, resolved, written
+
+WRITTEN = Path(__file__).parent.parent / "cli" / "accelerate"
+"""Files of accelerate 1.15, each as its own code wrote it."""
+
+EIGHT = Machine(num_cores=8, kind="CUDA", num_installed=8, num_devices=8)
+ONE = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "rdzv_backend": "static"}
+TWO = {**ONE, "num_processes": 2}
+USED = {
+    "basic": {**ONE, "cpu": True, "mixed_precision": "no"},
+    "no": {**ONE, "mixed_precision": "no"},
+    "no_cpu": {**ONE, "cpu": True, "mixed_precision": "no"},
+    "multi_cpu": {**TWO, "cpu": True, "mixed_precision": "no"},
+    "multi_cpu_mpirun": {**TWO, "cpu": True, "mixed_precision": "bf16"},
+    "multi_gpu": {**TWO, "gpu_ids": (0, 1), "mixed_precision": "bf16"},
+    "multi_gpu_machines": {
+        "num_processes": 4,
+        "num_machines": 2,
+        "machine_rank": 1,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29500,
+        "rdzv_backend": "c10d",
+        "mixed_precision": "fp16",
+    },
+    **{
+        f"multi_{kind}": {**TWO, "mixed_precision": "bf16"}
+        for kind in ("xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron")
+    },
+    "fsdp": {**TWO, "mixed_precision": "bf16"},
+    "deepspeed": {**TWO, "mixed_precision": "bf16", "num_microbatches": 4},
+    "deepspeed_file": TWO,
+    "megatron_lm": {**TWO, "num_processes": 4, "mixed_precision": "bf16", "num_microbatches": 2},
+    "xla": {**TWO, "num_processes": 8, "mixed_precision": "no"},
+    "fp8_dynamo": TWO,
+}
+LEFT_OUT = {
+    "multi_cpu_mpirun": "mpirun_config (mpirun_hostfile)",
+    "fsdp": "distributed_type FSDP, fsdp_config (fsdp_auto_wrap_policy, "
+    "fsdp_cpu_ram_efficient_loading, fsdp_reshard_after_forward, fsdp_state_dict_type, "
+    "fsdp_transformer_layer_cls_to_wrap, fsdp_version), parallelism_config "
+    "(parallelism_config_cp_size, parallelism_config_dp_replicate_size, "
+    "parallelism_config_dp_shard_size, parallelism_config_tp_size)",
+    "deepspeed": "distributed_type DEEPSPEED, deepspeed_config (gradient_clipping, zero_stage)",
+    "deepspeed_file": "distributed_type DEEPSPEED, "
+    "deepspeed_config (deepspeed_config_file, zero3_init_flag)",
+    "megatron_lm": "distributed_type MEGATRON_LM, megatron_lm_config ("
+    "megatron_lm_gradient_clipping, megatron_lm_pp_degree, megatron_lm_recompute_activations, "
+    "megatron_lm_sequence_parallelism, megatron_lm_tp_degree, "
+    "megatron_lm_use_distributed_optimizer)",
+    "xla": "distributed_type XLA",
+    "fp8_dynamo": "mixed_precision fp8, fp8_config (amax_compute_algorithm, amax_history_length, "
+    "backend, fp8_format, interval, margin), dynamo_config (dynamo_backend, dynamo_mode)",
+}
+
+
+def used(name, **context):
+    """What a file sets, beside the defaults."""
+    found = resolved(config=WRITTEN / f"{name}.yaml", **context)
+    values = found.settings.model_dump()
+    given = {name: values[name] for name in values if found.is_given(name)}
+    empty = {"gpu_ids": None, "cpu": False}
+    return {name: value for name, value in given.items() if value != empty.get(name, ())}
+
+
+def test_there_is_a_case_for_every_file():
+    assert {path.stem for path in WRITTEN.iterdir()} == set(USED)
+
+
+@pytest.mark.parametrize("name", sorted(set(USED) - set(LEFT_OUT)))
+def test_a_file_that_maps_is_used_without_a_word(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert used(name, machine=EIGHT) == USED[name]
+
+
+@pytest.mark.parametrize("name", sorted(LEFT_OUT))
+def test_what_has_no_counterpart_is_named_in_one_warning(name):
+    with pytest.warns(UnusedSettingsWarning) as caught:
+        assert used(name, machine=EIGHT) == USED[name]
+    (warning,) = caught
+    assert str(warning.message) == (
+        f"{WRITTEN / name}.yaml: accel_fn has no counterpart yet for {LEFT_OUT[name]}; left out"
+    )
+
+
+def test_two_processes_on_the_cpu_are_two_processes():
+    found = resolved(config=WRITTEN / "multi_cpu.yaml", machine=TWO_GPUS)
+    assert (found.settings.num_processes, found.settings.cpu) == (2, True)
+    assert found.sources["cpu"] == str(WRITTEN / "multi_cpu.yaml")
+
+
+def test_a_flag_goes_before_the_file():
+    found = resolved({"num_processes": 3}, config=WRITTEN / "multi_cpu.yaml")
+    assert (found.settings.num_processes, found.settings.cpu) == (3, True)
+
+
+@pytest.mark.parametrize("name", ["multi_gpu_machines", "multi_npu"])
+def test_a_file_for_accelerators_is_refused_where_there_are_none(name):
+    text = refused(config=WRITTEN / f"{name}.yaml", machine=PLAIN)
+    assert "distributed_type must fit a machine without accelerators, got 'MULTI_" in text
+    assert text.endswith("add --cpu to train on the CPU")
+    assert resolved({"cpu": True}, config=WRITTEN / f"{name}.yaml").settings.cpu
+
+
+def test_an_old_file_is_read_as_well(tmp_path):
+    file = written(
+        tmp_path,
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nfp16: true\n"
+        "num_processes: -1\ndynamo_backend: 'NO'\ntpu_env: []\nipex_config: {}\n",
+    )
+    found = resolved(config=file, machine=TWO_GPUS)
+    assert (found.settings.mixed_precision, found.settings.num_processes) == ("fp16", 2)
+    assert found.sources["num_processes"] == "detected: 2 CUDA devices"
+
+
+def test_an_unquoted_no_is_meant_as_a_type(tmp_path):
+    file = written(tmp_path, "distributed_type: NO\nmixed_precision: no\n")
+    assert resolved(config=file).settings.num_processes == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("compute_environment: LOCAL_MACHINE\n", ": distributed_type must be given"),
+        (
+            "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nregion: x\n",
+            ":1: compute_environment must be LOCAL_MACHINE, got 'AMAZON_SAGEMAKER'",
+        ),
+        ("distributed_type: MULTI_GPUS\n", "did you mean MULTI_GPU?"),
+        ("distributed_type: 3\n", ":1: distributed_type must be one of NO, MULTI_CPU, MULTI_GPU,"),
+        (
+            "distributed_type: NO\nnum_proceses: 2\n",
+            ":2: key must be a setting, got num_proceses: did you mean num_processes?",
+        ),
+        ("distributed_type: NO\nfsdp_confg: {}\n", "fsdp_confg: did you mean fsdp_config?"),
+        (
+            "distributed_type: NO\nuse_cpu: true\nnum_processes: 2\n",
+            ":3: num_processes must be 1 where distributed_type is NO, got 2; set distributed_type",
+        ),
+        (
+            "distributed_type: MULTI_GPU\nuse_cpu: true\n",
+            ":2: use_cpu must be false where distributed_type is MULTI_GPU, got True",
+        ),
+        (
+            "distributed_type: MULTI_CPU\nnum_processes: two\n",
+            ":2: num_processes must be an integer",
+        ),
+        ("distributed_type: FSDP\nuse_cpu: maybe\n", ":2: cpu must be true or false, got 'maybe'"),
+        ("distributed_type: NO\nrdzv_backend: zeus\n", ":2: rdzv_backend must be one of static,"),
+        (
+            "distributed_type: DEEPSPEED\nuse_cpu: true\ndeepspeed_config:\n"
+            "  gradient_accumulation_steps: 0\n",
+            ":3: num_microbatches must be an integer >= 1, got 0",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::accel_fn.launching._accelerate_config.UnusedSettingsWarning")
+def test_a_mistake_is_told_with_its_place(tmp_path, text, told):
+    file = written(tmp_path, text)
+    message = refused(config=file, machine=TWO_GPUS)
+    assert message.startswith(str(file))
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "downcast_bf16: 'yes'",
+        "main_training_function: train",
+        "tpu_name: pod",
+        "tpu_use_cluster: true",
+        "commands: [ls]",
+        "dynamo_backend: INDUCTOR",
+        "tp_config: {tp_size: 2}",
+    ],
+)
+def test_whatever_asks_for_something_is_named(tmp_path, line):
+    file = written(tmp_path, f"distributed_type: NO\n{line}\n")
+    with pytest.warns(UnusedSettingsWarning, match=re.escape(line.split(":")[0])):
+        resolved(config=file)
