@@ -514,7 +514,7 @@ def test_training_through_prefetch_is_training_through_the_loader(world_size):
 # -- processes -----------------------------------------------------------------------------------
 
 SLOW = """
-import os, signal, sys, time, torch
+import time, torch
 import accel_fn as af
 from torch.utils.data import DataLoader, Dataset
 
@@ -523,8 +523,8 @@ class Slow(Dataset):
         return 8
 
     def __getitem__(self, index):
-        if index >= {fast}:
-            time.sleep({seconds})
+        if index >= 1:
+            time.sleep(60)
         return torch.tensor(index)
 
 if __name__ == "__main__":
@@ -536,7 +536,7 @@ if __name__ == "__main__":
 
 
 def start(**settings):
-    code = SLOW.format(**{"fast": 1, "seconds": 60, "workers": 0, **settings})
+    code = SLOW.format(**{"workers": 0, **settings})
     return subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -546,10 +546,9 @@ def start(**settings):
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"workers": 2, "fast": 8}], ids=["reads", "waits"])
-def test_a_program_ends_though_its_loader_does_not(settings):
-    """The iterator is alive at the end, and its thread reads, or waits for room."""
-    process = start(main="next(batches); print(time.monotonic(), flush=True)", **settings)
+def test_a_program_ends_though_its_loader_does_not():
+    """The iterator is alive at the end, and its thread reads."""
+    process = start(main="next(batches); print(time.monotonic(), flush=True)")
     output, errors = process.communicate(timeout=30)
     assert time.monotonic() - float(output) < 8  # of 60 that a sample takes
     assert (process.returncode, errors) == (0, "")
@@ -568,16 +567,6 @@ def test_an_interrupt_stops_the_loop_at_once(where, workers):
     assert time.monotonic() - started < 8
     assert process.returncode == -signal.SIGINT
     assert errors.rstrip().endswith("KeyboardInterrupt")
-
-
-def test_a_worker_that_is_killed_is_an_error():
-    kill = (
-        "import multiprocessing; os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)"
-    )
-    process = start(main=f"next(batches); {kill}; list(batches)", workers=2)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "killed" in errors.splitlines()[-1]
 
 
 # -- accelerators --------------------------------------------------------------------------------
