@@ -1,0 +1,153 @@
+"""Which rank's failure was the cause, what to say of it, and with which code to exit."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_SHOWN = 8
+
+_HINTS = {
+    "SIGKILL": "often out of memory",
+    "SIGSEGV": "a crash in native code",
+    "SIGABRT": "native code gave up",
+    "SIGBUS": "often a full /dev/shm",
+    "SIGILL": "built for another processor",
+    "SIGTERM": "stopped from outside",
+}
+_CRASHES = {"SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"}
+_LOST_PEER = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection (was likely )?closed|connection refused"
+    r"|remote process exited|communicator was aborted|got 0 bytes|did not see rank|socket timeout"
+    r"|timed out waiting|could not reach MASTER_ADDR",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank ended: by an exception, a code, or a signal (a code below zero)."""
+
+    rank: int
+    host: str
+    pid: int
+    exit_code: int
+    time: float
+    stack: str = ""
+    exception: str = ""
+    stopped: bool = False
+    """Was it still running when the launcher stopped the world for another rank's sake?"""
+
+    @property
+    def signal_name(self) -> str | None:
+        """The signal that killed it, if one did."""
+        if self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"
+
+    @property
+    def exit_status(self) -> int:
+        """The code as a shell shows it: 128 + signal where it was killed.
+
+        One that raised and then did not end was killed by us: it counts as raised.
+        """
+        if self.exit_code >= 0:
+            return self.exit_code
+        return 1 if self.exception else 128 - self.exit_code
+
+    @property
+    def last_line(self) -> str:
+        """What ended it, in a line."""
+        if self.exception:
+            return self.exception.strip()
+        name = self.signal_name
+        if name is None:
+            return f"exit code {self.exit_code}"
+        hint = _HINTS.get(name)
+        return f"{name}: {hint}" if hint else name
+
+    def to_json(self) -> str:
+        """For another machine to read."""
+        return json.dumps(asdict(self))
+
+
+def read_failure(
+    folder: Path,
+    *,
+    rank: int,
+    host: str,
+    pid: int,
+    exit_code: int,
+    stopped_at: float,
+    stopped: bool,
+) -> Failure:
+    """A failed rank, with what it wrote of its end into its folder, if anything."""
+    stack, exception, time = _read_record(folder, stopped_at)
+    # One that wrote its end before the world was stopped was not stopped, only slow to leave.
+    return Failure(
+        rank=rank,
+        host=host,
+        pid=pid,
+        exit_code=exit_code,
+        time=time,
+        stack=stack,
+        exception=exception,
+        stopped=stopped and not (exception and time < stopped_at),
+    )
+
+
+def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float]:
+    """Stack, exception and time: from the rank's last words, else from the crash of native code."""
+    try:
+        record = json.loads((folder / "error.json").read_text())
+        if "exception" in record:
+            return record["stack"], record["exception"], record["time"]
+        extra = record["message"]["extraInfo"]  # by torch's own `record`
+        stack, _, exception = extra["py_callstack"].rstrip().rpartition("\n")
+        return stack, exception, float(extra["timestamp"])
+    except (OSError, ValueError, KeyError, TypeError):
+        crash = folder / "crash"
+        return crash.read_text() if crash.is_file() else "", "", otherwise
+
+
+def cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others follow from.
+
+    A killed rank leaves no time of its own, and its peers notice before the launcher
+    does. So crashes come first, then what ranks say that they did themselves, then
+    what ranks say of lost peers, and of one kind the earliest.
+    """
+    return min(failures, key=lambda failure: (_kind(failure), failure.time, failure.rank))
+
+
+def _kind(failure: Failure) -> int:
+    if failure.stopped:
+        return 4
+    if failure.exception:
+        return 3 if _LOST_PEER.search(failure.exception) else 1
+    return 0 if failure.signal_name in _CRASHES else 2
+
+
+def report(failures: Sequence[Failure], world_size: int) -> str:
+    """Everybody's end in a line each, then the cause: its traceback, its rank, its exception."""
+    first = cause(failures)
+    others = [each for each in failures if each is not first and not each.stopped]
+    lines = [f"{who(each)}: {each.last_line.splitlines()[-1]}" for each in others[:_SHOWN]]
+    if len(others) > _SHOWN:
+        lines.append(f"and {len(others) - _SHOWN} more")
+    if lines:
+        lines = [f"accel-fn launch: {len(others) + 1} of {world_size} ranks failed", *lines, ""]
+    lines += [*first.stack.splitlines(), who(first), first.last_line]
+    return "\n".join(lines) + "\n"
+
+
+def who(failure: Failure) -> str:
+    """The rank and where it ran."""
+    return f"rank {failure.rank} ({failure.host}, pid {failure.pid})"

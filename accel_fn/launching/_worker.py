@@ -1,0 +1,193 @@
+"""The first code of a rank: it ties itself to the launcher, then is the user's program.
+
+A script of its own, of the standard library alone: what it imports, every rank waits for.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import faulthandler
+import importlib.util
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from importlib.abc import InspectLoader
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+_PR_SET_PDEATHSIG = 1
+_SPEAK_AFTER_S, _END_AFTER_S = 5.0, 30.0
+
+
+def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments: str) -> None:
+    """Be one rank of a launcher: a script, a module or a program, on some of the processors."""
+    _end_with(int(launcher))
+    if cpus:
+        bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
+    folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
+    (folder / "pid").write_text(str(os.getpid()))
+    if kind == "program":
+        os.execvp(target, [target, *arguments])  # noqa: S606
+    # Where native code ends, this says which line called it.
+    faulthandler.enable(os.open(folder / "crash", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    start = _run_module if kind == "module" else _run_script
+    _run(start, target, list(arguments), show=bool(show))
+
+
+def _end_with(launcher: int) -> None:
+    """Have this process killed as soon as the launcher is gone, whatever ended that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    else:
+        threading.Thread(target=watch, args=(launcher,), daemon=True).start()
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def watch(launcher: int) -> None:
+    """End this process within a second of its launcher, where the system cannot be asked to."""
+    while os.getppid() == launcher:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def bind(cpus: str) -> None:
+    """Run on these processors alone, such as `0-3,8-11`."""
+    if sys.platform == "linux":
+        chosen: set[int] = set()
+        for part in cpus.split(","):
+            first, _, last = part.partition("-")
+            chosen |= set(range(int(first), int(last or first) + 1))
+        os.sched_setaffinity(0, chosen)
+
+
+def _run(
+    start: Callable[[str, list[str]], None], target: str, arguments: list[str], *, show: bool
+) -> None:
+    """Run the user's program to its end, however it ends.
+
+    What ended it goes to a file: the launcher prints the first of all ranks, once.
+    """
+    try:
+        start(target, arguments)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            raise
+        words = record(end, None)
+        if isinstance(end.code, int):
+            raise
+        if show:
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        frames = _of_the_program(error.__traceback__)
+        words = record(error, frames)
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(128 + signal.SIGINT)
+        if show or sys.excepthook is not sys.__excepthook__:
+            sys.excepthook(type(error), error, frames)
+    else:
+        return
+    threading.Thread(target=_end_late, args=("" if show else words,), daemon=True).start()
+    sys.exit(1)
+
+
+def _run_script(target: str, arguments: list[str]) -> None:
+    """Run a file as `python FILE` does, but in a `__main__` of its own."""
+    path = os.path.abspath(target)
+    sys.argv = [target, *arguments]
+    if os.path.isdir(path) or path.endswith((".pyc", ".pyz", ".zip")):
+        runpy.run_path(path, run_name="__main__")
+        return
+    _search_first(os.path.dirname(os.path.realpath(path)))
+    loader = SourceFileLoader("__main__", path)
+    main_module = _be_main(__file__=path, __cached__=None, __loader__=loader)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main_module.__dict__)  # noqa: S102
+
+
+def _run_module(target: str, arguments: list[str]) -> None:
+    """Run a module as `python -m MODULE` does."""
+    sys.argv = ["-m", *arguments]
+    _search_first(os.getcwd())
+    spec = importlib.util.find_spec(target)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{target}.__main__")
+    if spec is None or not isinstance(spec.loader, InspectLoader):
+        raise ModuleNotFoundError(f"No module named {target!r} that can be run", name=target)
+    code = spec.loader.get_code(spec.name)
+    assert code is not None
+    sys.argv[0] = str(spec.origin)
+    main_module = _be_main(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+    exec(code, main_module.__dict__)  # noqa: S102
+
+
+def _search_first(folder: str) -> None:
+    """Imports look there first, unless the user asked python not to (PYTHONSAFEPATH)."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _be_main(**attributes: object) -> ModuleType:
+    """A new `__main__`: it stays when the program's last line is done, for its threads."""
+    main_module = ModuleType("__main__")
+    main_module.__dict__.update({"__annotations__": {}, "__builtins__": builtins} | attributes)
+    sys.modules["__main__"] = main_module
+    return main_module
+
+
+def _of_the_program(frames: TracebackType | None) -> TracebackType | None:
+    """The frames below those of this file."""
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
+
+
+def record(error: BaseException, frames: TracebackType | None) -> str:
+    """Write what ended this rank to the file that torch names; readable for torch too."""
+    whole = traceback.TracebackException(type(error), error, frames)
+    text, last = "".join(whole.format()), "".join(whole.format_exception_only())
+    if isinstance(error, SystemExit):
+        last = f"exit code {error.code}\n" if isinstance(error.code, int) else f"{error.code}\n"
+        text = last
+    now = time.time()
+    extra = {"py_callstack": text, "timestamp": str(int(now))}
+    content = {
+        "message": {"message": last.strip(), "extraInfo": extra},
+        "stack": text.removesuffix(last),
+        "exception": last,
+        "time": now,
+    }
+    try:
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(content))
+    except OSError:
+        print(text, file=sys.stderr)
+    return text
+
+
+def _end_late(words: str) -> None:
+    """A failed rank whose threads or exit handlers hang: it says why it failed, then ends."""
+    time.sleep(_SPEAK_AFTER_S)
+    if words:
+        print(f"rank {os.environ['RANK']} has failed and is slow to end\n{words}", file=sys.stderr)
+    time.sleep(_END_AFTER_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
