@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import accel_fn as af
 from accel_fn._channel import open_channel
@@ -381,6 +381,38 @@ def test_ranks_that_talk_while_they_read_may_break_and_begin_again():
         for batch in range(size)
     ]
     assert simulate(run, world_size=3) == [expected] * 3
+
+
+class Uneven(IterableDataset):
+    """Shards of unequal lengths, whose items ranks pass on to each other."""
+
+    def __init__(self, index=0, num_shards=1):
+        self.index, self.num_shards = index, num_shards
+
+    def shard(self, num_shards, index):
+        return Uneven(index, num_shards)
+
+    def __iter__(self):
+        return (x for x in range(61) if x * x % 7 % self.num_shards == self.index)
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_stream_that_ranks_share_is_the_same_read_ahead(depth):
+    def run(state, depth):
+        loader = af.shard_loader(DataLoader(Uneven(), batch_size=6), state)
+        loader = af.prefetch(loader, state, depth) if depth else loader
+        found = []
+        for epoch in loader.epochs(2):
+            for number, batch in enumerate(epoch):
+                found.append(batch.tolist())
+                if (epoch.index, number) == (0, 2):
+                    break
+        together = zip(*loader.epochs(2), strict=True)
+        return found, [[a.tolist(), b.tolist()] for a, b in together]
+
+    expected = simulate(lambda state: run(state, 0), world_size=3)
+    assert len(expected[0][0]) == 3 + 10
+    assert simulate(lambda state: run(state, depth), world_size=3) == expected
 
 
 # -- errors --------------------------------------------------------------------------------------
