@@ -1,0 +1,303 @@
+"""`accel-fn config`, started as a user would."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.settings import written
+
+WRITTEN = Path(__file__).parent / "accelerate"
+COMMAND = [sys.executable, "-m", "accel_fn.cli", "config"]
+
+
+@pytest.fixture
+def place(tmp_path):
+    """An empty folder to work in, beside an empty home."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work"
+
+
+def surroundings(place, **variables):
+    """No accelerator is visible, and no variable of ours is set, but those given."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCEL_FN_", "XDG_CONFIG", "CUDA_VISIBLE"))
+    }
+    return {**kept, "HOME": str(place.parent / "home"), "CUDA_VISIBLE_DEVICES": "", **variables}
+
+
+def config(place, *arguments, code=0, **variables):
+    """Run the command without a terminal; its output and its errors."""
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=place,
+        env=surroundings(place, **variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout, done.stderr
+
+
+def shown(place, *arguments, **variables):
+    out, _ = config(place, "--show", "--json", *arguments, **variables)
+    return json.loads(out)
+
+
+class Terminal:
+    """The command in a terminal: what it prints, and what is typed. Gone at the end of the block."""
+
+    def __init__(self, place, *arguments):
+        self.screen, inside = pty.openpty()
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            cwd=place,
+            env=surroundings(place, TERM="xterm", COLUMNS="200"),
+            preexec_fn=lambda: os.login_tty(inside),
+        )
+        os.close(inside)
+        self.text, self.seen = "", 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.wait(timeout=30)
+        os.close(self.screen)
+
+    def read_until(self, words):
+        """Fail where the words do not come next or later."""
+        while words not in self.text[self.seen :]:
+            assert self._read(), f"{words!r} did not come:\n{self.text}"
+        self.seen = self.text.index(words, self.seen) + len(words)
+        return self
+
+    def type(self, text):
+        os.write(self.screen, text.encode())
+        return self
+
+    def interrupt(self):
+        """Ctrl-C, again where the first came just before the program waits, which Python loses."""
+        for _ in range(10):
+            self.type("\x03")
+            try:
+                return self.process.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                continue
+        return None
+
+    def end(self):
+        """The exit code, when all is said."""
+        while self._read():
+            pass
+        return self.process.wait(timeout=30)
+
+    def _read(self):
+        ready, _, _ = select.select([self.screen], [], [], 30)
+        try:
+            got = os.read(self.screen, 4096).decode() if ready else ""
+        except OSError:  # Linux's way to say that the other side is closed
+            return False
+        self.text += got.replace("\r", "")
+        return bool(got)
+
+
+# writing
+
+
+def test_default_asks_nothing_and_writes_what_is_in_force_after(place):
+    out, _ = config(place, "--default")
+    assert out.startswith("Wrote accel_fn.yaml.")
+    values = yaml.safe_load((place / "accel_fn.yaml").read_text())
+    found = shown(place)
+    assert values["num_processes"] == 1
+    assert {name: found[name]["value"] for name in values} == values
+    assert {found[name]["source"] for name in values} == {str(place / "accel_fn.yaml")}
+    assert {found[name]["source"] for name in set(found) - set(values)} == {"default"}
+
+
+def test_a_file_that_is_there_is_only_overwritten_by_force(place):
+    file = written(place, "tee: true\n")
+    _, errors = config(place, "--default", code=1)
+    assert errors == (
+        "Error: accel_fn.yaml exists; --force overwrites it, --output names another\n"
+    )
+    assert file.read_text() == "tee: true\n"
+    config(place, "--default", "--force")
+    assert "tee" not in yaml.safe_load(file.read_text())
+
+
+def test_output_names_another_file(place):
+    config(place, "--default", "--output", "other.yaml")
+    assert [path.name for path in place.iterdir()] == ["other.yaml"]
+    _, errors = config(place, "--default", "--output", "no/such/file.yaml", code=1)
+    assert "must be in a folder that is there and can be written" in errors
+
+
+def test_without_a_terminal_it_asks_for_default_at_once(place):
+    _, errors = config(place, code=2)
+    assert errors.endswith(
+        "Error: config asks questions and must run in a terminal; --default asks nothing\n"
+    )
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--show", "--default"], "--default cannot be combined with --show"),
+        (["--show", "--force"], "--force cannot be combined with --show"),
+        (["--json"], "--json cannot be combined with writing a file"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(place, arguments, told):
+    assert told in config(place, *arguments, code=2)[1]
+
+
+# the questions
+
+
+def test_the_answers_are_what_is_written(place):
+    with Terminal(place) as terminal:
+        for question, answer in (
+            ("How many machines (this one included) [1]: ", "2"),
+            ("Which of them is this one, from 0 [0]: ", "2"),
+            ("Error: config: machine_rank must be below num_machines=2, got 2\n", None),
+            ("Which of them is this one, from 0 [0]: ", "1"),
+            ("Address of machine 0: ", "10.0.0.1"),
+            ("A free port on machine 0 [29500]: ", ""),
+            ("Train on the CPU, whatever accelerators there are [y/N]: ", "y"),
+            ("How many processes, over all machines [2]: ", "3"),
+            ("num_processes must be a multiple of num_machines=2, got 3; it counts", None),
+            ("How many processes, over all machines [2]: ", "6"),
+            ("Mixed precision (no, fp16, bf16) [no]: ", "bf16"),
+            ("In how many micro-batches each rank computes its part [1]: ", "4"),
+        ):
+            terminal.read_until(question)
+            if answer is not None:
+                terminal.type(f"{answer}\n")
+        assert terminal.end() == 0, terminal.text
+    assert yaml.safe_load((place / "accel_fn.yaml").read_text()) == {
+        "num_processes": 6,
+        "num_machines": 2,
+        "machine_rank": 1,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29500,
+        "cpu": True,
+        "mixed_precision": "bf16",
+        "num_microbatches": 4,
+    }
+
+
+def test_enter_all_the_way_is_default(place):
+    with Terminal(place, "--output", "asked.yaml") as terminal:
+        for words in ("machines (", "Train on", "processes, over", "precision (", "micro-batches"):
+            terminal.read_until(words).type("\n")
+        assert terminal.end() == 0, terminal.text
+    config(place, "--default", "--output", "default.yaml")
+    assert (place / "asked.yaml").read_text() == (place / "default.yaml").read_text()
+
+
+@pytest.mark.parametrize("key", ["Ctrl-C", "Ctrl-D"])
+def test_an_interrupt_ends_quietly_and_writes_nothing(place, key):
+    with Terminal(place) as terminal:
+        terminal.read_until("How many machines (this one included) [1]: ").type("1\n")
+        terminal.read_until("Train on the CPU, whatever accelerators there are [y/N]: ")
+        if key == "Ctrl-C":
+            terminal.interrupt()
+        else:
+            terminal.type("\x04")
+        assert terminal.end() == 130
+        after = terminal.text[terminal.seen :]
+    for echo in ("^C", "^D", "\b"):
+        after = after.replace(echo, "")
+    assert after.strip() == ""
+    assert list(place.iterdir()) == []
+
+
+# showing
+
+
+def test_each_setting_is_shown_with_its_source(place):
+    written(place, "num_microbatches: 2\ntimeout_s: 60\n")
+    written(place.parent / "home", "tee: true\ntimeout_s: 5\n", ".config/accel_fn/config.yaml")
+    out, errors = config(place, "--show", ACCEL_FN_NUM_PROCESSES="2")
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()}
+    assert errors == ""
+    assert rows["setting"] == "value source"
+    assert rows["num_processes"] == "2 ACCEL_FN_NUM_PROCESSES"
+    assert rows["timeout_s"] == f"60.0 {place / 'accel_fn.yaml'}"
+    assert rows["tee"] == f"true {place.parent / 'home/.config/accel_fn/config.yaml'}"
+    assert rows["max_restarts"] == "0 default"
+
+
+def test_in_a_terminal_it_is_a_table(place):
+    with Terminal(place, "--show") as terminal:
+        assert terminal.end() == 0
+        assert terminal.text.startswith("┏━")
+        assert "detected: no accelerator" in terminal.text
+
+
+def test_a_mistake_is_one_line_and_an_exit_code(place):
+    file = written(place, "num_proceses: 2\n")
+    _, errors = config(place, "--show", code=1)
+    assert errors == (
+        f"Error: {file}:1: key must be a setting, got num_proceses: did you mean num_processes?\n"
+    )
+
+
+def test_a_home_that_cannot_be_read_is_no_error(place):
+    for home in ("/no/such/home", ""):
+        assert shown(place, HOME=home)["num_processes"]["value"] == 1
+
+
+def test_the_multi_cpu_file_of_accelerate_is_two_processes(place):
+    found = shown(place, "--config", str(WRITTEN / "multi_cpu.yaml"))
+    assert found["num_processes"]["value"] == 2
+    assert found["cpu"]["value"] is True
+
+
+def test_a_file_of_accelerate_gets_one_line_of_warning(place):
+    out, errors = config(
+        place, "--show", "--json", "--config", str(WRITTEN / "deepspeed.yaml"), ACCEL_FN_CPU="1"
+    )
+    assert json.loads(out)["num_microbatches"]["value"] == 4
+    assert errors.startswith("Warning: ")
+    assert errors.count("\n") == 1
+    assert "no counterpart yet for distributed_type DEEPSPEED" in errors
+
+
+# what it costs
+
+
+def test_help_and_show_import_no_torch(place):
+    for arguments in (["--help"], ["--show"]):
+        code = (
+            "import sys; from accel_fn.cli import main\n"
+            f"sys.argv = ['accel-fn', 'config', *{arguments}]\n"
+            "try: main()\n"
+            "except SystemExit: pass\n"
+            "print('torch' in sys.modules, 'pydantic' in sys.modules)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=place,
+            env=surroundings(place),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.split()[-2:] == ["False", str(arguments == ["--show"])], done.stderr
