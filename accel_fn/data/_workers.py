@@ -63,19 +63,28 @@ class Crew:
         self.rest()
         running, self._running = self._running, None
         if running is not None:
-            for worker in running._workers if at_once else ():
-                worker.terminate()
-            running._shutdown_workers()
+            end_workers(running, at_once=at_once)
 
     def lost(self) -> str:
         """Which workers have died, and of what; empty where all are well."""
-        workers = getattr(self._running, "_workers", [])
-        running = not getattr(self._running, "_shutdown", True)
-        return ", ".join(
-            f"worker {number} (process {worker.pid}) {_ending(worker.exitcode)}"
-            for number, worker in enumerate(workers)
-            if running and not worker.is_alive()
-        )
+        return lost_workers(self._running)
+
+
+def end_workers(running: Any, *, at_once: bool = False) -> None:
+    """End the workers behind a DataLoader's iterator, after what they read or without waiting for that."""
+    for worker in running._workers if at_once else ():
+        worker.terminate()
+    running._shutdown_workers()
+
+
+def lost_workers(running: Any) -> str:
+    """Which workers behind a DataLoader's iterator have died, and of what; empty where all are well."""
+    going_on = not getattr(running, "_shutdown", True)
+    return ", ".join(
+        f"worker {number} (process {worker.pid}) {_ending(worker.exitcode)}"
+        for number, worker in enumerate(getattr(running, "_workers", []))
+        if going_on and not worker.is_alive()
+    )
 
 
 def _ending(exit_code: int | None) -> str:
