@@ -43,6 +43,9 @@ MADE_BY_FUNCTIONS = (
     "accel_fn.Step",
     "accel_fn.data._loader.ShardedLoader",
     "accel_fn.data._loader.Epoch",
+    "accel_fn.data._prefetch.Prefetched",
+    "accel_fn.data._window.Windowed",
+    "accel_fn.data._seeding.SeededSamples",
     "accel_fn.data._planning.BatchPlan",
 )
 
