@@ -79,7 +79,8 @@ class ShardedLoader:
         Args:
             num_epochs: of the whole run, >= 0.
             since: its `step` says how many batches were consumed; they are
-                skipped by arithmetic, no sample is read. Default: from the start.
+                skipped by arithmetic, no sample is read. (A sampler that does not
+                say its length is run so far, on rank 0.) Default: from the start.
 
         Returns:
             An iterator of epochs: each has an `index`, a `len`, and iterates over

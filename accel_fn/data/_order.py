@@ -147,17 +147,22 @@ class Order:
         return permute(places, self.num_samples, key=mix(mix(self.seed) + epoch))
 
 
-def check_sizes(function: str, order: Order) -> None:
-    """Every rank gets a sample of every batch, and an epoch has a batch: else refused."""
-    ranks, num_samples = order.world_size, order.num_samples
-    if order.batch_size < ranks:
+def check_batch_size(function: str, batch_size: int, world_size: int) -> None:
+    """Every rank gets a sample of every batch: else refused."""
+    if batch_size < world_size:
         raise ArgumentError(
-            f"{function}: batch_size={order.batch_size} must give every one of {ranks} ranks a sample; "
-            f"use batch_size >= {ranks}"
+            f"{function}: batch_size={batch_size} must give every one of {world_size} ranks a sample; "
+            f"use batch_size >= {world_size}"
         )
+
+
+def check_sizes(function: str, order: Order, what: str = "data set") -> None:
+    """The same, and an epoch of `what` has a batch."""
+    check_batch_size(function, order.batch_size, order.world_size)
+    ranks, num_samples = order.world_size, order.num_samples
     if num_samples < ranks:
         raise ArgumentError(
-            f"{function}: data set must have a sample for every one of {ranks} ranks, "
+            f"{function}: {what} must have a sample for every one of {ranks} ranks, "
             f"got {num_samples}; use fewer ranks"
         )
     if order.drop_last and num_samples < order.batch_size:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
+from accel_fn._channel import Channel, open_channel
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
-from accel_fn._errors import ArgumentError, ReplicaError, check_count, message
+from accel_fn._errors import ArgumentError, ReplicaError, message
 from accel_fn._state import DistState
+from accel_fn.data._dealing import DealtSource
+from accel_fn.data._interpreting import describe, read_order
 from accel_fn.data._loader import ShardedLoader
-from accel_fn.data._order import Order, check_sizes, mix
+from accel_fn.data._order import Order
 from accel_fn.data._ordered import OrderedSource
+from accel_fn.data._sampling import Sampling
 from accel_fn.data._streams import SPLITS, stream_source
 
 
@@ -42,8 +39,10 @@ def shard_loader(
     Law: the parts of the ranks are the global batch, which is the same for every world size.
 
     Args:
-        loader: over a map-style data set, in order or with `shuffle=True`. What
-            else it was given (collate_fn, workers, pinning, ...) is kept.
+        loader: over any data set; what it was given (collate_fn, workers, pinning, ...)
+            is kept. A sampler or batch sampler of your own is run on rank 0, under random
+            numbers of its own, and every rank is dealt its part: all ranks go through
+            such a loader together.
         state: says which part; its `seed`, and the loader's generator's, say which order.
         batch: "global", or "per_rank" for torch's own meaning: `batch_size` is
             one rank's, and the global batch is world_size times that.
@@ -58,12 +57,13 @@ def shard_loader(
 
     Raises:
         ValueError: on every rank alike: a global batch or a data set smaller
-            than the world, a loader with a sampler of its own or of a stream,
-            without a batch size, or sharded already.
+            than the world, a loader without batches, or sharded already, or
+            that gives them out of order.
         RuntimeError: ranks gave loaders of different length, batch size or seed.
 
     Cost: in a world of several, two small collectives, once. Per batch, this
-    rank's samples alone are read.
+    rank's samples alone are read, in one read where the data set is of tensors or
+    arrays. With a sampler of your own, two messages to every rank per some thousand samples.
 
     >>> import torch, accel_fn as af
     >>> data = torch.utils.data.TensorDataset(torch.arange(10))
@@ -78,62 +78,22 @@ def shard_loader(
         raise ArgumentError(message("shard_loader", "split", rule, split))
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return ShardedLoader(stream_source(loader, state, batch=batch, split=split))
+    asked, channel = _agreed(loader, state, batch)
+    if isinstance(asked, Order):
+        return ShardedLoader(OrderedSource(loader, asked, state.rank))
+    return ShardedLoader(DealtSource(loader, asked, state, channel))
+
+
+def _agreed(loader: Any, state: DistState, batch: str) -> tuple[Order | Sampling, Channel | None]:
+    """What the loader asks for, the same on every rank; where that is a sampler, a line to deal through."""
     if state.group is None:
-        return ShardedLoader(OrderedSource(loader, _order(loader, state, batch), state.rank))
-    order = all_or_none(lambda: _order(loader, state, batch), state, "shard_loader")
-    for rank, other in enumerate(exchange(order, state, "shard_loader")):
-        if other != order:
+        return read_order(loader, state, batch), None
+    asked = all_or_none(lambda: read_order(loader, state, batch), state, "shard_loader")
+    mine = asked if isinstance(asked, Order) else describe(loader, asked)
+    for rank, other in enumerate(exchange(mine, state, "shard_loader")):
+        if other != mine:
             raise ReplicaError(
                 f"shard_loader: loader must be the same on every rank, got {other} on rank {rank} "
-                f"and {order} on rank {state.rank}"
+                f"and {mine} on rank {state.rank}"
             )
-    return ShardedLoader(OrderedSource(loader, order, state.rank))
-
-
-def _order(loader: Any, state: DistState, batch: str) -> Order:
-    """The order that a loader asks for, checked."""
-    if not isinstance(loader, DataLoader):
-        repair = "give it the loader that was sharded" if isinstance(loader, ShardedLoader) else ""
-        raise ArgumentError(
-            message(
-                "shard_loader", "loader", "be a torch DataLoader", type(loader).__name__, repair
-            )
-        )
-    if type(loader.batch_sampler) is not BatchSampler:
-        raise ArgumentError(
-            message(
-                "shard_loader", "loader", "have a batch_size", f"batch_size={loader.batch_size}"
-            )
-        )
-    sampler = loader.batch_sampler.sampler
-    if type(sampler) not in (RandomSampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler)
-        and (sampler.replacement or sampler._num_samples is not None)
-    ):
-        raise ArgumentError(
-            message(
-                "shard_loader",
-                "loader",
-                "go through its data in order or with shuffle=True",
-                type(sampler).__name__,
-                "the ranks are shared out here, so no DistributedSampler",
-            )
-        )
-    drop_last = loader.batch_sampler.drop_last
-    batch_size = check_count("shard_loader", "batch_size", loader.batch_sampler.batch_size)
-    if batch == "per_rank":
-        batch_size *= state.world_size
-    seed = state.seed
-    generator = loader.generator or getattr(sampler, "generator", None)
-    if generator is not None:
-        seed = mix(mix(seed) + generator.initial_seed())
-    order = Order(
-        num_samples=len(cast("Sized", loader.dataset)),
-        batch_size=batch_size,
-        world_size=state.world_size,
-        shuffle=isinstance(sampler, RandomSampler),
-        drop_last=drop_last,
-        seed=seed,
-    )
-    check_sizes("shard_loader", order)
-    return order
+    return asked, None if isinstance(asked, Order) else open_channel(state)

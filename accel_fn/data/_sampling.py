@@ -1,0 +1,175 @@
+"""A user's sampler, run epoch by epoch: what it draws is its own, and its batches fit the world."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel_fn._errors import ArgumentError
+from accel_fn.data._generators import Generators, held_by
+from accel_fn.data._order import Order, mix
+
+_SAMPLES_AT_ONCE = 4096
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
+
+Batch = list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The global batches that a sampler says: a function of seed and epoch.
+
+    Attributes:
+        batch_sampler: gives the samples of each batch.
+        world_size: every batch has a sample for each rank; a smaller tail joins the batch before.
+        seed: of whatever it draws.
+        cut: how its samples are cut into batches, where their number is known beforehand.
+        length: what a batch sampler says of itself: batches, its tail not joined yet.
+    """
+
+    batch_sampler: Iterable[Any]
+    world_size: int
+    seed: int
+    cut: Order | None = None
+    length: int | None = None
+
+    def num_batches(self) -> int | None:
+        """Of an epoch, as far as it says."""
+        return self.length if self.cut is None else self.cut.num_batches()
+
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """The global batches of an epoch; the sampler is some thousand samples ahead."""
+        joined = self._joined(self._read(epoch), epoch)
+        return joined if self.cut is None else self._counted(joined, epoch)
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """The epoch and the batch after `step` batches: by arithmetic, else by running the sampler."""
+        if self.cut is not None:
+            return divmod(step, self.cut.num_batches())
+        for epoch in count():
+            num_seen = sum(1 for _ in islice(self.batches(epoch), step + 1))
+            if num_seen > step:
+                return epoch, step
+            step -= num_seen
+        raise AssertionError
+
+    def _read(self, epoch: int) -> Iterator[Batch]:
+        """What the sampler gives, as it is."""
+        seed = mix(mix(self.seed) + epoch)
+        sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
+        generators = _generators(sampler, seed)
+        with generators:
+            for each in nest(sampler):
+                if hasattr(each, "set_epoch"):
+                    each.set_epoch(epoch)
+            batches = map(plain, iter(sampler))
+            several = take_several(batches)
+        while several:
+            yield from several
+            with generators:
+                several = take_several(batches)
+
+    def _joined(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
+        """With a tail that is smaller than the world joined to the batch before."""
+        before: Batch | None = None
+        tail: Batch | None = None
+        for number, batch in enumerate(batches):
+            if tail is not None:
+                where = f"{len(tail)} in batch {number - 1} of epoch {epoch}"
+                raise ArgumentError(
+                    f"shard_loader: every batch of the sampler but the last must have a sample for each of "
+                    f"{self.world_size} ranks, got {where}; let it make larger batches, or use fewer ranks"
+                )
+            if len(batch) < self.world_size:
+                tail = batch
+            else:
+                if before is not None:
+                    yield before
+                before = batch
+        if before is None:
+            raise ArgumentError(
+                f"shard_loader: the sampler must give every one of {self.world_size} ranks a sample, "
+                f"got {len(tail or [])} in the whole of epoch {epoch}"
+            )
+        yield before + (tail or [])
+
+    def _counted(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
+        """As many as were promised, on which the position of a run rests."""
+        assert self.cut is not None
+        promised, number = self.cut.num_batches(), 0
+        for number, batch in enumerate(batches, start=1):
+            if number > promised:
+                break
+            yield batch
+        if number != promised:
+            rule = f"give as many samples as its len says, {self.cut.num_samples}, in every epoch"
+            got = f"{'more' if number > promised else 'fewer'} in epoch {epoch}"
+            repair = "correct its __len__, or leave it out"
+            raise ArgumentError(f"shard_loader: sampler must {rule}, got {got}; {repair}")
+
+
+def nest(sampler: Any) -> list[Any]:
+    """A sampler and those inside it, the outermost first."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is each for each in found):
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
+def take_several(batches: Iterator[Batch]) -> list[Batch]:
+    """The next batches, of some thousand samples together; none at the end."""
+    found, num_samples = [], 0
+    for batch in batches:
+        found.append(batch)
+        num_samples += len(batch)
+        if num_samples >= _SAMPLES_AT_ONCE:
+            break
+    return found
+
+
+def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
+    """A sampler that draws from `generator`, where it is of torch: a copy, so nobody shares its draws."""
+    if type(sampler) is BatchSampler:
+        inner = _with_generator(sampler.sampler, generator)
+        return BatchSampler(inner, sampler.batch_size, sampler.drop_last)
+    if type(sampler) in _DRAWING:
+        sampler = copy.copy(sampler)
+        sampler.generator = generator
+    return sampler
+
+
+def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
+    """What a sampler of the user's may draw from, with states of its own inside."""
+    foreign = [each for each in nest(sampler) if type(each) not in _KNOWN]
+    if not foreign:
+        return nullcontext()
+    own = {id(held): held for each in foreign for held in held_by(each)}
+    return Generators(seed, list(own.values()))
+
+
+def plain(batch: Iterable[Any]) -> Batch:
+    """A list; whole numbers of any kind as Python's, which cost least to send and to use."""
+    return [number if type(number) is int else _number(number) for number in batch]
+
+
+def _number(number: Any) -> Any:
+    try:
+        return operator.index(number)
+    except TypeError:  # whatever the data set is indexed by
+        return number

@@ -1,0 +1,590 @@
+"""A sampler of the user's own: rank 0 runs it, and its order is a function of seed and epoch."""
+
+import random
+from itertools import chain, count, islice
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import accel_fn as af
+from accel_fn.testing import simulate
+
+SIZE = 20
+DATA = TensorDataset(torch.arange(SIZE))
+WEIGHTS = [1.0 + index for index in range(SIZE)]
+
+
+class Own:
+    """A sampler of the user's: `draw` gives the samples of an epoch."""
+
+    def __init__(self, draw, size=SIZE):
+        self.draw, self.size, self.runs = draw, size, 0
+
+    def __iter__(self):
+        self.runs += 1
+        yield from self.draw(self)
+
+    def __len__(self):
+        return self.size
+
+
+class Unsized(Own):
+    """Does not say how many."""
+
+    __len__ = None
+
+
+class Epochal(Own):
+    """Is told which epoch it is."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def globally(sampler):
+    """By torch's, Python's and NumPy's global generators."""
+    yield from torch.randperm(SIZE // 2)
+    for _ in range(5):
+        yield random.randrange(SIZE)
+    yield from np.random.permutation(SIZE)[:5]
+
+
+def shard(world_size=1, rank=0, data=DATA, seed=0, batch="global", **options):
+    """A loader of a rank, by a state made by hand."""
+    state = af.DistState(rank=rank, world_size=world_size, seed=seed)
+    return af.shard_loader(DataLoader(data, **options), state, batch=batch)
+
+
+def samples(epoch):
+    return [batch[0].tolist() for batch in epoch]
+
+
+def everywhere(make, world_size, num_epochs=2, since=None):
+    """What every rank of a world is given: [rank][epoch][batch]."""
+
+    def run(state):
+        loader = af.shard_loader(make(state), state)
+        start = None if since is None else af.DistState(step=since)
+        return [samples(epoch) for epoch in loader.epochs(num_epochs, since=start)]
+
+    return simulate(run, world_size=world_size)
+
+
+def joined(ranks):
+    """The same as global batches: [epoch][batch]."""
+    return [
+        [list(chain.from_iterable(parts)) for parts in zip(*epochs, strict=True)]
+        for epochs in zip(*ranks, strict=True)
+    ]
+
+
+SAMPLERS = {
+    "weighted": lambda: WeightedRandomSampler(WEIGHTS, SIZE),
+    "weighted, few": lambda: WeightedRandomSampler(WEIGHTS, 6, replacement=False),
+    "subset": lambda: SubsetRandomSampler(range(3, 14)),
+    "with replacement": lambda: RandomSampler(DATA, replacement=True, num_samples=70),
+    "several times": lambda: RandomSampler(DATA, num_samples=45),
+    "own": lambda: Own(globally),
+    "own, without length": lambda: Unsized(globally),
+    "a list": lambda: [5, 3, 3, 8, 1, 0, 7, 2],
+    "another data set's": lambda: torch.utils.data.SequentialSampler(range(7)),
+}
+
+
+FIXED = ("a list", "another data set's")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_order_does_not_depend_on_the_world(name, world_size):
+    def loader(state):
+        return DataLoader(DATA, sampler=SAMPLERS[name](), batch_size=5)
+
+    [alone] = everywhere(loader, 1)
+    for epoch, expected in zip(joined(everywhere(loader, world_size)), alone, strict=True):
+        if len(expected[-1]) < world_size:
+            expected[-2:] = [expected[-2] + expected[-1]]
+        assert epoch == expected
+    assert (alone[0] == alone[1]) == (name in FIXED)
+
+
+def test_samplers_of_other_ranks_are_not_run():
+    def run(state):
+        sampler = Own(globally)
+        loader = af.shard_loader(DataLoader(DATA, sampler=sampler, batch_size=5), state)
+        assert len(list(loader)) == 4
+        return sampler.runs
+
+    assert simulate(run, world_size=3) == [1, 0, 0]
+
+
+@pytest.mark.parametrize("make", [SAMPLERS["own"], SAMPLERS["weighted"]], ids=["own", "weighted"])
+def test_iterating_draws_nothing_of_the_users_random_numbers(make):
+    def states():
+        python, numpy = random.getstate(), np.random.get_state()
+        return python, numpy[1].tolist(), numpy[2:], torch.get_rng_state().tolist()
+
+    loader = shard(sampler=make(), batch_size=5)
+    before = states()
+    first = samples(loader)
+    assert states() == before
+    torch.manual_seed(77)
+    random.seed(77)
+    np.random.seed(77)
+    assert samples(loader) == first
+    assert samples(shard(sampler=make(), batch_size=5, seed=1)) != first
+
+
+def holders():
+    return {
+        "torch": (torch.Generator().manual_seed(3), lambda g: torch.randperm(SIZE, generator=g)),
+        "numpy": (np.random.default_rng(3), lambda g: g.permutation(SIZE)),
+        "numpy's old": (np.random.RandomState(3), lambda g: g.permutation(SIZE)),
+        "python": (random.Random(3), lambda g: g.sample(range(SIZE), SIZE)),
+    }
+
+
+@pytest.mark.parametrize("kind", holders())
+def test_a_generator_that_a_sampler_holds_is_given_back_as_it_was(kind):
+    generator, permutation = holders()[kind]
+    sampler = Own(lambda self: permutation(self.held))
+    sampler.held = generator
+    loader = shard(sampler=sampler, batch_size=6)
+    first, second = (samples(epoch) for epoch in loader.epochs(2))
+    assert first != second
+    assert [samples(epoch) for epoch in loader.epochs(2)] == [first, second]
+    untouched, _ = holders()[kind]
+    assert permutation(generator).__repr__() == permutation(untouched).__repr__()
+
+
+def test_the_seed_of_a_samplers_generator_says_another_order():
+    def order(seed):
+        generator = torch.Generator().manual_seed(seed)
+        sampler = WeightedRandomSampler(WEIGHTS, SIZE, generator=generator)
+        return samples(shard(sampler=sampler, batch_size=6))
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+def test_two_loaders_over_one_sampler_do_not_meet():
+    for sampler in (Own(globally), WeightedRandomSampler(WEIGHTS, SIZE)):
+        loaders = [shard(sampler=sampler, batch_size=5, seed=seed) for seed in (0, 1)]
+        apart = [samples(loader) for loader in loaders]
+        together = [[a[0].tolist(), b[0].tolist()] for a, b in zip(*loaders, strict=True)]
+        assert together == [list(pair) for pair in zip(*apart, strict=True)]
+
+
+def test_long_epochs_are_read_in_pieces_that_draw_as_one():
+    data = TensorDataset(torch.arange(30_000))
+    sampler = Own(lambda self: (random.randrange(30_000) for _ in range(30_000)), size=30_000)
+    loader = shard(data=data, sampler=sampler, batch_size=100)
+    whole = samples(loader)
+    other = shard(data=data, sampler=sampler, batch_size=100, seed=5)
+    both = [(a[0].tolist(), b[0].tolist()) for a, b in zip(loader, other, strict=True)]
+    assert [a for a, _ in both] == whole
+    assert [b for _, b in both] == samples(other)
+
+
+def test_a_sampler_is_told_the_epoch():
+    sampler = Epochal(lambda self: [self.epoch] * SIZE)
+    loader = shard(sampler=sampler, batch_size=SIZE)
+    assert [samples(epoch)[0][0] for epoch in loader.epochs(3)] == [0, 1, 2]
+
+
+def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch():
+    class Halves:
+        def __init__(self):
+            self.sampler = Epochal(lambda self: [self.epoch] * SIZE)
+
+        def __iter__(self):
+            yield from (list(batch) for batch in np.split(np.array(list(self.sampler)), 2))
+
+    loader = shard(batch_sampler=Halves())
+    assert [samples(epoch) for epoch in loader.epochs(2)] == [[[e] * 10] * 2 for e in (0, 1)]
+
+
+def batches_of(*sizes):
+    """A batch sampler that goes through the data in batches of these sizes."""
+
+    def draw(self):
+        start = 0
+        for size in sizes:
+            yield range(start, start + size)
+            start += size
+
+    return Own(draw, size=len(sizes))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batches_of_varying_size_are_cut_as_they_are(world_size):
+    ranks = everywhere(
+        lambda state: DataLoader(DATA, batch_sampler=batches_of(3, 7, 4, 6)), world_size, 1
+    )
+    assert joined(ranks) == [[[*range(3)], [*range(3, 10)], [*range(10, 14)], [*range(14, 20)]]]
+    for batch in zip(*[epochs[0] for epochs in ranks], strict=True):
+        sizes = [len(part) for part in batch]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("sizes", [(5, 2), (5, 4, 1)])
+def test_a_tail_smaller_than_the_world_joins_the_batch_before(sizes):
+    ranks = everywhere(lambda state: DataLoader(DATA, batch_sampler=batches_of(*sizes)), 3, 1)
+    [epoch] = joined(ranks)
+    assert [len(batch) for batch in epoch] == [*sizes[:-2], sizes[-2] + sizes[-1]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((5, 2, 5), "each of 3 ranks, got 2 in batch 1 of epoch 0"),
+        ((2, 5), "each of 3 ranks, got 2 in batch 0 of epoch 0"),
+        ((5, 2, 1), "each of 3 ranks, got 2 in batch 1 of epoch 0"),
+        ((2,), "every one of 3 ranks a sample, got 2 in the whole of epoch 0"),
+        ((), "every one of 3 ranks a sample, got 0 in the whole of epoch 0"),
+    ],
+)
+def test_a_batch_smaller_than_the_world_is_refused_on_every_rank(sizes, text):
+    def run(state):
+        given = DataLoader(DATA, batch_sampler=batches_of(*sizes))
+        with pytest.raises(ValueError, match=f"shard_loader: .*{text}"):
+            list(af.shard_loader(given, state))
+
+    simulate(run, world_size=3)
+
+
+def test_a_sampler_that_fails_fails_on_every_rank():
+    def broken(self):
+        yield from range(7)
+        raise KeyError("lost")
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(DATA, sampler=Own(broken), batch_size=3), state)
+        with pytest.raises((KeyError, RuntimeError), match="lost") as caught:
+            list(loader)
+        return str(caught.value)
+
+    first, *others = simulate(run, world_size=3)
+    assert first == "'lost'"
+    assert others == ["shard_loader: the sampler failed on rank 0: KeyError('lost')"] * 2
+
+
+class Opaque:
+    """Cannot be sent."""
+
+    def __reduce__(self):
+        raise TypeError("opaque")
+
+
+def test_samples_whose_names_cannot_be_sent_fail_on_every_rank():
+    def run(state):
+        sampler = Own(lambda self: [Opaque()] * 4, size=4)
+        with pytest.raises((TypeError, RuntimeError), match="opaque"):
+            list(af.shard_loader(DataLoader(DATA, sampler=sampler, batch_size=2), state))
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samples_may_have_names(world_size):
+    data = {f"sample {index}": index for index in range(6)}
+    ranks = everywhere(
+        lambda state: DataLoader(
+            data,
+            sampler=sorted(data, reverse=True),
+            batch_size=4,
+            collate_fn=lambda s: [torch.tensor(s)],
+        ),
+        world_size,
+        1,
+    )
+    assert joined(ranks) == [[[5, 4, 3, 2], [1, 0]]]
+
+
+def endless(self):
+    return (index % SIZE for index in count())
+
+
+def test_a_sampler_without_end_is_read_as_far_as_it_is_used():
+    loader = shard(sampler=Unsized(endless), batch_size=6)
+    assert [batch[0].tolist() for batch in islice(loader, 2)] == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10, 11],
+    ]
+    [resumed] = islice(loader.epochs(1, since=af.DistState(step=1000)), 1)
+    assert (resumed.index, resumed.first_batch) == (0, 1000)
+    assert next(iter(resumed))[0].tolist() == [(6000 + i) % SIZE for i in range(6)]
+
+
+@pytest.mark.parametrize("ask", [len, lambda loader: len(next(loader.epochs(1)))])
+def test_the_length_of_a_sampler_that_has_none_is_refused(ask):
+    with pytest.raises(
+        TypeError,
+        match=r"len: the loader's sampler must have a length .*give the sampler a __len__",
+    ):
+        ask(shard(sampler=Unsized(globally), batch_size=6))
+
+
+def test_a_loader_without_a_length_is_a_list_all_the_same():
+    assert len(list(shard(sampler=Unsized(globally), batch_size=6))) == 4
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_samples", [5, 9, 10, 11, 12])
+def test_the_length_is_known_where_the_sampler_has_one(num_samples, drop_last, world_size):
+    def run(state):
+        sampler = WeightedRandomSampler(WEIGHTS, num_samples)
+        given = DataLoader(DATA, sampler=sampler, batch_size=5, drop_last=drop_last)
+        loader = af.shard_loader(given, state)
+        batches = samples(loader)
+        assert len(batches) == len(loader)
+        return batches
+
+    every = [
+        sample for batches in simulate(run, world_size=world_size) for b in batches for sample in b
+    ]
+    assert len(every) == (num_samples // 5 * 5 if drop_last else num_samples)
+
+
+def test_a_batch_sampler_says_its_length():
+    assert len(shard(batch_sampler=batches_of(3, 4, 5))) == 3
+
+
+@pytest.mark.parametrize(("size", "word"), [(SIZE - 3, "more"), (SIZE + 5, "fewer")])
+def test_a_length_that_is_not_kept_is_refused(size, word):
+    loader = shard(sampler=Own(globally, size=size), batch_size=3)
+    with pytest.raises(
+        ValueError,
+        match=f"sampler must give as many samples as its len says, {size}, in every epoch, got {word} in "
+        "epoch 0; correct its __len__, or leave it out",
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("position", [0, 1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"sampler": WeightedRandomSampler(WEIGHTS, SIZE), "batch_size": 5},
+        lambda: {"sampler": Unsized(globally), "batch_size": 5},
+        lambda: {"batch_sampler": batches_of(7, 4, 8, 1)},
+    ],
+    ids=["by arithmetic", "by running", "with a joined tail"],
+)
+def test_resuming_is_going_on(options, position, world_size):
+    def loader(state):
+        return DataLoader(DATA, **options())
+
+    for whole, rest in zip(
+        everywhere(loader, world_size, 3),
+        everywhere(loader, world_size, 3, since=position),
+        strict=True,
+    ):
+        flat = [batch for epoch in whole for batch in epoch]
+        assert [batch for epoch in rest for batch in epoch] == flat[min(position, len(flat)) :]
+
+
+def test_a_state_beyond_the_end_is_refused_on_every_rank():
+    def run(state):
+        loader = af.shard_loader(DataLoader(DATA, sampler=Unsized(globally), batch_size=5), state)
+        with pytest.raises(
+            ValueError, match="since must be at most at the end of 2 epochs, got 'step 9'"
+        ):
+            loader.epochs(2, since=af.DistState(step=9))
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_break_influences_nothing_later(num_workers):
+    options = {"num_workers": num_workers, "persistent_workers": bool(num_workers)}
+
+    def run(state):
+        given = DataLoader(DATA, sampler=Own(globally), batch_size=4, **options)
+        loader = af.shard_loader(given, state)
+        whole = samples(loader)
+        for _ in loader:
+            break
+        return whole, samples(loader)
+
+    for whole, again in simulate(run, world_size=2):
+        assert again == whole
+
+
+def test_passes_at_the_same_time_do_not_meet():
+    def run(state):
+        loader = af.shard_loader(DataLoader(DATA, sampler=Own(globally), batch_size=4), state)
+        epochs = list(loader.epochs(2))
+        apart = [samples(epoch) for epoch in epochs]
+        together = [[a[0].tolist(), b[0].tolist()] for a, b in zip(*epochs, strict=True)]
+        assert together == [list(pair) for pair in zip(*apart, strict=True)]
+
+    simulate(run, world_size=2)
+
+
+def test_ranks_in_different_epochs_are_told_so():
+    def run(state):
+        loader = af.shard_loader(DataLoader(DATA, sampler=Own(globally), batch_size=4), state)
+        epoch = list(loader.epochs(2))[state.rank]
+        if state.is_main:
+            next(iter(epoch))
+            return
+        with pytest.raises(
+            RuntimeError, match="got epoch 0 from batch 0 on rank 0, and epoch 1 from batch 0 here"
+        ):
+            next(iter(epoch))
+
+    simulate(run, world_size=2)
+
+
+def test_per_rank_keeps_torchs_meaning_of_batch_size():
+    loader = shard(world_size=2, rank=1, sampler=range(SIZE), batch_size=4, batch="per_rank")
+    assert samples(loader) == [[4, 5, 6, 7], [12, 13, 14, 15], [18, 19]]
+
+
+def test_states_made_by_hand_run_the_sampler_alike():
+    parts = [
+        samples(shard(world_size=2, rank=rank, sampler=Own(globally), batch_size=6))
+        for rank in (0, 1)
+    ]
+    whole = samples(shard(sampler=Own(globally), batch_size=6))
+    assert [a + b for a, b in zip(*parts, strict=True)] == whole
+
+
+def test_indices_say_what_a_batch_is():
+    loader = shard(world_size=2, rank=1, sampler=Own(globally), batch_size=6)
+    whole = samples(shard(sampler=Own(globally), batch_size=6))
+    assert loader.global_indices(0, 1).tolist() == whole[1]
+    assert loader.indices(0, 1).tolist() == whole[1][3:]
+    with pytest.raises(ValueError, match="indices: batch must be one of epoch 0, got 4"):
+        loader.indices(0, 4)
+
+
+def test_indices_of_a_sampler_on_rank_0_are_refused():
+    def run(state):
+        loader = af.shard_loader(DataLoader(DATA, sampler=Own(globally), batch_size=6), state)
+        with pytest.raises(
+            ValueError, match=r"indices: loader must go through its data in order .*rank 0 alone"
+        ):
+            loader.indices(0, 0)
+
+    simulate(run, world_size=2)
+
+
+def test_indices_that_are_no_numbers_are_refused():
+    loader = shard(data={"a": 0, "b": 1}, sampler=["a", "b"], batch_size=2)
+    with pytest.raises(
+        ValueError, match="indices: sampler must name samples by whole numbers, got 'a'"
+    ):
+        loader.indices(0, 0)
+
+
+REFUSED = {
+    "batch of one rank": (
+        {"batch_sampler": batches_of(4, 4)},
+        "per_rank",
+        "loader must have a batch_size where that is to be one rank's, got 'Own'; .*use batch=\"global\"",
+    ),
+    "small batch": (
+        {"sampler": Unsized(globally), "batch_size": 1},
+        "global",
+        "batch_size=1 must give every one of 2 ranks a sample; use batch_size >= 2",
+    ),
+    "small sampler": (
+        {"sampler": [3], "batch_size": 4},
+        "global",
+        "sampler must have a sample for every one of 2 ranks, got 1; use fewer ranks",
+    ),
+    "all dropped": (
+        {"sampler": [3, 4], "batch_size": 4, "drop_last": True},
+        "global",
+        "drop_last=True must leave a batch, got 2 samples for batch_size=4",
+    ),
+    "sharded inside": (
+        {"batch_sampler": BatchSampler(torch.utils.data.DistributedSampler(DATA, 2, 0), 4, False)},
+        "global",
+        "loader must not be shared out among ranks already, got 'DistributedSampler'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "batch", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_dealt_is_refused_on_every_rank(options, batch, text):
+    def run(state):
+        with pytest.raises(ValueError, match=f"shard_loader: {text}"):
+            af.shard_loader(DataLoader(DATA, **options), state, batch=batch)
+
+    simulate(run, world_size=2)
+
+
+class Split:
+    """Like accelerate's: it knows of ranks."""
+
+    num_processes, process_index = 2, 0
+
+    def __iter__(self):
+        return iter([[0, 1]])
+
+
+def test_a_batch_sampler_that_knows_of_ranks_is_refused():
+    with pytest.raises(ValueError, match="not be shared out among ranks already, got 'Split'"):
+        shard(batch_sampler=Split())
+
+
+DIFFERENT = {
+    "data": lambda rank: DataLoader(range(SIZE + rank), sampler=range(SIZE), batch_size=4),
+    "length": lambda rank: DataLoader(DATA, sampler=range(SIZE - rank), batch_size=4),
+    "subset": lambda rank: DataLoader(
+        DATA, sampler=SubsetRandomSampler(range(rank, rank + 8)), batch_size=4
+    ),
+    "workers": lambda rank: DataLoader(DATA, sampler=range(SIZE), batch_size=4, num_workers=rank),
+    "kind": lambda rank: DataLoader(DATA, sampler=[range(SIZE), None][rank], batch_size=4),
+}
+
+
+@pytest.mark.parametrize("make", DIFFERENT.values(), ids=DIFFERENT)
+def test_ranks_must_give_the_same_loader(make):
+    def run(state):
+        with pytest.raises(RuntimeError, match="loader must be the same on every rank, got "):
+            af.shard_loader(make(state.rank), state)
+
+    simulate(run, world_size=2)
+
+
+class Counted(torch.utils.data.Dataset):
+    """A data set that says no length, which a sampler makes up for."""
+
+    def __getitem__(self, index):
+        return torch.tensor([index])
+
+
+def test_a_data_set_without_a_length_needs_a_sampler():
+    with pytest.raises(TypeError, match="data set must have a length, or a sampler, got 'Counted'"):
+        shard(data=Counted(), batch_size=2)
+    assert [b.flatten().tolist() for b in shard(data=Counted(), sampler=[4, 2], batch_size=2)] == [
+        [4, 2]
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_read_what_is_dealt(num_workers):
+    def loader(state):
+        return DataLoader(DATA, sampler=Own(globally), batch_size=4, num_workers=num_workers)
+
+    assert (
+        joined(everywhere(loader, 2))
+        == everywhere(lambda state: DataLoader(DATA, sampler=Own(globally), batch_size=4), 1)[0]
+    )
