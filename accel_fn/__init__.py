@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from accel_fn._collectives import reduce_mean as reduce_mean
     from accel_fn._collectives import reduce_sum as reduce_sum
     from accel_fn._errors import AccelError as AccelError
+    from accel_fn._estimating import MemoryEstimate as MemoryEstimate
+    from accel_fn._estimating import estimate_memory as estimate_memory
     from accel_fn._explain import explain as explain
     from accel_fn._gathering import gather as gather
     from accel_fn._grads import Grads as Grads
@@ -49,6 +51,7 @@ _MODULES = {
     "_batch": ["num_samples"],
     "_collectives": ["barrier", "broadcast", "on_main", "reduce_mean", "reduce_sum"],
     "_errors": ["AccelError"],
+    "_estimating": ["MemoryEstimate", "estimate_memory"],
     "_explain": ["explain"],
     "_gathering": ["gather"],
     "_grads": ["Grads"],

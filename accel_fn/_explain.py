@@ -33,13 +33,22 @@ def explain(plan: Plan, state: DistState) -> str:
       gradients  clip_norm(max_norm=1.0)
       update     SGD(lr=0.1), 2 parameter tensors, 5 numbers
     """
+    lines = [f"one step on {_ranks(state)}, {state.device}"]
+    lines += [f"  {phase:<10} {text}" for phase, text in phases(plan, state).items()]
+    text = "\n".join(lines)
+    if state.is_main:
+        print(text)
+    return text
+
+
+def phases(plan: Plan, state: DistState) -> dict[str, str]:
+    """What one step does, by the names of its phases, in their order; idle ones are left out."""
     several = state.world_size > 1
-    ranks = f"{state.world_size} ranks" if several else "1 rank"
-    phases = {
+    told = {
         "start": _listed(plan.starts),
         "model": _listed([*plan.move_model, *plan.compile_loss]),
         "split": _listed(plan.split) or "the whole batch of the rank",
-        "weigh": describe(plan.weight_fn) + (f", summed over {ranks}" if several else ""),
+        "weigh": describe(plan.weight_fn) + (f", summed over {_ranks(state)}" if several else ""),
         "place": _listed(plan.place_batch) or "batches stay where they are",
         "forward": _forward(plan),
         "backward": _backward(plan, several),
@@ -48,12 +57,11 @@ def explain(plan: Plan, state: DistState) -> str:
         "update": _update(plan),
         "after": _listed(plan.after),
     }
-    lines = [f"one step on {ranks}, {state.device}"]
-    lines += [f"  {phase:<10} {text}" for phase, text in phases.items() if text]
-    text = "\n".join(lines)
-    if state.is_main:
-        print(text)
-    return text
+    return {phase: text for phase, text in told.items() if text}
+
+
+def _ranks(state: DistState) -> str:
+    return f"{state.world_size} ranks" if state.world_size > 1 else "1 rank"
 
 
 def _listed(functions: Sequence[Any]) -> str:

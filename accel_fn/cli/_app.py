@@ -8,6 +8,9 @@ import click
 
 _COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("accel_fn.cli._config", "Write settings to a file, or show those in force."),
+    "env": ("accel_fn.cli._env", "Print what a bug report needs."),
+    "estimate": ("accel_fn.cli._estimate", "Say how much memory a training step takes."),
+    "explain": ("accel_fn.cli._explain", "Say what one step of a plan does, phase by phase."),
 }
 """Module and one line of help, by name: listing the commands imports none of them."""
 

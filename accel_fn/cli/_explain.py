@@ -1,0 +1,30 @@
+"""The command `explain`: one step of a plan, phase by phase."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+
+@click.command()
+@click.argument("target", metavar="TARGET")
+@click.option(
+    "-n",
+    "--num-processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Ranks of the step.",
+)
+@click.option("--device", help="Device of the ranks.  [default: this machine's]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def explain(*, target: str, num_processes: int, device: str | None, as_json: bool) -> None:
+    """Print what one step of a plan does, phase by phase. Nothing is built or run.
+
+    TARGET is FILE.py:NAME or MODULE:NAME, and names a Plan, or a function without arguments that
+    gives one.
+    """
+    explaining = importlib.import_module("accel_fn.cli._explaining")
+    explaining.explain_target(target, num_processes, device, as_json=as_json)

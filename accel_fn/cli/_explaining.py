@@ -1,0 +1,47 @@
+"""Explaining a plan that is given by name."""
+
+from __future__ import annotations
+
+import torch
+
+from accel_fn._errors import ArgumentError, ArgumentTypeError, message
+from accel_fn._explain import explain, phases
+from accel_fn._plan import Plan
+from accel_fn._state import DistState
+from accel_fn.cli._output import errors_in_a_line, print_json
+from accel_fn.launching._targets import call_target, load_target
+
+
+def explain_target(target: str, num_processes: int, device: str | None, *, as_json: bool) -> None:
+    """Print the step of the plan that `target` names, as it would be on so many ranks."""
+    with errors_in_a_line():
+        state = DistState(world_size=num_processes, device=_device(device))
+        plan = _load_plan(target)
+    if as_json:
+        told = {"num_processes": num_processes, "device": str(state.device)}
+        print_json({**told, "phases": phases(plan, state)})
+    else:
+        explain(plan, state)
+
+
+def _device(asked: str | None) -> torch.device:
+    """Any device may be asked for: nothing runs."""
+    if asked is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if found is None else found
+    try:
+        return torch.device(asked)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ArgumentError(message("explain", "device", "be torch's", asked, reason)) from None
+
+
+def _load_plan(target: str) -> Plan:
+    found = load_target(target, "explain")
+    if not isinstance(found, Plan) and callable(found):
+        found = call_target(found, target, "explain")
+    if not isinstance(found, Plan):
+        rule = "name a Plan, or a function that gives one"
+        got = f"{target} ({type(found).__name__})"
+        raise ArgumentTypeError(message("explain", "target", rule, got))
+    return found

@@ -1,0 +1,65 @@
+"""What torch says of itself and of its devices; run as a script, since a broken torch may end it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+
+def main() -> None:
+    """Print what this process's torch says, as JSON."""
+    print(json.dumps(probe(importlib.import_module("torch"))))
+
+
+def probe(torch: Any) -> dict[str, Any]:
+    """Build, threads, communication and devices."""
+    distributed = torch.distributed
+    available = distributed.is_available()
+    return {
+        "version": torch.__version__,
+        "debug": torch.version.debug,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": _nccl(torch),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "backends": [
+            name
+            for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
+            if available and getattr(distributed, f"is_{name}_available", bool)()
+        ],
+        "devices": _devices(torch),
+    }
+
+
+def _nccl(torch: Any) -> str | None:
+    if torch.version.cuda is None or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _devices(torch: Any) -> list[dict[str, Any]]:
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator().type
+    return [
+        {"device": f"{kind}:{index}", **_properties(getattr(torch, kind), index)}
+        for index in range(torch.accelerator.device_count())
+    ]
+
+
+def _properties(module: Any, index: int) -> dict[str, Any]:
+    """Name, memory and capability, as far as this kind of device tells."""
+    if not hasattr(module, "get_device_properties"):
+        return {}
+    found = module.get_device_properties(index)
+    told = {"name": getattr(found, "name", None), "memory": getattr(found, "total_memory", None)}
+    if hasattr(found, "major"):
+        told["capability"] = f"{found.major}.{found.minor}"
+    return {name: value for name, value in told.items() if value is not None}
+
+
+if __name__ == "__main__":
+    main()

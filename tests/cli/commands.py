@@ -1,0 +1,46 @@
+"""Running `accel-fn` as a user would: a process of its own, an empty folder, a home of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def surroundings(folder: Path, **variables: str) -> dict[str, str]:
+    """An environment whose home is in `folder`, with nothing of a launch in it."""
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHED and not name.startswith(("ACCEL_FN_", "XDG_"))
+    }
+    ours = {"HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**inherited, **ours, **variables}
+
+
+def run_python(
+    folder: Path, *arguments: str, timeout_s: float = 60, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run python in a folder; give back its output and its exit code."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=surroundings(folder, **variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def run_command(
+    folder: Path, *arguments: str, timeout_s: float = 60, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `accel-fn ARGUMENTS`, likewise."""
+    return run_python(folder, "-m", "accel_fn.cli", *arguments, timeout_s=timeout_s, **variables)

@@ -1,0 +1,132 @@
+"""`accel-fn env`: what a bug report needs, of a machine as it is and of a broken one."""
+
+import json
+import os
+import platform
+import socket
+import time
+from importlib import metadata
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from accel_fn.cli._env import _lines
+from accel_fn.launching import _report
+from tests.cli.commands import ROOT, run_command
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("env")
+    (folder / "accel_fn.yaml").write_text("cpu: true\n")
+    done = run_command(
+        folder, "env", "--json",
+        RANK="1", NCCL_DEBUG="INFO", ACCEL_FN_CPU="1", TORCH_TOKEN="t0ps3cret", UNRELATED="kept out",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) | {"folder": folder, "text": done.stdout}
+
+
+def test_versions_are_those_that_are_installed(report):
+    assert report["versions"] == {
+        "python": platform.python_version(),
+        "accel-fn": metadata.version("accel-fn"),
+        "torch": metadata.version("torch"),
+        "numpy": numpy.__version__,
+        "einops": metadata.version("einops"),
+    }
+    assert report["extras"]["cli"]["click"] == metadata.version("click")
+    assert set(report["extras"]) == {"cli", "examples", "testing"}
+
+
+def test_torch_says_what_it_was_built_with_and_sees(report):
+    found = report["torch"]
+    assert found["version"] == torch.__version__
+    assert found["cuda"] == torch.version.cuda
+    assert ("gloo" in found["backends"]) == torch.distributed.is_gloo_available()
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    assert len(found["devices"]) == count
+    for index, device in enumerate(found["devices"]):
+        assert device["device"].endswith(f":{index}")
+        assert device["memory"] > 2**28
+
+
+def test_the_machine_is_this_one(report):
+    assert report["processor"]["threads"] == os.cpu_count()
+    assert 1 <= report["processor"]["usable_cores"] <= os.cpu_count()
+    assert report["processor"]["numa_nodes"] >= 1
+    assert report["memory"]["total"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert report["network_interfaces"] == [name for _, name in socket.if_nameindex()]
+
+
+def test_variables_of_a_launch_are_shown_and_neither_secrets_nor_others(report):
+    assert {"RANK": "1", "NCCL_DEBUG": "INFO", "ACCEL_FN_CPU": "1"}.items() <= report[
+        "variables"
+    ].items()
+    assert "t0ps3cret" not in report["text"]
+    assert "UNRELATED" not in report["text"]
+
+
+def test_the_file_of_settings_is_named(report):
+    assert Path(report["configuration"]["file"]) == report["folder"] / "accel_fn.yaml"
+    assert report["configuration"]["user_file"] is None
+
+
+def test_a_torch_that_is_broken_is_a_line_of_the_report(tmp_path):
+    broken = tmp_path / "broken" / "torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open')\n")
+    paths = os.pathsep.join([str(broken.parent), str(ROOT)])
+    done = run_command(tmp_path, "env", PYTHONPATH=paths)
+    assert done.returncode == 0, done.stderr
+    assert "ImportError: libcudart.so.12: cannot open (exit 1)" in done.stdout
+    assert f"python             {platform.python_version()}" in done.stdout
+
+
+def test_a_torch_that_crashes_or_hangs_is_a_line_too(tmp_path, monkeypatch):
+    def python(script):
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    assert _report.ask_torch(python("kill -SEGV $$")) == {"error": "signal 11"}
+    monkeypatch.setattr(_report, "_TORCH_WITHIN_S", 0.2)
+    assert _report.ask_torch(python("exec sleep 5")) == {"error": "no answer within 0.2 s"}
+
+
+def test_a_part_that_cannot_be_found_out_is_its_error(monkeypatch):
+    def refuse():
+        raise PermissionError("no /proc here")
+
+    monkeypatch.setattr(_report, "_processor", refuse)
+    monkeypatch.setattr(_report, "ask_torch", dict)
+    found = _report.collect({})
+    assert found["processor"] == {"error": "PermissionError('no /proc here')"}
+    assert found["memory"]["total"] > 0
+
+
+def test_devices_and_memory_are_told_as_people_read_them():
+    torch_part = {
+        "version": "2.0",
+        "devices": [{"device": "cuda:0", "name": "H200", "memory": 3 * 2**30}],
+    }
+    topology = "     GPU0\nGPU0  X"
+    lines = list(_lines({"torch": torch_part, "topology": topology, "network_interfaces": []}))
+    assert "    cuda:0, H200, 3.0 GiB" in lines
+    assert "  GPU0  X" in lines
+    assert lines[lines.index("network interfaces") + 1] == "  -"
+
+
+def test_help_is_quick_and_needs_no_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    for command in ("env", "estimate", "explain"):
+        start = time.monotonic()
+        done = run_command(tmp_path, command, "--help", PYTHONPATH=paths)
+        took_s = time.monotonic() - start
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"Usage: accel-fn {command} [OPTIONS]")
+        assert took_s < 2  # 0.1 s where nothing else runs
