@@ -1,0 +1,63 @@
+"""What the tests of prefetch read, and how they look for threads that are left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+from accel_fn.data._loader import ShardedLoader
+from accel_fn.data._prefetch import Reader
+
+HERE = af.DistState()
+TWO_WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
+
+
+def readers() -> list[Reader]:
+    """The threads of prefetch that are alive."""
+    return [thread for thread in threading.enumerate() if isinstance(thread, Reader)]
+
+
+def none_is_left() -> Iterator[None]:
+    """For a fixture: no test begins or ends with one."""
+    assert readers() == []
+    yield
+    assert readers() == []
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true within some seconds."""
+    stop = time.monotonic() + 10
+    while not condition() and time.monotonic() < stop:
+        time.sleep(0.001)
+    return condition()
+
+
+class Counted:
+    """Yields numbers, and knows how many it was asked for."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.num_read = size, 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.size):
+            self.num_read += 1
+            yield number
+
+
+def of(
+    num_samples: int, batch_size: int = 2, state: af.DistState = HERE, **options: Any
+) -> ShardedLoader:
+    """A loader over the numbers from 0."""
+    data = TensorDataset(torch.arange(num_samples))
+    return af.shard_loader(DataLoader(data, batch_size=batch_size, **options), state)
+
+
+def ids(loader: Any) -> list[list[int]]:
+    """Its batches, as lists of numbers."""
+    return [batch[0].tolist() for batch in loader]
