@@ -107,6 +107,11 @@ def joined(ranks):
     return [list(chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
+def items_of(ranks):
+    """All items that ranks were given, sorted."""
+    return sorted(chain(*joined(ranks)))
+
+
 def samples(data):
     """A stream of rows as (inputs, targets), float64, from numbers alone."""
 

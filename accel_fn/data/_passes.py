@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_fn._errors import ArgumentError
+from accel_fn._errors import ArgumentError, WorkerError, message
 from accel_fn.data._reading import WorkerInit
+from accel_fn.data._workers import end_workers, lost_workers
 
 # Simulated ranks are threads: a worker that one of them forks while another forks its own holds
 # what says of that other that it has ended, and would have to end first.
@@ -55,35 +56,49 @@ class Passes:
     ) -> None:
         self._stream_of = stream_of
         self._options = options
+        self._shares = bool(options.get("persistent_workers"))
         self._place = torch.zeros(2, dtype=torch.int64)
         self._shared: DataLoader[Any] | None = None
         self._newest = 0
-        if options.get("persistent_workers"):
+        if self._shares:
             self._place.share_memory_()  # type: ignore[no-untyped-call]
-            self._shared = self._loader(self._place)
 
     def start(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """What the stream gives from there on. Workers start here, not at the first item."""
-        if self._shared is None:
-            with _STARTING:
-                return iter(self._loader(torch.tensor([epoch, first_batch])))
-        self._place[0], self._place[1] = epoch, first_batch
         self._newest += 1
         with _STARTING:
-            items = iter(self._shared)
-        return self._guarded(items, self._newest)
+            if not self._shares:
+                place = torch.tensor([epoch, first_batch])
+                return self._items(iter(self._loader(place)), self._newest)
+            self._place[0], self._place[1] = epoch, first_batch
+            if self._shared is None:
+                self._shared = self._loader(self._place)
+            return self._items(iter(self._shared), self._newest)
 
     def _loader(self, place: Tensor) -> DataLoader[Any]:
         stream = self._stream_of(place)
         return DataLoader(stream, batch_size=None, collate_fn=as_it_is, **self._options)
 
-    def _guarded(self, items: Iterator[Any], number: int) -> Iterator[Any]:
-        while number == self._newest:
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            yield item
+    def _items(self, running: Any, number: int) -> Iterator[Any]:
+        """Item by item. Workers are not left to Python to end: an error that somebody keeps keeps them."""
+        failed = False
+        try:
+            while not self._shares or number == self._newest:
+                try:
+                    item = next(running)
+                except StopIteration:
+                    return
+                yield item
+        except Exception as error:
+            failed, self._shared = True, None  # persistent workers too: the next pass starts others
+            if lost := lost_workers(running):
+                rule = "live until the loop ends"
+                repair = "was there memory enough? fewer workers take less"
+                raise WorkerError(message("shard_loader", "workers", rule, lost, repair)) from error
+            raise
+        finally:
+            if (failed or not self._shares) and hasattr(running, "_workers"):
+                end_workers(running, at_once=failed)
         raise ArgumentError(
             "shard_loader: persistent_workers=True must serve one pass at a time, got a second one "
             "before the first had ended; use persistent_workers=False"

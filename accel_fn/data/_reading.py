@@ -22,6 +22,7 @@ from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
 from accel_fn.data._order import mix
+from accel_fn.data._prefetch import Reader
 
 _BLOCK = 1024
 _LOCK = (
@@ -40,13 +41,23 @@ def shown(info: WorkerInfo | None) -> Iterator[None]:
         _torch_worker._worker_info = before
 
 
-class Stream:
-    """One pass over a data set, item by item.
+def worker_over(data: IterableDataset[Any]) -> WorkerInfo | None:
+    """Which worker of a loader over `data` this process is; None in the main process.
 
-    In a worker process the global generators are seeded for the stream alone,
-    so that a shuffle or an augmentation that draws from them depends on seed
-    and epoch, and on nothing that else draws. In the main process they are
-    the user's and are left alone.
+    What a simulated rank lets another data set see for a while is not that.
+    """
+    info = get_worker_info()
+    return info if info is not None and info.dataset is data else None
+
+
+class Stream:
+    """One pass over a data set, item by item, within `reading()`.
+
+    The global generators are the stream's alone while it is read, seeded by
+    seed and epoch: a shuffle or an augmentation that draws from them is the
+    same wherever the stream is read, and again when a run resumes. Only
+    `prefetch` without workers leaves them as they are, since the loop draws
+    from them at the same time.
     """
 
     def __init__(
@@ -63,11 +74,24 @@ class Stream:
         self._seed = mix(mix(seed) + epoch)
         self._info = info
         self._in_worker = in_worker
-        self._draws = _Generators(self._seed) if in_worker else nullcontext()
+        self._draws = _Generators(self._seed)
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []
         self._num_read = 0
         self._ended = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let the data set see the worker that it is read by, and its own random numbers."""
+        if self._in_worker:
+            with shown(self._info), self._draws:
+                yield
+        elif isinstance(threading.current_thread(), Reader):
+            with nullcontext() if self._info is None else _shown_alone(self._info):
+                yield
+        else:
+            with _LOCK, nullcontext() if self._info is None else shown(self._info), self._draws:
+                yield
 
     def take(self, count: int) -> list[Any]:
         """The next items: fewer than `count` at the end, then none."""
@@ -79,40 +103,26 @@ class Stream:
         self._ahead = self.take(count)
         return self._ahead
 
-    def drop(self, count: int) -> int:
-        """Read on without keeping; how many items there were."""
-        dropped = 0
-        while dropped < count:
-            step = len(self.take(min(_BLOCK, count - dropped)))
-            if not step:
-                break
-            dropped += step
-        return dropped
+    def drop(self, count: int) -> None:
+        """Read on without keeping."""
+        while count > 0 and (items := self.take(min(_BLOCK, count))):
+            count -= len(items)
 
     def _read(self, count: int) -> list[Any]:
         found: list[Any] = []
         if self._ended:  # some iterators begin anew when asked again
             return found
-        with self._as_reader():
-            try:
-                if self._items is None:
-                    self._items = self._open()
-                found.extend(islice(self._items, count))
-            except Exception as error:
-                where = f"after {self._num_read + len(found)} items of epoch {self._epoch}"
-                error.add_note(f"shard_loader: the stream failed {where}")
-                raise
+        try:
+            if self._items is None:
+                self._items = self._open()
+            found.extend(islice(self._items, count))
+        except Exception as error:
+            where = f"after {self._num_read + len(found)} items of epoch {self._epoch}"
+            error.add_note(f"shard_loader: the stream failed {where}")
+            raise
         self._num_read += len(found)
         self._ended = len(found) < count
         return found
-
-    @contextmanager
-    def _as_reader(self) -> Iterator[None]:
-        if not self._in_worker and self._info is None:  # as it is: no lock, no wait
-            yield
-            return
-        with nullcontext() if self._in_worker else _LOCK, shown(self._info), self._draws:
-            yield
 
     def _open(self) -> Iterator[Any]:
         if hasattr(self._data, "set_epoch"):
@@ -120,10 +130,15 @@ class Stream:
             with nullcontext() if self._in_worker else _LOCK:
                 self._data.set_epoch(self._epoch)
         if isinstance(self._data, IterDataPipe):
-            graph_settings.apply_random_seed(
-                self._data, torch.Generator().manual_seed(self._seed >> 1)
-            )
+            generator = torch.Generator().manual_seed(self._seed >> 1)
+            graph_settings.apply_random_seed(self._data, generator)
         return iter(self._data)
+
+
+@contextmanager
+def _shown_alone(info: WorkerInfo) -> Iterator[None]:
+    with _LOCK, shown(info):
+        yield
 
 
 class _Generators:

@@ -78,6 +78,9 @@ def shard_loader(
         raise ArgumentError(message("shard_loader", "split", rule, split))
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return ShardedLoader(stream_source(loader, state, batch=batch, split=split))
+    if split != "auto":
+        rule = "be left out for a data set that can be indexed"
+        raise ArgumentError(message("shard_loader", "split", rule, split))
     asked, channel = _agreed(loader, state, batch)
     if isinstance(asked, Order):
         return ShardedLoader(OrderedSource(loader, asked, state.rank))

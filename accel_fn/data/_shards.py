@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
 from accel_fn._errors import ArgumentTypeError, message
 from accel_fn.data._order import mix
 from accel_fn.data._packing import pack, unpack
-from accel_fn.data._reading import Stream
+from accel_fn.data._reading import Stream, worker_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class ShardStream(IterableDataset[Any]):
 
     def __init__(
         self,
+        place: Tensor,
         data: IterableDataset[Any],
         split: Split,
         rank: int,
         seed: int,
         block_size: int,
-        place: Tensor,
     ) -> None:
         self.data = data
         self.split = split
@@ -92,13 +92,17 @@ class ShardStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         epoch = int(self.place[0])  # now: a persistent worker's place moves on
-        info = get_worker_info()
+        info = worker_over(self)
         reader = self.rank * self.split.readers_per_rank + (info.id if info else 0)
         return self._blocks(epoch, reader, in_worker=info is not None)
 
     def _blocks(self, epoch: int, reader: int, *, in_worker: bool) -> Iterator[Any]:
         stream = self.split.open(self.data, reader, epoch, seed=self.seed, in_worker=in_worker)
-        while items := stream.take(self.block_size):
+        while True:
+            with stream.reading():
+                items = stream.take(self.block_size)
+            if not items:
+                return
             yield pack(items) if in_worker else items
 
 

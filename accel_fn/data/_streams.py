@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -131,7 +133,12 @@ class _StreamSource:
         self._rank = rank
         self._name = type(loader.dataset).__name__
 
-    def _start(self, epoch: int, first_batch: int, collate_fn: Collate) -> Iterator[Any]:
+    def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        """Batches of an epoch from one on."""
+        raise NotImplementedError
+
+    def _count(self, epoch: int) -> Iterator[Any]:
+        """Something for every batch of an epoch, at less cost than the batches."""
         raise NotImplementedError
 
     def num_batches(self) -> int:
@@ -148,7 +155,7 @@ class _StreamSource:
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """From a batch of an epoch to its end; what comes before it is read and dropped."""
-        return self._watched(self._start(epoch, first_batch, self._collate), epoch, first_batch)
+        return self._watched(self._start(epoch, first_batch), epoch, first_batch)
 
     def _watched(self, batches: Iterator[Any], epoch: int, first_batch: int) -> Iterator[Any]:
         """Errors say where they were met; a length that is wrong is warned of."""
@@ -178,7 +185,7 @@ class _StreamSource:
         epoch = 0
         while step > 0:
             count = 0
-            for _ in self._start(epoch, 0, _nothing):
+            for _ in self._count(epoch):
                 count += 1
                 if count > step:
                     return epoch, step
@@ -207,19 +214,22 @@ class TurnsSource(_StreamSource):
 
     def __init__(self, loader: DataLoader[Any], sharing: _Sharing, rank: int) -> None:
         super().__init__(loader, sharing, rank)
-        self._data: IterableDataset[Any] = loader.dataset  # type: ignore[assignment]
-        self._seed = sharing.seed
-        self._options = options_of(loader, WorkerInit)
-        self._passes = Passes(lambda place: self._stream(place, self._collate), self._options)
+        options = options_of(loader, WorkerInit)
+        given: dict[str, Any] = {
+            "data": loader.dataset,
+            "cut": self._cut,
+            "rank": rank,
+            "seed": sharing.seed,
+        }
+        self._passes = Passes(partial(TurnsStream, collate_fn=self._collate, **given), options)
+        once = {**options, "persistent_workers": False}
+        self._counting = Passes(partial(TurnsStream, collate_fn=_nothing, **given), once)
 
-    def _stream(self, place: Tensor, collate_fn: Collate) -> TurnsStream:
-        return TurnsStream(self._data, self._cut, self._rank, self._seed, collate_fn, place)
+    def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        return self._passes.start(epoch, first_batch)
 
-    def _start(self, epoch: int, first_batch: int, collate_fn: Collate) -> Iterator[Any]:
-        if collate_fn is self._collate:
-            return self._passes.start(epoch, first_batch)
-        once = {**self._options, "persistent_workers": False}
-        return Passes(lambda place: self._stream(place, collate_fn), once).start(epoch, first_batch)
+    def _count(self, epoch: int) -> Iterator[Any]:
+        return self._counting.start(epoch, 0)
 
 
 class SplitSource(_StreamSource):
@@ -229,29 +239,31 @@ class SplitSource(_StreamSource):
         self, loader: DataLoader[Any], sharing: _Sharing, split: Split, channel: Channel
     ) -> None:
         super().__init__(loader, sharing, channel.state.rank)
+        data: Any = loader.dataset
         self._channel = channel
         self._num_passes = 0
-        rank, data = channel.state.rank, loader.dataset
-        first = rank * split.readers_per_rank if split.way == "workers" else None
-
-        def init(fn: Callable[[int], None]) -> WorkerInit:
-            return WorkerInit(fn, first, split.num_readers if split.way == "workers" else 1)
-
-        def stream(place: Tensor) -> ShardStream:
-            block_size = -(-sharing.cut.batch_size // sharing.cut.world_size)
-            return ShardStream(data, split, rank, sharing.seed, block_size, place)  # type: ignore[arg-type]
-
+        splits_itself = split.way == "workers"
+        init = partial(
+            WorkerInit,
+            first=self._rank * split.readers_per_rank if splits_itself else None,
+            num_workers=split.num_readers if splits_itself else 1,
+        )
         options = options_of(loader, init)
         if loader.num_workers:
             options["num_workers"] = split.readers_per_rank
         self._pinning = {name: options.pop(name) for name in ("pin_memory", "pin_memory_device")}
+        stream = partial(
+            ShardStream,
+            data=data,
+            split=split,
+            rank=self._rank,
+            seed=sharing.seed,
+            block_size=-(-self._cut.batch_size // self._cut.world_size),
+        )
         self._passes = Passes(stream, options)
 
-    def _start(self, epoch: int, first_batch: int, collate_fn: Collate) -> Iterator[Any]:
-        self._num_passes += 1
-        channel = replace(self._channel, tag=self._channel.tag + self._num_passes)
-        shard = Shard(self._passes.start(epoch, first_batch))
-        batches = self._collated(even_parts(shard, self._cut, channel), first_batch, collate_fn)
+    def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        batches = _collated(self._count(epoch), first_batch, self._collate)
         if not self._pinning["pin_memory"]:
             return batches
         pinning: DataLoader[Any] = DataLoader(
@@ -263,12 +275,22 @@ class SplitSource(_StreamSource):
         )
         return iter(pinning)
 
-    def _collated(
-        self, parts: Iterable[list[Any]], first_batch: int, collate_fn: Collate
-    ) -> Iterator[Any]:
-        for number, part in enumerate(parts):
-            if number >= first_batch:
-                yield collate_fn(part)
+    def _count(self, epoch: int) -> Iterator[Any]:
+        self._num_passes += 1
+        channel = replace(self._channel, tag=self._channel.tag + self._num_passes)
+        return _parts(self._passes.start(epoch, 0), self._cut, channel)
+
+
+def _parts(blocks: Iterator[Any], cut: Cut, channel: Channel) -> Iterator[list[Any]]:
+    """This rank's parts of a split source, whose workers end with it."""
+    with closing(blocks):  # type: ignore[type-var]
+        yield from even_parts(Shard(blocks), cut, channel)
+
+
+def _collated(parts: Iterator[list[Any]], first_batch: int, collate_fn: Collate) -> Iterator[Any]:
+    for number, part in enumerate(parts):
+        if number >= first_batch:
+            yield collate_fn(part)
 
 
 class _Given(IterableDataset[Any]):

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from accel_fn._errors import ArgumentError
-from accel_fn.data._reading import Stream
+from accel_fn.data._reading import Stream, worker_over
+
+_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +57,19 @@ def turns(
     """A rank's part of every `stride`-th global batch of a stream, from `first_batch` on.
 
     Items outside the part are let go as soon as that is known, so that a rank
-    holds about a part, and never more than a quarter of a batch beside it.
+    holds at most a part and about a quarter of a batch.
     """
-    batch = first_batch
-    stream.drop(batch * cut.batch_size)
+    batch, skipped = first_batch, first_batch
     while True:
-        part, is_last = _next_part(stream, cut, rank, is_first=batch == 0)
+        with stream.reading():
+            stream.drop(skipped * cut.batch_size)
+            part, is_last = _next_part(stream, cut, rank, is_first=batch == 0)
         if part:
             yield part
+        del part  # not held while the next one is read
         if is_last:
             return
-        stream.drop((stride - 1) * cut.batch_size)
-        batch += stride
+        batch, skipped = batch + stride, stride - 1
 
 
 def _next_part(stream: Stream, cut: Cut, rank: int, *, is_first: bool) -> tuple[list[Any], bool]:
@@ -89,7 +92,7 @@ def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, in
     held: list[Any] = []
     start, count = 0, 0
     stop = cut.start(cut.batch_size + cut.world_size - 1, rank + 1)
-    block = max(1, cut.batch_size // cut.world_size)
+    block = max(_BLOCK, cut.batch_size // cut.world_size // 4)
     while count < cut.batch_size:
         asked = min(block, cut.batch_size - count)
         items = stream.take(asked)
@@ -110,12 +113,12 @@ class TurnsStream(IterableDataset[Any]):
 
     def __init__(
         self,
+        place: Tensor,
         data: IterableDataset[Any],
         cut: Cut,
         rank: int,
         seed: int,
         collate_fn: Callable[[list[Any]], Any],
-        place: Tensor,
     ) -> None:
         self.data = data
         self.cut = cut
@@ -126,7 +129,7 @@ class TurnsStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first_batch = self.place.tolist()  # now: a persistent worker's place moves on
-        info = get_worker_info()
+        info = worker_over(self)
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         stream = Stream(self.data, epoch, seed=self.seed, in_worker=info is not None)
         parts = turns(

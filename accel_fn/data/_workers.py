@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
@@ -55,15 +56,15 @@ class Crew:
         """Let go of what is left to read; the workers stay for the next pass."""
         self._feed.parts = iter(())
 
-    def dismiss(self, *, at_once: bool = False) -> None:
-        """End the workers, after what they read or without waiting for that.
-
-        Not left to Python: an error that somebody keeps would keep them.
-        """
+    def dismiss(self) -> None:
+        """End the workers now: an error that somebody keeps would keep them."""
         self.rest()
-        running, self._running = self._running, None
-        if running is not None:
-            end_workers(running, at_once=at_once)
+        if self._running is not None:
+            if self.lost():  # one that died holding a queue's lock lets no other end by itself
+                for worker in self._running._workers:
+                    worker.terminate()
+            self._running._shutdown_workers()
+            self._running = None
 
     def lost(self) -> str:
         """Which workers have died, and of what; empty where all are well."""
@@ -72,18 +73,23 @@ class Crew:
 
 def end_workers(running: Any, *, at_once: bool = False) -> None:
     """End the workers behind a DataLoader's iterator, after what they read or without waiting for that."""
-    for worker in running._workers if at_once else ():
-        worker.terminate()
+    if at_once:
+        if running._worker_pids_set:  # else torch says of them that they were killed
+            signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
+            running._worker_pids_set = False
+        for worker in running._workers:
+            worker.terminate()
     running._shutdown_workers()
 
 
 def lost_workers(running: Any) -> str:
     """Which workers behind a DataLoader's iterator have died, and of what; empty where all are well."""
     going_on = not getattr(running, "_shutdown", True)
+    may_end = isinstance(getattr(running, "_dataset", None), IterableDataset)
     return ", ".join(
         f"worker {number} (process {worker.pid}) {_ending(worker.exitcode)}"
         for number, worker in enumerate(getattr(running, "_workers", []))
-        if going_on and not worker.is_alive()
+        if going_on and not worker.is_alive() and not (may_end and worker.exitcode == 0)
     )
 
 
