@@ -7,6 +7,7 @@ import importlib
 import click
 
 _COMMANDS: dict[str, tuple[str, str]] = {
+    "launch": ("accel_fn.cli._launch", "Run a script on every process of a world."),
     "config": ("accel_fn.cli._config", "Write settings to a file, or show those in force."),
     "env": ("accel_fn.cli._env", "Print what a bug report needs."),
     "estimate": ("accel_fn.cli._estimate", "Say how much memory a training step takes."),

@@ -30,9 +30,8 @@ def read_processors(root: Path = Path("/"), allowed: Sequence[int] | None = None
         tuple(cpu for cpu in allowed if cpu in parse_cpus(path.read_text()))
         for path in sorted((root / "sys/devices/system/node").glob("node*/cpulist"), key=_number)
     ]
-    quota = _quota(root)
     return Processors(
-        cores=max(1, min(len(cores), math.ceil(quota))),
+        cores=max(1, math.ceil(min(len(cores), _quota(root)))),
         nodes=tuple(node for node in nodes if node) or (tuple(allowed),),
     )
 

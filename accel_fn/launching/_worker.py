@@ -30,7 +30,7 @@ _SPEAK_AFTER_S, _END_AFTER_S = 5.0, 30.0
 
 def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments: str) -> None:
     """Be one rank of a launcher: a script, a module or a program, on some of the processors."""
-    _end_with(int(launcher))
+    end_with(int(launcher))
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
@@ -43,7 +43,7 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
     _run(start, target, list(arguments), show=bool(show))
 
 
-def _end_with(launcher: int) -> None:
+def end_with(launcher: int) -> None:
     """Have this process killed as soon as the launcher is gone, whatever ended that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -173,8 +173,10 @@ def record(error: BaseException, frames: TracebackType | None) -> str:
         "exception": last,
         "time": now,
     }
+    file = os.environ["TORCHELASTIC_ERROR_FILE"]
     try:
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(content))
+        Path(f"{file}.new").write_text(json.dumps(content))
+        os.replace(f"{file}.new", file)  # whole, or not there
     except OSError:
         print(text, file=sys.stderr)
     return text

@@ -1,0 +1,137 @@
+"""Torch's elastic agent, as a launch uses it: it knows how each rank ended, and lets none linger."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from accel_fn._errors import WorldError
+from accel_fn.launching._failures import Failure, cause, read_failure, who
+from accel_fn.launching._guarding import kill_left
+from accel_fn.launching._meeting import Meeting
+
+_STOP_WITHIN_S, _LEAVE_WITHIN_S = 4, 30
+"""A failed world ends within five seconds; one that is asked to stop may still save its state."""
+
+
+class Folders(DefaultLogsSpecs):
+    """A folder for each rank of each attempt, in which the world that came is checked."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        redirects: Std,
+        tee: Std,
+        world_size: int,
+        started: Callable[[Path], None],
+    ) -> None:
+        super().__init__(log_dir=str(folder), redirects=redirects, tee=tee)
+        self._world_size, self._started = world_size, started
+        self.ranks: dict[int, Path] = {}
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the folders of an attempt."""
+        for variables in envs.values():
+            if variables["WORLD_SIZE"] != str(self._world_size):
+                raise WorldError(
+                    f"launch: num_processes must be those that came together, "
+                    f"{variables['WORLD_SIZE']}, got {self._world_size}; is it the same on every "
+                    "machine?"
+                )
+        places = super().reify(envs)
+        self.ranks = {rank: Path(file).parent for rank, file in places.error_files.items()}
+        self._started(self.ranks[0].parent)
+        return places
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent; `failures` are those of the latest attempt, in no order."""
+
+    def __init__(self, spec: WorkerSpec, folders: Folders) -> None:
+        super().__init__(
+            spec,
+            folders,
+            log_line_prefix_template="[rank ${rank}]: ",
+            shutdown_timeout=_LEAVE_WITHIN_S,
+        )
+        self._folders = folders
+        self._meeting = spec.rdzv_handler if isinstance(spec.rdzv_handler, Meeting) else None
+        self.failures: list[Failure] = []
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        """Start the ranks; restarts are counted alike on all machines."""
+        most = worker_group.spec.max_restarts
+        if self._meeting is not None:
+            self._remaining_restarts = max(0, most - self._meeting.attempt)
+        attempt = most - self._remaining_restarts
+        if attempt:
+            why = "asked for by another machine"
+            if self.failures:
+                first = cause(self.failures)
+                why = f"{who(first)}: {first.last_line.splitlines()[-1]}"
+            say(f"restart {attempt} of {most}: {why}")
+        self.failures = []
+        started: dict[int, int] = super()._start_workers(worker_group)
+        return started
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002
+        self._shutdown(timeout=_STOP_WITHIN_S)
+        self._clear()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look after the ranks; when one has failed, stop the others and note how each ended."""
+        ended = self._ended()
+        gone = self._meeting is not None and self._meeting.has_ended()
+        stopped_at = time.time()
+        if ended or gone:
+            self._shutdown(timeout=_STOP_WITHIN_S)
+            self._clear()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self.failures = [
+                read_failure(
+                    self._folders.ranks[failure.local_rank],
+                    rank=rank,
+                    host=socket.gethostname(),
+                    pid=failure.pid,
+                    exit_code=failure.exitcode,
+                    stopped_at=stopped_at,
+                    stopped=failure.local_rank not in ended,
+                )
+                for rank, failure in result.failures.items()
+            ]
+        if gone:
+            self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED, failures=result.failures)
+        return result
+
+    def _ended(self) -> set[int]:
+        """The local ranks that have failed by themselves."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        handlers = self._pcontext.subprocess_handlers
+        return {rank for rank, each in handlers.items() if each.proc.poll() not in (None, 0)}
+
+    def _clear(self) -> None:
+        """What failed ranks left behind must not meet those of the next attempt."""
+        run_id = self._worker_group.spec.rdzv_handler.get_run_id()
+        for folder in self._folders.ranks.values():
+            kill_left(folder, run_id)
+
+
+def say(words: str) -> None:
+    """A line of the launcher's own."""
+    print(f"accel-fn launch: {words}", file=sys.stderr, flush=True)
