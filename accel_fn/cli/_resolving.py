@@ -1,4 +1,4 @@
-"""Resolving settings for a command: its warnings and errors become lines on stderr."""
+"""Resolving settings for a command: warnings and errors become lines on stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from accel_fn._errors import SettingsError
+from accel_fn.cli._output import errors_in_a_line
 from accel_fn.launching._sources import Resolved, resolve
 
 
@@ -16,10 +16,8 @@ def resolve_or_fail(flags: Mapping[str, object], *, config: Path | None = None) 
     """`resolve`, as a command says what is wrong."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
+        with errors_in_a_line():
             resolved = resolve(flags, config=config)
-        except SettingsError as error:
-            raise click.ClickException(str(error)) from None
     for each in caught:
         click.echo(f"Warning: {each.message}", err=True)
     return resolved

@@ -52,7 +52,8 @@ def visible_devices(listed: list[list[str]], variable: str | None) -> list[str]:
     """What CUDA shows of the installed GPUs, each a list of its id and those of its MIG parts.
 
     As CUDA reads the variable: indices or the starts of ids; the first entry that fits
-    nothing ends the list. Of a machine that is split by MIG, it shows one part.
+    nothing ends the list, and an entry twice empties it. Of a machine that is split by MIG,
+    it shows one part.
     """
     ids = [each[0] for each in listed]
     parts = [part for each in listed for part in each[1:]]
@@ -64,8 +65,10 @@ def visible_devices(listed: list[list[str]], variable: str | None) -> list[str]:
             found = ids[int(entry) : int(entry) + 1]
         else:
             found = [each for each in (*ids, *parts) if entry and each.startswith(entry)]
-        if len(found) != 1 or found[0] in chosen:
+        if len(found) != 1:
             break
+        if found[0] in chosen:
+            return []
         chosen += found
     return chosen[:1] if parts else chosen
 

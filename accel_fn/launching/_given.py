@@ -34,7 +34,7 @@ class Layer:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that was probably meant; empty where none is near."""
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=1, cutoff=0.7)
+    found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
     return found[0] if found else ""
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from accel_fn._clusters import read_task
 from accel_fn._errors import SettingsError, message
 from accel_fn.launching._detecting import Machine
 from accel_fn.launching._given import Given
 from accel_fn.launching._settings import Mistake, Settings
 
-_ADDRESSES = ("MASTER_ADDR", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-"""Variables of a cluster that say where machine 0 is."""
+_ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
+"""Variables that say where machine 0 is."""
+
+_USE_CPU = "add --cpu to train on the CPU"
 
 
 def check_machine(
@@ -24,18 +27,20 @@ def check_machine(
     """Refuse what this machine cannot do, a line for each; `where` says for each setting who gave it."""
     found = [*_address(settings, environment), *_devices(settings, environment, machine)]
     lines = [each.told(where[each.name]) for each in found]
-    if accelerators is not None and not settings.cpu and not machine.num_devices:
+    if accelerators is not None and not lines and not settings.cpu and not machine.num_devices:
         rule = "fit a machine without accelerators"
-        repair = "add --cpu to train on the CPU"
         name = "distributed_type"
-        lines.append(message(accelerators.where, name, rule, accelerators.value, repair))
+        lines.append(message(accelerators.where, name, rule, accelerators.value, _USE_CPU))
     if lines:
         raise SettingsError("\n".join(lines))
 
 
 def _address(settings: Settings, environment: Mapping[str, str]) -> Iterator[Mistake]:
     count = settings.num_machines or 1
-    if count > 1 and not settings.main_process_ip and not any(map(environment.get, _ADDRESSES)):
+    if count == 1 or settings.main_process_ip or any(map(environment.get, _ADDRESSES)):
+        return
+    task = read_task(environment)
+    if task is None or task.host is None:
         repair = "give main_process_ip"
         yield Mistake("num_machines", "be 1 where nothing says where machine 0 is", count, repair)
 
@@ -47,24 +52,38 @@ def _devices(
         return
     ids, processes = settings.gpu_ids, settings.num_processes
     if ids is not None:
-        rule = _allowed(ids, environment.get("CUDA_VISIBLE_DEVICES"), machine)
-        if rule:
-            yield Mistake("gpu_ids", rule, ids, "leave it out to use all")
-    elif processes is not None and machine.num_devices:
-        here = processes // (settings.num_machines or 1)
-        if here > machine.num_devices:
-            rule = f"be at most one for each of {machine.devices} of a machine"
-            repair = "add --cpu to train on the CPU"
-            yield Mistake("num_processes", rule, processes, repair)
+        yield from _ids(ids, environment.get("CUDA_VISIBLE_DEVICES"), machine)
+    most = machine.num_devices if ids is None else len(ids)
+    if processes is not None and most:
+        num_machines = _num_machines(settings, environment)
+        if processes > most * num_machines:
+            listed = ",".join(map(str, ids or ()))
+            devices = f"gpu_ids={listed}" if listed else f"the {machine.devices}"
+            where = "this machine" if num_machines == 1 else f"each of {num_machines} machines"
+            rule = f"be at most one for each of {devices} of {where}"
+            yield Mistake("num_processes", rule, processes, _USE_CPU)
 
 
-def _allowed(ids: tuple[int, ...], variable: str | None, machine: Machine) -> str:
-    """The rule that these devices break; empty where they break none."""
-    if max(ids) >= machine.num_installed:
-        return f"be devices of this machine, which has {machine.num_installed or 'none'}"
-    if variable is None:
-        return ""
-    visible = [each.strip() for each in variable.split(",")]
-    if all(str(each) in visible for each in ids):
-        return ""
-    return f"be among CUDA_VISIBLE_DEVICES={variable!r}"
+def _num_machines(settings: Settings, environment: Mapping[str, str]) -> int:
+    """As the settings say, else the cluster."""
+    if settings.num_machines is not None:
+        return settings.num_machines
+    task = read_task(environment)
+    if task is not None:
+        return task.num_machines
+    least = environment.get("PET_NNODES", "").partition(":")[0]
+    return int(least) if least.isdecimal() else 1
+
+
+def _ids(ids: tuple[int, ...], variable: str | None, machine: Machine) -> Iterator[Mistake]:
+    """The devices must be there, and visible."""
+    count = machine.num_installed
+    if max(ids) >= count:
+        rule = f"be devices of this machine, which has {count or 'none'}"
+        repair = "indices start at 0" if count else _USE_CPU
+        yield Mistake("gpu_ids", rule, ids, repair)
+    elif variable is not None and machine.kind == "CUDA":
+        visible = [each.strip() for each in variable.split(",")]
+        if not all(str(each) in visible for each in ids):
+            rule = f"be among CUDA_VISIBLE_DEVICES={variable!r}"
+            yield Mistake("gpu_ids", rule, ids, "leave one of the two out")

@@ -159,12 +159,6 @@ def _conflicts(settings: Settings) -> Iterator[Mistake]:
             processes,
             "it counts the processes of all machines",
         )
-    elif processes is not None and ids is not None and processes > num_machines * len(ids):
-        yield Mistake(
-            "num_processes",
-            f"be at most one for each of gpu_ids={_listed(ids)} on {num_machines} machines",
-            processes,
-        )
 
 
 def _listed(ids: tuple[int, ...]) -> str:
@@ -212,6 +206,14 @@ def _kind(annotation: Any) -> Any:
         if getattr(annotation, "__origin__", None) is tuple:
             return tuple
         annotation = inner[0]
+
+
+def is_on(name: str, value: object) -> bool:
+    """Does this value ask for something? A wrong one is told later."""
+    try:
+        return bool(getattr(Settings.model_validate({name: value}), name))
+    except ValidationError:
+        return False
 
 
 def check_settings(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:

@@ -13,7 +13,7 @@ from accel_fn.launching._detecting import Machine, detect
 from accel_fn.launching._files import read_pyproject, read_yaml
 from accel_fn.launching._given import Given, Layer, check_names, nearest
 from accel_fn.launching._machine_checks import check_machine
-from accel_fn.launching._settings import Settings, check_settings
+from accel_fn.launching._settings import Settings, check_settings, is_on
 
 FILE = "accel_fn.yaml"
 PREFIX = "ACCEL_FN_"
@@ -60,18 +60,33 @@ def resolve(
     """
     layers = list(_layers(flags, config, environment, folder or Path.cwd()))
     machine = machine or detect(environment)
-    given = {name: each for layer in reversed(layers) for name, each in layer.values.items()}
+    given, sources = _merged(layers)
     where = {name: each.where for name, each in given.items()}
     settings = check_settings({name: each.value for name, each in given.items()}, where)
     asked = next((layer.accelerators for layer in layers if layer.accelerators), None)
     check_machine(settings, where, environment, machine, accelerators=asked)
-    sources = dict.fromkeys(Settings.model_fields, "default")
-    sources |= {name: each.source for name, each in given.items()}
     if settings.num_processes is None:
         count, source = default_processes(settings, machine)
         settings = settings.model_copy(update={"num_processes": count})
         sources["num_processes"] = source
     return Resolved(settings, MappingProxyType(sources))
+
+
+def _merged(layers: list[Layer]) -> tuple[dict[str, Given], dict[str, str]]:
+    """The strongest value of each setting, and the sources of all.
+
+    `cpu` and `gpu_ids` answer one question: a stronger answer sets a weaker one aside.
+    """
+    given: dict[str, Given] = {}
+    sources = dict.fromkeys(Settings.model_fields, "default")
+    for layer in reversed(layers):
+        for name, other in (("cpu", "gpu_ids"), ("gpu_ids", "cpu")):
+            if other in given and name in layer.values and is_on(name, layer.values[name].value):
+                del given[other]
+                sources[other] = f"default, because of {layer.values[name].source}"
+        given |= layer.values
+        sources |= {name: each.source for name, each in layer.values.items()}
+    return given, sources
 
 
 def default_processes(settings: Settings, machine: Machine) -> tuple[int, str]:

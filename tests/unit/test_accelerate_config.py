@@ -112,6 +112,16 @@ def test_a_file_for_accelerators_is_refused_where_there_are_none(name):
     assert resolved({"cpu": True}, config=WRITTEN / f"{name}.yaml").settings.cpu
 
 
+def test_the_repair_for_named_devices_works_too():
+    text = refused(config=WRITTEN / "multi_gpu.yaml", machine=PLAIN)
+    assert text == (
+        f"{WRITTEN / 'multi_gpu.yaml'}:6: gpu_ids must be devices of this machine, "
+        "which has none, got (0, 1); add --cpu to train on the CPU"
+    )
+    found = resolved({"cpu": True}, config=WRITTEN / "multi_gpu.yaml", machine=PLAIN)
+    assert (found.settings.cpu, found.settings.num_processes) == (True, 2)
+
+
 def test_an_old_file_is_read_as_well(tmp_path):
     file = written(
         tmp_path,

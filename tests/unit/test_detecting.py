@@ -34,6 +34,8 @@ def test_the_listing_of_the_driver_is_read():
         ("0,7,1", ["GPU-aaaa"]),
         ("GPU-ab", ["GPU-abbb"]),
         ("GPU-a", []),
+        ("1,1", []),
+        ("0,GPU-aa", []),
         ("0, 1", ["GPU-aaaa", "GPU-abbb"]),
     ],
 )
@@ -45,6 +47,7 @@ def test_of_a_machine_in_parts_one_part_is_visible():
     listed = parse_listing(LISTING)
     assert [each[:8] for each in visible_devices(listed, None)] == ["MIG-c6d4"]
     assert [each[:8] for each in visible_devices(listed, "MIG-cba")] == ["MIG-cba6"]
+    assert [each[:8] for each in visible_devices(listed, "MIG-cba,MIG-c6")] == ["MIG-cba6"]
 
 
 def test_this_machine_is_what_torch_says_of_it():

@@ -82,7 +82,7 @@ def test_hosts_are_names_or_addresses(host):
         ),
         (
             {"gpu_ids": "1", "num_processes": 2},
-            "num_processes must be at most one for each of gpu_ids=1 on 1 machines, got 2",
+            "num_processes must be at most one for each of gpu_ids=1 of this machine, got 2",
         ),
         (
             {"num_machines": 2},
@@ -90,12 +90,12 @@ def test_hosts_are_names_or_addresses(host):
         ),
         (
             {"num_processes": 3},
-            "num_processes must be at most one for each of 2 CUDA devices of a machine, got 3; "
-            "add --cpu",
+            "num_processes must be at most one for each of the 2 CUDA devices of this machine, "
+            "got 3; add --cpu",
         ),
         (
             {"num_machines": 2, "main_process_ip": "a", "num_processes": 6},
-            "num_processes must be at most one for each of 2 CUDA devices",
+            "at most one for each of the 2 CUDA devices of each of 2 machines, got 6",
         ),
         ({"gpu_ids": "2"}, "gpu_ids must be devices of this machine, which has 2, got (2,)"),
     ],
@@ -105,8 +105,8 @@ def test_values_that_conflict_are_refused(flags, text):
 
 
 def test_a_conflict_names_who_gave_the_value(tmp_path):
-    file = written(tmp_path, "\ncpu: true\n")
-    text = refused({"gpu_ids": "0"}, folder=tmp_path, machine=TWO_GPUS)
+    file = written(tmp_path, "gpu_ids: [0]\ncpu: true\n")
+    text = refused(folder=tmp_path, machine=TWO_GPUS)
     assert text.startswith(f"{file}:2: cpu must be false with gpu_ids=0")
 
 
@@ -115,10 +115,31 @@ def test_settings_made_by_hand_are_checked_too():
         Settings(cpu=True, gpu_ids=(0, 1))
 
 
-@pytest.mark.parametrize("variable", ["MASTER_ADDR", "SLURM_JOB_NODELIST"])
-def test_a_cluster_may_say_where_machine_0_is(variable):
-    found = resolved({"num_machines": 2}, environment={variable: "node0"})
-    assert found.settings.num_machines == 2
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "node[0-1]",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+}
+
+
+@pytest.mark.parametrize("environment", [SRUN, {"PET_NNODES": "2"}], ids=["srun", "torchrun"])
+def test_a_cluster_may_say_how_many_machines_there_are(environment):
+    assert resolved({"num_processes": 4}, environment=environment, machine=TWO_GPUS)
+    text = refused({"num_processes": 6}, environment=environment, machine=TWO_GPUS)
+    assert "of each of 2 machines, got 6" in text
+
+
+@pytest.mark.parametrize(
+    "environment", [{"MASTER_ADDR": "node0"}, {"PET_MASTER_ADDR": "node0"}, SRUN]
+)
+def test_a_cluster_may_say_where_machine_0_is(environment):
+    assert resolved({"num_machines": 2}, environment=environment).settings.num_machines == 2
 
 
 @pytest.mark.parametrize(

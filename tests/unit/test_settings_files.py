@@ -173,3 +173,8 @@ def test_every_setting_is_explained_in_the_file():
     assert all(field.description in text for field in Settings.model_fields.values())
     assert "\nnum_processes: 2\n" in text
     assert "\n# num_machines: null\n" in text
+
+
+def test_every_value_stands_in_one_line():
+    folder = "a folder with a long name/" * 20 + "é"
+    assert f"\nlog_dir: {folder}\n" in render(Settings(log_dir=Path(folder)))

@@ -98,6 +98,27 @@ def test_the_users_file_follows_xdg_and_a_missing_home_is_no_error():
 
 
 @pytest.mark.parametrize(
+    ("flag", "value", "line", "other"),
+    [("cpu", True, "gpu_ids: [0, 1]", "gpu_ids"), ("gpu_ids", "1", "cpu: true", "cpu")],
+)
+def test_a_stronger_word_on_the_devices_sets_a_weaker_one_aside(tmp_path, flag, value, line, other):
+    written(tmp_path, f"{line}\n")
+    found = resolved({flag: value}, folder=tmp_path, machine=TWO_GPUS)
+    assert getattr(found.settings, other) == Settings.model_fields[other].default
+    assert found.sources[other] == f"default, because of flag --{flag.replace('_', '-')}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "line", "kept"),
+    [("cpu", False, "gpu_ids: [0, 1]", (0, 1)), ("gpu_ids", "all", "cpu: true", True)],
+)
+def test_a_word_that_asks_for_no_device_sets_nothing_aside(tmp_path, flag, value, line, kept):
+    written(tmp_path, f"{line}\n")
+    found = resolved({flag: value}, folder=tmp_path, machine=TWO_GPUS)
+    assert getattr(found.settings, line.split(":")[0]) == kept
+
+
+@pytest.mark.parametrize(
     ("flags", "machine", "count", "source"),
     [
         ({}, PLAIN, 1, "detected: no accelerator"),
