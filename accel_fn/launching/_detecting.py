@@ -39,8 +39,8 @@ def detect(environment: Mapping[str, str] = os.environ) -> Machine:
     """The cores that this process may use, and the accelerators that torch could."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = Machine(num_cores=cores or 1)
-    if _built_for_cuda():
-        listed = _list_gpus()
+    if built_for_cuda():
+        listed = list_gpus()
         devices = visible_devices(listed, environment.get("CUDA_VISIBLE_DEVICES"))
         return Machine(machine.num_cores, "CUDA" if listed else "", len(listed), len(devices))
     if any(map(os.path.exists, _HINTS)):
@@ -85,7 +85,7 @@ def parse_listing(listing: str) -> list[list[str]]:
     return gpus
 
 
-def _list_gpus() -> list[list[str]]:
+def list_gpus() -> list[list[str]]:
     """From nvidia-smi, which knows what this process may open; else from the driver's folder."""
     program = shutil.which("nvidia-smi")
     if program:
@@ -102,7 +102,7 @@ def _list_gpus() -> list[list[str]]:
         return []
 
 
-def _built_for_cuda() -> bool:
+def built_for_cuda() -> bool:
     """Does torch's build know CUDA? Its version file says so without an import."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

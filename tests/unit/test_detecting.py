@@ -4,7 +4,13 @@ import os
 
 import pytest
 
-from accel_fn.launching._detecting import detect, parse_listing, visible_devices
+from accel_fn.launching._detecting import (
+    built_for_cuda,
+    detect,
+    list_gpus,
+    parse_listing,
+    visible_devices,
+)
 
 TWO_LISTED = [["GPU-aaaa"], ["GPU-abbb"]]
 LISTING = """\
@@ -21,6 +27,17 @@ def test_the_listing_of_the_driver_is_read():
         ["GPU-80e1"],
     ]
     assert parse_listing("No devices found.\n") == []
+
+
+@pytest.mark.parametrize(("code", "count"), [(0, 2), (9, 0)])
+def test_a_driver_that_answers_is_believed_and_one_that_fails_has_none(
+    tmp_path, monkeypatch, code, count
+):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && /bin/cat <<END\n{LISTING}END\nexit {code}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert len(list_gpus()) == count
 
 
 @pytest.mark.parametrize(
@@ -48,6 +65,11 @@ def test_of_a_machine_in_parts_one_part_is_visible():
     assert [each[:8] for each in visible_devices(listed, None)] == ["MIG-c6d4"]
     assert [each[:8] for each in visible_devices(listed, "MIG-cba")] == ["MIG-cba6"]
     assert [each[:8] for each in visible_devices(listed, "MIG-cba,MIG-c6")] == ["MIG-cba6"]
+
+
+def test_the_version_file_says_what_torch_says():
+    torch = pytest.importorskip("torch")
+    assert built_for_cuda() == (torch.version.cuda is not None)
 
 
 def test_this_machine_is_what_torch_says_of_it():
