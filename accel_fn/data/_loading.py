@@ -85,7 +85,7 @@ class Loading:
             error.add_note(f"shard_loader: {_where(batch, epoch)}")
             raise
         finally:
-            if self._options["persistent_workers"] and not crew.lost():
+            if self._options["persistent_workers"] and not failed and not crew.lost():
                 crew.rest()
                 self._idle.append(crew)
             else:
@@ -97,7 +97,7 @@ class Loading:
             crew = self._idle.pop()
             if not crew.lost():
                 return crew
-            crew.dismiss(at_once=True)
+            crew.dismiss()
         return Crew(self._fetcher, self._options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -56,14 +57,12 @@ class Crew:
         """Let go of what is left to read; the workers stay for the next pass."""
         self._feed.parts = iter(())
 
-    def dismiss(self) -> None:
-        """End the workers now: an error that somebody keeps would keep them."""
+    def dismiss(self, *, at_once: bool = False) -> None:
+        """End the workers, not left to Python: an error that somebody keeps would keep them."""
         self.rest()
         if self._running is not None:
-            if self.lost():  # one that died holding a queue's lock lets no other end by itself
-                for worker in self._running._workers:
-                    worker.terminate()
-            self._running._shutdown_workers()
+            # one that died holding a queue's lock lets no other end by itself
+            end_workers(self._running, at_once=at_once or bool(self.lost()))
             self._running = None
 
     def lost(self) -> str:
@@ -82,8 +81,13 @@ def end_workers(running: Any, *, at_once: bool = False) -> None:
     running._shutdown_workers()
 
 
-def lost_workers(running: Any) -> str:
-    """Which workers behind a DataLoader's iterator have died, and of what; empty where all are well."""
+def lost_workers(running: Any, *, patience_s: float = 0.0) -> str:
+    """Which workers behind a DataLoader's iterator have died, and of what; empty where all are well.
+
+    A connection that breaks may be known before the death of its worker: wait for that a little.
+    """
+    if patience_s:
+        wait([worker.sentinel for worker in getattr(running, "_workers", [])], patience_s)
     going_on = not getattr(running, "_shutdown", True)
     may_end = isinstance(getattr(running, "_dataset", None), IterableDataset)
     return ", ".join(

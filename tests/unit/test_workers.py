@@ -1,0 +1,237 @@
+"""Failures of data say which sample, batch, epoch and worker; whatever ends a pass, nothing of it is left."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+
+import accel_fn as af
+from accel_fn._errors import WorkerError
+
+
+class Failing(Dataset):
+    """Gives its sample's number, but for one sample that does something else."""
+
+    def __init__(self, at, act, size=24):
+        self.at, self.act, self.size = at, act, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return self.act(index) if index == self.at else index
+
+
+class TwoWordsError(Exception):
+    def __init__(self, first, second):
+        super().__init__(first, second)
+
+
+def raising(error):
+    def act(index):
+        raise error
+
+    return act
+
+
+def killed(index):
+    """As the kernel does it where memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loader_of(data, num_workers=0, persistent=False, batch_size=4, **options):
+    if num_workers:
+        options |= {"multiprocessing_context": "fork", "persistent_workers": persistent}
+    given = DataLoader(data, batch_size=batch_size, num_workers=num_workers, **options)
+    return af.shard_loader(given, af.DistState())
+
+
+def ids(epoch):
+    return [batch.tolist() for batch in epoch]
+
+
+def processes():
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """No process and no thread that was not there before."""
+    before, threads = processes(), set(threading.enumerate())
+    yield
+    gc.collect()  # what pytest.raises has caught holds frames
+    assert processes() <= before
+    for thread in (
+        set(threading.enumerate()) - threads
+    ):  # those of queues, of which nobody waits for
+        thread.join(2)
+        assert not thread.is_alive()
+
+
+def second_epoch(loader):
+    return list(loader.epochs(2))[1]
+
+
+def test_a_sample_that_fails_says_where():
+    with pytest.raises(ZeroDivisionError) as caught:
+        ids(second_epoch(loader_of(Failing(13, lambda index: 1 / 0))))
+    assert caught.value.__notes__ == [
+        "shard_loader: the data set failed to give sample 13",
+        "shard_loader: batch 3 of epoch 1",
+    ]
+
+
+@pytest.mark.parametrize("error", [ValueError("rotten"), KeyError("rotten"), OSError(5, "rotten")])
+def test_a_sample_that_fails_in_a_worker_says_where_and_in_which(error):
+    with pytest.raises(type(error)) as caught:
+        ids(second_epoch(loader_of(Failing(13, raising(error)), num_workers=2)))
+    text = str(caught.value)
+    assert "in DataLoader worker process 1" in text  # batch 3 is the second worker's
+    assert "rotten" in text
+    assert "shard_loader: the data set failed to give sample 13" in text
+    assert caught.value.__notes__ == ["shard_loader: batch 3 of epoch 1"]
+
+
+def test_an_error_that_cannot_be_made_again_is_told_as_text():
+    with pytest.raises(RuntimeError, match="TwoWordsError") as caught:
+        ids(loader_of(Failing(5, raising(TwoWordsError("a", "b"))), num_workers=1))
+    assert "failed to give sample 5" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_set_that_stops_does_not_end_the_epoch(num_workers):
+    """StopIteration means the end to a loop: torch's own loader loses the rest without a word."""
+    with pytest.raises(RuntimeError):
+        ids(loader_of(Failing(5, raising(StopIteration("early"))), num_workers=num_workers))
+
+
+def test_batches_before_a_failure_are_given():
+    seen = []
+
+    def go():
+        for batch in loader_of(Failing(13, raising(ValueError("rotten"))), num_workers=2):
+            seen.extend(batch.tolist())
+
+    with pytest.raises(ValueError, match="rotten"):
+        go()
+    assert seen == list(range(12))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_is_killed_is_told_at_once(persistent):
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        ids(loader_of(Failing(13, killed), num_workers=2, persistent=persistent))
+    assert time.monotonic() - start < 5
+    text = str(caught.value)
+    assert "worker 1 (process " in text
+    assert re.search(r"killed by SIGKILL while batch [0-3] of epoch 0 was waited for", text)
+    assert isinstance(caught.value, RuntimeError)
+    assert not processes()  # though the error is still held
+
+
+def test_a_worker_that_leaves_is_told():
+    with pytest.raises(
+        WorkerError, match=r"worker 0 \(process \d+\) ended with exit code 7 while batch [0-2]"
+    ):
+        ids(loader_of(Failing(9, lambda index: os._exit(7)), num_workers=2))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("ending", ["break", "error"])
+def test_a_loop_that_is_left_influences_nothing_later(ending, persistent):
+    data = TensorDataset(torch.arange(40))
+    loader = loader_of(
+        data, 2, persistent, shuffle=True, collate_fn=lambda s: torch.stack([x for (x,) in s])
+    )
+    whole = ids(loader)
+    with contextlib.suppress(ZeroDivisionError):
+        for number, _ in enumerate(loader):
+            if number == 2 and ending == "break":
+                break
+            if number == 2:
+                1 / 0  # noqa: B018
+    if not persistent:
+        assert not processes()
+    assert ids(loader) == whole
+    assert [ids(epoch) for epoch in loader.epochs(1)] == [whole]
+
+
+def pid_of(index):
+    return os.getpid()
+
+
+def test_persistent_workers_outlive_a_pass_that_was_left():
+    loader = loader_of(Failing(None, None), 2, persistent=True)
+    whole = ids(loader)
+    before = processes()
+    assert len(before) == 2
+    for _ in loader:
+        break
+    assert ids(loader) == whole
+    assert processes() == before
+
+
+def test_after_a_failure_there_are_new_workers(tmp_path):
+    def fails_once(index):
+        mended = tmp_path / "mended"
+        if not mended.exists():
+            mended.touch()
+            raise ValueError("rotten")
+        return index
+
+    loader = loader_of(Failing(13, fails_once), 2, persistent=True)
+    with pytest.raises(ValueError, match="rotten"):
+        ids(loader)
+    assert not processes()
+    assert [index for batch in ids(loader) for index in batch] == list(range(24))
+
+
+def test_persistent_workers_that_died_while_idle_are_replaced():
+    loader = loader_of(Failing(0, pid_of), 1, persistent=True, batch_size=1)
+    first = next(iter(loader)).item()
+
+    def kill():
+        os.kill(first, signal.SIGKILL)
+        time.sleep(5)
+
+    with pytest.raises(RuntimeError, match="killed by signal"):  # torch tells whoever runs
+        kill()
+    assert next(iter(loader)).item() not in (first, os.getpid())
+
+
+def test_passes_at_the_same_time_have_workers_of_their_own():
+    loader = loader_of(Failing(None, None), 2, persistent=True, shuffle=True)
+    epochs = list(loader.epochs(2))
+    apart = [ids(epoch) for epoch in epochs]
+    together = [[a.tolist(), b.tolist()] for a, b in zip(*epochs, strict=True)]
+    assert together == [list(pair) for pair in zip(*apart, strict=True)]
+    assert len(processes()) == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_two_loaders_over_one_data_set_do_not_meet(num_workers):
+    data = TensorDataset(torch.arange(30))
+    loaders = [loader_of(data, num_workers, shuffle=shuffle) for shuffle in (False, True)]
+    apart = [[batch[0].tolist() for batch in loader] for loader in loaders]
+    together = [[a[0].tolist(), b[0].tolist()] for a, b in zip(*loaders, strict=True)]
+    assert together == [list(pair) for pair in zip(*apart, strict=True)]
+    assert apart[0] != apart[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_worker_info_is_the_users(num_workers):
+    def act(index):
+        info = get_worker_info()
+        return -1 if info is None else info.id + 100 * isinstance(info.dataset, Failing)
+
+    [first, *_] = ids(loader_of(Failing(0, act), num_workers=num_workers))
+    assert first[0] == (100 if num_workers else -1)
