@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ import torch
 from accel_fn.data._order import mix
 
 _LOCK = threading.RLock()  # the global ones are the process's: one borrower at a time
+os.register_at_fork(  # a worker must not be forked while another thread has borrowed them
+    before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
+)
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 

@@ -91,7 +91,8 @@ class Passes:
                 yield item
         except Exception as error:
             failed, self._shared = True, None  # persistent workers too: the next pass starts others
-            if lost := lost_workers(running):
+            broken = isinstance(error, OSError | EOFError)
+            if lost := lost_workers(running, patience_s=1.0 if broken else 0.0):
                 rule = "live until the loop ends"
                 repair = "was there memory enough? fewer workers take less"
                 raise WorkerError(message("shard_loader", "workers", rule, lost, repair)) from error

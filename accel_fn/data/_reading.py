@@ -6,7 +6,6 @@ tests/unit/test_torch_internals.py says so loudly when it changes.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,13 +13,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info, graph_settings
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
+from accel_fn.data._generators import Generators
 from accel_fn.data._order import mix
 from accel_fn.data._prefetch import Reader
 
@@ -74,7 +72,7 @@ class Stream:
         self._seed = mix(mix(seed) + epoch)
         self._info = info
         self._in_worker = in_worker
-        self._draws = _Generators(self._seed)
+        self._draws = Generators(self._seed)
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []
         self._num_read = 0
@@ -139,39 +137,6 @@ class Stream:
 def _shown_alone(info: WorkerInfo) -> Iterator[None]:
     with _LOCK, shown(info):
         yield
-
-
-class _Generators:
-    """The states that the global generators have while a stream is read, beside all others' states."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._inside: tuple[Any, Tensor, Any] | None = None
-        self._outside: tuple[Any, Tensor, Any] | None = None
-
-    def __enter__(self) -> None:
-        self._outside = _states()
-        if self._inside is None:
-            random.seed(self._seed)
-            torch.default_generator.manual_seed(self._seed >> 1)
-            np.random.seed(self._seed % 2**32)
-        else:
-            _set_states(*self._inside)
-
-    def __exit__(self, *_: object) -> None:
-        assert self._outside is not None
-        self._inside = _states()
-        _set_states(*self._outside)
-
-
-def _states() -> tuple[Any, Tensor, Any]:
-    return random.getstate(), torch.get_rng_state(), np.random.get_state()
-
-
-def _set_states(python: Any, torch_state: Tensor, numpy: Any) -> None:
-    random.setstate(python)
-    torch.set_rng_state(torch_state)
-    np.random.set_state(numpy)
 
 
 @dataclass(frozen=True, slots=True)

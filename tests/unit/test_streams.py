@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import accel_fn as af
 from accel_fn._channel import Channel
@@ -288,10 +289,12 @@ def draw_too(items):
     return torch.stack(items)
 
 
-def test_what_a_stream_draws_in_workers_depends_on_seed_and_epoch_alone():
-    """Not on how many workers and ranks there are, nor on what collate_fn draws."""
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_stream_draws_depends_on_seed_and_epoch_alone(num_workers):
+    """Not on how many workers and ranks there are, nor on what else draws."""
     torch.manual_seed(random.randrange(1000))
-    shared = [by_hand(Drawing(), rank, 2, num_workers=2, collate_fn=draw_too) for rank in range(2)]
+    options = {"num_workers": num_workers, "collate_fn": draw_too}
+    shared = [by_hand(Drawing(), rank, 2, **options) for rank in range(2)]
     alone = by_hand(Drawing(), num_workers=1)
     for epochs in zip(*[loader.epochs(2) for loader in (*shared, alone)], strict=True):
         *parts, expected = [ids(epoch) for epoch in epochs]
@@ -300,10 +303,24 @@ def test_what_a_stream_draws_in_workers_depends_on_seed_and_epoch_alone():
     assert ids(alone) != expected
 
 
-def test_the_users_generators_are_left_alone_in_the_main_process():
+def test_the_users_generators_are_left_as_they_are():
     states = random.getstate(), np.random.get_state()[1].tolist()
-    ids(by_hand(Counting(20, shuffle=True)))
-    assert states == (random.getstate(), np.random.get_state()[1].tolist())
+    for batch in by_hand(Drawing()):
+        assert len(batch) == 4
+        assert states == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_ranks_of_a_data_pipe_shuffle_alike():
+    """Its shuffling draws a seed from torch's generator, unless it is given one."""
+    torch.manual_seed(random.randrange(1000))
+    pipe = IterableWrapper(range(24)).shuffle()
+    epochs = []
+    for rank in range(2):
+        loader = by_hand(pipe, rank, 2)
+        epochs.append([ids(epoch) for epoch in loader.epochs(2)])
+    first, second = (joined(parts) for parts in zip(*epochs, strict=True))
+    assert items_of([first]) == items_of([second]) == list(range(24))
+    assert first != second
 
 
 # --- sources that are split ---
