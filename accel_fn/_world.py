@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from accel_fn import _comm
+from accel_fn._clusters import read_task
 from accel_fn._errors import WorldError, check_count, check_positive
 from accel_fn._state import DistState
 
@@ -41,15 +42,16 @@ def init(
 ) -> DistState:
     """The state of this process: its rank, its world and its device.
 
-    Reads the variables that torchrun and others set (RANK, WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT, and LOCAL_RANK with LOCAL_WORLD_SIZE; without these two,
-    one process per machine), joins the group of processes, and leaves it at exit.
+    Reads the variables that `accel-fn launch`, torchrun and others set (RANK,
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK with LOCAL_WORLD_SIZE; without
+    these two, one process per machine), else those of Slurm's srun and of Open MPI;
+    joins the group of processes, and leaves it at exit.
     Without any of them it is one process on one device. Calling it again gives
     a second state over a group of its own.
 
     Args:
-        device: default: this rank's accelerator (CUDA, MPS, XPU, ...), or the
-            CPU where there is none.
+        device: default: what the launch says, else this rank's accelerator (CUDA,
+            MPS, XPU, ...), or the CPU where there is none.
         backend: of torch.distributed, for that device; default: what fits it.
             Gloo always is there beside it, for what the host has to say.
         timeout_s: how long to wait for the world, and for any collective later.
@@ -120,6 +122,7 @@ def _join(
     check_positive("init", "timeout_s", timeout_s)
     check_count("init", "seed", seed, minimum=0)
     launch = read_launch(os.environ) or _current_launch()
+    device = device or os.environ.get("ACCEL_FN_DEVICE") or None
     if launch is None:
         return DistState(device=pick_device(device, 0, 1, 1), seed=seed)
     place = pick_device(device, launch.local_rank, launch.local_world_size, launch.world_size)
@@ -155,6 +158,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     """The launcher's variables, checked; None where there are none."""
     names = (*_NEEDED, *_LOCAL)
     given = {name: environment[name] for name in names if environment.get(name)}
+    if not given.keys() & {"RANK", "WORLD_SIZE", *_LOCAL}:
+        given = {**_from_cluster(environment), **given}
     if not given:
         return None
     local_missing = [name for name in _LOCAL if name not in given]
@@ -164,7 +169,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     if missing:
         raise WorldError(
             f"init: the launcher must set {', '.join(missing)} too, got only {', '.join(given)}; "
-            "start with torchrun, or unset these to run alone"
+            "start with accel-fn launch or torchrun, or unset these to run alone"
         )
     numbers = {name: _number(name, given[name]) for name in given if name != "MASTER_ADDR"}
     launch = Launch(
@@ -178,6 +183,26 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     )
     _check_launch(launch)
     return launch
+
+
+def _from_cluster(environment: Mapping[str, str]) -> dict[str, str]:
+    """A launcher's variables, where a cluster started this process without one."""
+    task = read_task(environment)
+    if task is None:
+        return {}
+    if task.host is None and not environment.get("MASTER_ADDR"):
+        raise WorldError(
+            f"init: MASTER_ADDR must be set for {task.world_size} processes on several machines: "
+            f"{task.cluster} does not say where rank 0 is; mpirun -x MASTER_ADDR=... passes it on"
+        )
+    return {
+        "RANK": str(task.rank),
+        "WORLD_SIZE": str(task.world_size),
+        "LOCAL_RANK": str(task.local_rank),
+        "LOCAL_WORLD_SIZE": str(task.local_world_size),
+        "MASTER_ADDR": task.host or "",
+        "MASTER_PORT": str(task.port),
+    }
 
 
 def _number(name: str, text: str) -> int:

@@ -16,8 +16,10 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 @click.command(
-    context_settings={"allow_interspersed_args": False},
-    options_metavar="[OPTIONS]",
+    context_settings={
+        "allow_interspersed_args": False,  # what follows the script is the script's
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # as accelerate spells them
+    },
 )
 @click.option(
     "-n",

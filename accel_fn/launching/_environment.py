@@ -11,6 +11,7 @@ from accel_fn.launching._network import interface_towards
 from accel_fn.launching._processors import Processors
 from accel_fn.launching._settings import Settings
 
+ROLE = "rank"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = 1 << 30, 1 << 32
 _OLD_GLIBC_MMAP_THRESHOLD = 1 << 25
 """The most that a glibc before 2.36 is sure to take. One that refuses it maps each large tensor anew."""
@@ -21,7 +22,8 @@ class Variable:
     """One variable, and why it is set; `kept` where the user had set it already."""
 
     name: str
-    value: str
+    value: str | None
+    """None: only the start will tell."""
     why: str
     kept: bool = False
 
@@ -97,7 +99,13 @@ def _training(settings: Settings) -> Iterator[Variable]:
 
 
 def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Variable]:
-    """Gloo would ask the machine's own name for an address, which often is a loopback one."""
+    """Gloo would ask the machine's own name for an address, which often is a loopback one.
+
+    Torch's rendezvous would give the ranks of a new attempt the store of those before.
+    """
+    if machines.backend != "static":
+        why = "a new store for each attempt"
+        yield Variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why)
     if machines.num_machines == 1:
         return
     name = "GLOO_SOCKET_IFNAME"
@@ -107,26 +115,33 @@ def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Var
         yield Variable(name, interface, f"the way to {machines.host}")
 
 
-def rank_variables(machines: Machines, local_rank: int, max_restarts: int) -> list[Variable]:
+def rank_variables(
+    machines: Machines, local_rank: int, max_restarts: int, environment: Mapping[str, str]
+) -> list[Variable]:
     """What torch's agent gives one rank at the first attempt, as far as it is known before."""
-    machine = machines.machine_rank or 0
-    rank, world_size = machine * machines.num_local + local_rank, machines.num_processes
-    port = str(machines.port) if machines.port else "(free)"
-    ranks = "torch's agent"
-    values = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": machines.num_local,
-        "GROUP_RANK": machine,
-        "GROUP_WORLD_SIZE": machines.num_machines,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
-        "ROLE_NAME": "rank",
-        "MASTER_ADDR": machines.host,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
-    }
-    whys = {"WORLD_SIZE": machines.why["num_machines"], "MASTER_ADDR": machines.why["host"]}
-    return [Variable(name, str(value), whys.get(name, ranks)) for name, value in values.items()]
+    machine = machines.machine_rank
+    num_local, world_size = machines.num_local, machines.num_processes
+    rank = None if machine is None else machine * num_local + local_rank
+    nccl = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    found: list[tuple[str, object, str]] = [
+        ("RANK", rank, "this process, among all"),
+        ("LOCAL_RANK", local_rank, "among those of this machine"),
+        ("WORLD_SIZE", world_size, machines.why["num_processes"]),
+        ("LOCAL_WORLD_SIZE", num_local, "processes of this machine"),
+        ("GROUP_RANK", machine, "this machine"),
+        ("GROUP_WORLD_SIZE", machines.num_machines, machines.why["num_machines"]),
+        ("ROLE_NAME", ROLE, "all processes do the same"),
+        ("ROLE_RANK", rank, "as RANK"),
+        ("ROLE_WORLD_SIZE", world_size, "as WORLD_SIZE"),
+        ("MASTER_ADDR", machines.host, machines.why["host"]),
+        ("MASTER_PORT", machines.port or None, machines.why["port"]),
+        ("TORCHELASTIC_RUN_ID", machines.job, "this run"),
+        ("TORCHELASTIC_RESTART_COUNT", 0, "failures so far"),
+        ("TORCHELASTIC_MAX_RESTARTS", max_restarts, "max_restarts"),
+        ("TORCHELASTIC_USE_AGENT_STORE", machines.backend == "static", "who serves MASTER_PORT"),
+        ("TORCHELASTIC_ERROR_FILE", None, "where a rank writes what ended it"),
+        (nccl, environment.get(nccl, 1), "torch's agent"),
+    ]
+    return [
+        Variable(name, None if value is None else str(value), why) for name, value, why in found
+    ]

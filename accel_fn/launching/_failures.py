@@ -6,8 +6,10 @@ import json
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from accel_fn.launching import _worker
 
 _SHOWN = 8
 
@@ -66,16 +68,12 @@ class Failure:
     def last_line(self) -> str:
         """What ended it, in a line."""
         if self.exception:
-            return self.exception.strip()
+            return self.exception.rstrip()
         name = self.signal_name
         if name is None:
             return f"exit code {self.exit_code}"
         hint = _HINTS.get(name)
         return f"{name}: {hint}" if hint else name
-
-    def to_json(self) -> str:
-        """For another machine to read."""
-        return json.dumps(asdict(self))
 
 
 def read_failure(
@@ -113,8 +111,15 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float]:
         stack, _, exception = extra["py_callstack"].rstrip().rpartition("\n")
         return stack, exception, float(extra["timestamp"])
     except (OSError, ValueError, KeyError, TypeError):
-        crash = folder / "crash"
-        return crash.read_text() if crash.is_file() else "", "", otherwise
+        return _read_crash(folder / "crash"), "", otherwise
+
+
+def _read_crash(path: Path) -> str:
+    """What python wrote of itself when native code ended it, down to the program's own first line."""
+    if not path.is_file():
+        return ""
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    return "".join(line for line in lines if f'"{_worker.__file__}"' not in line)
 
 
 def cause(failures: Sequence[Failure]) -> Failure:

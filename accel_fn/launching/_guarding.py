@@ -86,9 +86,18 @@ def main(run_id: str) -> None:
     folders = [line.rstrip("\n").partition(" ") for line in sys.stdin]
     for _, _, folder in folders:
         kill_left(Path(folder), run_id)
+        _tidy(Path(folder))
     for kept, _, folder in folders:
         if kept == "remove":
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tidy(folder: Path) -> None:
+    """Leave only what says something in a folder of logs."""
+    for path in (*folder.rglob("pid"), *folder.rglob("crash")):
+        with suppress(OSError):
+            if path.name == "pid" or path.stat().st_size == 0:
+                path.unlink()
 
 
 if __name__ == "__main__":

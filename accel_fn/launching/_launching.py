@@ -38,6 +38,16 @@ def plan_launch(
 ) -> LaunchPlan:
     """What a launch with these settings would do on this machine.
 
+    Args:
+        resolved: the settings, and who gave each.
+        kind: what `target` is: a script, a module or a program.
+        target: what each rank runs.
+        arguments: its own.
+        environment: of this process.
+
+    Returns:
+        A plan. Nothing has started.
+
     Raises:
         ValueError: there is no such script, module or program.
         RuntimeError: nobody says where the machines meet, or settings and cluster differ.
@@ -65,7 +75,7 @@ def start(plan: LaunchPlan) -> int:
     cpus = [",".join(map(str, each)) for each in plan.cpus or ()]
     job = running.Job(
         command=[command.kind, command.target, *command.arguments],
-        variables={each.name: each.value for each in plan.variables},
+        variables={each.name: each.value for each in plan.variables if each.value is not None},
         cpus=";".join(cpus),
         max_restarts=plan.settings.max_restarts,
         log_dir=plan.settings.log_dir,

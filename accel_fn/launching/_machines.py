@@ -52,6 +52,13 @@ class Node:
 def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
     """The machines that the settings ask for; what they leave open, the cluster says.
 
+    Args:
+        resolved: the settings, and who gave each.
+        environment: where a cluster leaves word.
+
+    Returns:
+        The machines, as this one sees them.
+
     Raises:
         WorldError: settings and cluster differ, something that is needed is said
             by nobody, or a host does not resolve.
@@ -81,7 +88,12 @@ def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
         port=_port(resolved, num_machines, node, environment),
         backend=backend,
         job=node.job if node else None,
-        why={"num_machines": _said_by("num_machines", resolved, node), "host": who},
+        why={
+            "num_processes": resolved.sources["num_processes"],
+            "num_machines": _said_by("num_machines", resolved, node),
+            "host": who,
+            "port": _said_by("main_process_port", resolved, node if num_machines > 1 else None),
+        },
     )
 
 

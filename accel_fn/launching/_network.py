@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import socket
 import struct
 
@@ -40,7 +41,7 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
         repair = "choose another, or leave it out for a free one" if alone else "choose another"
         raise WorldError(
             f"launch: main_process_port must be one that this machine can open, got {port} "
-            f"({error.strerror}); {repair}"
+            f"({os.strerror(error.errno or 0)}); {repair}"
         ) from None
 
 

@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from accel_fn._errors import WorldError
 from accel_fn.launching import _worker
 from accel_fn.launching._agent import Agent, Folders, say
+from accel_fn.launching._environment import ROLE
 from accel_fn.launching._failures import Failure, cause, report
 from accel_fn.launching._guarding import Guard
 from accel_fn.launching._machines import Machines
@@ -52,6 +53,10 @@ class Job:
 def run(job: Job, machines: Machines) -> int:
     """Start the ranks of this machine, wait for them, say how they ended.
 
+    Args:
+        job: what they are to be.
+        machines: where they are.
+
     Returns:
         The exit code: 0, the cause's, or 128 + the signal that stopped the launcher.
     """
@@ -74,7 +79,7 @@ def run(job: Job, machines: Machines) -> int:
     arguments = ["-u", _worker.__file__, str(os.getpid()), job.cpus, show, *job.command]
     agent = Agent(
         WorkerSpec(
-            role="rank",
+            role=ROLE,
             local_world_size=machines.num_local,
             entrypoint=sys.executable,
             args=tuple(each.replace("$", "$$") for each in arguments),  # torch fills in ${...}
@@ -122,8 +127,6 @@ def _handler(machines: Machines, run_id: str) -> RendezvousHandler:
     if machines.backend == "static":
         assert machines.machine_rank is not None
         return Meeting(machines, machines.machine_rank, run_id)
-    # Torch would give restarted ranks the store in which those before them wrote.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     several = machines.num_machines > 1
     config: dict[str, object] = {"timeout": _MEET_WITHIN_S}
     if machines.machine_rank is not None:

@@ -88,7 +88,7 @@ def _run(
         if show:
             print(end.code, file=sys.stderr)
     except BaseException as error:
-        frames = _of_the_program(error.__traceback__)
+        error.__traceback__ = frames = _of_the_program(error.__traceback__)
         words = record(error, frames)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
