@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from accel_fn._errors import AccelError as AccelError
     from accel_fn._estimating import MemoryEstimate as MemoryEstimate
     from accel_fn._estimating import estimate_memory as estimate_memory
+    from accel_fn._evaluating import evaluate as evaluate
     from accel_fn._explain import explain as explain
     from accel_fn._gathering import gather as gather
     from accel_fn._grads import Grads as Grads
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from accel_fn.data._seeding import seed_samples as seed_samples
     from accel_fn.data._sharding import shard_loader as shard_loader
     from accel_fn.data._window import window as window
+    from accel_fn.launching._calling import launch as launch
     from accel_fn.transforms._accumulation import accumulate as accumulate
     from accel_fn.transforms._amp import with_amp as with_amp
     from accel_fn.transforms._clipping import clip as clip
@@ -52,6 +54,7 @@ _MODULES = {
     "_collectives": ["barrier", "broadcast", "on_main", "reduce_mean", "reduce_sum"],
     "_errors": ["AccelError"],
     "_estimating": ["MemoryEstimate", "estimate_memory"],
+    "_evaluating": ["evaluate"],
     "_explain": ["explain"],
     "_gathering": ["gather"],
     "_grads": ["Grads"],
@@ -66,6 +69,7 @@ _MODULES = {
     "data._seeding": ["sample_seed", "seed_samples"],
     "data._sharding": ["shard_loader"],
     "data._window": ["window"],
+    "launching._calling": ["launch"],
     "transforms._accumulation": ["accumulate"],
     "transforms._amp": ["with_amp"],
     "transforms._clipping": ["clip", "clip_value"],

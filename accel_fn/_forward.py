@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from accel_fn._errors import LossError
 from accel_fn._plan import LossFn, Plan
 from accel_fn._state import DistState
+
+T = TypeVar("T")
 
 
 class LossModule(nn.Module):
@@ -58,8 +60,11 @@ def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> T
     """The loss of one micro-batch; None is that of a rank without items."""
     bare = type(module) is LossModule and module._compiled_call_impl is None
     call: Callable[[Any], Tensor] = module.forward if bare else module
-    if part is None:
-        return call(None)
+    return call(None) if part is None else run_placed(state, plan, call, part)
+
+
+def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:
+    """`call` on one micro-batch, where the plan places it and in the plan's contexts."""
     for place_batch in plan.place_batch:
         part = place_batch(state, part)
     if not plan.contexts:
