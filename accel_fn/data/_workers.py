@@ -16,6 +16,8 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from accel_fn.data._fetching import Fetcher
 
+_PATIENCE_S = 0.5  # for workers that are in the middle of reading something that nobody waits for
+
 
 class Crew:
     """The workers of one DataLoader, and what they are to read."""
@@ -73,11 +75,17 @@ class Crew:
 def end_workers(running: Any, *, at_once: bool = False) -> None:
     """End the workers behind a DataLoader's iterator, after what they read or without waiting for that."""
     if at_once:
+        # One that dies while it looks at what is shared leaves that locked: it is asked first.
+        running._workers_done_event.set()
+        for queue in running._index_queues:
+            queue.put(None)
+        for worker in running._workers:
+            worker.join(_PATIENCE_S / len(running._workers))
         if running._worker_pids_set:  # else torch says of them that they were killed
             signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
             running._worker_pids_set = False
         for worker in running._workers:
-            worker.terminate()
+            worker.terminate()  # nothing happens to one that has ended
     running._shutdown_workers()
 
 
@@ -87,7 +95,9 @@ def lost_workers(running: Any, *, patience_s: float = 0.0) -> str:
     A connection that breaks may be known before the death of its worker: wait for that a little.
     """
     if patience_s:
-        wait([worker.sentinel for worker in getattr(running, "_workers", [])], patience_s)
+        workers = {worker.sentinel: worker for worker in getattr(running, "_workers", [])}
+        for ended in wait(list(workers), patience_s):
+            workers[ended].join(patience_s)
     going_on = not getattr(running, "_shutdown", True)
     may_end = isinstance(getattr(running, "_dataset", None), IterableDataset)
     return ", ".join(
