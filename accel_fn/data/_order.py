@@ -40,7 +40,7 @@ def permute(indices: Tensor, num_samples: int, key: int) -> Tensor:
     Cost: O(num_indices) in time and memory, whatever num_samples is.
 
     Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains";
-    each round hashes by multiply-shift, Dietzfelbinger 1996.
+    each round hashes by a square's high bits, as Widynski 2020, "Squares".
 
     >>> import torch
     >>> from accel_fn.data._order import permute
@@ -64,6 +64,7 @@ def _feistel(cells: _Numbers, num_rows: int, num_columns: int, keys: _Numbers) -
     for multiplier, addend in keys:
         np.multiply(other, multiplier, out=moved)
         moved += addend
+        moved *= moved  # else neighbours would stay as far apart as they are
         moved >>= _33
         moved *= size
         moved >>= _31  # 31 bits of the hash, scaled to 0 .. size - 1

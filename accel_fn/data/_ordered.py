@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from accel_fn._errors import ArgumentError, message
 from accel_fn.data._loading import Loading
 from accel_fn.data._order import Order, mix
 
@@ -39,11 +40,17 @@ class OrderedSource:
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """Of this rank."""
-        return self.order.indices(epoch, batch, self.rank)
+        return self.order.indices(epoch, self._checked(batch), self.rank)
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
         """Of all ranks."""
-        return self.order.global_indices(epoch, batch)
+        return self.order.global_indices(epoch, self._checked(batch))
+
+    def _checked(self, batch: int) -> int:
+        last = self.num_batches() - 1
+        if not 0 <= batch <= last:
+            raise ArgumentError(message("indices", "batch", f"be in 0 .. {last}", batch))
+        return batch
 
 
 def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor]:

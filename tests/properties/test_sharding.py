@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.data._order import Order, mix, permute
+from accel_fn.data._order import Order
 from accel_fn.testing import simulate
 from tests import strategies as ours
 
@@ -57,46 +57,6 @@ def test_a_global_batch_does_not_depend_on_the_world(order, epoch, other):
     for batch in range(order.num_samples // order.batch_size):
         mine = order.global_indices(epoch, batch)[: order.batch_size]
         torch.testing.assert_close(mine, alone.global_indices(epoch, batch)[: order.batch_size])
-
-
-@given(num_samples=st.integers(1, 400), key=st.integers(0, 2**64 - 1))
-@example(num_samples=1, key=0)
-@example(num_samples=2, key=0)
-def test_a_permutation_is_a_bijection(num_samples, key):
-    assert sorted(permute(torch.arange(num_samples), num_samples, key).tolist()) == list(
-        range(num_samples)
-    )
-
-
-@pytest.mark.parametrize("num_samples", [4, 5, 8, 11, 17, 60])
-def test_permutations_are_well_mixed(num_samples):
-    """Chi-square, on where a sample goes and on who comes next: within 4.5 standard deviations of its mean.
-
-    A thousand keys; by chance one table in about 10**5 is further off. The keys
-    are fixed, so the test is the same each time.
-    """
-    keys = 1000
-    places = torch.zeros(num_samples, num_samples)
-    pairs = torch.zeros(num_samples, num_samples)
-    for key in range(keys):
-        order = permute(torch.arange(num_samples), num_samples, mix(key))
-        places[torch.arange(num_samples), order] += 1
-        pairs[order[:-1], order[1:]] += 1
-    apart = ~torch.eye(num_samples, dtype=torch.bool)
-    degrees = {"places": (num_samples - 1) ** 2, "pairs": num_samples * (num_samples - 1) - 1}
-    for name, counts in {"places": places, "pairs": pairs[apart]}.items():
-        expected = counts.sum() / counts.numel()
-        chi_square = float(((counts - expected) ** 2 / expected).sum())
-        assert abs(chi_square - degrees[name]) < 4.5 * (2 * degrees[name]) ** 0.5, name
-
-
-@given(num_samples=st.integers(2**40, 2**62), key=st.integers(0, 2**64 - 1))
-def test_a_permutation_of_any_size_takes_any_index_alone(num_samples, key):
-    indices = torch.tensor([0, 1, num_samples // 2, num_samples - 1])
-    found = permute(indices, num_samples, key)
-    assert all(0 <= index < num_samples for index in found.tolist())
-    assert len(set(found.tolist())) == 4
-    assert int(permute(indices[2:3], num_samples, key)) == int(found[2])
 
 
 def loader_of(num_samples, batch_size, **options):
