@@ -48,6 +48,10 @@ class WorldError(AccelError, RuntimeError):
     """A world of processes could not be described, joined or kept together."""
 
 
+class RankError(AccelError, RuntimeError):
+    """A rank ended in a way that no exception of its own tells."""
+
+
 class WorldTimeoutError(WorldError, TimeoutError):
     """A world did not come together in time."""
 

@@ -1,0 +1,413 @@
+"""`af.launch`: a function on every rank, from scripts, notebooks and tests."""
+
+import atexit
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import accel_fn as af
+from tests.cli.commands import run_python, surroundings
+
+LOCK = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_folder_is_left(tmp_path, monkeypatch):
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    yield
+    assert list(place.iterdir()) == []
+
+
+def test_results_come_in_the_order_of_ranks():
+    def describe(*words, end):
+        return f"{os.environ['RANK']}: {' '.join(words)}{end}"
+
+    found = af.launch(describe, "a", "b", num_processes=3, kwargs={"end": "!"})
+    assert found == ["0: a b!", "1: a b!", "2: a b!"]
+
+
+def test_ranks_are_a_world_and_large_tensors_come_back():
+    """Also torch's own way to join it, and a world of the library's after that."""
+
+    def work(offset):
+        torch.distributed.init_process_group("gloo")
+        state = af.init(device="cpu")
+        total = af.reduce_sum(offset + state.rank, state)
+        local = (state.rank, state.world_size, state.local_rank, state.local_world_size)
+        torch.distributed.destroy_process_group()
+        return local, total, state, offset * state.rank
+
+    offset = torch.full((4_000_000,), 7.0, dtype=torch.float64)
+    first, second = af.launch(work, offset)
+    assert first[0] == (0, 2, 0, 2)
+    assert second[0] == (1, 2, 1, 2)
+    assert torch.equal(first[1], 2 * offset + 1)
+    assert torch.equal(second[3], offset)
+    assert second[2] == af.DistState(rank=1, world_size=2, local_rank=1, local_world_size=2)
+
+
+def test_ranks_have_what_a_launch_sets():
+    def look():
+        return dict(os.environ), af.launch_options()
+
+    found = af.launch(
+        look,
+        cpu=True,
+        mixed_precision="bf16",
+        num_microbatches=3,
+        threads_per_process=1,
+        timeout_s=20,
+    )
+    for number, (variables, options) in enumerate(found):
+        assert options == af.LaunchOptions(
+            mixed_precision="bf16", num_microbatches=3, timeout_s=20.0
+        )
+        expected = {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "OMP_NUM_THREADS": "1",
+            "ACCEL_FN_DEVICE": "cpu",
+        }
+        assert expected.items() <= variables.items()
+        assert 0 < int(variables["MASTER_PORT"]) < 2**16
+
+
+def test_it_works_where_the_accelerator_is_in_use_already():
+    device = af.init().device
+    torch.ones(3, device=device).sum()
+
+    def work():
+        state = af.init()
+        return state.device.type, float(torch.ones(3, device=state.device).sum())
+
+    assert af.launch(work, num_processes=1) == [(device.type, 3.0)]
+
+
+def test_two_at_once_do_not_meet():
+    def work(name):
+        time.sleep(0.3)
+        return name, os.environ["MASTER_PORT"]
+
+    found = {}
+    threads = [
+        threading.Thread(target=lambda name=name: found.update({name: af.launch(work, name)}))
+        for name in ("one", "other")
+    ]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - start < 20
+    for name, results in found.items():
+        assert [each[0] for each in results] == [name, name]
+    assert len({port for results in found.values() for _, port in results}) == 2
+
+
+class TwoPartsError(Exception):
+    """Pickle would call it with one argument."""
+
+    def __init__(self, path, line):
+        super().__init__(f"{path}:{line}")
+        self.line = line
+        self.raised_at = time.time()
+
+
+def fail_on_one():
+    if os.environ["RANK"] == "1":
+        raise TwoPartsError("train.py", 7)
+    time.sleep(60)
+
+
+def test_what_a_rank_raises_is_raised_here_and_the_others_are_stopped():
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.raises(TwoPartsError, match=r"^train\.py:7") as caught:
+        af.launch(fail_on_one)
+    assert time.time() - caught.value.raised_at < 5
+    assert caught.value.line == 7
+    [note] = caught.value.__notes__
+    assert re.fullmatch(r"on rank 1 of 2 \(\S+, pid \d+\)", note)
+    shown = str(caught.value.__cause__)
+    assert f'{__file__}", line' in shown
+    assert 'raise TwoPartsError("train.py", 7)' in shown
+    assert "_called.py" not in shown
+    assert handlers == {each: signal.getsignal(each) for each in handlers}
+
+
+def test_the_first_error_is_raised_and_not_what_follows_from_it():
+    """A rank that leaves its world by a block breaks its peer's collective before it says why."""
+
+    def work():
+        with af.distributed(device="cpu", timeout_s=30) as state:
+            if state.rank == 1:
+                raise KeyError("the cause")
+            af.barrier(state)
+
+    with pytest.raises(KeyError, match="the cause"):
+        af.launch(work)
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
+    """The other does not heed SIGTERM, and is stopped all the same."""
+
+    def kill_one():
+        if os.environ["RANK"] == "1":
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+
+    with pytest.raises(af.AccelError) as caught:
+        af.launch(kill_one)
+    assert time.time() - (tmp_path / "killed").stat().st_mtime < 5
+    assert re.fullmatch(
+        r"launch: rank 1 of 2 \(\S+, pid \d+\) was killed by SIGKILL: often out of memory",
+        str(caught.value),
+    )
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_crash_of_native_code_says_which_line_called_it():
+    with pytest.raises(RuntimeError, match="was killed by SIGSEGV") as caught:
+        af.launch(lambda: ctypes.string_at(0), num_processes=1)
+    assert f'File "{__file__}"' in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (lambda: os._exit(0), r"rank 0 of 1 \(.*\) ended before fn returned, with exit code 0"),
+        (lambda: os._exit(5), r"rank 0 of 1 \(.*\) ended before fn returned, with exit code 5"),
+        (lambda: sys.exit(3), "fn must return or raise an Exception, got 'SystemExit: 3'"),
+        (lambda: threading.Lock(), "fn must return what can be pickled .*, got <unlocked"),
+    ],
+)
+def test_a_rank_that_ends_without_a_value_says_how(fn, text):
+    with pytest.raises(af.AccelError, match=f"launch: {text}"):
+        af.launch(fn, num_processes=1)
+
+
+def test_values_are_kept_where_a_rank_ends_badly_after_the_function():
+    def work():
+        atexit.register(os._exit, 9)
+        return "kept"
+
+    with pytest.warns(RuntimeWarning, match="rank 0 ended with exit code 9 after fn had returned"):
+        assert af.launch(work, num_processes=1) == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ({"fn": lambda: LOCK}, "fn's LOCK must be something that can be pickled .*_thread.lock"),
+        ({"args": (1, threading.Lock())}, r"args\[1\] must be something that can be pickled"),
+        ({"kwargs": {"a": threading.Lock()}}, r"kwargs\['a'\] must be something that can be"),
+        ({"fn": 3}, "fn must be a function, got 3"),
+        ({"num_processes": 0}, "num_processes must be an integer >= 1, got 0"),
+        ({"num_processes": True}, "num_processes must be an integer >= 1, got True"),
+        ({"timeout_s": -1}, "timeout_s must be a finite number > 0, got -1"),
+        ({"mixed_precision": "fp8"}, "mixed_precision must be one of no, fp16, bf16, got 'fp8'"),
+        ({"cpu": True, "gpu_ids": [0]}, "cpu must be false with gpu_ids=0, got True"),
+        ({"gpu_ids": [900]}, "gpu_ids must be devices of this machine"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_anything_starts(call, text, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    call = {"fn": int, "args": (), **call}
+    if "LOCK" in text:  # a function of this file would travel by its name
+        call["fn"] = type(call["fn"])(
+            call["fn"].__code__, {"LOCK": LOCK, "__name__": "__main__"}, "<lambda>"
+        )
+    fn, args = call.pop("fn"), call.pop("args")
+    with pytest.raises(ValueError, match=f"launch: {text}"):
+        af.launch(fn, *args, **call)
+
+
+def test_a_rank_does_not_launch():
+    def work():
+        return af.launch(int)
+
+    with pytest.raises(RuntimeError, match="launch: caller must not be a rank of a world itself"):
+        af.launch(work)
+
+
+SCRIPT = """
+import os
+import accel_fn as af
+
+class Found:
+    def __init__(self, rank):
+        self.rank = rank
+
+class Lost(Exception):
+    pass
+
+FACTOR = 3
+
+def work(fails):
+    if fails:
+        raise Lost(os.environ["RANK"])
+    return Found(FACTOR * int(os.environ["RANK"]))
+
+print("top level, once")
+first, second = af.launch(work, False)
+assert type(second) is Found, type(second)
+print("ranks", first.rank, second.rank)
+print("again", af.launch(lambda: FACTOR))
+try:
+    af.launch(work, True)
+except Lost as error:
+    print("lost", error)
+"""
+PRINTED = ["top level, once", "ranks 0 3", "again [3, 3]"]
+
+
+def test_a_script_without_a_guard_launches_its_own_functions(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run_python(tmp_path, "script.py")
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert lines == PRINTED
+    assert last in ("lost 0", "lost 1")
+
+
+def test_a_line_of_a_shell_launches_its_own_functions(tmp_path):
+    """As `python -c` and as lines typed into an interpreter: there is no file to import."""
+    code = textwrap.dedent(SCRIPT).replace("\nclass", "\n\nclass")
+    done = run_python(tmp_path, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:3] == PRINTED
+
+
+NOTEBOOK = '''
+import linecache, sys, traceback, types
+
+module = sys.modules["__main__"] = types.ModuleType("__main__")
+
+def run_cell(number, source):
+    """As IPython does: lines in linecache, under the name of no file."""
+    name = f"<ipython-input-{number}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    exec(compile(source, name, "exec"), module.__dict__)
+
+run_cell(1, "import accel_fn as af\\nimport os")
+run_cell(2, "def inner():\\n    raise ValueError('in a cell')")
+run_cell(3, "def work():\\n    inner()  # of the cell before")
+run_cell(4, "print(af.launch(lambda: int(os.environ['RANK'])))")
+try:
+    run_cell(5, "af.launch(work)")
+except ValueError:
+    traceback.print_exc()
+'''
+
+
+def test_functions_of_a_notebooks_cells_run_and_their_lines_are_in_tracebacks(tmp_path):
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    done = run_python(tmp_path, "notebook.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0, 1]\n"
+    assert "inner()  # of the cell before" in done.stderr
+    assert "raise ValueError('in a cell')" in done.stderr
+    assert re.search(r"ValueError: in a cell\non rank [01] of 2 \(", done.stderr)
+
+
+WAITING = """
+import os, subprocess, sys, tempfile, time
+import accel_fn as af
+
+tempfile.tempdir = os.getcwd()
+
+def work():
+    child = subprocess.Popen(["sleep", "600"])
+    with open(f"pids-{os.environ['RANK']}", "w") as file:
+        file.write(f"{os.getpid()} {child.pid}\\n")
+    os.rename(file.name, file.name + ".whole")
+    time.sleep(600)
+
+af.launch(work)
+"""
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    """A caller that waits for two ranks, each with a process of its own; and all their ids."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    caller = subprocess.Popen(
+        [sys.executable, "waiting.py"],
+        cwd=tmp_path,
+        env=surroundings(tmp_path),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    files = [tmp_path / f"pids-{number}.whole" for number in range(2)]
+    deadline = time.monotonic() + 30
+    while not all(map(Path.exists, files)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    assert all(map(runs, pids))
+    yield caller, pids, tmp_path
+    caller.kill()
+    caller.communicate()
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def all_gone(pids, within_s):
+    deadline = time.monotonic() + within_s
+    while any(map(runs, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_an_interrupt_stops_the_ranks_at_once_and_goes_on_as_an_interrupt(waiting):
+    caller, pids, folder = waiting
+    caller.send_signal(signal.SIGINT)
+    _, errors = caller.communicate(timeout=10)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert errors.count("Traceback") == 1  # the caller's: ranks have nothing to say
+    assert not any(map(runs, pids))
+    assert list(folder.glob("accel_fn_*")) == []
+
+
+def test_no_process_outlives_its_caller(waiting):
+    caller, pids, folder = waiting
+    caller.kill()
+    assert all_gone(pids, within_s=5)
+    deadline = time.monotonic() + 5
+    while list(folder.glob("accel_fn_*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert list(folder.glob("accel_fn_*")) == []
