@@ -10,7 +10,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,14 +51,14 @@ def main(args: argparse.Namespace) -> None:
     test_loader = af.shard_loader(DataLoader(test_data, args.batch_size), state)
 
     losses: list[Tensor] = []
-    accuracies = [accuracy(model, test_loader, state)]
+    accuracies = [accuracy(step, test_loader, state)]
     with tqdm(total=args.epochs * len(loader), unit="batch", disable=not state.is_main) as bar:
         for epoch in loader.epochs(args.epochs, since=state):
             for batch in epoch:
                 state, report = step(state, batch)
                 losses.append(report.loss)
                 bar.update()
-            accuracies.append(accuracy(model, test_loader, state))
+            accuracies.append(accuracy(step, test_loader, state))
             bar.set_postfix(loss=f"{losses[-1]:.4f}", test_accuracy=f"{accuracies[-1]:.4f}")
 
     curves = {"loss": [loss.item() for loss in losses], "test_accuracy": accuracies}
@@ -105,16 +105,14 @@ def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, loader: Iterable[Any], state: af.DistState) -> float:
-    """The share of right answers over all ranks; exact, since it is counts that are summed."""
-    right = seen = 0
-    for images, labels in loader:
-        guesses = model(images.to(state.device)).argmax(dim=1).cpu()
-        right += int((guesses == labels).sum())
-        seen += len(labels)
-    right, seen = af.reduce_sum((right, seen), state)
-    return right / seen
+def accuracy(step: af.Step, loader: Any, state: af.DistState) -> Any:
+    """The share of right answers over all ranks."""
+    return af.evaluate(step, loader, state, is_right, progress=False)["accuracy"]
+
+
+def is_right(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+    images, labels = batch
+    return {"accuracy": model(images).argmax(dim=1) == labels}
 
 
 def find_optimizer(name: str) -> type[Optimizer]:

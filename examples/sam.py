@@ -104,7 +104,7 @@ def train(
                 state, report = changed_step(state, batch)
                 losses.append(report.loss)
                 bar.update()
-            accuracies.append(accuracy(model, test_loader, state))
+            accuracies.append(accuracy(step, test_loader, state))
             bar.set_postfix(test_accuracy=f"{accuracies[-1]:.4f}")
 
     (everything,) = af.shard_loader(DataLoader(train_data, batch_size=len(train_data)), state)
