@@ -1,5 +1,6 @@
 """What accel_fn takes from inside torch: a test here fails when torch changes it."""
 
+import contextlib
 import functools
 import inspect
 import re
@@ -14,10 +15,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils.worker import WorkerInfo
 
 import accel_fn as af
 from accel_fn import _torch
 from accel_fn._torch import run_backward, run_optimizer
+from accel_fn.data._reading import shown
+from accel_fn.data._workers import end_workers, lost_workers
 from accel_fn.testing import simulate
 from accel_fn.testing._threads import make_group, make_store
 from tests.optimizers import ROWS, batches, kinds
@@ -62,6 +67,8 @@ def sgd(parameters):
         "torch.optim:Optimizer.profile_hook_step",
         "torch.optim.optimizer:_global_optimizer_post_hooks",
         "torch.optim.optimizer:_global_optimizer_pre_hooks",
+        "torch.utils.data._utils.signal_handling:_remove_worker_pids",
+        "torch.utils.data._utils.worker:WorkerInfo",
         "torch.utils._pytree:tree_leaves",
         "torch.utils._pytree:tree_map_only",
         "torch.utils._pytree:tree_flatten",
@@ -358,3 +365,37 @@ def test_group_of_a_thread_is_one_that_ddp_takes():
         return float(model.module.weight.grad)
 
     assert simulate(run, world_size=2) == [0.5, 0.5]
+
+
+def test_get_worker_info_gives_what_its_module_holds():
+    info = WorkerInfo(id=3, num_workers=5, seed=7, dataset=None)
+    assert get_worker_info() is None
+    with shown(info):
+        assert get_worker_info() is info
+    assert get_worker_info() is None
+
+
+class WhoReads(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        with shown(None):
+            alone = get_worker_info()
+        yield info.id, info.num_workers, info.dataset is self, alone
+
+
+def test_worker_knows_itself_by_the_data_set_that_its_loader_reads():
+    found = list(DataLoader(WhoReads(), batch_size=None, num_workers=2))
+    assert found == [[0, 2, True, None], [1, 2, True, None]]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_workers_behind_an_iterator_can_be_missed_and_ended(at_once):
+    running = iter(DataLoader(WhoReads(), batch_size=None, num_workers=2))
+    assert lost_workers(running) == ""
+    with contextlib.suppress(RuntimeError):  # torch may say at once that it was killed
+        running._workers[1].kill()
+        running._workers[1].join()
+    assert re.fullmatch(r"worker 1 \(process \d+\) killed by SIGKILL", lost_workers(running))
+    end_workers(running, at_once=at_once)
+    assert running._shutdown
+    assert not any(worker.is_alive() for worker in running._workers)
