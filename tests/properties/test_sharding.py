@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,9 +13,9 @@ from tests import strategies as ours
 
 
 @st.composite
-def orders(draw):
+def orders(draw, max_world=8):
     """Any order that a loader may ask for."""
-    world_size = draw(st.integers(1, 8))
+    world_size = draw(st.integers(1, max_world))
     num_samples = draw(st.integers(world_size, 200))
     batch_size = draw(st.integers(world_size, 64))
     drop_last = draw(st.booleans()) and num_samples >= batch_size
@@ -62,6 +62,34 @@ def test_a_global_batch_does_not_depend_on_the_world(order, epoch, other):
 def loader_of(num_samples, batch_size, **options):
     data = TensorDataset(torch.arange(num_samples))
     return DataLoader(data, batch_size=batch_size, **options)
+
+
+def check_loaders(order, epoch, num_workers=0):
+    """What loaders give, rank by rank, is what the order says, and as much as their `len` says."""
+    options = {"shuffle": order.shuffle, "drop_last": order.drop_last, "num_workers": num_workers}
+    given = loader_of(order.num_samples, order.batch_size, **options)
+    for rank in range(order.world_size):
+        state = af.DistState(rank=rank, world_size=order.world_size, seed=order.seed)
+        loader = af.shard_loader(given, state)
+        epochs = list(loader.epochs(epoch + 1))
+        batches = [batch[0] for batch in epochs[epoch]]
+        assert len(batches) == len(loader) == len(epochs[epoch]) == order.num_batches()
+        for number, batch in enumerate(batches):
+            assert batch.equal(order.indices(epoch, number, rank))
+            assert batch.equal(loader.indices(epoch, number))
+        assert loader.global_indices(epoch, 0).equal(order.global_indices(epoch, 0))
+
+
+@given(order=orders(), epoch=st.integers(0, 5))
+@example(order=Order(9, 4, 3, True, False, 0), epoch=1)
+def test_loaders_give_what_the_order_says(order, epoch):
+    check_loaders(order, epoch)
+
+
+@settings(max_examples=4)
+@given(order=orders(max_world=3), epoch=st.integers(0, 1))
+def test_workers_change_nothing(order, epoch):
+    check_loaders(order, epoch, num_workers=2)
 
 
 @given(

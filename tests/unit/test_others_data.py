@@ -1,0 +1,101 @@
+"""Data sets and loaders of other libraries: shared out as torch's own."""
+
+import warnings
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import accel_fn as af
+from accel_fn.testing import simulate
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it uses names of torch's that are going
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+SIZE = 11
+
+
+def table():
+    """Of Hugging Face, which reads many rows in one call."""
+    rows = {"number": list(range(SIZE)), "text": [f"row {index}" for index in range(SIZE)]}
+    return datasets.Dataset.from_dict(rows)
+
+
+def shards(make, world_size, num_epochs=2):
+    """[rank][epoch][batch] of numbers."""
+
+    def run(state):
+        loader = af.shard_loader(make(), state)
+        return [[number_of(batch) for batch in epoch] for epoch in loader.epochs(num_epochs)]
+
+    return simulate(run, world_size=world_size)
+
+
+def number_of(batch):
+    numbers = batch["number"] if isinstance(batch, dict) else batch
+    return numbers.tolist()
+
+
+def joined(ranks):
+    return [
+        [[each for part in parts for each in part] for parts in zip(*epochs, strict=True)]
+        for epochs in zip(*ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("format_", [None, "torch", "numpy"])
+def test_a_table_of_hugging_face_is_collated_as_torch_would(format_, num_workers):
+    given = DataLoader(table().with_format(format_), batch_size=4, num_workers=num_workers)
+    for batch, expected in zip(af.shard_loader(given, af.DistState()), given, strict=True):
+        assert list(batch) == list(expected) == ["number", "text"]
+        torch.testing.assert_close(batch["number"], expected["number"], rtol=0, atol=0)
+        assert batch["text"] == expected["text"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_row_of_a_table_comes_once(world_size):
+    [first, second] = joined(
+        shards(lambda: DataLoader(table(), batch_size=4, shuffle=True), world_size)
+    )
+    assert first != second
+    for epoch in (first, second):
+        assert sorted(each for batch in epoch for each in batch) == list(range(SIZE))
+
+
+def stateful(**options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return StatefulDataLoader(range(SIZE), batch_size=4, **options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_torchdatas_loader_asks_for_what_torchs_does(shuffle, num_workers):
+    """Its samplers seed themselves by chance, on each rank otherwise: the state's seed counts."""
+    theirs = shards(lambda: stateful(shuffle=shuffle, num_workers=num_workers), 2)
+    assert theirs == shards(lambda: DataLoader(range(SIZE), batch_size=4, shuffle=shuffle), 2)
+
+
+def test_a_generator_that_torchdatas_loader_was_given_counts():
+    def order(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return shards(lambda: stateful(shuffle=True, generator=generator), 1)
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_torchdatas_loader_takes_samplers_too(drop_last):
+    def sampler():
+        return WeightedRandomSampler([1.0] * SIZE, SIZE)
+
+    theirs = shards(lambda: stateful(sampler=sampler(), drop_last=drop_last), 2)
+    ours = shards(
+        lambda: DataLoader(range(SIZE), batch_size=4, sampler=sampler(), drop_last=drop_last), 2
+    )
+    assert theirs == ours
+    assert len(theirs[0][0]) == 2 + (not drop_last)
