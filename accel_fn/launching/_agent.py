@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
@@ -15,15 +16,21 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    SignalException,
+    Std,
+)
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from accel_fn._errors import WorldError
-from accel_fn.launching._failures import Failure, cause, read_failure, who
+from accel_fn.launching._failures import Failure, blames_peer, cause, has_spoken, read_failure
 from accel_fn.launching._guarding import kill_left
 from accel_fn.launching._meeting import Meeting
 
-_STOP_WITHIN_S, _LEAVE_WITHIN_S = 4, 30
+_HEAR_WITHIN_S, _POLL_S = 1.2, 0.05
+_STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
 """A failed world ends within five seconds; one that is asked to stop may still save its state."""
 
 
@@ -71,6 +78,7 @@ class Agent(LocalElasticAgent):
         self._folders = folders
         self._meeting = spec.rdzv_handler if isinstance(spec.rdzv_handler, Meeting) else None
         self.failures: list[Failure] = []
+        self._impatient = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks; restarts are counted alike on all machines."""
@@ -81,8 +89,7 @@ class Agent(LocalElasticAgent):
         if attempt:
             why = "asked for by another machine"
             if self.failures:
-                first = cause(self.failures)
-                why = f"{who(first)}: {first.last_line.splitlines()[-1]}"
+                why = cause(self.failures).summary
             say(f"restart {attempt} of {most}: {why}")
         self.failures = []
         started: dict[int, int] = super()._start_workers(worker_group)
@@ -92,9 +99,17 @@ class Agent(LocalElasticAgent):
         self._shutdown(timeout=_STOP_WITHIN_S)
         self._clear()
 
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Stop the ranks; at once, where another signal comes while they are waited for."""
+        try:
+            super()._shutdown(signal.SIGKILL if self._impatient else death_sig, timeout)
+        except SignalException:
+            self._impatient = True
+            raise
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks; when one has failed, stop the others and note how each ended."""
-        ended = self._ended()
+        ended = self._hear_out()
         gone = self._meeting is not None and self._meeting.has_ended()
         stopped_at = time.time()
         if ended or gone:
@@ -118,6 +133,25 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
+
+    def _hear_out(self) -> set[int]:
+        """The local ranks that have failed by themselves, and not only for the sake of another.
+
+        Who loses a peer ends at once, while the peer may still be on its way out
+        of its own error: it gets a moment to say what that was.
+        """
+        deadline = time.monotonic() + _HEAR_WITHIN_S
+        folders = self._folders.ranks
+        while True:
+            ended = self._ended()
+            if not all(blames_peer(folders[rank]) for rank in ended):
+                return ended
+            running = folders.keys() - ended
+            if not ended or not running or any(has_spoken(folders[rank]) for rank in running):
+                return ended
+            if time.monotonic() > deadline:
+                return ended
+            time.sleep(_POLL_S)
 
     def _ended(self) -> set[int]:
         """The local ranks that have failed by themselves."""

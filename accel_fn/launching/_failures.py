@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accel_fn.launching import _worker
 
-_SHOWN = 8
+_SHOWN, _WIDTH = 8, 120
 
 _HINTS = {
     "SIGKILL": "often out of memory",
@@ -75,6 +75,12 @@ class Failure:
         hint = _HINTS.get(name)
         return f"{name}: {hint}" if hint else name
 
+    @property
+    def summary(self) -> str:
+        """Rank, place and end, in one short line."""
+        line = f"{who(self)}: {self.last_line.splitlines()[-1]}"
+        return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+
 
 def read_failure(
     folder: Path,
@@ -122,6 +128,16 @@ def _read_crash(path: Path) -> str:
     return "".join(line for line in lines if f'"{_worker.__file__}"' not in line)
 
 
+def has_spoken(folder: Path) -> bool:
+    """Has the rank with this folder said what ended it?"""
+    return (folder / "error.json").is_file()
+
+
+def blames_peer(folder: Path) -> bool:
+    """Does it say that it lost another?"""
+    return _LOST_PEER.search(_read_record(folder, 0)[1]) is not None
+
+
 def cause(failures: Sequence[Failure]) -> Failure:
     """The failure that the others follow from.
 
@@ -144,7 +160,8 @@ def report(failures: Sequence[Failure], world_size: int) -> str:
     """Everybody's end in a line each, then the cause: its traceback, its rank, its exception."""
     first = cause(failures)
     others = [each for each in failures if each is not first and not each.stopped]
-    lines = [f"{who(each)}: {each.last_line.splitlines()[-1]}" for each in others[:_SHOWN]]
+    others.sort(key=lambda failure: failure.rank)
+    lines = [each.summary for each in others[:_SHOWN]]
     if len(others) > _SHOWN:
         lines.append(f"and {len(others) - _SHOWN} more")
     if lines:

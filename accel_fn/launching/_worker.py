@@ -77,6 +77,9 @@ def _run(
 
     What ended it goes to a file: the launcher prints the first of all ranks, once.
     """
+    hook = Hook()
+    if not show:
+        sys.excepthook = hook
     try:
         start(target, arguments)
     except SystemExit as end:
@@ -92,12 +95,26 @@ def _run(
         words = record(error, frames)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
-        if show or sys.excepthook is not sys.__excepthook__:
-            sys.excepthook(type(error), error, frames)
+        hook.told = error
+        sys.excepthook(type(error), error, frames)
     else:
         return
     threading.Thread(target=_end_late, args=("" if show else words,), daemon=True).start()
     sys.exit(1)
+
+
+class Hook:
+    """Where python prints what ends a program, and libraries hook themselves in: all but one error."""
+
+    told: BaseException | None = None
+    """The launcher tells of this one."""
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    ) -> None:
+        """Print the traceback of any other."""
+        if error is not self.told:
+            sys.__excepthook__(kind, error, frames)
 
 
 def _run_script(target: str, arguments: list[str]) -> None:

@@ -1,0 +1,54 @@
+"""A process that has imported what launchers need, and forks into one at each request.
+
+The import of torch is most of the time of a short launch. What is forked runs the
+same `main` as the command, in an environment, a folder and a session of its own.
+"""
+
+import importlib
+import json
+import os
+import sys
+
+_LOADED = (
+    "cli._app",
+    "cli._launch",
+    "cli._resolving",
+    "launching._launching",
+    "launching._running",
+)
+
+
+def main():
+    """Answer requests, a line of JSON each: start a launcher, or ask how it ended."""
+    for name in _LOADED:
+        importlib.import_module(f"accel_fn.{name}")
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "ended" in request:
+            pid, status = os.waitpid(request["ended"], os.WNOHANG)
+            _answer(os.waitstatus_to_exitcode(status) if pid else None)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            _become(**request)
+        _answer(pid)
+
+
+def _answer(value):
+    print(json.dumps(value), flush=True)
+
+
+def _become(arguments, folder, variables):
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
+        file = os.open(name, os.O_RDWR)
+        os.dup2(file, number)
+    sys.argv = ["accel-fn", *arguments]
+    importlib.import_module("accel_fn.cli").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Launchers as a user starts them: in the background, looked at while they run, ended in many ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cli.commands import ROOT, surroundings
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launcher ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def last_lines(self) -> list[str]:
+        return self.stderr.rstrip().splitlines()
+
+
+class Launchers:
+    """Starts launchers; at the end none of them is left."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cli.forking"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def ask(self, **request):
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def start(
+        self, folder: Path, *arguments: object, script: str = "", **variables: str
+    ) -> Launcher:
+        """Start `accel-fn launch ARGUMENTS` in a folder, in which `script` is script.py."""
+        folder.mkdir(exist_ok=True)
+        if script:
+            (folder / "script.py").write_text(textwrap.dedent(script))
+        for name in ("stdout", "stderr"):
+            (folder / name).write_text("")
+        pid = self.ask(
+            arguments=["launch", *map(str, arguments)],
+            folder=str(folder),
+            variables=surroundings(folder, **variables),
+        )
+        return Launcher(self, pid, folder)
+
+    def run(self, folder: Path, *arguments: object, script: str = "", **variables: str) -> Ended:
+        """Start one, and wait for it."""
+        return self.start(folder, *arguments, script=script, **variables).wait()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One that may still run."""
+
+    launchers: Launchers
+    pid: int
+    folder: Path
+
+    @property
+    def stdout(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def said(self, pattern: str, count: int = 1) -> list[str]:
+        """Wait until the ranks have said this on stdout so often; what the pattern's group found."""
+        return until(
+            lambda: found if len(found := re.findall(pattern, self.stdout)) >= count else None,
+            lambda: f"{pattern!r} in\n{self.stdout}\n{self.stderr}",
+        )
+
+    def kill(self, number: int) -> Launcher:
+        os.kill(self.pid, number)
+        return self
+
+    def wait(self, timeout_s: float = 60) -> Ended:
+        start = time.monotonic()
+        try:
+            code = until(
+                lambda: self.launchers.ask(ended=self.pid),
+                lambda: f"an end\n{self.stdout}\n{self.stderr}",
+                timeout_s,
+            )
+        except AssertionError:
+            os.kill(self.pid, signal.SIGKILL)
+            raise
+        return Ended(code, self.stdout, self.stderr, time.monotonic() - start)
+
+
+def until(look: Callable[[], object], what: Callable[[], str], timeout_s: float = 30):
+    """What `look` finds at last."""
+    deadline = time.monotonic() + timeout_s
+    while (found := look()) is None:
+        assert time.monotonic() < deadline, f"no sign within {timeout_s:g} s of {what()}"
+        time.sleep(0.02)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Is there such a process, and is it more than a dead one that nobody has asked for?"""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def gone(pids, within_s: float = 5) -> None:
+    """All of these processes have ended, or do so in time."""
+    until(
+        lambda: None if any(map(is_running, map(int, pids))) else True,
+        lambda: f"the end of {[pid for pid in pids if is_running(int(pid))]}",
+        within_s,
+    )

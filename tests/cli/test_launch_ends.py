@@ -1,0 +1,104 @@
+"""accel-fn launch: however it is ended, its ranks end with it, and are told once."""
+
+import os
+import pty
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.cli.commands import surroundings
+from tests.cli.launchers import gone, is_running, until
+
+# A rank with two children: one of another program, one a fork of itself.
+_FAMILY = """
+    import os, signal, subprocess, sys, time
+
+    def tell(number, frame):
+        os.write(1, f"told {number}\\n".encode())
+        time.sleep(0.2)
+        sys.exit(1)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    program = subprocess.Popen(["sleep", "100"])
+    fork = os.fork()
+    if fork == 0:
+        time.sleep(100)
+    if "--tells" in sys.argv:
+        signal.signal(signal.SIGTERM, tell)
+        signal.signal(signal.SIGINT, tell)
+    os.write(1, f"pids {os.getpid()} {program.pid} {fork}\\n".encode())
+    while True:
+        time.sleep(0.1)
+"""
+
+
+def family(launcher):
+    return " ".join(launcher.said(r"pids ([\d ]+)\n", 2)).split()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_nothing_outlives_a_launcher_that_is_killed(launchers, tmp_path, number):
+    launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=_FAMILY, TMPDIR=str(tmp_path))
+    pids = family(launcher)
+    assert all(is_running(int(pid)) for pid in pids)
+    assert launcher.kill(number).wait().exit_code == -number
+    gone(pids)
+    until(lambda: not list(tmp_path.glob("accel_fn_*")) or None, lambda: "an empty folder")
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
+)
+def test_a_signal_reaches_every_rank_once(launchers, tmp_path, number, name):
+    launcher = launchers.start(tmp_path, "-n", 2, "script.py", "--tells", script=_FAMILY)
+    pids = family(launcher)
+    ended = launcher.kill(number).wait()
+    assert ended.exit_code == 128 + number
+    assert ended.stderr == f"accel-fn launch: stopped by {name}\n"
+    assert ended.stdout.count(f"told {number.value}") == ended.stdout.count("told") == 2
+    gone(pids, within_s=0.1)
+
+
+def test_a_second_signal_does_not_wait_for_ranks(launchers, tmp_path):
+    launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=_FAMILY)
+    pids = family(launcher)
+    launcher.kill(signal.SIGTERM)
+    time.sleep(0.5)
+    assert all(is_running(int(pid)) for pid in pids[::3])  # ranks that do not mind the first
+    assert launcher.kill(signal.SIGTERM).wait(timeout_s=5).exit_code == 143
+    gone(pids)
+
+
+def test_what_a_killed_rank_started_ends_too(launchers, tmp_path):
+    launcher = launchers.start(tmp_path, "-n", 2, "script.py", "--tells", script=_FAMILY)
+    pids = family(launcher)
+    os.kill(int(pids[0]), signal.SIGKILL)
+    assert launcher.wait().exit_code == 137
+    gone(pids, within_s=0.1)
+
+
+def test_ctrl_c_on_a_terminal_is_one_line(tmp_path):
+    """The command itself, on a terminal of its own, where Ctrl-C is a key."""
+    (tmp_path / "script.py").write_text(
+        "import os, time\nos.write(1, b'up\\n')\nassert os.isatty(1)\ntime.sleep(60)\n"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "script.py"]
+        os.chdir(tmp_path)
+        os.execve(sys.executable, command, surroundings(tmp_path))
+    seen = read_until(terminal, b"up\r\n", 2)
+    os.write(terminal, b"\x03")
+    seen += read_until(terminal, b"Ctrl-C", 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert seen == b"up\r\nup\r\n^Caccel-fn launch: stopped by Ctrl-C"
+
+
+def read_until(terminal, words, count):
+    seen = b""
+    while seen.count(words) < count:
+        seen += os.read(terminal, 1000)
+    return seen.rstrip() if words == b"Ctrl-C" else seen

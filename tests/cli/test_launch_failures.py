@@ -1,0 +1,174 @@
+"""accel-fn launch: when ranks fail, the real error is the last thing on the screen."""
+
+import re
+
+import pytest
+
+from tests.cli.commands import run_python
+from tests.cli.launchers import gone
+
+_SCRIPT = """
+import os, signal, sys, time
+
+def deep():
+    raise ValueError("boom")
+
+def fail(how):
+    if how == "raise":
+        deep()
+    if how == "chain":
+        try:
+            deep()
+        except ValueError as error:
+            raise RuntimeError("two\\nlines") from error
+    if how == "number":
+        sys.exit(3)
+    if how == "words":
+        sys.exit("no such data")
+    if how == "_exit":
+        os._exit(7)
+    if how == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "SIGSEGV":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "KeyboardInterrupt":
+        raise KeyboardInterrupt
+    if how == "syntax":
+        exec("a b")
+
+if int(os.environ["RANK"]) == 1:
+    fail(sys.argv[1])
+time.sleep(60)
+"""
+_WHO = r"rank 1 \(\S+, pid \d+\)"
+_BOOM = [r"Traceback.*", r"  File .*", "    .*", r"  File .*", r"    deep\(\)",
+         r"  File .*, in deep", r'    raise ValueError\("boom"\)', _WHO, "ValueError: boom"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "lines"),
+    [
+        ("raise", 1, _BOOM),
+        ("syntax", 1, ["Traceback.*", "(  .*\n){3}.*", _WHO, "(  .*\n).*", "SyntaxError: .*"]),
+        ("number", 3, [_WHO, "exit code 3"]),
+        ("words", 1, [_WHO, "no such data"]),
+        ("_exit", 7, [_WHO, "exit code 7"]),
+        ("SIGKILL", 137, [_WHO, "SIGKILL: often out of memory"]),
+        ("KeyboardInterrupt", 130, ["Traceback.*", "(  .*\n){3}.*", _WHO, "KeyboardInterrupt"]),
+    ],
+)
+def test_the_error_is_all_that_is_said_and_the_exit_code_is_the_ranks(
+    launchers, tmp_path, how, exit_code, lines
+):
+    ended = launchers.run(tmp_path, "-n", 2, "script.py", how, script=_SCRIPT)
+    assert ended.exit_code == exit_code
+    said = re.sub(
+        r"\n +[\^~]+(?=\n)", "", ended.stderr
+    )  # the marks below a line, python's to choose
+    assert re.fullmatch("\n".join(lines) + "\n", said), ended.stderr
+    assert ended.seconds < 6
+
+
+def test_an_error_comes_with_its_own_cause(launchers, tmp_path):
+    ended = launchers.run(tmp_path, "-n", 2, "script.py", "chain", script=_SCRIPT)
+    assert "ValueError: boom\n\nThe above exception was the direct cause" in ended.stderr
+    assert re.search(
+        f"raise RuntimeError.*\n( .*\n)?{_WHO}\nRuntimeError: two\nlines$", ended.stderr.strip()
+    )
+
+
+def test_a_crash_of_native_code_shows_which_line_called_it(launchers, tmp_path):
+    ended = launchers.run(tmp_path, "-n", 2, "script.py", "SIGSEGV", script=_SCRIPT)
+    assert ended.exit_code == 139
+    assert "_worker.py" not in ended.stderr
+    *_, above, rank, last = ended.last_lines
+    assert re.match(r'  File ".*/script.py", line \d+ in <module>', above)
+    assert (re.match(_WHO, rank) is not None, last) == (True, "SIGSEGV: a crash in native code")
+
+
+def test_ranks_that_lost_their_peer_are_not_the_cause_even_if_they_end_first(launchers, tmp_path):
+    script = """
+        import os, time
+        if os.environ["RANK"] == "0":
+            while not os.path.exists("failing"): time.sleep(0.01)
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+        try:
+            raise ValueError("the cause")
+        finally:
+            open("failing", "w").close()
+            time.sleep(0.4)
+    """
+    ended = launchers.run(tmp_path, "-n", 2, "script.py", script=script)
+    assert ended.exit_code == 1
+    assert "2 of 2 ranks failed" in ended.stderr
+    assert re.search(r"rank 0 \(\S+, pid \d+\): RuntimeError: Connection closed", ended.stderr)
+    assert ended.last_lines[-1] == "ValueError: the cause"
+
+
+def test_the_others_are_stopped_within_five_seconds_also_those_that_refuse(launchers, tmp_path):
+    script = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(os.environ["RANK"], "w").close()
+        while not (os.path.exists("0") and os.path.exists("1")): time.sleep(0.01)
+        print("pid", os.getpid(), flush=True)
+        if os.environ["RANK"] == "1":
+            raise ValueError("boom")
+        time.sleep(60)
+    """
+    launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=script)
+    pids = launcher.said(r"pid (\d+)", 2)
+    ended = launcher.wait()
+    assert (ended.exit_code, ended.last_lines[-1]) == (1, "ValueError: boom")
+    assert ended.seconds < 5
+    gone(pids, within_s=0.1)
+
+
+def test_what_a_script_prints_of_its_own_errors_is_left_to_it(launchers, tmp_path):
+    script = """
+        import sys
+        try:
+            1 / 0
+        except ZeroDivisionError:
+            sys.excepthook(*sys.exc_info())
+        sys.excepthook = lambda kind, *_: print("mine:", kind.__name__, flush=True)
+        raise KeyError("gone")
+    """
+    ended = launchers.run(tmp_path, "script.py", script=script)
+    assert ended.stdout == "mine: KeyError\n"
+    assert ended.stderr.count("ZeroDivisionError: division by zero\n") == 1
+    assert ended.last_lines[-1] == "KeyError: 'gone'"
+
+
+def test_a_log_has_its_ranks_own_error(launchers, tmp_path):
+    ended = launchers.run(
+        tmp_path, "-n", 2, "--log-dir", "logs", "script.py", "raise", script=_SCRIPT
+    )
+    assert ended.last_lines[-1] == "ValueError: boom"
+    (log,) = tmp_path.glob("logs/*/attempt_0/1/stderr.log")
+    assert log.read_text().endswith("ValueError: boom\n")
+    assert "_worker.py" not in log.read_text()
+
+
+def test_a_program_gives_its_exit_code(launchers, tmp_path):
+    ended = launchers.run(
+        tmp_path, "-n", 2, "--no-python", "sh", "-c", "test $RANK = 0 || { echo why >&2; exit 9; }"
+    )
+    assert (ended.exit_code, ended.last_lines[0], ended.last_lines[-1]) == (9, "why", "exit code 9")
+
+
+def test_a_rank_that_cannot_end_says_why_it_failed_and_is_ended(tmp_path):
+    """The waits are shortened: nobody should test for half a minute."""
+    (tmp_path / "script.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n1 / 0\n"
+    )
+    code = (
+        "import os, sys, accel_fn.launching._worker as worker; worker._SPEAK_AFTER_S = 0.1;"
+        "worker._END_AFTER_S = 0.1; worker.main(str(os.getppid()), '', '', 'script', 'script.py')"
+    )
+    variables = {"RANK": "3", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    done = run_python(tmp_path, "-c", code, timeout_s=20, **variables)
+    assert done.returncode == 1
+    first, *_, last = done.stderr.strip().splitlines()
+    assert first == "rank 3 has failed and is slow to end"
+    assert last == "ZeroDivisionError: division by zero"
