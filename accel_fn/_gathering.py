@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import einops
@@ -11,79 +13,131 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel_fn import _comm
-from accel_fn._errors import BatchError
+from accel_fn._errors import ArgumentError, BatchError, message
+from accel_fn._rows import Lists, is_rows, may_be_columns, pack, sort_of, typed, unpack
 from accel_fn._state import DistState
 
 T = TypeVar("T")
 
 
-def gather(tree: T, state: DistState) -> T:
+def gather(tree: T, state: DistState, *, lists: Lists | None = None) -> T:
     """Join the rows of all ranks, on all ranks, in data-set order.
 
     Ranks hold consecutive parts of a batch that `shard_loader` cut, so joining
-    them in rank order restores the order of the data set. Leading dimensions
+    them in rank order restores the order of the data set. Numbers of rows
     may differ between ranks, and may be 0.
 
+    A list holds one item a sample: strings, dicts of boxes, named tuples,
+    objects; the lists of all ranks are joined, and what the items hold comes back as it
+    was, tensors of any shapes among it. Tuples and dicts are structure,
+    and so is a list in which tensors stand beside other things or other tensors
+    (`[images, labels]`, as torch collates). What could be either is refused until `lists`
+    says it: a list of tensors of one dtype and number of dimensions, a list of lists of
+    tensors, and items of several kinds with tensors in them. The values of the data never decide.
+
     Args:
-        tree: a tree of tensors [num_rows, ...] and lists of picklable things,
-            of one structure on all ranks; trailing dimensions and dtypes agree.
+        tree: a tree of tensors [num_rows, ...], lists of picklable items, and tuples of strings,
+            of one structure on all ranks; dtypes and trailing dimensions agree.
         state: of this rank.
+        lists: "rows", every list holds one item a sample; "columns", a list of
+            tensors or containers is structure.
 
     Returns:
-        The same tree with tensors [sum of num_rows, ...] and joined lists.
-        In a world of one, `tree` itself.
+        The same tree with tensors [sum of num_rows, ...] and joined lists. Tensors that
+        were on the host are on the host, others on `state.device`. In a world of one, `tree` itself.
 
     Raises:
         ValueError: on every rank alike, before any data moves: structures,
-            dtypes or trailing dimensions differ, or a leaf has no rows to join.
+            dtypes or trailing dimensions differ, a list could be rows or columns, an
+            item cannot be pickled, or a leaf has no rows to join.
 
-    Cost: two small collectives for shapes and lists, then one all-gather per
-    dtype, of world_size times the largest part; one host synchronisation.
+    Cost: two small collectives for shapes and all that is no tensor, then one all-gather for
+    tensors on the host and one for those on the device, of world_size times the
+    largest part; one host synchronisation.
 
     >>> import torch, accel_fn as af
-    >>> af.gather(torch.arange(3), af.DistState())
-    tensor([0, 1, 2])
+    >>> af.gather({"scores": torch.arange(3), "names": ["a", "b", "c"]}, af.DistState())
+    {'scores': tensor([0, 1, 2]), 'names': ['a', 'b', 'c']}
     """
+    if lists not in (None, "rows", "columns"):
+        raise ArgumentError(message("gather", "lists", 'be "rows", "columns" or None', lists))
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=partial(is_rows, lists=lists))
+    described = [_describe(leaf) for leaf in leaves]
+    said = (f"{structure} of {lists or 'any'} lists", [leaf for leaf, _ in described])
+    every = _comm.exchange(said, state, "gather")
+    _check_alike(every)
+    _check_leaves([leaves for _, leaves in every], lists)
     if state.world_size == 1:
         return tree
-    leaves, structure = pytree.tree_flatten(tree, is_leaf=_is_plain_list)
-    described = (str(structure), [_describe(leaf) for leaf in leaves])
-    every = _comm.exchange(described, state, "gather")
-    _check_alike(every)
-    joined: list[Any] = [None] * len(leaves)
-    for places in _by_dtype(leaves).values():
-        rows = [[entry[1][place]["rows"] for place in places] for entry in every]
-        for place, whole in zip(
-            places, _gather_tensors([leaves[place] for place in places], rows, state), strict=True
-        ):
-            joined[place] = whole
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, list):
-            joined[place] = [item for entry in every for item in entry[1][place]["items"]]
+    tensors = [tensor for _, held in described for tensor in held]
+    parts = [iter(theirs) for theirs in _all_bytes(tensors, [leaves for _, leaves in every], state)]
+    joined = [
+        _join(leaf, [theirs[place] for _, theirs in every], parts, state)
+        for place, leaf in enumerate(leaves)
+    ]
     return cast("T", pytree.tree_unflatten(joined, structure))
 
 
-def _is_plain_list(node: Any) -> bool:
-    return type(node) is list and not any(
-        isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(node)
-    )
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """What peers must know of a tensor to receive it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_host: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def _describe(leaf: Any) -> dict[str, Any]:
-    """What peers must know of a leaf: its kind, on which they must agree, and its rows or items."""
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """What peers must know of a leaf: a tensor, or a list or tuple of items."""
+
+    kind: str
+    """On which ranks must agree."""
+    specs: tuple[_Spec, ...] = ()
+    items: bytes = b""
+    sorts: frozenset[str] = frozenset()
+    problem: str = ""
+    """Why nobody can join it."""
+
+
+def _describe(leaf: Any) -> tuple[_Leaf, list[Tensor]]:
+    """A leaf as told to the peers, and its tensors, which travel as bytes."""
     if isinstance(leaf, Tensor) and leaf.ndim:
-        return {"kind": f"{leaf.dtype} [rows, {list(leaf.shape[1:])}]", "rows": leaf.size(0)}
-    if isinstance(leaf, list):
-        return {"kind": "list", "items": leaf}
-    name = "0-dim tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
-    return {"kind": name, "refused": True}
+        kind = f"{leaf.dtype} [rows, {list(leaf.shape[1:])}]"
+        return _told(kind, [leaf]), [leaf]
+    if isinstance(leaf, list | tuple):
+        kind = type(leaf).__name__
+        try:
+            items, tensors = pack(leaf)
+        except Exception as error:
+            return _Leaf(kind, problem=f"hold items that can be pickled, got {error!r}"), []
+        sorts = frozenset(map(sort_of, leaf))
+        return _told(kind, tensors, items=items, sorts=sorts), tensors
+    kind = "0-dim tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+    rule = "hold tensors with a leading dimension and lists"
+    return _Leaf(
+        kind, problem=f"{rule}, got a {kind}; use reduce_sum or reduce_mean for numbers"
+    ), []
 
 
-def _check_alike(every: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
-    """The same verdict on every rank: may these trees be joined?"""
+def _told(kind: str, tensors: Sequence[Tensor], **rows: Any) -> _Leaf:
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+            what = f"a {type(tensor).__name__} of layout {tensor.layout}"
+            return _Leaf(kind, problem=f"hold dense tensors, got {what}")
+    specs = [_Spec(t.dtype, tuple(t.shape), t.device.type == "cpu") for t in tensors]
+    return _Leaf(kind, tuple(specs), **rows)
+
+
+def _check_alike(every: Sequence[tuple[str, list[_Leaf]]]) -> None:
+    """The same verdict on every rank: do these trees fit together?"""
     structure, first = every[0]
     for rank, (other, leaves) in enumerate(every):
-        kinds, theirs = [leaf["kind"] for leaf in first], [leaf["kind"] for leaf in leaves]
+        kinds, theirs = [leaf.kind for leaf in first], [leaf.kind for leaf in leaves]
         if other != structure or kinds != theirs:
             what = f"{theirs} on rank {rank} and {kinds} on rank 0"
             if kinds == theirs:
@@ -92,39 +146,83 @@ def _check_alike(every: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
                 "gather: tree must have one structure, and one dtype and trailing shape a leaf, "
                 f"on every rank, got {what}"
             )
-    for leaf in first:
-        if leaf.get("refused"):
+
+
+def _check_leaves(every: Sequence[Sequence[_Leaf]], lists: Lists | None) -> None:
+    """The same verdict on every rank: can each leaf be joined, and in one way alone?"""
+    for leaves in zip(*every, strict=True):
+        for leaf in leaves:
+            if leaf.problem:
+                raise BatchError(f"gather: tree must {leaf.problem}")
+        sorts = frozenset().union(*(leaf.sorts for leaf in leaves))
+        holds_tensors = any(leaf.specs for leaf in leaves) and bool(sorts)
+        if lists is None and may_be_columns(sorts, leaves[0].kind, holds_tensors):
             raise BatchError(
-                "gather: tree must hold tensors with a leading dimension and lists, "
-                f"got a {leaf['kind']}; use reduce_sum or reduce_mean for numbers"
+                f"gather: tree must not leave open whether a {leaves[0].kind} holds one item a sample "
+                f'or one a column, got items {sorted(sorts)}; give a list and lists="rows", or '
+                'lists="columns"'
             )
 
 
-def _by_dtype(leaves: Sequence[Any]) -> dict[torch.dtype, list[int]]:
-    places: dict[torch.dtype, list[int]] = {}
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            places.setdefault(leaf.dtype, []).append(place)
-    return places
+def _all_bytes(
+    tensors: Sequence[Tensor], every: Sequence[Sequence[_Leaf]], state: DistState
+) -> list[list[Tensor]]:
+    """The tensors of every rank as bytes: those on hosts in one all-gather, the others in another."""
+    specs = [[spec for leaf in leaves for spec in leaf.specs] for leaves in every]
+    found: list[dict[int, Tensor]] = [{} for _ in specs]
+    for on_host in (True, False):
+        device = torch.device("cpu") if on_host else state.device
+        places = [
+            [place for place, spec in enumerate(theirs) if spec.on_host == on_host]
+            for theirs in specs
+        ]
+        sizes = [
+            [theirs[place].num_bytes for place in at]
+            for theirs, at in zip(specs, places, strict=True)
+        ]
+        mine = [_bytes_of(tensors[place].to(device)) for place in places[state.rank]]
+        for rank, pieces in enumerate(_exchange_bytes(mine, sizes, state, device)):
+            found[rank].update(zip(places[rank], pieces, strict=True))
+    return [[pieces[place] for place in range(len(pieces))] for pieces in found]
 
 
-def _gather_tensors(
-    tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], state: DistState
-) -> list[Tensor]:
-    """Tensors of one dtype in one all-gather: flattened, padded to the longest, cut again."""
-    flat, shapes = einops.pack([tensor.detach().to(state.device) for tensor in tensors], "*")
-    widths = [
-        tensor[:1].numel() if tensor.size(0) else tensor.new_empty(tensor.shape[1:]).numel()
-        for tensor in tensors
-    ]
-    lengths = [sum(n * width for n, width in zip(counts, widths, strict=True)) for counts in rows]
-    padded = flat.new_zeros(max(lengths))
-    padded[: flat.numel()] = flat
-    parts = _comm.all_gather(padded, state, "gather")
-    cut = [
-        einops.unpack(
-            part[:length], [(n, *shape[1:]) for n, shape in zip(counts, shapes, strict=True)], "*"
-        )
-        for part, length, counts in zip(parts, lengths, rows, strict=True)
-    ]
-    return [torch.cat(pieces) for pieces in zip(*cut, strict=True)]
+def _bytes_of(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1).view(torch.uint8)
+
+
+def _exchange_bytes(
+    mine: Sequence[Tensor],
+    sizes: Sequence[Sequence[int]],
+    state: DistState,
+    device: torch.device,
+) -> Iterator[list[Tensor]]:
+    """Every rank's pieces, packed and padded to the longest rank's, and cut again."""
+    longest = max(map(sum, sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    if mine:
+        flat, _ = einops.pack(mine, "*")
+        padded[: flat.numel()] = flat
+    parts = _comm.all_gather(padded, state, "gather") if longest else [padded] * state.world_size
+    for part, theirs in zip(parts, sizes, strict=True):
+        shapes: list[tuple[int, ...] | list[int]] = [(size,) for size in theirs]
+        yield einops.unpack(part[: sum(theirs)], shapes, "*") if shapes else []
+
+
+def _join(
+    leaf: Any, told: Sequence[_Leaf], parts: Sequence[Iterator[Tensor]], state: DistState
+) -> Any:
+    """One leaf of all ranks; takes the bytes of its tensors from their parts."""
+    if isinstance(leaf, Tensor):
+        device = leaf.device if leaf.device.type == "cpu" else state.device
+        whole = torch.cat([next(part).to(device) for part in parts]).view(leaf.dtype)
+        num_rows = sum(each.specs[0].shape[0] for each in told)
+        return typed(whole.view(num_rows, *leaf.shape[1:]), type(leaf), vars(leaf))
+    items: list[Any] = []
+    for each, part in zip(told, parts, strict=True):
+        tensors = [
+            next(part).clone().view(spec.dtype).view(spec.shape)  # not all of the rank's bytes
+            for spec in each.specs
+        ]
+        items += unpack(each.items, tensors)
+    return type(leaf)(items)

@@ -1,6 +1,5 @@
 """What ranks say to each other: the same answer on all, and one verdict where they differ."""
 
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -11,69 +10,7 @@ from hypothesis import strategies as st
 import accel_fn as af
 from accel_fn.testing import simulate
 
-Boxes = namedtuple("Boxes", "corners names")
 ALONE = af.DistState()
-
-
-@given(rows=st.lists(st.integers(0, 5), min_size=1, max_size=4), width=st.integers(0, 3))
-def test_gather_joins_the_rows_of_all_ranks_in_rank_order(rows, width):
-    generator = torch.Generator().manual_seed(0)
-    whole = {
-        "float": torch.randn(sum(rows), width, 2, generator=generator),
-        "int": torch.arange(sum(rows)),
-        "flag": torch.arange(sum(rows)) % 2 == 0,
-        "double": torch.randn(sum(rows), generator=generator).double(),
-    }
-
-    def run(state):
-        start = sum(rows[: state.rank])
-        mine = {name: value[start : start + rows[state.rank]] for name, value in whole.items()}
-        return af.gather(mine, state)
-
-    for found in simulate(run, world_size=len(rows)):
-        assert list(found) == list(whole)
-        for name, value in whole.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
-
-
-def test_gather_joins_lists_and_keeps_the_kind_of_a_tree():
-    def run(state):
-        count = state.rank + 1
-        tree = Boxes(
-            torch.full((count, 4), state.rank), [f"{state.rank}.{i}" for i in range(count)]
-        )
-        return af.gather((tree, [{"id": state.rank}]), state)
-
-    for boxes, ids in simulate(run, world_size=3):
-        assert isinstance(boxes, Boxes)
-        assert boxes.corners[:, 0].tolist() == [0, 1, 1, 2, 2, 2]
-        assert boxes.names == ["0.0", "1.0", "1.1", "2.0", "2.1", "2.2"]
-        assert ids == [{"id": 0}, {"id": 1}, {"id": 2}]
-
-
-@pytest.mark.parametrize(
-    ("tree", "text"),
-    [
-        (
-            lambda rank: torch.ones(2, 3 + rank),
-            r"got \['torch.float32 \[rows, \[4\]\]'\] on rank 1",
-        ),
-        (
-            lambda rank: torch.ones(2, dtype=[torch.float32, torch.float64][rank]),
-            "float64.* on rank 1",
-        ),
-        (lambda rank: {"a": torch.ones(2)} if rank else {"b": torch.ones(2)}, "on rank 1"),
-        (lambda rank: torch.tensor(1.0), "got a 0-dim tensor; use reduce_sum or reduce_mean"),
-        (lambda rank: {"loss": 0.5}, "got a float; use reduce_sum"),
-    ],
-)
-def test_trees_that_do_not_fit_are_refused_on_every_rank(tree, text):
-    def run(state):
-        with pytest.raises(ValueError, match=f"gather: tree must .*{text}"):
-            af.gather(tree(state.rank), state)
-        return af.reduce_sum(1, state)  # nobody is out of step afterwards
-
-    assert simulate(run, world_size=2) == [2, 2]
 
 
 def test_sums_of_integers_are_exact():
@@ -216,7 +153,7 @@ TREE = {"rows": torch.arange(4), "names": ["a"], "number": 3}
 
 
 @pytest.mark.parametrize(
-    "function", [af.gather, af.reduce_sum, af.reduce_mean, af.broadcast], ids=lambda fn: fn.__name__
+    "function", [af.reduce_sum, af.reduce_mean, af.broadcast], ids=lambda fn: fn.__name__
 )
 def test_a_world_of_one_hears_itself(function):
     assert function(TREE, ALONE) is TREE

@@ -1,0 +1,389 @@
+"""gather: what is a row and what is structure, the same on every rank; types, dtypes and devices kept."""
+
+import dataclasses
+import threading
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+
+Boxes = namedtuple("Boxes", "corners names")
+ALONE = af.DistState()
+
+
+@dataclasses.dataclass
+class Found:
+    """What a detector says of one image; torch's trees do not know it."""
+
+    boxes: torch.Tensor
+    label: str
+
+
+@dataclasses.dataclass
+class Output:
+    """What a model says of a batch; torch's trees know it."""
+
+    scores: torch.Tensor
+    names: list[str]
+
+
+pytree.register_dataclass(Output)
+
+
+class Angles(torch.Tensor):
+    """A tensor with a unit."""
+
+
+def boxes(count, start=0):
+    return torch.arange(start, start + 4 * count).reshape(count, 4).float()
+
+
+def assert_same(found, expected):
+    """Same types, same values, tensors to the bit."""
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        assert_same(list(found.values()), list(expected.values()))
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_same(mine, theirs)
+    elif dataclasses.is_dataclass(expected):
+        assert_same(vars(found), vars(expected))
+    else:
+        assert found == expected
+
+
+KINDS = [torch.float32, torch.float64, torch.int64, torch.int16, torch.bool, torch.complex64]
+KINDS += [torch.bfloat16, torch.uint8]
+
+
+@st.composite
+def columns(draw, num_rows):
+    """A tensor [num_rows, ...] of some dtype."""
+    shape = (num_rows, *draw(st.lists(st.integers(0, 3), max_size=2)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
+    return torch.randint(0, 2, shape, generator=generator).to(draw(st.sampled_from(KINDS)))
+
+
+@st.composite
+def items(draw, num_rows):
+    """A list of rows of any size, one a sample."""
+    counts = draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows))
+    make = draw(
+        st.sampled_from(
+            [
+                lambda count: {"boxes": boxes(count), "labels": torch.arange(count)},
+                lambda count: Boxes(boxes(count).double(), [str(count)] * count),
+                lambda count: (torch.tensor(count), boxes(count)[::2]),
+                lambda count: Found(boxes(count), "cat" * count),
+                lambda count: {"masks": [boxes(each) for each in range(count)], "none": None},
+                lambda count: "word" * count,
+                lambda count: [count] * count,
+            ]
+        )
+    )
+    return [make(count) for count in counts]
+
+
+def structures(leaves):
+    return st.one_of(
+        st.lists(leaves, min_size=1, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from("abc"), leaves, min_size=1, max_size=3),
+        st.builds(Boxes, leaves, leaves),
+        st.builds(Output, leaves, leaves),
+    )
+
+
+@st.composite
+def dealt_trees(draw):
+    """A tree, and the parts of it that ranks hold: some may hold none."""
+    num_rows = draw(st.integers(0, 8))
+    rows = st.one_of(columns(num_rows), items(num_rows))
+    tree = draw(st.one_of(rows, structures(st.one_of(rows, structures(rows)))))
+    sizes = draw(strategies.uneven_parts(num_rows, draw(st.integers(1, 4))))
+    return tree, sizes
+
+
+def part_of(node: Any, start: int, stop: int) -> Any:
+    """Rows of a tree that holds no list but of rows."""
+    if isinstance(node, torch.Tensor | list):
+        return node[start:stop]
+    if isinstance(node, dict):
+        return {name: part_of(child, start, stop) for name, child in node.items()}
+    if isinstance(node, Output):
+        return Output(part_of(node.scores, start, stop), part_of(node.names, start, stop))
+    children = [part_of(child, start, stop) for child in node]
+    return type(node)(*children) if isinstance(node, Boxes) else tuple(children)
+
+
+@given(dealt=dealt_trees())
+def test_the_parts_of_a_batch_gathered_are_the_batch(dealt):
+    tree, sizes = dealt
+
+    def run(state):
+        start = sum(sizes[: state.rank])
+        return af.gather(part_of(tree, start, start + sizes[state.rank]), state)
+
+    for found in simulate(run, world_size=len(sizes)):
+        assert_same(found, tree)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_samples", [5, 13])
+def test_predictions_of_a_whole_evaluation_are_those_of_one_process_in_order(
+    world_size, num_samples
+):
+    """Boxes of every image, as many as its index says: ragged, and in rank order."""
+    data = TensorDataset(torch.arange(num_samples))
+
+    def detect(images):
+        return [{"boxes": boxes(i % 4, start=i), "image": i} for i in images.tolist()]
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(data, batch_size=5), state)
+        return [one for (images,) in loader for one in af.gather(detect(images), state)]
+
+    expected = detect(torch.arange(num_samples))
+    for found in simulate(run, world_size=world_size):
+        assert_same(found, expected)
+
+
+def test_a_rank_without_samples_joins_an_empty_list():
+    def run(state):
+        mine = [] if state.is_main else [{"boxes": boxes(2)}] * 2
+        return af.gather({"found": mine, "names": [] if state.is_main else ["a", "b"]}, state)
+
+    for found in simulate(run, world_size=2):
+        assert_same(found, {"found": [{"boxes": boxes(2)}] * 2, "names": ["a", "b"]})
+
+
+def test_names_collated_into_tuples_are_rows():
+    """torch's default_collate makes a tuple of strings, beside tensors in a list."""
+    samples = [(torch.full((2,), i), f"image {i}") for i in range(5)]
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(samples, batch_size=5), state)
+        return af.gather(next(iter(loader)), state)
+
+    expected = [torch.arange(5)[:, None].expand(5, 2), tuple(f"image {i}" for i in range(5))]
+    for found in simulate(run, world_size=2):
+        assert_same(found, expected)
+
+
+def test_a_list_as_torch_collates_images_and_labels_is_columns():
+    data = TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(data, batch_size=5), state)
+        return af.gather(next(iter(loader)), state)
+
+    for found in simulate(run, world_size=2):
+        assert_same(found, list(data.tensors))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ("rows", lambda n: [torch.ones(2, 3)] * n + [torch.ones(2, 3)] * n),
+        ("columns", lambda n: [torch.ones(2 * n, 3), torch.ones(2 * n, 3)]),
+    ],
+)
+def test_a_list_of_tensors_is_what_lists_says(lists, expected, world_size):
+    tree = [torch.ones(2, 3)] * 2
+    for found in simulate(lambda state: af.gather(tree, state, lists=lists), world_size=world_size):
+        assert_same(found, expected(world_size))
+
+
+@pytest.mark.parametrize("lists", ["rows", None])
+def test_items_of_several_kinds_without_tensors_are_rows(lists):
+    def run(state):
+        return af.gather([state.rank, "a", None], state, lists=lists)
+
+    assert simulate(run, world_size=2)[1] == [0, "a", None, 1, "a", None]
+
+
+def test_rows_of_several_kinds_are_joined_where_lists_says_rows():
+    def run(state):
+        mine = [None, boxes(state.rank)] if state.rank else [{"boxes": boxes(1)}]
+        return af.gather(mine, state, lists="rows")
+
+    for found in simulate(run, world_size=2):
+        assert_same(found, [{"boxes": boxes(1)}, None, boxes(1)])
+
+
+def test_lists_of_names_are_columns_where_lists_says_so():
+    def run(state):
+        batch = [torch.ones(1, 2), {"x": torch.ones(1)}, [f"{state.rank}"]]
+        return af.gather([batch, batch], state, lists="columns")
+
+    batch = [torch.ones(2, 2), {"x": torch.ones(2)}, ["0", "1"]]
+    for found in simulate(run, world_size=2):
+        assert_same(found, [batch, batch])
+
+
+OPEN = "gather: tree must not leave open whether a {} holds one item a sample or one a column"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("tree", "kind"),
+    [
+        ([torch.ones(2, 3), torch.ones(2, 1)], "list"),  # inputs and targets, or two of a sample
+        ([torch.ones(2, 3), torch.ones(4, 3)], "list"),
+        ([torch.ones(2, 3)], "list"),
+        ([[torch.ones(2)], [torch.ones(2)]], "list"),
+        ([{"image": torch.ones(2)}, {"label": torch.ones(2)}], "list"),
+        ([{"boxes": torch.ones(2)}, None], "list"),
+        ([Found(boxes(1), "cat"), None], "list"),
+        (({"boxes": boxes(1)}, {"boxes": boxes(2)}), "tuple"),
+    ],
+)
+def test_what_may_be_rows_or_columns_is_refused_in_every_world(tree, kind, world_size):
+    def run(state):
+        with pytest.raises(ValueError, match=OPEN.format(kind) + ', got items .*lists="rows"'):
+            af.gather({"found": tree}, state)
+
+    simulate(run, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ([{"boxes": boxes(1)}], [None]),
+        ([{"boxes": boxes(1)}], [{"boxes": boxes(1), "masks": boxes(1)}]),
+        ([boxes(1)], []),
+        ([boxes(1)], [boxes(1), boxes(2)]),
+    ],
+)
+def test_the_verdict_does_not_depend_on_which_rank_holds_what(parts):
+    def run(state):
+        with pytest.raises(ValueError, match=OPEN.format("list")):
+            af.gather(parts[state.rank], state)
+        with pytest.raises(ValueError, match=OPEN.format("list")):
+            af.gather(parts[0] + parts[1], ALONE)
+        return af.reduce_sum(1, state)  # nobody is out of step afterwards
+
+    assert simulate(run, world_size=2) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        (
+            lambda rank: torch.ones(2, 3 + rank),
+            r"got \['torch.float32 \[rows, \[4\]\]'\] on rank 1",
+        ),
+        (
+            lambda rank: torch.ones(2, dtype=[torch.float32, torch.float64][rank]),
+            "float64.* on rank 1",
+        ),
+        (lambda rank: {"a": torch.ones(2)} if rank else {"b": torch.ones(2)}, "on rank 1"),
+        (lambda rank: ["a"] if rank else ("a",), r"\['list'\] on rank 1"),
+        (lambda rank: torch.tensor(1.0), "got a 0-dim tensor; use reduce_sum or reduce_mean"),
+        (lambda rank: {"loss": 0.5}, "got a float; use reduce_sum"),
+        (lambda rank: (0.5, 0.25), "got a float; use reduce_sum"),
+        (lambda rank: Found(boxes(1), "cat"), "got a Found"),
+        (lambda rank: ["a", lambda: 1][rank:], "items that can be pickled, got"),
+        (lambda rank: torch.eye(2).to_sparse() if rank else torch.eye(2), "Tensor of layout torch"),
+        (lambda rank: [{"x": torch.eye(2).to_sparse()}], "dense tensors, got a Tensor of layout"),
+    ],
+)
+def test_trees_that_do_not_fit_are_refused_on_every_rank(tree, text):
+    def run(state):
+        with pytest.raises(ValueError, match=f"gather: tree must .*{text}"):
+            af.gather(tree(state.rank), state)
+        return af.reduce_sum(1, state)  # nobody is out of step afterwards
+
+    assert simulate(run, world_size=2) == [2, 2]
+
+
+def test_ranks_must_mean_the_same_by_lists():
+    def run(state):
+        with pytest.raises(ValueError, match=r"of rows lists on rank 1 and .* of columns lists"):
+            af.gather(["a"], state, lists="rows" if state.rank else "columns")
+
+    simulate(run, world_size=2)
+
+
+def test_what_lists_are_must_be_known():
+    with pytest.raises(ValueError, match='lists must be "rows", "columns" or None, got \'items\''):
+        af.gather(["a"], ALONE, lists="items")
+
+
+def test_a_number_is_refused_alone_as_it_would_be_among_several():
+    with pytest.raises(ValueError, match="got a int; use reduce_sum"):
+        af.gather({"rows": torch.arange(4), "number": 3}, ALONE)
+
+
+def test_a_world_of_one_gets_its_own_tree():
+    tree = {"rows": torch.arange(4), "found": [{"boxes": boxes(2)}]}
+    assert af.gather(tree, ALONE) is tree
+
+
+def test_tensors_come_back_detached_and_of_their_own_type():
+    """And of a view, what is seen of it: the buffer behind stays where it is."""
+
+    def run(state):
+        behind = torch.ones(100_000, requires_grad=True)
+        angle = torch.ones(2).as_subclass(Angles)
+        angle.unit = "degrees"
+        row = {"view": behind[:2] * 1, "seen": behind.detach()[3:5], "angle": angle}
+        return af.gather({"rows": [row], "angles": angle}, state)
+
+    for found in simulate(run, world_size=2):
+        assert [row["view"].requires_grad for row in found["rows"]] == [False, False]
+        assert {row["seen"].untyped_storage().nbytes() for row in found["rows"]} == {8}
+        for angle, size in [(found["angles"], 4), (found["rows"][1]["angle"], 2)]:
+            assert type(angle) is Angles
+            assert angle.unit == "degrees"
+            assert angle.tolist() == [1.0] * size
+
+
+def test_what_was_conjugated_or_transposed_arrives_as_it_reads():
+    value = torch.tensor([[1 + 2j, 3j], [4, 5 - 1j]])
+    trees = [value.conj(), value.T, value.conj().imag]
+    for tree in trees:
+        for found in simulate(lambda state, tree=tree: af.gather(tree, state), world_size=2):
+            torch.testing.assert_close(found, torch.cat([tree, tree]), rtol=0, atol=0)
+
+
+def test_row_14_objects_and_tails_are_neither_doubled_nor_lost():
+    """Seven samples in batches of 4 on two ranks: objects of each, the last batch included."""
+    names = [f"sample {i}" for i in range(7)]
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(names, batch_size=4, collate_fn=list), state)
+        return [name for batch in loader for name in af.gather(batch, state)]
+
+    assert simulate(run, world_size=2) == [names, names]
+
+
+def test_row_14_an_item_that_fails_to_travel_says_so_on_every_rank():
+    def run(state):
+        item = threading.Lock() if state.is_main else "text"
+        with pytest.raises(ValueError, match="hold items that can be pickled, got TypeError"):
+            af.gather([item], state)
+
+    simulate(run, world_size=2)
+
+
+def test_row_15_unequal_shapes_are_an_error_on_every_rank_or_arrive_as_they_are():
+    def run(state):
+        with pytest.raises(ValueError, match="one dtype and trailing shape a leaf"):
+            af.gather(torch.full((2, 1 + state.rank), state.rank), state)
+        return af.gather([{"x": torch.full((2, 1 + state.rank), state.rank)}], state)
+
+    for found in simulate(run, world_size=2):
+        assert_same(found, [{"x": torch.full((2, 1 + rank), rank)} for rank in range(2)])
