@@ -73,7 +73,7 @@ def launch(
     Raises:
         Exception: what `fn` raised first on any rank, with a note of the rank; its
             traceback there is the cause.
-        RankError: a RuntimeError: a rank was killed, or ended by itself.
+        RuntimeError: a RuntimeError: a rank was killed, or ended by itself.
         ValueError: an argument is outside its range, or cannot be pickled.
         RuntimeError: this process is a rank of a world already.
 
