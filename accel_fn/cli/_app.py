@@ -10,6 +10,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "launch": ("accel_fn.cli._launch", "Run a script on every process of a world."),
     "config": ("accel_fn.cli._config", "Write settings to a file, or show those in force."),
     "env": ("accel_fn.cli._env", "Print what a bug report needs."),
+    "test": ("accel_fn.cli._test", "Check the library's promises on this machine."),
     "estimate": ("accel_fn.cli._estimate", "Say how much memory a training step takes."),
     "explain": ("accel_fn.cli._explain", "Say what one step of a plan does, phase by phase."),
 }

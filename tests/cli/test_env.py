@@ -123,7 +123,7 @@ def test_devices_and_memory_are_told_as_people_read_them():
 def test_help_is_quick_and_needs_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    for command in ("env", "estimate", "explain"):
+    for command in ("env", "test", "estimate", "explain"):
         start = time.monotonic()
         done = run_command(tmp_path, command, "--help", PYTHONPATH=paths)
         took_s = time.monotonic() - start

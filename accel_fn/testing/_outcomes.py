@@ -1,0 +1,43 @@
+"""What checks of promises found. Without torch: who only reads it does not wait for that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NOT_RUN = "not run: a check before it failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of one promise on one rank.
+
+    Attributes:
+        promise: in words.
+        bound: the largest difference that is allowed.
+        largest: the largest that was found; None where the check came to no end.
+        error: the last line of what was raised; empty where nothing was.
+        traceback: all of it.
+        time: when it was raised.
+    """
+
+    promise: str
+    bound: float
+    largest: float | None = None
+    error: str = ""
+    traceback: str = ""
+    time: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Is there a difference, and within the bound? Not-a-number is not."""
+        return self.largest is not None and self.largest <= self.bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What one rank found, and on what it ran."""
+
+    world_size: int
+    device: str
+    backend: str
+    outcomes: list[Outcome]

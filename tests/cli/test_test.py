@@ -1,0 +1,226 @@
+"""`accel-fn test`: green on a library that is right, red on one that is not."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import accel_fn as af
+from accel_fn import _backward, _carrying, _step, _weights
+from accel_fn.cli._testing import merge
+from accel_fn.data._ordered import OrderedSource
+from accel_fn.testing import _sharing_checks, simulate
+from accel_fn.testing._checking import check_promises
+from accel_fn.testing._outcomes import NOT_RUN, Outcome
+from accel_fn.transforms import _clipping, _ddp
+from tests.cli.commands import ROOT, run_command, surroundings
+
+TRAINING = {
+    "W ranks train as one",
+    "micro-batches change nothing",
+    "tokens of all ranks count alike",
+    "a loss scale changes nothing",
+    "training through shard_loader is training through the loader",
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_every_promise_holds_in_every_world(world_size):
+    """Three ranks and five are more than some batches have samples."""
+    for report in simulate(check_promises, world_size=world_size, timeout_s=30):
+        assert (report.world_size, report.device) == (world_size, "cpu")
+        assert [each for each in report.outcomes if not each.holds] == []
+        assert len(report.outcomes) == 13
+
+
+def broken(**outcomes):
+    """The promises that two ranks find broken, together."""
+    reports = simulate(check_promises, world_size=2, timeout_s=30)
+    verdicts = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
+    assert not any(verdict.error for verdict in verdicts)
+    return {verdict.promise for verdict in verdicts if not verdict.holds}
+
+
+def test_a_mean_of_means_is_found(monkeypatch):
+    monkeypatch.setattr(_carrying.CarriedTally, "share", lambda tally, weight: 1.0)
+    assert broken() >= TRAINING - {"a loss scale changes nothing"}  # which talks in another way
+
+
+def test_gradients_that_are_wrong_by_a_factor_are_found(monkeypatch):
+    take = _backward.Backward._take
+
+    def doubled(backward, state, weight, factor=1.0):
+        return take(backward, state, weight, 2 * factor)
+
+    monkeypatch.setattr(_backward.Backward, "_take", doubled)
+    assert broken() >= TRAINING - {"a loss scale changes nothing"}
+
+
+def test_a_norm_that_is_off_by_a_millionth_is_found(monkeypatch):
+    clip_norm = _clipping.clip_norm
+
+    def off(state, grads, *, max_norm):
+        return clip_norm(state, grads, max_norm=max_norm * (1 + 1e-6))
+
+    monkeypatch.setattr(_clipping, "clip_norm", off)
+    assert broken() == {"clipping is by the norm of all ranks"}
+
+
+def test_labels_that_count_though_they_are_ignored_are_found(monkeypatch):
+    def all_labels(batch, *, path, ignore_index):
+        return batch["labels"].numel()
+
+    monkeypatch.setattr(_weights, "count_labels", all_labels)
+    assert broken() == {"tokens of all ranks count alike"}
+
+
+def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
+    apply_update = _step.apply_update
+    monkeypatch.setattr(_step, "apply_update", lambda *given: apply_update(*given[:3], None))
+    assert broken() == {"an fp16 overflow on one rank skips the update on all"}
+
+
+def test_a_scale_that_stays_is_found(monkeypatch):
+    monkeypatch.setattr(af.LossScale, "adjust", lambda scale, ok: scale)
+    assert broken() == {"an fp16 overflow on one rank skips the update on all"}
+
+
+def test_a_rank_that_reads_another_ranks_part_is_found(monkeypatch):
+    init = OrderedSource.__init__
+    monkeypatch.setattr(
+        OrderedSource,
+        "__init__",
+        lambda source, loader, order, rank: init(source, loader, order, 0),
+    )
+    found = broken()
+    assert "shards partition every epoch, in one order" in found
+    assert "training through shard_loader is training through the loader" in found
+
+
+def test_a_run_that_starts_over_is_found(monkeypatch):
+    monkeypatch.setattr(OrderedSource, "locate", lambda source, step: (0, 0))
+    assert broken() == {"a run goes on where it stopped"}
+
+
+def test_rows_that_are_not_gathered_are_found(monkeypatch):
+    monkeypatch.setattr(_sharing_checks, "gather", lambda tree, state: tree)
+    assert broken() == {"gather gives the order of the data set"}
+
+
+def test_a_mean_without_weights_is_found(monkeypatch):
+    mean = _sharing_checks.reduce_mean
+    monkeypatch.setattr(
+        _sharing_checks, "reduce_mean", lambda tree, state, weight: mean(tree, state)
+    )
+    assert broken() == {"reduce and broadcast give what one process has"}
+
+
+def test_replicas_that_are_not_averaged_are_an_error_and_end_the_checks(monkeypatch):
+    """Found by the library's own check of the first gradients, on both ranks."""
+    monkeypatch.setattr(_ddp, "replicate", lambda state, module, **options: module)
+    for report in simulate(check_promises, world_size=2, timeout_s=30):
+        first, second, *rest = report.outcomes
+        assert first.holds
+        assert second.error.startswith("accel_fn._errors.ReplicaError: ")
+        assert "Traceback" in second.traceback
+        assert {each.error for each in rest} == {NOT_RUN}
+        assert not any(each.holds for each in (second, *rest))
+
+
+def outcome(largest=None, error="", time=0.0):
+    return Outcome(
+        promise="p", bound=1e-9, largest=largest, error=error, traceback=error, time=time
+    )
+
+
+@pytest.mark.parametrize("largest", [2e-9, math.nan, math.inf])
+def test_one_rank_that_is_off_breaks_the_promise(largest):
+    verdict = merge([outcome(0.0), outcome(largest), outcome(1e-10)])
+    assert not verdict.holds
+    assert verdict.largest == largest or math.isnan(verdict.largest)
+
+
+def test_the_bound_itself_holds():
+    verdict = merge([outcome(1e-9), outcome(0.0)])
+    assert (verdict.holds, verdict.largest, verdict.error) == (True, 1e-9, "")
+
+
+def test_of_several_errors_the_cause_is_told():
+    """A rank that lost its peer is no cause, though it was the first to say so."""
+    lost = outcome(error="RuntimeError: Connection closed by peer [127.0.0.1]", time=1.0)
+    cause = outcome(error="ValueError: the cause", time=2.0)
+    verdict = merge([lost, cause, outcome(0.0)])
+    assert not verdict.holds
+    assert (verdict.error, verdict.largest) == ("ValueError: the cause", None)
+
+
+def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
+    """A copy of the package in which a resumed run starts over: nothing else is wrong with it."""
+    shutil.copytree(ROOT / "accel_fn", tmp_path / "accel_fn")
+    path = tmp_path / "accel_fn" / "data" / "_ordered.py"
+    text = path.read_text()
+    line = "        return divmod(step, self.num_batches())"
+    assert text.count(line) == 1
+    path.write_text(text.replace(line, "        return 0, 0"))
+    done = run_command(tmp_path, "test", "-n", "2", "--cpu", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    first, heading, *rows = done.stdout.splitlines()
+    assert first == "13 promises on 2 ranks, cpu, backend gloo"
+    assert heading.split() == ["promise", "largest", "difference", "bound", "verdict"]
+    verdicts = {row.split("  ")[0]: row.split()[-1] for row in rows}
+    assert verdicts.pop("a run goes on where it stopped") == "broken"
+    assert set(verdicts.values()) == {"holds"}
+    assert len(verdicts) == 12
+
+
+def test_the_command_is_green_on_one_rank_and_says_what_that_leaves_out(tmp_path):
+    done = run_command(tmp_path, "test", "-n", "1", "--cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("13 promises on 1 rank, cpu, backend none\n")
+    assert done.stdout.count("  holds\n") == 13
+    assert "One rank has nobody to differ from: -n 2 --cpu checks" in done.stdout
+
+
+def test_the_command_runs_over_the_world_that_it_is_started_in(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "accel_fn.cli", "test", "--json"],
+        cwd=tmp_path,
+        env=surroundings(tmp_path, ACCEL_FN_DEVICE="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)  # of one rank alone
+    assert (report["holds"], report["num_processes"], report["device"]) == (True, 2, "cpu")
+    assert report["backend"] == "gloo"
+    assert len(report["promises"]) == 13
+    for promise in report["promises"]:
+        assert promise["holds"]
+        assert promise["largest"] <= promise["bound"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "text"),
+    [
+        ("num_machines: 2\nmain_process_ip: 10.0.0.1\n", ["--cpu"], "num_machines must be 1 for processes"),
+        ("", ["-n", "0"], "0 is not in the range x>=1"),
+        ("num_proceses: 2\n", [], "did you mean num_processes?"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_said_before_anything_runs(tmp_path, settings, arguments, text):
+    (tmp_path / "accel_fn.yaml").write_text(settings or "cpu: true\n")
+    done = run_command(tmp_path, "test", *arguments)
+    assert done.returncode in (1, 2)
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_has_no_processes_of_its_own(tmp_path):
+    done = run_command(tmp_path, "test", "-n", "2", RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "-n and --cpu are for ranks of its own, and this is a rank already" in done.stderr
