@@ -135,13 +135,17 @@ def test_iterating_draws_nothing_of_the_users_random_numbers(make):
         python, numpy = random.getstate(), np.random.get_state()
         return python, numpy[1].tolist(), numpy[2:], torch.get_rng_state().tolist()
 
+    def seed_all(seed):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+
     loader = shard(sampler=make(), batch_size=5)
+    seed_all(76)
     before = states()
     first = samples(loader)
     assert states() == before
-    torch.manual_seed(77)
-    random.seed(77)
-    np.random.seed(77)
+    seed_all(77)
     assert samples(loader) == first
     assert samples(shard(sampler=make(), batch_size=5, seed=1)) != first
 
