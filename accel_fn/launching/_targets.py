@@ -76,14 +76,15 @@ def _load_file(path: Path, function: str, parameter: str) -> ModuleType:
 
 def _load_module(name: str, function: str, parameter: str) -> ModuleType:
     _search_first(str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another
-        rule = "name a module that can be imported from here"
-        repair = f"{name}.py is a file: write {name}.py:NAME" if Path(f"{name}.py").exists() else ""
-        raise ArgumentError(message(function, parameter, rule, name, repair)) from None
+    if all(map(str.isidentifier, name.split("."))):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and misses another
+    rule = "name a module that can be imported from here"
+    repair = f"{name}.py is a file: write {name}.py:NAME" if Path(f"{name}.py").is_file() else ""
+    raise ArgumentError(message(function, parameter, rule, name, repair))
 
 
 def _attribute(inner: Any, part: str, place: str, function: str, parameter: str) -> Any:

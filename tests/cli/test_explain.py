@@ -1,0 +1,185 @@
+"""`accel-fn explain`: the step of a plan that is given by name; and the completion of names."""
+
+import json
+import re
+import subprocess
+import sys
+
+import click
+import pytest
+import torch
+
+from accel_fn.cli._explaining import explain_target
+from accel_fn.launching._targets import load_target
+from tests.cli.commands import ROOT, run_command, surroundings
+
+TRAIN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel_fn as af
+from sizes import NUM_INPUTS
+
+def loss_fn(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+def make_plan(num_parts=2):
+    model = nn.Linear(NUM_INPUTS, 1)
+    plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.5))
+    recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(num_parts), af.clip(1.0))
+    return recipe(plan)
+
+class Recipes:
+    simple = make_plan(1)
+
+def needs_more(plan):
+    return plan
+
+def fails():
+    raise LookupError("no data here")
+
+number = 3
+
+if __name__ == "__main__":
+    raise SystemExit("a file is imported, not run")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("explain")
+    (place / "train.py").write_text(TRAIN)
+    (place / "sizes.py").write_text("NUM_INPUTS = 4\n")
+    return place
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """As the command is: started in that folder, with nothing of it imported yet."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("train", "sizes"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield folder
+    for name in ("train", "sizes"):
+        sys.modules.pop(name, None)
+
+
+def test_the_command_tells_the_step_of_so_many_ranks(folder):
+    done = run_command(folder, "explain", "train.py:make_plan", "-n", "4", "--device", "cuda:1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "one step on 4 ranks, cuda:1",
+        "  model      move_to_device",
+        "  split      split_batch(num_parts=2)",
+        "  weigh      num_samples, summed over 4 ranks",
+        "  place      to_device",
+        "  forward    loss_fn(Linear, batch)",
+        "  backward   the mean over the global batch, by replicate()",
+        "  gradients  clip_norm(max_norm=1.0)",
+        "  update     SGD(lr=0.5), 2 parameter tensors, 5 numbers",
+    ]
+
+
+def test_programs_get_the_phases_of_a_plan_in_a_module(here, capsys):
+    explain_target("train:Recipes.simple", 1, None, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    assert told["num_processes"] == 1
+    assert told["device"] == str(accelerator or "cpu")
+    assert told["phases"]["backward"] == (
+        "the mean over the global batch; replicate() has nothing to do"
+    )
+    assert told["phases"]["update"] == "SGD(lr=0.5), 2 parameter tensors, 5 numbers"
+    assert list(told["phases"]) == [
+        "model", "split", "weigh", "place", "forward", "backward", "gradients", "update",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("train.py", "target must be FILE.py:NAME or MODULE:NAME, got 'train.py'"),
+        ("train.py:", "target must be FILE.py:NAME or MODULE:NAME, got 'train.py:'"),
+        ("trian.py:make_plan", "target must name a file that is there, got 'trian.py'"),
+        ("trian:make_plan", "target must name a module that can be imported from here, got 'trian'"),
+        ("train.py:make_plam", "target must name something in train.py, got 'make_plam'; did you mean"),
+        ("train.py:Recipes.simpel", "got 'simpel'; did you mean simple?"),
+        ("train.py:number", "target must name a Plan, or a function that gives one, got 'train.py:number "),
+        ("train.py:needs_more", "got 'train.py:needs_more'; missing a required argument: 'plan'"),
+        ("train.py:Recipes", "got 'train.py:Recipes (Recipes)'"),
+    ],
+)  # fmt: skip
+def test_a_target_that_is_no_plan_is_one_line(here, target, text):
+    with pytest.raises(click.ClickException) as caught:
+        explain_target(target, 1, "cpu", as_json=False)
+    assert caught.value.message.startswith("explain: ")
+    assert text in caught.value.message
+
+
+def test_a_device_that_torch_does_not_know_is_one_line(here):
+    with pytest.raises(click.ClickException, match="explain: device must be torch's, got 'gpu'"):
+        explain_target("train.py:make_plan", 1, "gpu", as_json=False)
+
+
+def test_what_the_users_code_raises_is_shown_with_its_line(folder):
+    done = run_command(folder, "explain", "train.py:fails")
+    assert done.returncode == 1
+    assert f'File "{(folder / "train.py").resolve()}", line' in done.stderr
+    assert done.stderr.rstrip().endswith("LookupError: no data here")
+
+
+def test_a_module_that_misses_another_says_which(here):
+    (here / "broken.py").write_text("import no_such_thing\n")
+    for target in ("broken:plan", "broken.py:plan"):
+        with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_thing'"):
+            load_target(target, "explain")
+
+
+def test_a_file_with_the_name_of_a_module_replaces_none(here):
+    (here / "json.py").write_text("plan = 'of the file'\n")
+    assert load_target("json.py:plan", "explain") == "of the file"
+    assert sys.modules["json"] is json
+
+
+def test_a_file_written_as_a_module_is_told_how(here):
+    with pytest.raises(ValueError, match=r"got './train'; ./train.py is a file: write ./train.py:"):
+        load_target("./train:make_plan", "explain")
+
+
+def test_completion_of_a_shell_knows_commands_and_options(tmp_path):
+    """In a real bash, by the line that the documentation gives."""
+    command = tmp_path / "accel-fn"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m accel_fn.cli "$@"\n')
+    command.chmod(0o755)
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    script = """
+        PATH="$PWD:$PATH"
+        eval "$(_ACCEL_FN_COMPLETE=bash_source accel-fn)"
+        complete_line() {
+            COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+            _accel_fn_completion accel-fn
+            echo "${COMPREPLY[*]}"
+        }
+        complete_line accel-fn la
+        complete_line accel-fn e
+        complete_line accel-fn explain --dev
+    """
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script],
+        cwd=tmp_path,
+        env=surroundings(tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}"),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["launch", "env estimate explain", "--device"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_gets_a_script(tmp_path, shell):
+    done = run_command(tmp_path, _ACCEL_FN_COMPLETE=f"{shell}_source")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"_ACCEL_FN_COMPLETE={shell}_complete", done.stdout)
