@@ -117,6 +117,27 @@ def test_workers_are_what_the_loader_was_given(method, kind):
         assert batch == [(worker, True, f"set by worker {worker}", kind, pids[worker])] * 3
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_pinning_without_an_accelerator_is_no_matter(num_workers, monkeypatch):
+    """One script runs anywhere: torch warns of it, which is an error here."""
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
+    given = of(6, pin_memory=True, num_workers=num_workers)
+    assert ids(af.shard_loader(given, af.DistState())) == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_pinned_where_the_loader_says_so(num_workers):
+    data = TensorDataset(torch.arange(6), torch.zeros(6, 2))
+    for pins in (False, True):
+        given = DataLoader(data, batch_size=4, num_workers=num_workers, pin_memory=pins)
+        for batch in af.shard_loader(given, af.DistState()):
+            assert [tensor.is_pinned() for tensor in batch] == [pins, pins]
+
+
 def test_workers_are_as_far_ahead_as_the_loader_says():
     given = of(40, num_workers=2, prefetch_factor=3, multiprocessing_context="fork")
     source = af.shard_loader(given, af.DistState())._source
