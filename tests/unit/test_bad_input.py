@@ -46,7 +46,7 @@ def test_an_argument_of_the_wrong_type_is_a_type_error_too(value):
 
 @pytest.mark.parametrize("value", [4, "columns", True])
 def test_a_split_must_be_a_function(value):
-    with pytest.raises(TypeError, match='split must be a function .*, "rows" or None, got'):
+    with pytest.raises(TypeError, match=r'split must be a function .*, "rows" or None, got'):
         af.accumulate(2, split=value)
 
 
