@@ -133,6 +133,8 @@ class Described:
 
     samplers: tuple[str, ...]
     num_samples: int | None
+    batch_size: int | None
+    drop_last: bool | None
     length: int | None
     checksum: int | None
     num_workers: int
@@ -148,6 +150,8 @@ def describe(loader: DataLoader[Any], sampling: Sampling) -> Described:
     return Described(
         samplers=tuple(type(each).__name__ for each in samplers),
         num_samples=_length(loader.dataset),
+        batch_size=getattr(samplers[0], "batch_size", None),
+        drop_last=getattr(samplers[0], "drop_last", None),
         length=sampling.length if sampling.cut is None else sampling.cut.num_samples,
         checksum=checksum,
         num_workers=loader.num_workers,

@@ -551,6 +551,10 @@ def test_a_batch_sampler_that_knows_of_ranks_is_refused():
 DIFFERENT = {
     "data": lambda rank: DataLoader(range(SIZE + rank), sampler=range(SIZE), batch_size=4),
     "length": lambda rank: DataLoader(DATA, sampler=range(SIZE - rank), batch_size=4),
+    "batch size": lambda rank: DataLoader(DATA, sampler=range(SIZE), batch_size=4 + rank),
+    "drop_last": lambda rank: DataLoader(
+        DATA, sampler=range(SIZE), batch_size=6, drop_last=bool(rank)
+    ),
     "subset": lambda rank: DataLoader(
         DATA, sampler=SubsetRandomSampler(range(rank, rank + 8)), batch_size=4
     ),
