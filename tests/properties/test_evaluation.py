@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -63,16 +63,19 @@ def assert_same(found, expected):
 
 
 @given(
-    num_samples=st.integers(5, 60),
-    batch_size=st.integers(5, 64),
     world_size=st.integers(1, 5),
-    num_microbatches=st.integers(1, 3),
+    more_samples=st.integers(0, 55),
+    larger_batch=st.integers(0, 60),
+    num_microbatches=st.integers(1, 9),
     shuffle=st.booleans(),
 )
+@example(world_size=1, more_samples=0, larger_batch=0, num_microbatches=3, shuffle=False)
 def test_any_ranks_give_the_figures_of_one_process(
-    num_samples, batch_size, world_size, num_microbatches, shuffle
+    world_size, more_samples, larger_batch, num_microbatches, shuffle
 ):
-    data = regression_data(num_samples)
+    """Any data set and batch with a sample for every rank: 1 to 60 samples."""
+    data = regression_data(world_size + more_samples)
+    batch_size = world_size + larger_batch
     expected = by_hand(ours.regression_model(), data)
     for found in simulate(
         lambda state: evaluated(state, data, batch_size, num_microbatches, shuffle=shuffle),
@@ -91,10 +94,28 @@ def token_data(num_samples):
     return [{"inputs": inputs[i], "labels": labels[i]} for i in range(num_samples)]
 
 
-@given(num_samples=st.integers(3, 20), batch_size=st.integers(3, 8), world_size=st.integers(1, 3))
+@given(num_samples=st.integers(5, 20), batch_size=st.integers(5, 8), world_size=st.integers(1, 5))
 def test_a_loss_over_tokens_is_the_mean_over_all_tokens(num_samples, batch_size, world_size):
-    """Row 4 of what others fail at: a mean of means over 15 and 3 tokens is 82% off."""
-    data = token_data(num_samples)
+    assert_same_token_loss(token_data(num_samples), batch_size, world_size)
+
+
+def test_row_4_a_mean_over_15_and_3_tokens_is_over_18_tokens():
+    """Where the mean of the two ranks' means is far from it."""
+    data = token_data(6)
+    for i, count in enumerate([6, 6, 3, 1, 1, 1]):
+        data[i]["labels"] = torch.where(torch.arange(6) < count, i % ours.NUM_CLASSES, -100)
+    assert_same_token_loss(data, 6, 2)
+    whole = torch.utils.data.default_collate(data)
+    halves = [{name: value[rows] for name, value in whole.items()} for rows in HALVES]
+    means = [float(ours.token_loss(ours.token_model(), half).detach()) for half in halves]
+    exact = float(ours.token_loss(ours.token_model(), whole).detach())
+    assert abs(sum(means) / 2 - exact) > 0.02 * exact
+
+
+HALVES = (slice(0, 3), slice(3, 6))
+
+
+def assert_same_token_loss(data, batch_size, world_size):
     whole = torch.utils.data.default_collate(data)
     expected = float(ours.token_loss(ours.token_model(), whole).detach())
 
@@ -118,6 +139,26 @@ def test_row_3_a_mean_of_rank_means_is_not_the_mean(sizes, world_size):
     expected = by_hand(ours.regression_model(), data)
     for found in simulate(lambda state: evaluated(state, data, 15, 1), world_size=world_size):
         assert_same(found, expected)
+
+
+def test_row_14_a_metric_of_objects_counts_every_sample_once_and_tells_what_it_raised():
+    """Seven samples in batches of 4 over two ranks, whose batches hold no tensor at all."""
+    data = [{"id": i, "boxes": [i] * (i % 3)} for i in range(7)]
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        loader = af.shard_loader(DataLoader(data, batch_size=4, collate_fn=list), state)
+
+        def count_boxes(model, batch):
+            return {"boxes": (sum(len(each["boxes"]) for each in batch), len(batch))}
+
+        with pytest.raises((KeyError, RuntimeError), match="absent"):
+            af.evaluate(step, loader, state, lambda model, batch: {"x": batch[0]["absent"]})
+        return af.evaluate(step, loader, state, count_boxes)
+
+    assert simulate(run, world_size=2) == [{"boxes": 6 / 7}] * 2
 
 
 @given(num_samples=st.integers(3, 40), batch_size=st.integers(3, 16))

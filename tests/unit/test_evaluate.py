@@ -1,10 +1,13 @@
 """evaluate: what it does to the model, what it shows, and what it refuses, on every rank alike."""
 
+import io
 import math
+import sys
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accel_fn as af
@@ -197,3 +200,249 @@ def test_one_bar_for_all_ranks(capfd):
 
     simulate(run, world_size=2)
     assert capfd.readouterr().err == ""
+
+
+def ones(model, batch):
+    return {"one": torch.ones(len(batch[0]))}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ((0.1, 1), 0.1),
+        ((True, 4), 0.25),
+        ((torch.tensor(1.0, dtype=torch.float16), 3.0), 1 / 3),
+        ((torch.tensor([1, 2]), torch.tensor([4, 4])), torch.tensor([0.25, 0.5]).double()),
+        ((torch.tensor([1, 2]), 4), torch.tensor([0.25, 0.5]).double()),
+        ((torch.tensor([1, 0]), torch.tensor([4, 0])), torch.tensor([0.25, math.nan]).double()),
+        (torch.tensor([True, True, False, False]), 0.5),
+        (torch.full((4, 2), 0.1).double(), torch.tensor([0.1, 0.1]).double()),
+        (torch.tensor([2**53, 1, 0, 0]), (2**53 + 1) / 4),
+    ],
+)
+def test_values_are_summed_in_the_widest_dtype(value, expected):
+    state, step, _ = make(af.DistState())
+    found = af.evaluate(step, [(torch.ones(4, 1),)] * 2, state, lambda m, b: {"x": value})["x"]
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    else:
+        assert found == pytest.approx(expected, rel=1e-15)
+
+
+def test_counts_that_come_as_float32_do_not_stop_growing():
+    """2**24 + 1 is no float32."""
+    state, step, _ = make(af.DistState())
+    counts = iter([2.0**24, 1.0, 1.0])
+
+    def metric_fn(model, batch):
+        count = torch.tensor(next(counts))
+        return {"x": (count, count)}
+
+    assert af.evaluate(step, [0, 1, 2], state, metric_fn) == {"x": 1.0}
+
+
+def test_a_rank_may_have_whole_numbers_where_another_has_not():
+    """The tokens of a batch may all be masked: its sum is a plain 0."""
+
+    def run(state):
+        state, step, loader = make(state)
+        value = (0, 0) if state.is_main else (torch.tensor(0.5), 2)
+        return af.evaluate(step, loader, state, lambda model, batch: {"x": value})
+
+    assert simulate(run, world_size=2) == [{"x": 0.25}] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((1.0, -1), "give 'x' finite counts >= 0, got -3"),
+        ((1.0, math.inf), "give 'x' finite counts >= 0, got inf"),
+        ((torch.ones(3), torch.ones(2)), r"give 'x' a count, got a tensor \[2\]; one number, or"),
+        (("1", 1), "give 'x' a sum of real numbers, got '1'"),
+        ((1j, 1), "give 'x' a sum of real numbers, got 1j"),
+        (torch.ones(4).to(torch.complex64), "give 'x' as real numbers, got 'torch.complex64'"),
+        (
+            [1.0, 4],
+            r"give 'x' as one value a sample, \[4, ...\], or \(sum, count\), got \[1.0, 4\]",
+        ),
+    ],
+)
+def test_what_cannot_be_summed_and_counted_is_refused(value, text):
+    state, step, _ = make(af.DistState())
+    with pytest.raises(ValueError, match=f"evaluate: metric_fn must {text}"):
+        af.evaluate(step, [(torch.ones(4, 1),)] * 3, state, lambda model, batch: {"x": value})
+
+
+def test_samples_that_cannot_be_counted_are_counted_by_the_metric():
+    state, step, _ = make(af.DistState())
+    graphs = [{"nodes": torch.ones(3), "edges": torch.ones(5, 2)}] * 2
+    found = af.evaluate(step, graphs, state, lambda m, b: {"edges": (b["edges"].sum(), 1)})
+    assert found == {"edges": 10.0}
+    with pytest.raises(
+        ValueError, match=r"'x' as one value a sample, \(sum, count\), got a tensor"
+    ):
+        af.evaluate(step, graphs, state, lambda m, b: {"x": b["nodes"]})
+
+
+@pytest.mark.parametrize("metric_fn", [None, ones])
+def test_a_loader_without_a_batch_is_refused(metric_fn):
+    state, step, loader = make(af.DistState())
+    batches = iter(loader)
+    assert af.evaluate(step, batches, state, metric_fn)
+    with pytest.raises(ValueError, match="loader must give a batch, got 'none'; an iterator gives"):
+        af.evaluate(step, batches, state, metric_fn)
+
+
+def test_a_loss_over_nothing_is_no_number():
+    state, step, loader = make(af.DistState(), weight_fn=lambda batch: 0)
+    assert math.isnan(af.evaluate(step, loader, state)["loss"])
+
+
+def test_metrics_are_named():
+    state, step, loader = make(af.DistState())
+    with pytest.raises(TypeError, match="return a mapping of names to values, got 'an empty one'"):
+        af.evaluate(step, loader, state, lambda model, batch: {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            lambda step, loader: (loader, loader),
+            "step must be what build gave, got 'ShardedLoader'",
+        ),
+        (lambda step, loader: (step, loader, "accuracy"), "metric_fn must be a function"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments, text):
+    state, step, loader = make(af.DistState())
+    given_step, given_loader, *rest = arguments(step, loader)
+    with pytest.raises(TypeError, match=f"evaluate: {text}"):
+        af.evaluate(given_step, given_loader, state, *rest)
+
+
+class Uneven:
+    """A way to share that leaves the last rank without a batch: nothing is said in between."""
+
+    def __init__(self, state):
+        self.mine = [] if state.rank == state.world_size - 1 else [(torch.ones(3, 1),)] * state.rank
+
+    def num_batches(self):
+        return len(self.mine)
+
+    def batches(self, epoch, first_batch):
+        return iter(self.mine)
+
+
+def test_ranks_may_have_as_many_batches_as_they_like():
+    def run(state):
+        state, step, _ = make(state)
+        loader = af.data._loader.ShardedLoader(Uneven(state))
+        return af.evaluate(step, loader, state, lambda m, b: {"rank": (state.rank, len(b[0]))})
+
+    assert simulate(run, world_size=4) == [{"rank": (1 + 2 * 2) / 9}] * 4
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loader, state: af.prefetch(loader, state),
+        lambda loader, state: next(loader.epochs(1)),
+        lambda loader, state: af.prefetch(next(loader.epochs(1)), state),
+    ],
+)
+def test_a_loader_read_ahead_and_an_epoch_are_loaders_too(wrap):
+    def run(state):
+        state, step, loader = make(state)
+        return af.evaluate(step, wrap(loader, state), state, lambda m, b: {"x": b[0].squeeze(1)})
+
+    assert simulate(run, world_size=2) == [{"x": 4.5}] * 2
+
+
+def test_a_window_is_evaluated_by_a_step_that_takes_windows():
+    def run(state):
+        state, step, loader = make(state, af.accumulate(2, split=None))
+        return af.evaluate(step, af.window(loader, 2), state, lambda m, b: {"x": b[0].squeeze(1)})
+
+    assert simulate(run, world_size=2) == [{"x": 4.5}] * 2
+
+
+class NormedLoss(nn.Module):
+    """A loss with a mode of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = []
+
+    def forward(self, model, batch):
+        self.modes.append(self.training)
+        return model(batch[0]).mean()
+
+
+def test_a_loss_that_is_a_module_is_in_evaluation_mode_too():
+    loss, model = NormedLoss(), nn.Linear(1, 1)
+    plan = af.Plan(loss, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state, step = af.build(af.DistState(), plan)
+    af.evaluate(step, [(torch.ones(2, 1),)], state)
+    assert loss.modes == [False]
+    assert loss.training
+
+
+def test_an_interrupt_ends_it_at_once():
+    state, step, loader = make(af.DistState())
+    calls = []
+
+    def metric_fn(model, batch):
+        calls.append(len(batch[0]))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        af.evaluate(step, loader, state, metric_fn, progress=True)
+    assert calls == [4]
+    assert step.plan.model.training
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would make the host wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("metric_fn", [None, ones])
+def test_no_batch_makes_the_host_wait(metric_fn):
+    state, step, _ = make(af.DistState(), af.accumulate(2))
+
+    def reads(num_batches):
+        with Reads() as mode:
+            af.evaluate(step, [(torch.ones(4, 1),)] * num_batches, state, metric_fn)
+        return mode.count
+
+    assert reads(2) == reads(9) > 0
+
+
+def test_a_bar_without_tqdm_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    state, step, loader = make(af.DistState())
+    with pytest.raises(ValueError, match=r"progress=True must have tqdm, .*pip install tqdm"):
+        af.evaluate(step, loader, state, progress=True)
+    assert af.evaluate(step, loader, state, ones) == {"one": 1.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("data", [DATA, Talking(range(10))], ids=["map", "of unknown length"])
+def test_a_bar_is_shown_on_a_terminal(data, monkeypatch):
+    state, step, _ = make(af.DistState())
+    loader = af.shard_loader(DataLoader(data, batch_size=4), state)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert af.evaluate(step, loader, state, ones) == {"one": 1.0}
+    assert ("0/3" if data is DATA else "0batch") in sys.stderr.getvalue()
