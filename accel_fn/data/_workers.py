@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -53,6 +54,9 @@ class Crew:
                 if end.args:  # not the end: a worker's error, as torch raises it again
                     raise RuntimeError(*end.args) from end
                 return
+            except Exception as error:  # torch's frames hold it, and it them, and they the workers
+                traceback.clear_frames(error.__traceback__)
+                raise
             yield found
 
     def rest(self) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -143,6 +144,20 @@ def test_a_worker_that_leaves_is_told():
         WorkerError, match=r"worker 0 \(process \d+\) ended with exit code 7 while batch [0-2]"
     ):
         ids(loader_of(Failing(9, lambda index: os._exit(7)), num_workers=2))
+
+
+def test_a_failure_leaves_no_cycle_that_would_keep_a_loader():
+    loader = loader_of(Failing(13, raising(ValueError("rotten"))), 2, persistent=True)
+    gone = weakref.ref(loader)
+    gc.disable()
+    try:
+        try:
+            ids(loader)
+        except ValueError:
+            del loader
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
