@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from accel_fn.launching._command import Command, Kind, check_command
 from accel_fn.launching._detecting import detect
@@ -70,7 +71,7 @@ def plan_launch(
 
 def start(plan: LaunchPlan) -> int:
     """Do it; give back the exit code."""
-    running = importlib.import_module("accel_fn.launching._running")
+    running = _import_quietly("accel_fn.launching._running")
     command = plan.command
     cpus = [",".join(map(str, each)) for each in plan.cpus or ()]
     job = running.Job(
@@ -83,3 +84,15 @@ def start(plan: LaunchPlan) -> int:
     )
     exit_code: int = running.run(job, plan.machines)
     return exit_code
+
+
+def _import_quietly(name: str) -> Any:
+    """Import torch so that its stores do not warn of machines that are gone; for this process alone."""
+    variable = "TORCH_CPP_LOG_LEVEL"
+    if variable in os.environ:
+        return importlib.import_module(name)
+    os.environ[variable] = "ERROR"
+    try:
+        return importlib.import_module(name)
+    finally:
+        del os.environ[variable]

@@ -50,11 +50,11 @@ class Launchers:
         return json.loads(self._process.stdout.readline())
 
     def start(
-        self, folder: Path, *arguments: object, script: str = "", **variables: str
+        self, folder: Path, *arguments: object, script: str | None = None, **variables: str
     ) -> Launcher:
         """Start `accel-fn launch ARGUMENTS` in a folder, in which `script` is script.py."""
         folder.mkdir(exist_ok=True)
-        if script:
+        if script is not None:
             (folder / "script.py").write_text(textwrap.dedent(script))
         for name in ("stdout", "stderr"):
             (folder / name).write_text("")
@@ -65,7 +65,9 @@ class Launchers:
         )
         return Launcher(self, pid, folder)
 
-    def run(self, folder: Path, *arguments: object, script: str = "", **variables: str) -> Ended:
+    def run(
+        self, folder: Path, *arguments: object, script: str | None = None, **variables: str
+    ) -> Ended:
         """Start one, and wait for it."""
         return self.start(folder, *arguments, script=script, **variables).wait()
 

@@ -1,0 +1,209 @@
+"""accel-fn launch on several machines: launchers that meet on this one, as two."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn.launching._network import answers
+from tests.cli.commands import ROOT, run_python, surroundings
+from tests.cli.launchers import gone, until
+from tests.processes import free_port
+
+_DIGITS = [str(ROOT / "examples/digits.py"), "--device", "cpu", "--epochs", "2"]
+_DIGITS += ["--batch-size", "512", "--precision", "no", "--out"]
+
+
+def start_two(launchers, folder, *arguments, counts=(2, 2), **options):
+    """Two launchers that are to meet on this machine."""
+    port = free_port()
+    return [
+        start_one(launchers, folder / "ab"[rank], rank, port, *arguments, count=count, **options)
+        for rank, count in enumerate(counts)
+    ]
+
+
+def start_one(launchers, folder, rank, port, *arguments, count=2, **options):
+    where = ["--num-machines", 2, "--machine-rank", rank]
+    where += ["--main-process-ip", "127.0.0.2", "--main-process-port", port]
+    return launchers.start(folder, "-n", count, *where, *arguments, **options)
+
+
+def test_two_machines_train_as_one_process_does(launchers, tmp_path):
+    machines = start_two(launchers, tmp_path, *_DIGITS, "out")
+    alone = run_python(tmp_path, *_DIGITS, "alone")
+    ended = [machine.wait() for machine in machines]
+    assert [each.exit_code for each in ended] == [0, 0], ended
+    assert alone.returncode == 0, alone.stderr
+    ours, theirs = (
+        json.loads((tmp_path / name / "curves.json").read_text()) for name in ("a/out", "alone")
+    )
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        # The same batches in other shapes, so by other kernels: equal to float32's rounding.
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_killed_rank_brings_both_machines_back_with_a_store_of_their_own(launchers, tmp_path):
+    """Through torch.distributed alone: what the first attempt wrote must not be there."""
+    script = """
+        import os, signal, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "0" and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(total)
+        print("rank", dist.get_rank(), "attempt", attempt, "total", total.item(), flush=True)
+        dist.destroy_process_group()
+    """
+    machines = start_two(launchers, tmp_path, "--max-restarts", 2, "script.py", script=script)
+    ended = [machine.wait() for machine in machines]
+    assert [each.exit_code for each in ended] == [0, 0], ended
+    assert ended[0].stdout == "rank 0 attempt 1 total 4.0\n"
+    assert ended[1].stdout == "rank 1 attempt 1 total 4.0\n"
+    assert re.search(r"restart 1 of 2: rank 1 \(\S+, pid \d+\): SIGKILL", ended[1].stderr)
+    assert "restart 1 of 2: " in ended[0].stderr
+
+
+_WAITING = """
+    import os, sys, time
+    print("up", os.environ["RANK"], os.getpid(), flush=True)
+    while not os.path.exists("fail"): time.sleep(0.02)
+    raise ValueError("of rank " + os.environ["RANK"])
+"""
+
+
+def test_every_machine_says_what_the_first_failure_was_and_stops(launchers, tmp_path):
+    machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
+    pids = [pid for each in machines for _, pid in each.said(r"up (\d) (\d+)")]
+    (tmp_path / "b" / "fail").touch()
+    ended = [machine.wait(timeout_s=10) for machine in machines]
+    assert [each.exit_code for each in ended] == [1, 1]
+    for each in ended:
+        assert re.fullmatch(r"rank 1 \(\S+, pid \d+\)", each.last_lines[-2])
+        assert each.last_lines[-1] == "ValueError: of rank 1"
+    gone(pids, within_s=0.1)
+
+
+def test_a_machine_without_the_first_one_does_not_wait(launchers, tmp_path):
+    """Ranks that talk to their peers would fail by themselves; these would not notice."""
+    machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
+    pids = [pid for each in machines for _, pid in each.said(r"up (\d) (\d+)")]
+    machines[0].kill(signal.SIGKILL).wait()
+    left = machines[1].wait(timeout_s=10)
+    assert left.exit_code == 1
+    assert left.last_lines[-1] == "accel-fn launch: stopped: another machine has ended"
+    gone(pids)
+
+
+def test_machines_that_ask_for_different_worlds_are_refused_alike(launchers, tmp_path):
+    machines = start_two(launchers, tmp_path, "script.py", script="", counts=(2, 4))
+    ended = [machine.wait(timeout_s=10) for machine in machines]
+    assert [each.exit_code for each in ended] == [1, 1]
+    for each in ended:
+        assert "launch: all machines must ask for one world, got 2 machines" in each.stderr
+        assert "2 machines of 1 processes from machine 0" in each.stderr
+        assert "2 machines of 2 processes from machine 1" in each.stderr
+
+
+def test_a_machine_that_is_there_already_is_refused(launchers, tmp_path):
+    port, folders = free_port(), [tmp_path / name for name in "abc"]
+    machines = [
+        start_one(launchers, folders[rank], rank, port, "script.py", script=_WAITING)
+        for rank in (0, 1)
+    ]
+    for each in machines:
+        each.said("up")
+    third = start_one(launchers, folders[2], 1, port, "script.py", script="").wait()
+    assert third.exit_code == 1
+    assert "launch: machine_rank must be another on each machine, got 1 twice" in third.stderr
+    first = machines[0].kill(signal.SIGTERM).wait()
+    assert first.exit_code == 143
+    assert machines[1].wait(timeout_s=10).exit_code == 1
+
+
+def test_ctrl_c_ends_the_wait_for_other_machines(launchers, tmp_path):
+    port = free_port()
+    machine = start_one(launchers, tmp_path, 0, port, "script.py", script="")
+    until(lambda: answers("127.0.0.2", port, 1) or None, lambda: "an open port")
+    ended = machine.kill(signal.SIGINT).wait(timeout_s=5)
+    assert (ended.exit_code, ended.stderr) == (130, "accel-fn launch: stopped by Ctrl-C\n")
+
+
+@pytest.fixture
+def two_networks():
+    """Two networks of one machine each, with a cable between them; their addresses."""
+    names = [f"accel-fn-{os.getpid()}-{number}" for number in (0, 1)]
+    ways = [f"afn{os.getpid() % 100000}-{number}" for number in (0, 1)]
+    addresses = ["10.213.77.1", "10.213.77.2"]
+    steps = [f"link add {ways[0]} type veth peer name {ways[1]}"]
+    for name, way, address in zip(names, ways, addresses, strict=True):
+        steps += [f"netns add {name}", f"link set {way} netns {name}"]
+        steps += [f"-n {name} addr add {address}/24 dev {way}", f"-n {name} link set {way} up"]
+        steps += [f"-n {name} link set lo up"]
+    try:
+        for step in steps:
+            try:
+                done = subprocess.run(["ip", *step.split()], capture_output=True, text=True)
+            except FileNotFoundError:
+                pytest.skip("there is no command `ip` to make networks with")
+            if done.returncode:
+                pytest.skip(f"networks cannot be made here: ip {step}: {done.stderr.strip()}")
+        yield names, addresses
+    finally:
+        for name in names:
+            if shutil.which("ip"):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_two_machines_in_two_networks_train_as_one_process_does(two_networks, tmp_path):
+    """The names of both lead to themselves, as on many machines: the way is found all the same."""
+    (tmp_path / "script.py").write_text(
+        "import os\nfrom tests.cli.test_machines import train\n"
+        "import accel_fn as af\n"
+        "os.write(1, repr(train(af.init(device='cpu', timeout_s=30))).encode())"
+    )
+    names, addresses = two_networks
+    launch = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "--num-machines", "2"]
+    launch += ["--main-process-ip", addresses[0], "--machine-rank"]
+    machines = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", names[rank], *launch, str(rank), "script.py"],
+            cwd=tmp_path,
+            env=surroundings(tmp_path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    ended = [machine.communicate(timeout=60) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ended
+    alone = train(af.DistState())
+    for stdout, _ in ended:
+        torch.testing.assert_close(json.loads(stdout), alone, rtol=1e-12, atol=1e-12)
+
+
+def train(state):
+    """The losses of a small training in float64."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(37, 4, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plan = af.wrap_ddp()(af.Plan(lambda model, x: model(x).square().mean(), model, optimizer))
+    state, step = af.build(state, plan)
+    losses = []
+    for _ in range(5):
+        state, report = step(state, inputs.tensor_split(state.world_size)[state.rank])
+        losses.append(report.loss.item())
+    return losses
