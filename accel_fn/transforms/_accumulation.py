@@ -60,9 +60,11 @@ def accumulate(
         rule = 'be a function batch -> micro-batches, "rows" or None'
         raise ArgumentTypeError(message("accumulate", "split", rule, split))
 
+    keeping = Unsaid(one_microbatch)
+
     def accumulate_plan(plan: Plan) -> Plan:
         if bind is Unsaid and split == "rows":
-            return replace(plan, starts=(*plan.starts, Unsaid(one_microbatch)))
+            return replace(plan, starts=(*plan.starts, keeping))
         return replace(plan, split=(*plan.split, splitting))
 
     return accumulate_plan

@@ -71,13 +71,12 @@ def with_amp(
     }
     LossScale.start(**settings)  # refuse bad settings here, not in build
     dtype, bind = _dtype(precision)
+    contexts = () if dtype is None else (bind(autocast, dtype=dtype),)
+    starts = {None: (bind(without_autocast),), torch.float16: (bind(scale_loss, **settings),)}
+    starting = starts.get(dtype, ())
 
     def amp_plan(plan: Plan) -> Plan:
-        if dtype is None:
-            return replace(plan, starts=(*plan.starts, bind(without_autocast)))
-        scalings = (bind(scale_loss, **settings),) if dtype == torch.float16 else ()
-        casting = bind(autocast, dtype=dtype)
-        return replace(plan, contexts=(*plan.contexts, casting), starts=(*plan.starts, *scalings))
+        return replace(plan, contexts=(*plan.contexts, *contexts), starts=(*plan.starts, *starting))
 
     return amp_plan
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from torch import nn
 
 import accel_fn as af
+from accel_fn._plan import slot_names
 from accel_fn.testing import strategies
 from tests import strategies as ours
 
@@ -148,3 +149,12 @@ def test_a_bad_variable_is_refused_when_the_transform_is_made(said, name, value,
     said(name, value)
     with pytest.raises(ValueError, match=f"launch_options: {name} must"):
         transform()
+
+
+@pytest.mark.parametrize("transform", [af.with_amp(), af.accumulate(), af.with_amp("fp16")])
+def test_a_transform_makes_the_same_of_the_same_plan(transform):
+    plan = make_plan()
+    first, second = transform(plan), transform(plan)
+    assert [getattr(first, name) for name in slot_names()] == [
+        getattr(second, name) for name in slot_names()
+    ]
