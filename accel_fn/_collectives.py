@@ -102,7 +102,7 @@ def _reduced(
     """The sum over ranks of `prepare`d leaves, once ranks have agreed on the `kind` of each."""
     leaves, structure = pytree.tree_flatten(tree)
     kinds = [kind(leaf) for leaf in leaves]
-    for rank, theirs in enumerate(_comm.exchange((str(structure), kinds), state, function)):
+    for rank, theirs in enumerate(_comm.exchange((str(structure), kinds), state, function, leaves)):
         if theirs != (str(structure), kinds):
             raise BatchError(
                 f"{function}: tree must have one structure, and one shape and dtype a leaf, on every "
@@ -170,7 +170,9 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     leaves, structure = pytree.tree_flatten(tree)
     holes = [_Hole.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     sent = pytree.tree_unflatten(holes, structure) if state.rank == source else None
-    theirs, structure = pytree.tree_flatten(_comm.exchange(sent, state, "broadcast")[source])
+    theirs, structure = pytree.tree_flatten(
+        _comm.exchange(sent, state, "broadcast", leaves)[source]
+    )
     for place, hole in enumerate(theirs):
         if isinstance(hole, _Hole):
             given = leaves[place].detach() if state.rank == source else None

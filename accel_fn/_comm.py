@@ -1,30 +1,28 @@
-"""Groups and the few collectives that everything else is made of: the one user of torch.distributed."""
+"""The few collectives that everything else is made of."""
 
 from __future__ import annotations
 
-import atexit
 import pickle
-import socket
-import time
-from datetime import timedelta
+import struct
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from accel_fn._errors import StateError, WorldError, WorldTimeoutError
+from accel_fn._errors import StateError, WorldError
 from accel_fn._state import DistState
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 Work = dist.Work
 
-
-_SETTLE_S = 0.05
+_HEAD = struct.Struct("8s24s")
+"""A number, and the collective that it is of."""
+_UNWATCHED = nullcontext()
 
 
 def group_of(state: DistState, function: str) -> ProcessGroup:
@@ -37,23 +35,84 @@ def group_of(state: DistState, function: str) -> ProcessGroup:
     return state.group
 
 
-def start_sum(tensor: Tensor, state: DistState, function: str) -> Work:
-    """Start to sum `tensor` over the ranks, in place; wait for it before use."""
-    return group_of(state, function).allreduce([tensor])
+def waiting(
+    state: DistState, function: str, of: Sequence[Any] = (), *, counts: bool = True
+) -> AbstractContextManager[None]:
+    """Tell the watch of a state, if it has one, that a collective begins; a `with` over this waits for it."""
+    watch = state.watch
+    return _UNWATCHED if watch is None else watch.enter(function, of, counts=counts)
+
+
+class Pending:
+    """A sum that is under way: its tensor holds it after `wait`."""
+
+    __slots__ = ("_waiting", "_work")
+
+    def __init__(self, work: Work, waiting: AbstractContextManager[None]) -> None:
+        self._work = work
+        self._waiting = waiting
+
+    def wait(self) -> None:
+        """Return when every rank has come."""
+        with self._waiting:
+            self._work.wait()
+
+
+class PendingTotal:
+    """A sum of one number a rank that is under way, as numbers gathered with what they are of."""
+
+    __slots__ = ("_heads", "_total", "_waiting")
+
+    def __init__(self, total: Tensor, heads: _Heads, waiting: AbstractContextManager[None]) -> None:
+        self._total = total
+        self._heads = heads
+        self._waiting = waiting
+
+    def wait(self) -> None:
+        """Return when every rank has come."""
+        with self._waiting:
+            self._heads.wait()
+        self._total.fill_(sum(struct.unpack("d", number)[0] for number in self._heads.numbers()))
+
+
+def start_sum(tensor: Tensor, state: DistState, function: str) -> Pending:
+    """Start to sum `tensor` over the ranks, in place; ranks must have agreed on its shape and dtype."""
+    wait = waiting(state, function, [tensor])
+    return Pending(group_of(state, function).allreduce([tensor]), wait)
+
+
+def start_total(number: Tensor, state: DistState, function: str) -> Pending | PendingTotal:
+    """Start to sum a 0-dim tensor over the ranks, in place, that nobody has agreed on before.
+
+    A rank may be in another collective by mistake. On the host it would then
+    get what is not its own: Gloo matches collectives of a kind by their order alone,
+    and all-reduces are also what DDP does. So here numbers are gathered.
+    """
+    if number.device.type != "cpu":
+        return start_sum(number, state, function)
+    wait = waiting(state, function, [number])
+    heads = _Heads(struct.pack("d", float(number)), f"sum of {function}", state, function)
+    return PendingTotal(number, heads, wait)
 
 
 def all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]:
-    """Every rank's `tensor`; shapes and dtypes must be known to be equal."""
+    """Every rank's `tensor`; ranks must have agreed on its shape and dtype."""
+    with waiting(state, function, [tensor]):
+        return _all_gather(tensor, state, function)
+
+
+def _all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(state.world_size)]
     group_of(state, function).allgather([parts], [tensor]).wait()
     return parts
 
 
 def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> None:
-    """Overwrite `tensor` with rank `source`'s; shapes and dtypes must be known to be equal."""
+    """Overwrite `tensor` with rank `source`'s; ranks must have agreed on its shape and dtype."""
     options = dist.BroadcastOptions()
     options.rootRank = source
-    group_of(state, function).broadcast([tensor], options).wait()
+    with waiting(state, function, [tensor]):
+        group_of(state, function).broadcast([tensor], options).wait()
 
 
 def send(tensor: Tensor, state: DistState, rank: int, tag: int, function: str) -> Work:
@@ -63,21 +122,67 @@ def send(tensor: Tensor, state: DistState, rank: int, tag: int, function: str) -
 
 def receive(tensor: Tensor, state: DistState, source: int, tag: int, function: str) -> None:
     """Overwrite a host `tensor` with what `source` sent under this tag, in the order sent."""
-    group_of(state, function).recv([tensor], source, tag).wait()
+    with waiting(state, function, [tensor], counts=False):
+        group_of(state, function).recv([tensor], source, tag).wait()
 
 
-def exchange(value: Any, state: DistState, function: str) -> list[Any]:
-    """Every rank's picklable `value`, in rank order. Cost: two small collectives on the host."""
+def exchange(value: Any, state: DistState, function: str, of: Sequence[Any] = ()) -> list[Any]:
+    """Every rank's picklable `value`, in rank order; refused on all where one is in another collective.
+
+    Args:
+        value: of this rank.
+        state: of this rank.
+        function: the public one that asks; the same on every rank.
+        of: what a report on a rank that waits here tells the shapes of.
+
+    Returns:
+        The values.
+
+    Cost: two small collectives on the host.
+    """
     if state.world_size == 1:
         return [value]
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [int(size) for size in all_gather(torch.tensor([len(data)]), state, function)]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = data
-    parts = all_gather(padded, state, function)
+    with waiting(state, function, of):
+        heads = _Heads(struct.pack("q", len(data)), function, state, function)
+        heads.wait()
+        sizes = [struct.unpack("q", number)[0] for number in heads.numbers()]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        parts = _all_gather(padded, state, function)
     return [
         pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
     ]
+
+
+class _Heads:
+    """A number of every rank, each with the collective that its rank is in: the same, or an error on all."""
+
+    __slots__ = ("_function", "_parts", "_rank", "_work")
+
+    def __init__(self, number: bytes, what: str, state: DistState, function: str) -> None:
+        head = bytearray(_HEAD.pack(number, what.encode()[:24]))
+        mine = torch.frombuffer(head, dtype=torch.uint8)
+        self._parts = [torch.empty_like(mine) for _ in range(state.world_size)]
+        self._rank = state.rank
+        self._function = function
+        self._work = group_of(state, function).allgather([self._parts], [mine])
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def numbers(self) -> list[bytes]:
+        """The numbers, in rank order."""
+        heads = [_HEAD.unpack(part.numpy().tobytes()) for part in self._parts]
+        mine = heads[self._rank][1]
+        for rank, (_, theirs) in enumerate(heads):
+            if theirs != mine:
+                names = [name.rstrip(b"\0").decode() for name in (theirs, mine)]
+                raise WorldError(
+                    f"{self._function}: every rank must be in the same collective, got {names[0]} on "
+                    f"rank {rank} and {names[1]} on rank {self._rank}"
+                )
+        return [number for number, _ in heads]
 
 
 def default_backend(device: torch.device, backend: str | None) -> str:
@@ -95,116 +200,3 @@ def has_backend(device: torch.device) -> bool:
 def current_world() -> tuple[int, int] | None:
     """Rank and world size of the world that this process is in already, if any."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-
-
-def join_world(
-    *,
-    rank: int,
-    world_size: int,
-    host: str,
-    port: int,
-    serves: bool,
-    backend: str,
-    timeout_s: float,
-) -> ProcessGroup:
-    """The group of a world of processes that all call this, each as its own rank.
-
-    A process that is in a world already gets a second group over it.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    if dist.is_initialized():
-        _check_world(rank, world_size)
-        second: ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
-        return second
-    deadline = time.monotonic() + timeout_s
-    store = _reach_store(rank, world_size, host, port, serves, timeout_s)
-    store = _wait_for_all(store, rank, world_size, f"{host}:{port}", timeout_s, deadline)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def leave_world(group: ProcessGroup) -> None:
-    """Leave a group; leaving the first of a process leaves all. Harmless when left already.
-
-    Gloo's threads may still hold the tensors of the last collectives for an
-    instant, and need the interpreter to let go of them: one that is late
-    aborts the process when Python is gone. Sleeping gives them both.
-    """
-    if dist.is_initialized() and (
-        group is dist.group.WORLD or group in dist.distributed_c10d._world.pg_map
-    ):
-        dist.destroy_process_group(group)
-        time.sleep(_SETTLE_S)
-
-
-def _check_world(rank: int, world_size: int) -> None:
-    if current_world() != (rank, world_size):
-        raise WorldError(
-            f"init: RANK={rank} WORLD_SIZE={world_size} must agree with the world that this process "
-            f"is in, got rank {dist.get_rank()} of {dist.get_world_size()}"
-        )
-
-
-def _reach_store(
-    rank: int, world_size: int, host: str, port: int, serves: bool, timeout_s: float
-) -> Store:
-    """The key-value store at `host:port`: served by rank 0, or by the launcher's agent."""
-    try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:
-        raise WorldError(
-            f"init: MASTER_ADDR must be a host that resolves, got {host!r} ({error})"
-        ) from error
-    try:
-        store = TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=serves,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError, ValueError) as error:
-        what = "serve" if serves else "reach"
-        raise WorldTimeoutError(
-            f"init: rank {rank} of {world_size} could not {what} MASTER_ADDR={host} MASTER_PORT={port} "
-            f"within {timeout_s:g} s; is rank 0 running there, and is the port free and open? "
-            f"({str(error).splitlines()[0]})"
-        ) from error
-    atexit.register(_keep, store)  # peers may still be talking to it: it ends with this process
-    return store
-
-
-def _keep(_store: Store) -> None:
-    """Hold what it is registered with until the process exits."""
-
-
-def _wait_for_all(
-    store: Store, rank: int, world_size: int, address: str, timeout_s: float, deadline: float
-) -> Store:
-    """A store of this world's own, once every rank has come to it."""
-    joined = store.add(f"accel_fn/joined/{rank}", 1)  # the n-th join of every rank is one world
-    own = PrefixStore(f"accel_fn/world/{joined}", store)
-    own.set(f"here/{rank}", "")
-    keys = {peer: f"here/{peer}" for peer in range(world_size)}
-    left_s = max(deadline - time.monotonic(), 0.001)
-    try:
-        own.wait(list(keys.values()), timedelta(seconds=left_s))
-    except (dist.DistError, RuntimeError) as error:
-        missing = _missing(own, keys)
-        raise WorldTimeoutError(
-            f"init: all {world_size} ranks must come to {address} within {timeout_s:g} s, "
-            f"rank {rank} did not see {missing}; is WORLD_SIZE right, and did they start?"
-        ) from error
-    return own
-
-
-def _missing(store: Store, keys: dict[int, str]) -> str:
-    try:
-        absent = [str(peer) for peer, key in keys.items() if not store.check([key])]
-    except (dist.DistError, RuntimeError):
-        return "rank 0 any more"
-    return f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent)}"

@@ -64,7 +64,7 @@ def gather(tree: T, state: DistState, *, lists: Lists | None = None) -> T:
     leaves, structure = pytree.tree_flatten(tree, is_leaf=partial(is_rows, lists=lists))
     described = [_describe(leaf) for leaf in leaves]
     said = (f"{structure} of {lists or 'any'} lists", [leaf for leaf, _ in described])
-    every = _comm.exchange(said, state, "gather")
+    every = _comm.exchange(said, state, "gather", leaves)
     _check_alike(every)
     _check_leaves([leaves for _, leaves in every], lists)
     if state.world_size == 1:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from accel_fn._watching import Watch
+
 
 _CPU = torch.device("cpu")
 
@@ -135,6 +137,7 @@ class DistState:
         step: number of batches consumed: the whole position of a run in its data.
         seed: of the data order.
         group: the process group that collectives go through. Not shown, not compared, not pickled.
+        watch: what reports on this rank where a collective does not complete; likewise.
 
     Raises:
         ValueError: a count is negative, or a rank is outside its world.
@@ -153,6 +156,7 @@ class DistState:
     step: int = 0
     seed: int = 0
     group: ProcessGroup | None = field(default=None, repr=False, compare=False)
+    watch: Watch | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, torch.device):
@@ -183,6 +187,7 @@ class DistState:
             step=self.step + 1,
             seed=self.seed,
             group=self.group,
+            watch=self.watch,
         )
 
     def __copy__(self) -> DistState:
@@ -192,7 +197,7 @@ class DistState:
         return self  # immutable, and a process group has no copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = [name for name in self.__dataclass_fields__ if name != "group"]
+        names = [name for name in self.__dataclass_fields__ if name not in ("group", "watch")]
         return _restored, ({name: getattr(self, name) for name in names},)
 
 

@@ -67,7 +67,7 @@ class Step:
         Cost: the sum of its transforms'. No host synchronisation of its own.
         """
         self._check_state(state)
-        state, grads, report = self._grad_fn(state, batch)
+        state, grads, report = self._run(state, batch)
         return self._update(state, grads, report)
 
     def forward(self, state: DistState, batch: Any) -> Tensor:
@@ -107,7 +107,7 @@ class Step:
         copy of the gradients, since the next backward reuses the memory of these.
         """
         self._check_state(state)
-        state, grads, report = self._grad_fn(state, batch)
+        state, grads, report = self._run(state, batch)
         return state, grads if self.plan.grad_fns else cloned(state, grads), report
 
     def update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
@@ -125,6 +125,17 @@ class Step:
         """
         self._check_state(state)
         return self._update(state, grads, report)
+
+    def _run(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
+        """Gradients, watched: DDP talks in it, and its errors are those of the group."""
+        if state.watch is None:
+            return self._grad_fn(state, batch)
+        state.watch.begin_step(state.step + 1)
+        try:
+            return self._grad_fn(state, batch)
+        except RuntimeError as error:
+            state.watch.judge(error, "step")
+            raise
 
     def _update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
         plan, scaler = self.plan, state.scaler

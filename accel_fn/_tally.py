@@ -47,8 +47,8 @@ class SummedTally:
         self._works = [] if state.world_size == 1 else [self._sum(self._total)]
         self._known: float | None = None
 
-    def _sum(self, tensor: Tensor) -> _comm.Work:
-        return _comm.start_sum(tensor, self._state, "step")
+    def _sum(self, tensor: Tensor) -> _comm.Pending | _comm.PendingTotal:
+        return _comm.start_total(tensor, self._state, "step")
 
     def total(self) -> float:
         """The weight of the global batch; waits for it."""

@@ -13,10 +13,13 @@ import torch
 from accel_fn import _comm
 from accel_fn._clusters import read_task
 from accel_fn._errors import WorldError, check_count, check_positive
+from accel_fn._joining import join_world, leave_world
+from accel_fn._launch_options import DefaultSeconds, launch_options
 from accel_fn._state import DistState
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_TIMEOUT_S = DefaultSeconds(600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ def init(
     *,
     device: torch.device | str | None = None,
     backend: str | None = None,
-    timeout_s: float = 600,
+    timeout_s: float = _TIMEOUT_S,
     seed: int = 0,
 ) -> DistState:
     """The state of this process: its rank, its world and its device.
@@ -54,7 +57,9 @@ def init(
             MPS, XPU, ...), or the CPU where there is none.
         backend: of torch.distributed, for that device; default: what fits it.
             Gloo always is there beside it, for what the host has to say.
-        timeout_s: how long to wait for the world, and for any collective later.
+        timeout_s: how long to wait for the world, and for any collective later; after that, each rank
+            reports on stderr what it was doing, and its process ends with exit code 124. Where it
+            is not given, what the launch says (`--timeout-s`, ACCEL_FN_TIMEOUT_S) comes first.
         seed: of the data order, >= 0.
 
     Returns:
@@ -75,7 +80,7 @@ scaler=None, step=0, seed=0)
     """
     state = _join(device, backend, timeout_s, seed)
     if state.group is not None:
-        atexit.register(_comm.leave_world, state.group)
+        atexit.register(leave_world, state.group, state.watch)
     return state
 
 
@@ -84,7 +89,7 @@ def distributed(
     *,
     device: torch.device | str | None = None,
     backend: str | None = None,
-    timeout_s: float = 600,
+    timeout_s: float = _TIMEOUT_S,
     seed: int = 0,
 ) -> Iterator[DistState]:
     """`init` with a clear end: the group is left when the block is.
@@ -113,12 +118,14 @@ def distributed(
         yield state
     finally:
         if state.group is not None:
-            _comm.leave_world(state.group)
+            leave_world(state.group, state.watch)
 
 
 def _join(
     device: torch.device | str | None, backend: str | None, timeout_s: float, seed: int
 ) -> DistState:
+    if isinstance(timeout_s, DefaultSeconds):
+        timeout_s = launch_options().timeout_s or timeout_s
     check_positive("init", "timeout_s", timeout_s)
     check_count("init", "seed", seed, minimum=0)
     launch = read_launch(os.environ) or _current_launch()
@@ -126,9 +133,9 @@ def _join(
     if launch is None:
         return DistState(device=pick_device(device, 0, 1, 1), seed=seed)
     place = pick_device(device, launch.local_rank, launch.local_world_size, launch.world_size)
-    group = None
+    group, watch = None, None
     if launch.world_size > 1:
-        group = _comm.join_world(
+        group, watch = join_world(
             rank=launch.rank,
             world_size=launch.world_size,
             host=launch.host,
@@ -145,6 +152,7 @@ def _join(
         device=place,
         seed=seed,
         group=group,
+        watch=watch,
     )
 
 

@@ -70,7 +70,7 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_collectives_come_from_one_module_and_from_the_simulated_groups():
+def test_worlds_are_joined_and_talk_in_one_module_each_beside_the_simulated_groups():
     users = {
         str(path.relative_to(PACKAGE))
         for path in SOURCES
@@ -80,7 +80,7 @@ def test_collectives_come_from_one_module_and_from_the_simulated_groups():
     }
     types_only = {"_state.py", "testing/_simulation.py"}  # the type of a group
     stores_only = {"launching/_meeting.py"}  # where machines meet before there is a world
-    assert users - types_only - stores_only == {"_comm.py", "testing/_threads.py"}
+    assert users - types_only - stores_only == {"_comm.py", "_joining.py", "testing/_threads.py"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
