@@ -14,6 +14,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it uses names of torch's that are going
     from torchdata.stateful_dataloader import StatefulDataLoader
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 SIZE = 11
 
 
@@ -66,9 +67,7 @@ def test_every_row_of_a_table_comes_once(world_size):
 
 
 def stateful(**options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return StatefulDataLoader(range(SIZE), batch_size=4, **options)
+    return StatefulDataLoader(range(SIZE), batch_size=4, **options)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
