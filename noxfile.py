@@ -69,7 +69,7 @@ def nightly(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, with warnings as errors; its examples are run by the tests."""
-    install(session, "testing", groups=("docs",))
+    install(session, "testing", "cli", groups=("docs",))
     session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
     session.log(f"open {Path('docs/_build/index.html').resolve().as_uri()}")
 
