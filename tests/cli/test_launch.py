@@ -1,0 +1,268 @@
+"""accel-fn launch: a world of processes, each of which sees what a plain python would see."""
+
+import json
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.commands import run_command, run_python, surroundings
+
+_SEES = """
+import json, os, pickle, re, sys, threading, __main__
+
+class Local:
+    pass
+
+assert type(pickle.loads(pickle.dumps(Local()))) is Local
+seen = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in vars(__main__).items()
+        if name.startswith("__")}
+seen |= {"argv": sys.argv, "path": sys.path, "own": __main__.Local is Local, "flags": repr(sys.flags)}
+print(json.dumps(seen), flush=True)
+# A thread that runs on when the last line is done still has its names.
+threading.Timer(0.1, lambda: print(Local.__name__, flush=True)).start()
+"""
+_ARGUMENTS = ["-n", "3", "--help", "--", "a b", "", "$HOME", "$$", "${local_rank}", "--module"]
+
+
+@pytest.mark.parametrize(
+    ("target", "how"),
+    [("folder/see.py", []), ("link.py", []), ("package.see", ["-m"]), ("package", ["-m"])],
+)
+def test_a_script_sees_what_it_sees_under_python(launchers, tmp_path, target, how):
+    for name in ("folder/see.py", "package/see.py", "package/__main__.py", "package/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("" if "init" in name else _SEES)
+    (tmp_path / "link.py").symlink_to("folder/see.py")
+    plain = run_python(tmp_path, "-u", *how, target, *_ARGUMENTS)
+    ended = launchers.run(tmp_path, *how, target, *_ARGUMENTS)
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    (ours, after), (theirs, _) = ended.stdout.splitlines(), plain.stdout.splitlines()
+    assert json.loads(ours) == json.loads(theirs)
+    assert after == "Local"
+
+
+def test_two_processes_on_a_cpu_are_one_world_of_two(launchers, tmp_path):
+    """What the launch says of training arrives, too."""
+    script = """
+        import os, accel_fn as af
+        state, options = af.init(timeout_s=30), af.launch_options()
+        total = af.reduce_sum(state.rank + 1, state)
+        words = [state.rank, state.local_rank, state.world_size, state.device, total]
+        words += [options.mixed_precision, options.num_microbatches, options.timeout_s]
+        os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+    """
+    options = ["--cpu", "--mixed-precision", "bf16", "--num-microbatches", 3, "--timeout-s", 20]
+    ended = launchers.run(tmp_path, "-n", 2, *options, "script.py", script=script)
+    assert ended.exit_code == 0, ended
+    assert sorted(ended.stdout.splitlines()) == [
+        "0 0 2 cpu 3 bf16 3 20.0",
+        "1 1 2 cpu 3 bf16 3 20.0",
+    ]
+
+
+def test_a_dry_run_shows_what_each_rank_then_gets_and_starts_nothing(launchers, tmp_path):
+    script = """
+        import json, os
+        print(json.dumps(dict(os.environ)), flush=True)
+    """
+    arguments = ["-n", 2, "--cpu", "--num-microbatches", 2, "--max-restarts", 1, "script.py"]
+    own = surroundings(tmp_path)
+    planned = launchers.run(tmp_path, "--dry-run", "--json", *arguments, script=script)
+    ranks = json.loads(planned.stdout)["ranks"]
+    assert "RANK" not in planned.stderr
+    ended = launchers.run(tmp_path, *arguments)
+    got = [json.loads(line) for line in ended.stdout.splitlines()]
+    for variables in sorted(got, key=lambda each: each["RANK"]):
+        added = {name for name, value in variables.items() if own.get(name) != value}
+        shown = ranks[int(variables["RANK"])]["variables"]
+        assert added <= shown.keys()
+        known = {name: value for name, value in shown.items() if value is not None}
+        assert known == {name: variables[name] for name in known}
+        later = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+        assert shown.keys() - known.keys() == later
+
+
+def test_a_dry_run_says_why(launchers, tmp_path):
+    planned = launchers.run(
+        tmp_path, "--dry-run", "-n", 2, "--threads-per-process", 5, "script.py", "a b", script=""
+    )
+    lines = [re.split(r"  +", line) for line in planned.stdout.splitlines()]
+    assert lines[0] == ["python script.py 'a b'"]
+    assert lines[1] == ["on machine 0 of 1, as 2 of 2 processes"]
+    assert ["RANK", "0, 1", "this process, among all"] in lines
+    assert ["WORLD_SIZE", "2", "flag --num-processes"] in lines
+    assert ["OMP_NUM_THREADS", "5", "threads_per_process"] in lines
+
+
+def test_a_dry_run_and_the_help_are_quick_and_import_no_torch(tmp_path):
+    (tmp_path / "script.py").touch()
+    for arguments, seconds in (["--help"], 0.3), (["--cpu", "--dry-run", "script.py"], 0.6):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = run_python(tmp_path, "-X", "importtime", "-m", "accel_fn.cli", "launch", *arguments)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        assert done.returncode == 0
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "torch" not in imported
+        assert ("pydantic" in imported) == (arguments != ["--help"])
+        assert used < seconds  # of the processor: others may keep it busy
+
+
+def test_two_launches_at_once_are_two_worlds(launchers, tmp_path):
+    script = """
+        import os, sys, time
+        mine, other = sys.argv[1:]
+        open(f"{mine}-{os.environ['RANK']}", "w").close()
+        while not (os.path.exists(f"{other}-0") and os.path.exists(f"{other}-1")): time.sleep(0.01)
+        print(os.environ["MASTER_PORT"], flush=True)
+    """
+    both = [
+        launchers.start(tmp_path / name, "-n", 2, "script.py", *paths, script=script)
+        for name, paths in (("a", ("../one", "../two")), ("b", ("../two", "../one")))
+    ]
+    ended = [each.wait() for each in both]
+    assert [each.exit_code for each in ended] == [0, 0]
+    ports = [each.stdout.split() for each in ended]
+    assert ports[0][0] == ports[0][1] != ports[1][0] == ports[1][1]
+
+
+def test_a_port_that_is_asked_for_is_taken_or_refused(launchers, tmp_path):
+    script = "import os; print(os.environ['MASTER_PORT'], flush=True)"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = launchers.run(tmp_path, "--main-process-port", port, "script.py", script=script)
+    assert refused.exit_code == 1
+    assert refused.stderr == (
+        f"Error: launch: main_process_port must be one that this machine can open, got {port} "
+        "(Address already in use); choose another, or leave it out for a free one\n"
+    )
+    ended = launchers.run(tmp_path, "--main-process-port", port, "script.py")
+    assert (ended.exit_code, ended.stdout) == (0, f"{port}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "text"),
+    [
+        (["scrpt.py"], 1, r"launch: script must be a file, got 'scrpt.py'; did you mean script.py\?"),
+        (["-m", "no_such.module"], 1, "launch: module must be one that is found, got 'no_such.module'"),
+        (["--no-python", "no-such"], 1, "launch: program must be one that is found and may be run"),
+        (["--num-proceses", 2, "script.py"], 2, "No such option '--num-proceses'.*--num-processes"),
+        (["-n", "two", "script.py"], 2, "'two' is not a valid integer"),
+        (["-n", 0, "script.py"], 1, "num_processes must be an integer >= 1, got 0"),
+        (["--cpu", "--gpu-ids", 0, "script.py"], 1, "cpu must be false with gpu_ids=0"),
+        (["-m", "--no-python", "json"], 2, "--module cannot be combined with --no-python"),
+        (["--json", "script.py"], 2, "--json needs --dry-run"),
+        (["--main-process-ip", "no-such.invalid", "script.py"], 1,
+         "launch: main_process_ip must be a host that resolves, got 'no-such.invalid'"),
+        (["--num-machines", 2, "--main-process-ip", "127.0.0.1", "script.py"], 1,
+         "launch: machine_rank must be given with num_machines=2"),
+        (["--num-machines", 2, "-n", 3, "--machine-rank", 0, "script.py"], 1,
+         "num_processes must be a multiple of num_machines=2, got 3"),
+        ([], 2, "Missing argument 'SCRIPT'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_without_torch(tmp_path, arguments, exit_code, text):
+    (tmp_path / "script.py").write_text("print('started', flush=True)")
+    ended = run_command(tmp_path, "launch", *map(str, arguments))
+    assert ended.returncode == exit_code
+    assert re.search(text, ended.stderr), ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["--main-process-ip", "192.0.2.1"],
+            "launch: main_process_ip must be an address of this machine, got '192.0.2.1'",
+        ),
+        (
+            ["--log-dir", "script.py/logs"],
+            "launch: log_dir must be a folder that can be written to, got 'script.py/logs'",
+        ),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused(launchers, tmp_path, arguments, text):
+    script = "print('started', flush=True)"
+    ended = launchers.run(tmp_path, *arguments, "script.py", script=script)
+    assert (ended.exit_code, ended.stdout) == (1, "")
+    assert ended.stderr.startswith(f"Error: {text}")
+
+
+def test_logs_hold_what_each_rank_said_and_the_screen_shows_it_where_asked(launchers, tmp_path):
+    script = """
+        import os, sys
+        print("out of", os.environ["RANK"])
+        print("err of", os.environ["RANK"], file=sys.stderr)
+    """
+    quiet = launchers.run(tmp_path, "-n", 2, "--log-dir", "quiet", "script.py", script=script)
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")
+    logs = {
+        (path.parent.name, path.name): path.read_text()
+        for path in tmp_path.glob("quiet/*/attempt_0/*/*")
+    }
+    assert logs == {
+        ("0", "stdout.log"): "out of 0\n",
+        ("0", "stderr.log"): "err of 0\n",
+        ("1", "stdout.log"): "out of 1\n",
+        ("1", "stderr.log"): "err of 1\n",
+    }
+    loud = launchers.run(tmp_path, "-n", 2, "--tee", "script.py")
+    assert sorted(loud.stdout.splitlines()) == ["[rank 0]: out of 0", "[rank 1]: out of 1"]
+    assert sorted(loud.stderr.splitlines()) == ["[rank 0]: err of 0", "[rank 1]: err of 1"]
+
+
+def test_a_failed_attempt_is_told_and_made_good_with_another_store(launchers, tmp_path):
+    script = """
+        import os, sys, time
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print(attempt, os.environ["MASTER_PORT"], flush=True)
+        if attempt == "0":
+            if os.environ["RANK"] == "1": raise ValueError("once")
+            time.sleep(60)
+    """
+    ended = launchers.run(tmp_path, "-n", 2, "--max-restarts", 3, "script.py", script=script)
+    assert ended.exit_code == 0
+    assert re.fullmatch(
+        r"accel-fn launch: restart 1 of 3: rank 1 \(\S+, pid \d+\): ValueError: once\n",
+        ended.stderr,
+    )
+    ports = {tuple(line.split()) for line in ended.stdout.splitlines()}
+    assert [attempt for attempt, _ in sorted(ports)] == ["0", "1"]
+    assert len({port for _, port in ports}) == 2
+
+
+def test_restarts_run_out(launchers, tmp_path):
+    script = "import os, sys; sys.exit(4 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))"
+    ended = launchers.run(tmp_path, "--max-restarts", 2, "script.py", script=script)
+    assert ended.exit_code == 6
+    assert ended.stderr.count("restart") == 2
+    assert ended.last_lines[-1] == "exit code 6"
+
+
+def test_no_home_and_no_network_are_needed(tmp_path):
+    """The command itself, in a network of loopback alone, where nobody may write to its home."""
+    (tmp_path / "script.py").write_text(
+        "import os, accel_fn as af\n"
+        "state = af.init(timeout_s=30)\n"
+        "os.write(1, f'{af.reduce_sum(1, state)}\\n'.encode())\n"
+    )
+    alone = ["unshare", "--map-root-user", "--net"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode:
+        pytest.skip("networks cannot be made here")
+    launch = f"{sys.executable} -m accel_fn.cli launch -n 2 script.py"
+    done = subprocess.run(
+        [*alone, "sh", "-c", f"ip link set lo up && exec {launch}"],
+        cwd=tmp_path,
+        env=surroundings(tmp_path, HOME="/proc/nowhere", XDG_CACHE_HOME="/proc/nowhere"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
