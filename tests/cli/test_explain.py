@@ -67,7 +67,9 @@ def here(folder, monkeypatch):
 
 
 def test_the_command_tells_the_step_of_so_many_ranks(folder):
-    done = run_command(folder, "explain", "train.py:make_plan", "-n", "4", "--device", "cuda:1")
+    """From another folder than the file's, whose own imports are found all the same."""
+    target = f"{folder.name}/train.py:make_plan"
+    done = run_command(folder.parent, "explain", target, "-n", "4", "--device", "cuda:1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "one step on 4 ranks, cuda:1",

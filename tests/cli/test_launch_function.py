@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -159,14 +158,35 @@ def test_what_a_rank_raises_is_raised_here_and_the_others_are_stopped():
     assert handlers == {each: signal.getsignal(each) for each in handlers}
 
 
-def test_the_first_error_is_raised_and_not_what_follows_from_it():
-    """A rank that leaves its world by a block breaks its peer's collective before it says why."""
+def test_the_cause_is_raised_and_not_what_follows_from_it():
+    """A rank that leaves its world breaks its peer's collective before it has said why it left."""
 
     def work():
         with af.distributed(device="cpu", timeout_s=30) as state:
             if state.rank == 1:
                 raise KeyError("the cause")
             af.barrier(state)
+
+    with pytest.raises(KeyError, match="the cause"):
+        af.launch(work)
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234",
+        "barrier: every rank must stay until all are through, got one that is gone",
+    ],
+)
+def test_a_rank_that_lost_its_peer_is_not_the_cause_though_it_speaks_first(tmp_path, echo):
+    def work():
+        if os.environ["RANK"] == "1":
+            (tmp_path / "there").touch()
+            time.sleep(0.2)
+            raise KeyError("the cause")
+        while not (tmp_path / "there").exists():
+            time.sleep(0.01)
+        raise RuntimeError(echo)
 
     with pytest.raises(KeyError, match="the cause"):
         af.launch(work)
@@ -190,6 +210,18 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
         str(caught.value),
     )
     assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_rank_that_has_failed_and_does_not_end_is_ended():
+    def work():
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        raise OSError(5, "a thread of it goes on")
+
+    start = time.monotonic()
+    with pytest.raises(OSError, match="a thread of it goes on") as caught:
+        af.launch(work, num_processes=1)
+    assert caught.value.errno == 5
+    assert time.monotonic() - start < 10
 
 
 def test_a_crash_of_native_code_says_which_line_called_it():
@@ -257,8 +289,11 @@ def test_a_rank_does_not_launch():
 
 
 SCRIPT = """
-import os
+import os, sys
 import accel_fn as af
+
+sys.path.insert(0, os.path.abspath("library"))
+import factors
 
 class Found:
     def __init__(self, rank):
@@ -267,12 +302,12 @@ class Found:
 class Lost(Exception):
     pass
 
-FACTOR = 3
+FACTOR = factors.THREE
 
 def work(fails):
     if fails:
         raise Lost(os.environ["RANK"])
-    return Found(FACTOR * int(os.environ["RANK"]))
+    return Found(factors.three() * int(os.environ["RANK"]))
 
 print("top level, once")
 first, second = af.launch(work, False)
@@ -287,7 +322,14 @@ except Lost as error:
 PRINTED = ["top level, once", "ranks 0 3", "again [3, 3]"]
 
 
-def test_a_script_without_a_guard_launches_its_own_functions(tmp_path):
+@pytest.fixture
+def library(tmp_path):
+    """A folder that a program adds to its path by itself."""
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "factors.py").write_text("THREE = 3\ndef three():\n    return THREE\n")
+
+
+def test_a_script_without_a_guard_launches_its_own_functions(tmp_path, library):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run_python(tmp_path, "script.py")
     assert done.returncode == 0, done.stderr
@@ -296,10 +338,8 @@ def test_a_script_without_a_guard_launches_its_own_functions(tmp_path):
     assert last in ("lost 0", "lost 1")
 
 
-def test_a_line_of_a_shell_launches_its_own_functions(tmp_path):
-    """As `python -c` and as lines typed into an interpreter: there is no file to import."""
-    code = textwrap.dedent(SCRIPT).replace("\nclass", "\n\nclass")
-    done = run_python(tmp_path, "-c", code)
+def test_a_program_without_a_file_launches_its_own_functions(tmp_path, library):
+    done = run_python(tmp_path, "-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:3] == PRINTED
 
@@ -337,12 +377,17 @@ def test_functions_of_a_notebooks_cells_run_and_their_lines_are_in_tracebacks(tm
 
 
 WAITING = """
-import os, subprocess, sys, tempfile, time
+import os, pathlib, signal, subprocess, sys, tempfile, time
 import accel_fn as af
 
 tempfile.tempdir = os.getcwd()
 
+def save(number, frame):
+    pathlib.Path(f"saved-{os.environ['RANK']}").touch()
+    sys.exit(1)
+
 def work():
+    signal.signal(signal.SIGTERM, save)
     child = subprocess.Popen(["sleep", "600"])
     with open(f"pids-{os.environ['RANK']}", "w") as file:
         file.write(f"{os.getpid()} {child.pid}\\n")
@@ -394,12 +439,14 @@ def all_gone(pids, within_s):
 
 
 def test_an_interrupt_stops_the_ranks_at_once_and_goes_on_as_an_interrupt(waiting):
+    """The signal goes to the caller's whole group, as a terminal sends it."""
     caller, pids, folder = waiting
-    caller.send_signal(signal.SIGINT)
+    os.killpg(caller.pid, signal.SIGINT)
     _, errors = caller.communicate(timeout=10)
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1  # the caller's: ranks have nothing to say
     assert not any(map(runs, pids))
+    assert len(list(folder.glob("saved-*"))) == 2  # they were asked before they were ended
     assert list(folder.glob("accel_fn_*")) == []
 
 
