@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from itertools import chain
 
@@ -42,9 +43,9 @@ class Sized(Counting):
 class Sharded(IterableDataset):
     """Shards of any lengths, with the method that splits them; item 1000 * s + i is the i-th of shard s."""
 
-    def __init__(self, lengths, mine=None):
+    def __init__(self, lengths):
         self.lengths = lengths
-        self.mine = range(len(lengths)) if mine is None else mine
+        self.mine = range(len(lengths))
         self.read = []
 
     @property
@@ -52,8 +53,8 @@ class Sharded(IterableDataset):
         return len(self.lengths)
 
     def shard(self, *, num_shards, index):
-        part = Sharded(self.lengths, range(index, len(self.lengths), num_shards))
-        part.read = self.read
+        part = copy.copy(self)
+        part.mine = range(index, len(self.lengths), num_shards)
         return part
 
     def items(self):

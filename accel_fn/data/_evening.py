@@ -35,11 +35,11 @@ def even_parts(shard: Shard, cut: Cut, channel: Channel) -> Iterator[list[Any]]:
 
     Raises on all ranks where one shard fails.
     """
-    most, held, num_reading, is_first = 1, [0], cut.world_size, True
+    most, held, num_reading = 1, [0], cut.world_size
     while True:
         if num_reading:  # else all is known
             held, num_reading = _agree(shard, cut, channel, most, num_reading)
-        num_batches, size = _next_batches(sum(held), cut, most=most, is_first=is_first)
+        num_batches, size = _next_batches(sum(held), cut, most)
         if num_batches == 0:
             return
         sizes = part_sizes(size, cut.world_size)
@@ -47,17 +47,16 @@ def even_parts(shard: Shard, cut: Cut, channel: Channel) -> Iterator[list[Any]]:
         _move(shard, moves, channel)
         for _ in range(num_batches):
             yield shard.take(sizes[channel.state.rank])
-        is_first = False
         # where few read for all, they hold no more at a time than where all do
         share = (_MOST + 1) * (num_reading or cut.world_size) // cut.world_size
         most = max(1, min(2 * most, _MOST, share))
 
 
-def _next_batches(held: int, cut: Cut, *, most: int, is_first: bool) -> tuple[int, int]:
+def _next_batches(held: int, cut: Cut, most: int) -> tuple[int, int]:
     """How many global batches come next, none at the end, and how many items each has."""
     if held >= cut.batch_size + cut.num_ahead:
         return min(most, (held - cut.num_ahead) // cut.batch_size), cut.batch_size
-    size = held if held >= cut.batch_size else cut.last(held, is_first=is_first)
+    size = held if held >= cut.batch_size else cut.last(held, is_first=True)
     return min(size, 1), size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,6 +55,7 @@ class Passes:
     def __init__(
         self, stream_of: Callable[[Tensor], IterableDataset[Any]], options: dict[str, Any]
     ) -> None:
+        self._running: Any = None
         self._stream_of = stream_of
         self._options = options
         self._shares = bool(options.get("persistent_workers"))
@@ -73,7 +75,16 @@ class Passes:
             self._place[0], self._place[1] = epoch, first_batch
             if self._shared is None:
                 self._shared = self._loader(self._place)
-            return self._items(iter(self._shared), self._newest)
+            self._running = iter(self._shared)
+            return self._items(self._running, self._newest)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """End persistent workers: torch waits seconds for them where they are found by garbage collection.
+
+        They end by themselves with the interpreter, which has forgotten names by then.
+        """
+        if self._running is not None and not is_finalizing() and not self._running._shutdown:
+            end_workers(self._running, at_once=True)
 
     def _loader(self, place: Tensor) -> DataLoader[Any]:
         stream = self._stream_of(place)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info, graph_settings
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
@@ -127,9 +126,6 @@ class Stream:
             # a lock of the main process: in a forked worker nobody would let go of it
             with nullcontext() if self._in_worker else _LOCK:
                 self._data.set_epoch(self._epoch)
-        if isinstance(self._data, IterDataPipe):
-            generator = torch.Generator().manual_seed(self._seed >> 1)
-            graph_settings.apply_random_seed(self._data, generator)
         return iter(self._data)
 
 

@@ -1,5 +1,6 @@
 """Streams: what of the user's loader is kept, who reads what, and what is refused on every rank."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -17,6 +18,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import accel_fn as af
 from accel_fn._channel import Channel
 from accel_fn._errors import ReplicaError
+from accel_fn.data._generators import Generators
 from accel_fn.data._packing import pack, unpack
 from accel_fn.testing import simulate
 from tests.streams import Counting, SelfSplitting, Sharded, Sized, ids, items_of, joined
@@ -231,6 +233,19 @@ def test_a_break_changes_nothing_later_and_leaves_no_worker(persistent_workers):
     assert set(multiprocessing.active_children()) <= before
 
 
+def test_persistent_workers_end_soon_where_only_a_cycle_holds_them():
+    """As an error that somebody keeps does; torch waits five seconds for each."""
+    before = set(multiprocessing.active_children())
+    loader = by_hand(Counting(40), num_workers=2, persistent_workers=True)
+    cycle = [loader, next(iter(loader))]
+    cycle.append(cycle)
+    del loader, cycle
+    start = time.monotonic()
+    gc.collect()
+    assert set(multiprocessing.active_children()) <= before
+    assert time.monotonic() - start < 5
+
+
 def test_two_passes_at_once_do_not_meet():
     data = Counting(8, shuffle=True)
     for num_workers in (0, 2):
@@ -246,6 +261,21 @@ def test_two_passes_at_once_of_split_sources_do_not_meet():
         apart = ids(loader)
         together = list(zip(loader, loader, strict=True))
         return [a.tolist() for a, _ in together] == [b.tolist() for _, b in together] == apart
+
+    assert simulate(run, world_size=2) == [True, True]
+
+
+def test_two_passes_of_split_sources_that_are_read_ahead_do_not_meet():
+    """Each is read by a thread of its own, which may be the first of its rank or not."""
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(Sharded([30, 90]), batch_size=4), state)
+        apart = ids(loader)
+        ahead = af.prefetch(loader, state)
+        together = list(zip(ahead, ahead, ahead, strict=True))
+        return all(
+            [each.tolist() for each in batches] == apart for batches in zip(*together, strict=True)
+        )
 
     assert simulate(run, world_size=2) == [True, True]
 
@@ -310,6 +340,42 @@ def test_the_users_generators_are_left_as_they_are():
         assert states == (random.getstate(), np.random.get_state()[1].tolist())
 
 
+def test_readers_of_a_split_source_draw_other_numbers():
+    """Not what they would draw if each started at the same seed, as workers of one process."""
+
+    class Noise(SelfSplitting):
+        def __iter__(self):
+            for item in super().__iter__():
+                yield float(item * 0 + torch.rand(()))
+
+    for num_workers in (0, 2):
+        ranks = everywhere(Noise([4] * 4), 2, split="workers", num_workers=num_workers)
+        assert len(set(items_of(ranks))) == 16
+
+
+def test_a_worker_may_be_forked_while_a_thread_reads():
+    """What the thread has borrowed is given back first: in the worker nobody would."""
+    entered = threading.Event()
+
+    def borrow():
+        with Generators(1):
+            entered.set()
+            time.sleep(0.2)
+
+    def enter():
+        with Generators(2):
+            pass
+
+    thread = threading.Thread(target=borrow)
+    thread.start()
+    entered.wait()
+    worker = multiprocessing.get_context("fork").Process(target=enter, daemon=True)
+    worker.start()
+    worker.join(5)
+    thread.join()
+    assert worker.exitcode == 0
+
+
 def test_ranks_of_a_data_pipe_shuffle_alike():
     """Its shuffling draws a seed from torch's generator, unless it is given one."""
     torch.manual_seed(random.randrange(1000))
@@ -331,10 +397,43 @@ def test_ranks_of_a_data_pipe_shuffle_alike():
 def test_each_rank_reads_its_own_shard_and_every_item_comes_once(num_workers, lengths):
     """With two shards for four workers, two of the workers are not started."""
     data = Sharded(lengths)
-    ranks = everywhere(data, 2, num_workers=num_workers)
+
+    def run(state):
+        loader = DataLoader(data, batch_size=4, num_workers=num_workers)
+        loader = af.shard_loader(loader, state)
+        return ids(loader), loader._source._passes._options["num_workers"]
+
+    ranks, started = zip(*simulate(run, world_size=2), strict=True)
     assert items_of(ranks) == data.items()
+    assert set(started) == {min(num_workers, len(lengths) // 2)}
     if not num_workers:
         assert sorted(data.read) == data.items()  # nothing is read twice
+
+
+@pytest.mark.parametrize("split", ["turns", "auto"])
+def test_an_iterator_is_not_asked_again_after_its_end(split):
+    """Some begin anew."""
+
+    class Anew:
+        def __init__(self, items):
+            self.items, self.left = items, iter(items)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            try:
+                return next(self.left)
+            except StopIteration:
+                self.left = iter(self.items)
+                raise
+
+    class Restarting(Sharded):
+        def __iter__(self):
+            return Anew(self.items())
+
+    data = Restarting([6, 3])
+    assert items_of(everywhere(data, 2, split=split)) == data.items()
 
 
 def test_even_shards_stay_where_they_are():
@@ -380,15 +479,10 @@ def test_too_few_shards_are_read_in_turns():
 
 
 def test_a_source_of_unknown_shards_is_split_as_often_as_needed():
-    class Endless(Sharded):
+    class Unknown(Sharded):
         num_shards = None
 
-        def shard(self, *, num_shards, index):
-            part = Endless(self.lengths, [i for i in self.mine if i % num_shards == index])
-            part.read = self.read
-            return part
-
-    data = Endless([5])
+    data = Unknown([5])
     assert items_of(everywhere(data, 3)) == data.items()
 
 
@@ -421,7 +515,7 @@ def test_pinning_is_asked_for_where_batches_are_collated():
 
 
 class Failing(IterableDataset):
-    """Fails after some items, on the shard that is told to."""
+    """Fails after some items; its other shards never end."""
 
     def __init__(self, after, *, fails=True, way=RuntimeError):
         self.after, self.fails, self.way = after, fails, way
@@ -431,8 +525,9 @@ class Failing(IterableDataset):
 
     def __iter__(self):
         yield from range(self.after)
-        if self.fails:
-            raise self.way("the disk is gone")
+        while not self.fails:
+            yield 0
+        raise self.way("the disk is gone")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -458,23 +553,21 @@ def test_an_error_in_one_shard_reaches_all_ranks(num_workers):
             for _ in loader:
                 count += 1
         except Exception as error:
-            return count, type(error), str(error)
+            return count, error
 
-    elsewhere, there = simulate(run, world_size=2)
-    assert elsewhere[:2] == (there[0], ReplicaError)
-    assert "shard_loader: the stream failed on rank 1: RuntimeError(" in elsewhere[2]
-    assert "the disk is gone" in elsewhere[2]
-    assert there[1] is RuntimeError
-    assert "the disk is gone" in there[2]
+    before = set(multiprocessing.active_children())
+    (count, elsewhere), (same, there) = simulate(run, world_size=2)
+    assert set(multiprocessing.active_children()) <= before  # though the errors are kept
+    assert count == same
+    assert type(elsewhere) is ReplicaError
+    assert "shard_loader: the stream failed on rank 1: RuntimeError(" in str(elsewhere)
+    assert "the disk is gone" in str(elsewhere)
+    assert type(there) is RuntimeError
+    assert "the disk is gone" in str(there)
 
 
 def test_an_item_that_cannot_travel_is_refused_on_all_ranks():
     class Locks(Sharded):
-        def shard(self, **options):
-            part = super().shard(**options)
-            part.__class__ = Locks
-            return part
-
         def __iter__(self):
             for _ in self.items():
                 yield threading.Lock()
@@ -490,11 +583,6 @@ def test_an_item_that_cannot_travel_is_refused_on_all_ranks():
 
 class Dying(Sharded):
     """Its worker is killed by the system in the middle."""
-
-    def shard(self, **options):
-        part = super().shard(**options)
-        part.__class__ = Dying
-        return part
 
     def __iter__(self):
         for item in self.items():
@@ -720,6 +808,19 @@ def test_packed_tensors_come_back(tensor):
 def test_of_a_view_what_is_seen_is_packed():
     row = torch.zeros(1000, 100)[3]
     assert len(pack([row])) < 1000
+
+
+def test_items_leave_a_worker_as_one_block():
+    """A file and a mapping of memory for every tensor would be too many for a process."""
+
+    class Rows(Sharded):
+        def __iter__(self):
+            yield from torch.zeros(8, 3)
+
+    loader = by_hand(Rows([8, 8]), num_workers=2)
+    block = next(loader._source._passes.start(0, 0))
+    assert block.dtype == torch.uint8
+    assert [row.tolist() for row in unpack(block)] == [[0.0] * 3] * 4
 
 
 def test_what_is_unpacked_is_its_own():
