@@ -50,7 +50,9 @@ def shard_loader(
             stream and keeps its parts. "workers": each reads what the data set
             gives to its workers, as it says by `get_worker_info`. "auto": each
             reads a shard where the data set has a method `shard(num_shards=, index=)`
-            and shards for all, else they take turns.
+            and shards for all, else they take turns. Where shards are uneven, what the
+            longer ones still hold is shared out; which items make a batch then
+            depends on the world.
 
     Returns:
         A loader: `len`, `iter` (epoch 0), `epochs(num_epochs, since=state)`.
@@ -64,6 +66,8 @@ def shard_loader(
     Cost: in a world of several, two small collectives, once. Per batch, this
     rank's samples alone are read, in one read where the data set is of tensors or
     arrays. With a sampler of your own, two messages to every rank per some thousand samples.
+    Of a stream, turns read all items on every rank and say nothing; of one that is split,
+    a rank reads its own, and says every few batches how much it holds.
 
     >>> import torch, accel_fn as af
     >>> data = torch.utils.data.TensorDataset(torch.arange(10))
