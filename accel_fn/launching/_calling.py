@@ -7,6 +7,7 @@ own. Here the caller's process stays as it is. The store is torch's all the same
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import linecache
 import os
@@ -18,14 +19,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from accel_fn._errors import ArgumentTypeError, WorldError, message
-from accel_fn.launching._called import Call, dumps
-from accel_fn.launching._detecting import detect
-from accel_fn.launching._environment import launch_variables, rank_variables
-from accel_fn.launching._machine_checks import check_machine
-from accel_fn.launching._machines import Machines
-from accel_fn.launching._processors import bind_ranks, read_processors
-from accel_fn.launching._settings import Settings, check_settings
-from accel_fn.launching._waiting import Place, run_ranks
+
+try:
+    importlib.import_module("cloudpickle")
+    from accel_fn.launching._called import Call, dumps
+    from accel_fn.launching._detecting import detect
+    from accel_fn.launching._environment import launch_variables, rank_variables
+    from accel_fn.launching._machine_checks import check_machine
+    from accel_fn.launching._machines import Machines
+    from accel_fn.launching._processors import bind_ranks, read_processors
+    from accel_fn.launching._settings import Settings, check_settings
+    from accel_fn.launching._waiting import Place, run_ranks
+except ModuleNotFoundError as error:
+    if str(error.name).startswith("accel_fn"):
+        raise
+    raise ModuleNotFoundError(
+        f'launch: {error.name} must be installed; pip install "accel-fn[cli]"', name=error.name
+    ) from None
 
 _HOST = "127.0.0.1"
 

@@ -42,8 +42,10 @@ def error_of(failures: Sequence[Failure], folders: Mapping[int, Path]) -> Except
     where = f"rank {first.rank} of {len(folders)} ({first.host}, pid {first.pid})"
     raised = _read(folders[first.rank])
     if raised is None:
-        how = "was killed by" if first.signal_name else "ended before fn returned, with"
-        killed = RankError(f"launch: {where} {how} {first.last_line}")
+        how = f"ended before fn returned, with {first.last_line}; what it printed may say why"
+        if first.signal_name:
+            how = f"was killed by {first.last_line}"
+        killed = RankError(f"launch: {where} {how}")
         killed.__cause__ = RankTraceback(first.stack) if first.stack else None
         return killed
     try:

@@ -81,7 +81,7 @@ def _start(number: int, place: Place, folder: Path) -> Rank:
     own = folder / str(number)
     own.mkdir()
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"import sys; sys.path[:] = {[str(each) for each in sys.path]!r}; "
         "from accel_fn.launching._called import main; main(*sys.argv[1:])"
     )
     process = subprocess.Popen(

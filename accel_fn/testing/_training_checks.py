@@ -37,7 +37,8 @@ def exact_dtype(state: DistState) -> torch.dtype:
 
 
 def largest(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).abs().max()) if found.numel() else 0.0
+    found, expected = found.cpu().double(), expected.cpu().double()
+    return float((found - expected).abs().max()) if found.numel() else 0.0
 
 
 def drawn(*shape: int, seed: int, state: DistState, dtype: torch.dtype | None = None) -> Tensor:

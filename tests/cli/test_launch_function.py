@@ -289,10 +289,10 @@ def test_a_rank_does_not_launch():
 
 
 SCRIPT = """
-import os, sys
+import os, pathlib, sys
 import accel_fn as af
 
-sys.path.insert(0, os.path.abspath("library"))
+sys.path[:0] = [str(pathlib.Path("library").absolute()), pathlib.Path("paths")]
 import factors
 
 class Found:
@@ -374,6 +374,16 @@ def test_functions_of_a_notebooks_cells_run_and_their_lines_are_in_tracebacks(tm
     assert "inner()  # of the cell before" in done.stderr
     assert "raise ValueError('in a cell')" in done.stderr
     assert re.search(r"ValueError: in a cell\non rank [01] of 2 \(", done.stderr)
+
+
+def test_what_is_not_installed_is_named_with_what_installs_it(tmp_path):
+    (tmp_path / "cloudpickle.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'cloudpickle'\", name='cloudpickle')"
+    )
+    done = run_python(tmp_path, "-c", "import accel_fn as af; af.launch(print)")
+    assert done.returncode == 1
+    expected = 'launch: cloudpickle must be installed; pip install "accel-fn[cli]"'
+    assert done.stderr.rstrip().endswith(f"ModuleNotFoundError: {expected}")
 
 
 WAITING = """
