@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accel_fn as af
+from accel_fn.data._loader import ShardedLoader
 from accel_fn.testing import simulate
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
@@ -211,12 +212,14 @@ def ones(model, batch):
     [
         ((0.1, 1), 0.1),
         ((True, 4), 0.25),
+        ((1.0, 0), math.nan),
         ((torch.tensor(1.0, dtype=torch.float16), 3.0), 1 / 3),
         ((torch.tensor([1, 2]), torch.tensor([4, 4])), torch.tensor([0.25, 0.5]).double()),
         ((torch.tensor([1, 2]), 4), torch.tensor([0.25, 0.5]).double()),
         ((torch.tensor([1, 0]), torch.tensor([4, 0])), torch.tensor([0.25, math.nan]).double()),
         (torch.tensor([True, True, False, False]), 0.5),
         (torch.full((4, 2), 0.1).double(), torch.tensor([0.1, 0.1]).double()),
+        (torch.tensor([2.0**24, 1.0, 1.0, 1.0]), (2**24 + 3) / 4),
         (torch.tensor([2**53, 1, 0, 0]), (2**53 + 1) / 4),
     ],
 )
@@ -226,7 +229,7 @@ def test_values_are_summed_in_the_widest_dtype(value, expected):
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(found, expected, equal_nan=True)
     else:
-        assert found == pytest.approx(expected, rel=1e-15)
+        assert found == pytest.approx(expected, rel=1e-15, nan_ok=True)
 
 
 def test_counts_that_come_as_float32_do_not_stop_growing():
@@ -236,7 +239,7 @@ def test_counts_that_come_as_float32_do_not_stop_growing():
 
     def metric_fn(model, batch):
         count = torch.tensor(next(counts))
-        return {"x": (count, count)}
+        return {"x": (int(count), count)}
 
     assert af.evaluate(step, [0, 1, 2], state, metric_fn) == {"x": 1.0}
 
@@ -322,22 +325,23 @@ def test_arguments_of_another_kind_are_refused(arguments, text):
 
 
 class Uneven:
-    """A way to share that leaves the last rank without a batch: nothing is said in between."""
+    """A way to share that gives every rank as many batches as it says; one pass."""
 
-    def __init__(self, state):
-        self.mine = [] if state.rank == state.world_size - 1 else [(torch.ones(3, 1),)] * state.rank
+    def __init__(self, num_batches):
+        self.left = iter([(torch.ones(3, 1),)] * num_batches)
 
     def num_batches(self):
-        return len(self.mine)
+        return 1
 
     def batches(self, epoch, first_batch):
-        return iter(self.mine)
+        return self.left
 
 
 def test_ranks_may_have_as_many_batches_as_they_like():
     def run(state):
         state, step, _ = make(state)
-        loader = af.data._loader.ShardedLoader(Uneven(state))
+        num_batches = 0 if state.rank == state.world_size - 1 else state.rank
+        loader = ShardedLoader(Uneven(num_batches))
         return af.evaluate(step, loader, state, lambda m, b: {"rank": (state.rank, len(b[0]))})
 
     assert simulate(run, world_size=4) == [{"rank": (1 + 2 * 2) / 9}] * 4
@@ -400,6 +404,27 @@ def test_an_interrupt_ends_it_at_once():
         af.evaluate(step, loader, state, metric_fn, progress=True)
     assert calls == [4]
     assert step.plan.model.training
+
+
+def test_an_interrupt_reads_no_more_where_an_error_reads_to_the_end():
+    """Ranks that share a loader may wait for each other in it; who interrupts waits for nobody."""
+
+    def left(error):
+        def run(state):
+            state, step, _ = make(state)
+            source = Uneven(5)
+
+            def metric_fn(model, batch):
+                raise error
+
+            with pytest.raises(error):
+                af.evaluate(step, ShardedLoader(source), state, metric_fn)
+            return len(list(source.left))
+
+        return simulate(run, world_size=2)
+
+    assert left(KeyboardInterrupt) == [4, 4]
+    assert left(OSError) == [0, 0]
 
 
 class Reads(TorchDispatchMode):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -298,6 +299,8 @@ def test_the_verdict_does_not_depend_on_which_rank_holds_what(parts):
         (lambda rank: Found(boxes(1), "cat"), "got a Found"),
         (lambda rank: ["a", lambda: 1][rank:], "items that can be pickled, got"),
         (lambda rank: torch.eye(2).to_sparse() if rank else torch.eye(2), "Tensor of layout torch"),
+        (lambda rank: [TwoTensor(torch.ones(1), torch.ones(1))], "TwoTensor is no plain tensor"),
+        (lambda rank: TwoTensor(torch.ones(1), torch.ones(1)), "dense tensors, got a TwoTensor"),
         (lambda rank: [{"x": torch.eye(2).to_sparse()}], "dense tensors, got a Tensor of layout"),
     ],
 )
@@ -350,6 +353,17 @@ def test_tensors_come_back_detached_and_of_their_own_type():
             assert type(angle) is Angles
             assert angle.unit == "degrees"
             assert angle.tolist() == [1.0] * size
+
+
+def test_what_is_on_the_host_stays_there():
+    """Also where models are elsewhere: on a device without memory nothing could be joined."""
+
+    def run(state):
+        elsewhere = dataclasses.replace(state, device=torch.device("meta"))
+        return af.gather({"column": torch.ones(1), "rows": [{"x": boxes(1)}]}, elsewhere)
+
+    for found in simulate(run, world_size=2):
+        assert_same(found, {"column": torch.ones(2), "rows": [{"x": boxes(1)}] * 2})
 
 
 def test_what_was_conjugated_or_transposed_arrives_as_it_reads():
