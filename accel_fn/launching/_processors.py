@@ -45,6 +45,7 @@ def _allowed() -> list[int]:
 def parse_cpus(text: str) -> set[int]:
     """The kernel's list of processors: `0-3,8` is 0, 1, 2, 3, 8.
 
+    >>> from accel_fn.launching._processors import parse_cpus
     >>> sorted(parse_cpus("0-3,8"))
     [0, 1, 2, 3, 8]
     """
