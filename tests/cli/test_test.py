@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -16,7 +14,7 @@ from accel_fn.testing import _sharing_checks, simulate
 from accel_fn.testing._checking import check_promises
 from accel_fn.testing._outcomes import NOT_RUN, Outcome
 from accel_fn.transforms import _clipping, _ddp
-from tests.cli.commands import ROOT, run_command, surroundings
+from tests.cli.commands import ROOT, run_command
 
 TRAINING = {
     "W ranks train as one",
@@ -185,15 +183,8 @@ def test_the_command_is_green_on_one_rank_and_says_what_that_leaves_out(tmp_path
 
 
 def test_the_command_runs_over_the_world_that_it_is_started_in(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "accel_fn.cli", "test", "--json"],
-        cwd=tmp_path,
-        env=surroundings(tmp_path, ACCEL_FN_DEVICE="cpu"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ours = ["-m", "accel_fn.cli", "test", "--json"]
+    done = run_command(tmp_path, "launch", "-n", "2", "--cpu", *ours)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)  # of one rank alone
     assert (report["holds"], report["num_processes"], report["device"]) == (True, 2, "cpu")

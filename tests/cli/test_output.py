@@ -1,0 +1,67 @@
+"""How commands print: for people on a terminal, for other programs anywhere else."""
+
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+
+from accel_fn._errors import ArgumentError
+from accel_fn.cli._output import errors_in_a_line, print_table
+from tests.cli.commands import surroundings
+
+HEADINGS = ["name", "verdict"]
+ROWS = [["first", ("holds", "green")], ["the second [of two]", ("broken", "bold red")]]
+PROGRAM = f"from accel_fn.cli._output import print_table; print_table({HEADINGS}, {ROWS})"
+
+
+def on_a_terminal(folder, **variables):
+    """What the program prints on one of 80 columns."""
+    ours, theirs = os.openpty()
+    environment = surroundings(folder, TERM="xterm-256color", COLUMNS="80", **variables)
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM], stdout=theirs, env=environment, check=True, timeout=60
+    )
+    os.close(theirs)
+    found = b""
+    while True:
+        try:
+            more = os.read(ours, 4096)
+        except OSError:  # Linux says so at the end
+            break
+        if not more:
+            break
+        found += more
+    os.close(ours)
+    return found.decode()
+
+
+def test_a_terminal_gets_a_table_in_colours(tmp_path):
+    shown = on_a_terminal(tmp_path)
+    assert "\x1b[32mholds" in shown
+    assert "\x1b[1;31mbroken" in shown
+    assert "the second [of two]" in shown
+    assert "─" in shown
+
+
+def test_a_terminal_without_colours_gets_none(tmp_path):
+    shown = on_a_terminal(tmp_path, NO_COLOR="1")
+    assert "holds" in shown
+    assert "\x1b[32m" not in shown
+
+
+def test_anything_else_gets_plain_columns(capsys):
+    print_table(HEADINGS, ROWS)
+    assert capsys.readouterr().out.splitlines() == [
+        "name                 verdict",
+        "first                holds",
+        "the second [of two]  broken",
+    ]
+
+
+def test_our_errors_are_a_line_and_others_stay_what_they_are():
+    with pytest.raises(click.ClickException, match=r"^ours$"), errors_in_a_line():
+        raise ArgumentError("ours")
+    with pytest.raises(KeyError), errors_in_a_line():
+        raise KeyError("not ours")
