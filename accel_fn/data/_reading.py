@@ -22,9 +22,9 @@ from accel_fn.data._order import mix
 from accel_fn.data._prefetch import Reader
 
 _BLOCK = 1024
-_LOCK = (
-    threading.RLock()
-)  # simulated ranks are threads that share torch's global and their data set
+# Simulated ranks are threads that share torch's global, and their data set.
+_INFO_LOCK = threading.RLock()
+_EPOCH_LOCK = threading.Lock()
 
 
 @contextmanager
@@ -84,11 +84,20 @@ class Stream:
             with shown(self._info), self._draws:
                 yield
         elif isinstance(threading.current_thread(), Reader):
-            with nullcontext() if self._info is None else _shown_alone(self._info):
+            with self._shown():
                 yield
         else:
-            with _LOCK, nullcontext() if self._info is None else shown(self._info), self._draws:
+            with self._shown(), self._draws:
                 yield
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """In the main process, which is no worker unless we say so."""
+        if self._info is None:
+            yield
+            return
+        with _INFO_LOCK, shown(self._info):
+            yield
 
     def take(self, count: int) -> list[Any]:
         """The next items: fewer than `count` at the end, then none."""
@@ -124,15 +133,9 @@ class Stream:
     def _open(self) -> Iterator[Any]:
         if hasattr(self._data, "set_epoch"):
             # a lock of the main process: in a forked worker nobody would let go of it
-            with nullcontext() if self._in_worker else _LOCK:
+            with nullcontext() if self._in_worker else _EPOCH_LOCK:
                 self._data.set_epoch(self._epoch)
         return iter(self._data)
-
-
-@contextmanager
-def _shown_alone(info: WorkerInfo) -> Iterator[None]:
-    with _LOCK, shown(info):
-        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,48 +16,26 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_fn._channel import Channel, open_channel
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
-from accel_fn._errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ReplicaError,
-    StateError,
-    check_count,
-    message,
-)
+from accel_fn._errors import ArgumentError, ArgumentTypeError, ReplicaError, message
 from accel_fn._state import DistState
 from accel_fn.data._evening import even_parts
 from accel_fn.data._order import Order
 from accel_fn.data._passes import Passes, as_it_is, options_of
 from accel_fn.data._reading import WorkerInit
-from accel_fn.data._shards import Shard, ShardStream, Split, num_shards, shard_of
+from accel_fn.data._shards import Shard, ShardStream, Split
+from accel_fn.data._sharing import Sharing, read_sharing
 from accel_fn.data._turns import Cut, TurnsStream
 
 SPLITS = ("auto", "turns", "workers")
-SplitChoice = Literal["auto", "turns", "workers"]
 Collate = Callable[[list[Any]], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sharing:
-    """On what all ranks must agree."""
-
-    cut: Cut
-    split: Split | None
-    num_items: int | None
-    seed: int
 
 
 def stream_source(
     loader: DataLoader[Any], state: DistState, *, batch: str, split: str
 ) -> TurnsSource | SplitSource:
     """The source of batches for a loader over an `IterableDataset`."""
-
-    def choose() -> _Sharing:
-        cut = _cut(loader, state, batch)
-        way = _way(loader, state, split)
-        return _Sharing(cut, way, _declared_length(loader.dataset), state.seed)
-
-    sharing = choose() if state.group is None else all_or_none(choose, state, "shard_loader")
+    read = partial(read_sharing, loader, state, batch=batch, split=split)
+    sharing = read() if state.group is None else all_or_none(read, state, "shard_loader")
     if state.group is not None:
         for rank, other in enumerate(exchange(sharing, state, "shard_loader")):
             if other != sharing:
@@ -70,63 +48,10 @@ def stream_source(
     return SplitSource(loader, sharing, sharing.split, open_channel(state))
 
 
-def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
-    if loader.batch_size is None:
-        rule = "have a batch_size over a stream"
-        repair = "let the data set give single items, and the loader collate them"
-        raise ArgumentError(message("shard_loader", "loader", rule, "batch_size=None", repair))
-    if loader.num_workers and not getattr(loader, "in_order", True):
-        rule = "be True over a stream, whose batches ranks could not match otherwise"
-        raise ArgumentError(message("shard_loader", "in_order", rule, False))
-    if getattr(loader.dataset, "_distributed", None) is not None:
-        rule = "be over a whole data set"
-        repair = "leave out split_dataset_by_node, the ranks are shared out here"
-        raise ArgumentError(
-            message("shard_loader", "loader", rule, "one split by node already", repair)
-        )
-    batch_size = check_count("shard_loader", "batch_size", loader.batch_size)
-    if batch == "per_rank":
-        batch_size *= state.world_size
-    if batch_size < state.world_size:
-        raise ArgumentError(
-            f"shard_loader: batch_size={batch_size} must give every one of {state.world_size} ranks a "
-            f"sample; use batch_size >= {state.world_size}"
-        )
-    return Cut(batch_size, state.world_size, loader.drop_last)
-
-
-def _way(loader: DataLoader[Any], state: DistState, split: str) -> Split | None:
-    """How the source is split; None where ranks and workers take turns."""
-    data, readers = loader.dataset, max(1, loader.num_workers)
-    if split == "auto":
-        most = num_shards(data)
-        if most is not None:
-            readers = min(readers, most // state.world_size)
-    can_be_split = split == "workers" or (split == "auto" and hasattr(data, "shard"))
-    if not can_be_split or state.world_size * readers <= 1:
-        return None
-    if state.group is None and state.world_size > 1:
-        raise StateError(
-            f"shard_loader: state must carry a process group to split a stream over {state.world_size} "
-            'ranks, got one built by hand; take it from af.init(), or use split="turns"'
-        )
-    way = Split("shard" if split == "auto" else "workers", state.world_size, readers)
-    if way.way == "shard":
-        shard_of(data, way.num_readers, state.rank * readers)
-    return way
-
-
-def _declared_length(data: Any) -> int | None:
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 class _StreamSource:
     """What both ways share: positions by arithmetic where the data set has a length, else by reading."""
 
-    def __init__(self, loader: DataLoader[Any], sharing: _Sharing, rank: int) -> None:
+    def __init__(self, loader: DataLoader[Any], sharing: Sharing, rank: int) -> None:
         self._collate: Collate = loader.collate_fn
         self._cut = sharing.cut
         self._num_items = sharing.num_items
@@ -144,11 +69,10 @@ class _StreamSource:
     def num_batches(self) -> int:
         """Batches of an epoch, from the length of the data set."""
         if self._num_items is None:
-            rule, repair = (
-                "have a __len__",
-                "count batches as they come, or give the data set a __len__",
+            repair = "count batches as they come, or give the data set one"
+            raise ArgumentTypeError(
+                message("len", "data set", "have a __len__", self._name, repair)
             )
-            raise ArgumentTypeError(message("len", "data set", rule, self._name, repair))
         cut = self._cut
         order = Order(self._num_items, cut.batch_size, cut.world_size, False, cut.drop_last, 0)
         return order.num_batches()
@@ -212,7 +136,7 @@ def _nothing(items: list[Any]) -> None:
 class TurnsSource(_StreamSource):
     """A `Source`: every rank reads the stream and keeps its part of every global batch."""
 
-    def __init__(self, loader: DataLoader[Any], sharing: _Sharing, rank: int) -> None:
+    def __init__(self, loader: DataLoader[Any], sharing: Sharing, rank: int) -> None:
         super().__init__(loader, sharing, rank)
         options = options_of(loader, WorkerInit)
         given: dict[str, Any] = {
@@ -236,7 +160,7 @@ class SplitSource(_StreamSource):
     """A `Source`: every rank reads its own shard, and what is left over of longer ones is shared out."""
 
     def __init__(
-        self, loader: DataLoader[Any], sharing: _Sharing, split: Split, channel: Channel
+        self, loader: DataLoader[Any], sharing: Sharing, split: Split, channel: Channel
     ) -> None:
         super().__init__(loader, sharing, channel.state.rank)
         data: Any = loader.dataset
@@ -288,9 +212,10 @@ def _parts(blocks: Iterator[Any], cut: Cut, channel: Channel) -> Iterator[list[A
 
 
 def _collated(parts: Iterator[list[Any]], first_batch: int, collate_fn: Collate) -> Iterator[Any]:
-    for number, part in enumerate(parts):
-        if number >= first_batch:
-            yield collate_fn(part)
+    with closing(parts):  # type: ignore[type-var]
+        for number, part in enumerate(parts):
+            if number >= first_batch:
+                yield collate_fn(part)
 
 
 class _Given(IterableDataset[Any]):

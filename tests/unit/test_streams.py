@@ -758,7 +758,7 @@ def test_ranks_must_share_a_stream_alike():
     def run(state):
         loader = DataLoader(Counting(12), batch_size=4 + state.rank)
         with pytest.raises(
-            RuntimeError, match="loader must be the same on every rank, got _Sharing"
+            RuntimeError, match="loader must be the same on every rank, got Sharing"
         ):
             af.shard_loader(loader, state)
 
