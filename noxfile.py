@@ -11,6 +11,7 @@ nox.options.reuse_existing_virtualenvs = True
 
 TORCH = "torch==2.13.0"  # of the tests and the demo; the package itself sets a lower bound
 PROJECT = nox.project.load_toml("pyproject.toml")
+IN_PARALLEL = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -45,7 +46,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit tests, laws on simulated ranks, real processes, examples: `-- -k NAME` for some of them."""
     install(session, "testing", "examples", "cli", groups=("tests",))
-    session.run("pytest", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
