@@ -108,7 +108,7 @@ def estimate_memory(
     kind = _optimizer_class(optimizer)
     place = torch.device(device) if device is not None else _default_device()
     with _NoData(allow_non_fake_inputs=True), place:
-        model, batch = _made(make_model, make_batch)
+        model, batch = _made(make_model, make_batch, place)
         run = _Run(model, _stepped(model, kind), loss_fn or _loss_of, place, _AUTOCAST[precision])
         try:
             return [run.estimate(batch, size, count) for size in sizes for count in counts]
@@ -143,9 +143,9 @@ class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _made(
-    make_model: Callable[[], Any], make_batch: Callable[[], Any] | None
+    make_model: Callable[[], Any], make_batch: Callable[[], Any] | None, device: torch.device
 ) -> tuple[nn.Module, Any]:
-    """The model and the batch, from one function or two."""
+    """The model and the batch, from one function or two; a model on the meta device comes to `device`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # in deepcopy
         made = make_model()
@@ -153,9 +153,29 @@ def _made(
     if not isinstance(model, nn.Module):
         rule = "give an nn.Module, or one and a batch"
         raise ArgumentTypeError(message(_FUNCTION, "make_model", rule, type(model).__name__))
+    _leave_meta(model, device)
     if make_batch is not None:
         batch = make_batch()
     return model.train(), batch
+
+
+def _leave_meta(model: nn.Module, device: torch.device) -> None:
+    """Have what a model holds on the meta device on another; what is shared stays so."""
+    moved: dict[Tensor, Tensor] = {}
+    slots: list[dict[str, Any]] = []
+    for module in model.modules():
+        slots += [module._parameters, module._buffers]
+    for held in slots:
+        for name, tensor in held.items():
+            if tensor is not None and tensor.is_meta:
+                moved.setdefault(tensor, _emptied(tensor, device))
+                held[name] = moved[tensor]
+
+
+def _emptied(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_like(tensor, device=device, requires_grad=False)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
 
 def _stepped(model: nn.Module, kind: type[Optimizer]) -> Optimizer:
