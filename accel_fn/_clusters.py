@@ -78,6 +78,12 @@ def _slurm(environment: Mapping[str, str]) -> Task:
     num_machines = _number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     machine_rank = _number(environment, "SLURM_NODEID")
     layout = _text(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    counts = tasks_per_node(layout)
+    if machine_rank >= len(counts):
+        raise WorldError(
+            f"init: SLURM_NODEID must be below the {len(counts)} nodes of {layout!r}, "
+            f"got {machine_rank}"
+        )
     nodes = _text(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     return Task(
         cluster="Slurm",
@@ -85,7 +91,7 @@ def _slurm(environment: Mapping[str, str]) -> Task:
         rank=_number(environment, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_number(environment, "SLURM_LOCALID"),
-        local_world_size=tasks_per_node(layout)[machine_rank],
+        local_world_size=counts[machine_rank],
         machine_rank=machine_rank,
         num_machines=num_machines,
         host="127.0.0.1" if num_machines == 1 else first_host(nodes),
