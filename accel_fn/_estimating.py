@@ -106,7 +106,8 @@ def estimate_memory(
     sizes = [check_count(_FUNCTION, "world_sizes", each) for each in world_sizes]
     counts = [check_count(_FUNCTION, "num_microbatches", each) for each in num_microbatches]
     kind = _optimizer_class(optimizer)
-    place = torch.device(device) if device is not None else _default_device()
+    here = torch.accelerator.current_accelerator(check_available=True)
+    place = torch.device(device or here or "cpu")
     with _NoData(allow_non_fake_inputs=True), place:
         model, batch = _made(make_model, make_batch, place)
         run = _Run(model, _stepped(model, kind), loss_fn or _loss_of, place, _AUTOCAST[precision])
@@ -128,11 +129,6 @@ def _optimizer_class(name: str) -> type[Optimizer]:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     repair = f"did you mean {near[0]}?" if near else ""
     raise ArgumentError(message(_FUNCTION, "optimizer", "be one of torch.optim", name, repair))
-
-
-def _default_device() -> torch.device:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if found is None else torch.device(found.type, 0)
 
 
 class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
