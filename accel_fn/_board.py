@@ -44,8 +44,8 @@ class Board:
     """
 
     def __init__(self, store: Store, address: tuple[str, int] | None) -> None:
-        self._shared = store
-        self._own: Store | None = None
+        self._store = store.clone()  # the other one may be in use, by a rendezvous that waits
+        self._store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._address = address
 
     def log(self, entry: Entry) -> None:
@@ -84,13 +84,19 @@ class Board:
         except OSError:
             return False
 
+    def absence(self) -> str:
+        """A line that tells why nothing can be read, where that is so."""
+        if self.is_served() or self._address is None:
+            return ""
+        host, port = self._address
+        return (
+            f"  nobody answers at {host}:{port}: rank 0, or the launcher that served it, has left\n"
+        )
+
     def _ask(self, question: Callable[[Store], T], otherwise: T) -> T:
         if not self.is_served():
             return otherwise
         try:
-            if self._own is None:  # the shared one may be in use, by a rendezvous that waits
-                self._own = self._shared.clone()
-                self._own.set_timeout(timedelta(seconds=_ANSWER_S))
-            return question(self._own)
+            return question(self._store)
         except RuntimeError:
             return otherwise

@@ -63,6 +63,7 @@ class Ending:
             [
                 f"accel_fn: {who} ends with exit code {EXIT_CODE}: {reason}\n",
                 list_ranks(entries, self.world_size),
+                self.board.absence(),
                 *told,
             ]
         )

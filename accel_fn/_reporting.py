@@ -20,6 +20,10 @@ class Place(NamedTuple):
     code: CodeType
     line: int
 
+    def is_in(self, folders: tuple[str, ...]) -> bool:
+        """Is it in a file below one of these folders?"""
+        return self.code.co_filename.startswith(folders)
+
     def __str__(self) -> str:
         return f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
 
@@ -88,10 +92,15 @@ class Stack:
 
     def place(self, libraries: tuple[str, ...]) -> Place | None:
         """The user's innermost line."""
-        for frame, line in reversed(self.calls):
-            if not frame.f_code.co_filename.startswith(libraries):
-                return Place(frame.f_code, line)
-        return None
+        places = [Place(frame.f_code, line) for frame, line in reversed(self.calls)]
+        return next((each for each in places if not each.is_in(libraries)), None)
+
+    def under(self, libraries: tuple[str, ...]) -> Stack:
+        """Without the outermost calls, of what has started the user's code."""
+        for index, (frame, line) in enumerate(self.calls):
+            if not Place(frame.f_code, line).is_in(libraries):
+                return Stack(self.calls[index:])
+        return self
 
     def phase(self) -> str:
         """Which part of a step this is in; empty where it is in none."""

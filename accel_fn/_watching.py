@@ -6,7 +6,7 @@ import faulthandler
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from accel_fn._reporting import Collective, Place, Stack, list_ranks, place_of, 
 _OF_GLOO, _TIMED_OUT = "gloo/transport", "Timed out waiting"
 _LONGEST_PERIOD_S, _RANKS_PER_S = 0.5, 2000
 _STDERR = 2
+_ALARMED = "another rank has waited for too long"
 
 
 class Watch:
@@ -52,6 +53,7 @@ class Watch:
         self._step: tuple[int, Place | None] | None = None
         self._waits: dict[int, tuple[float, Collective]] = {}
         self._stopped = threading.Event()
+        self._judging = threading.Lock()
         self._thread = threading.Thread(target=self._look, name="accel_fn watch", daemon=True)
         self._shows_crashes = False
 
@@ -104,25 +106,36 @@ class Watch:
         text = str(error)
         if _OF_GLOO not in text:
             return
-        if _TIMED_OUT in text:
-            self._alarm(function, error)
-        entries = self._ending.hear(lambda found: any(e.left for e in found.values()), 0)
-        if self._board.is_alarmed():
-            self._end("another rank has waited for too long", error)
+        with (
+            self._judging
+        ):  # else the thread would report where this is, and not where the error was
+            if _TIMED_OUT in text:
+                self._alarm(function, error)
+            entries = self._ending.hear(self._explains, 0)
+            if (
+                self._board.is_alarmed()
+            ):  # a connection is closed where the other end ran out of time
+                self._end(_ALARMED, error)
         entries[self._rank] = self._entry(Stack.of_error(error))
-        raise WorldError(
-            f"{function}: every rank must stay until all are through, got one that is gone\n"
-            f"{list_ranks(entries, self._world_size)}"
-        ) from error
+        ranks = list_ranks(entries, self._world_size) + self._board.absence()
+        rule = "every rank must stay until all are through, got one that is gone"
+        raise WorldError(f"{function}: {rule}\n{ranks.rstrip()}") from error
+
+    def _explains(self, entries: Mapping[int, Entry]) -> bool:
+        """Does this say why a connection was closed?"""
+        return any(entry.left for entry in entries.values()) or self._board.is_alarmed()
 
     def _look(self) -> None:
         while not self._stopped.wait(self._period_s):
-            now = time.monotonic()
-            for since, collective in list(self._waits.values()):
-                if now - since > self._timeout_s + self._period_s:
-                    self._alarm(collective.function)
-            if now - self._seen > self._timeout_s / 2 and self._board.is_alarmed():
-                self._end("another rank has waited for too long")
+            with self._judging:
+                self._look_once(time.monotonic())
+
+    def _look_once(self, now: float) -> None:
+        for since, collective in list(self._waits.values()):
+            if now - since > self._timeout_s + self._period_s:
+                self._alarm(collective.function)
+        if now - self._seen > self._timeout_s / 2 and self._board.is_alarmed():
+            self._end(_ALARMED)
 
     def _alarm(self, function: str, error: BaseException | None = None) -> NoReturn:
         self._board.raise_alarm()
@@ -135,7 +148,9 @@ class Watch:
             stacks[here.name] = Stack.of_error(error)
         if error is None or here is not main:
             stacks[main.name] = Stack.of_thread(sys._current_frames().get(main.ident or 0))
-        self._ending.end(reason, stacks, self._entry(next(iter(stacks.values()))))
+        mine = self._entry(next(iter(stacks.values())))
+        shown = {name: stack.under(self._libraries) for name, stack in stacks.items()}
+        self._ending.end(reason, shown, mine)
 
     def _entry(self, stack: Stack) -> Entry:
         """What this rank is doing, with such a stack."""
