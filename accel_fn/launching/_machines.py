@@ -79,7 +79,7 @@ def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
             "0 is the machine at main_process_ip"
         )
     host, who = _host(resolved, num_machines, node, environment)
-    check_host(host, "main_process_ip")
+    check_host(host, who)
     return Machines(
         num_machines=num_machines,
         machine_rank=rank,

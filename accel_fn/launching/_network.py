@@ -13,13 +13,14 @@ from accel_fn._errors import WorldError
 _SIOCGIFADDR = 0x8915
 
 
-def check_host(host: str, name: str) -> None:
+def check_host(host: str, source: str) -> None:
     """Refuse a host that does not resolve: nothing else would do in its place."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
         raise WorldError(
-            f"launch: {name} must be a host that resolves, got {host!r} ({error})"
+            f"launch: main_process_ip must be a host that resolves, got {host!r} "
+            f"({source}; {error.strerror})"
         ) from None
 
 

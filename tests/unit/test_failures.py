@@ -1,0 +1,114 @@
+"""Which failure was the cause, and what is said of all."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_fn.launching._failures import Failure, cause, read_failure, report
+
+RAISED = {"exit_code": 1, "exception": "ValueError: boom\n"}
+LOST = {"exit_code": 1, "exception": "RuntimeError: Connection closed by peer [10.0.0.1]:1\n"}
+KILLED, ABORTED, STOPPED = {"exit_code": -9}, {"exit_code": -6}, {"exit_code": -15, "stopped": True}
+GAVE_UP = {"exit_code": 7}
+
+
+def failure(rank=0, time=1.0, **how):
+    return Failure(rank=rank, host="node", pid=100 + rank, time=time, **how)
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        (KILLED, [LOST, ABORTED, STOPPED]),
+        (RAISED, [LOST, ABORTED, GAVE_UP, STOPPED]),
+        (GAVE_UP, [LOST, STOPPED]),
+        (ABORTED, [LOST, STOPPED]),
+        (LOST, [STOPPED]),
+    ],
+    ids=["killed", "raised", "exit code", "aborted", "lost a peer"],
+)
+def test_who_only_lost_a_peer_is_not_the_cause_even_if_its_end_was_seen_first(first, others):
+    failures = [failure(rank, time=rank, **how) for rank, how in enumerate(others)]
+    expected = failure(9, time=9, **first)
+    assert cause([*failures, expected]) is cause([expected, *failures]) is expected
+
+
+@given(st.permutations(range(5)), st.sampled_from([RAISED, LOST, KILLED, GAVE_UP]))
+def test_of_one_kind_it_is_the_earliest(times, how):
+    failures = [failure(rank, time, **how) for rank, time in enumerate(times)]
+    assert cause(failures).time == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "last_line"),
+    [
+        (RAISED, 1, "ValueError: boom"),
+        ({"exit_code": 3, "exception": "exit code 3\n"}, 3, "exit code 3"),
+        (GAVE_UP, 7, "exit code 7"),
+        (KILLED, 137, "SIGKILL: often out of memory"),
+        (ABORTED, 134, "SIGABRT: native code gave up"),
+        ({"exit_code": -12}, 140, "SIGUSR2"),
+        ({"exit_code": -99}, 227, "signal 99"),
+        ({**RAISED, "exit_code": -9}, 1, "ValueError: boom"),  # it did not end, and was ended
+    ],
+)
+def test_the_exit_status_and_the_last_line(how, status, last_line):
+    found = failure(**how)
+    assert (found.exit_status, found.last_line) == (status, last_line)
+
+
+def test_a_report_has_a_line_for_each_and_ends_with_the_cause():
+    first = failure(2, stack='Traceback:\n  File "a.py", line 1\n', **RAISED)
+    failures = [failure(1, time=2.0, **LOST), failure(3, **STOPPED), first, failure(0, 3.0, **LOST)]
+    assert report(failures, 4).splitlines() == [
+        "accel-fn launch: 3 of 4 ranks failed",
+        "rank 0 (node, pid 100): RuntimeError: Connection closed by peer [10.0.0.1]:1",
+        "rank 1 (node, pid 101): RuntimeError: Connection closed by peer [10.0.0.1]:1",
+        "",
+        "Traceback:",
+        '  File "a.py", line 1',
+        "rank 2 (node, pid 102)",
+        "ValueError: boom",
+    ]
+
+
+def test_a_report_of_very_many_is_short():
+    failures = [
+        failure(rank, time=rank, **{**RAISED, "exception": "x" * 500}) for rank in range(99)
+    ]
+    lines = report(failures, 99).splitlines()
+    assert len(lines) == 13
+    assert lines[9] == "and 90 more"
+    assert max(map(len, lines[:-1])) == 120
+
+
+def read(folder, **change):
+    known = {"rank": 1, "host": "node", "pid": 5, "exit_code": 1}
+    return read_failure(folder, **{**known, "stopped_at": 10.0, "stopped": False, **change})
+
+
+def test_a_rank_without_last_words_ended_when_it_was_seen(tmp_path):
+    found = read(tmp_path, exit_code=-9)
+    assert (found.time, found.stack, found.exception) == (10.0, "", "")
+
+
+def test_last_words_that_torch_wrote_are_read(tmp_path):
+    """By its decorator `record`, in programs that we do not start ourselves."""
+    said = {"py_callstack": "Traceback:\n  here\nKeyError: 'x'\n", "timestamp": "7"}
+    content = {"message": {"message": "KeyError: 'x'", "extraInfo": said}}
+    (tmp_path / "error.json").write_text(json.dumps(content))
+    found = read(tmp_path)
+    assert (found.time, found.stack, found.exception) == (
+        7.0,
+        "Traceback:\n  here",
+        "KeyError: 'x'",
+    )
+
+
+def test_one_that_spoke_before_it_was_stopped_is_not_one_that_was_stopped(tmp_path):
+    for time, stopped in ((9.0, False), (11.0, True)):
+        words = {"stack": "", "exception": "ValueError: boom\n", "time": time}
+        (tmp_path / "error.json").write_text(json.dumps(words))
+        assert read(tmp_path, stopped=True).stopped == stopped
