@@ -69,12 +69,7 @@ class Agent(LocalElasticAgent):
     """Torch's agent; `failures` are those of the latest attempt, in no order."""
 
     def __init__(self, spec: WorkerSpec, folders: Folders) -> None:
-        super().__init__(
-            spec,
-            folders,
-            log_line_prefix_template="[rank ${rank}]: ",
-            shutdown_timeout=_LEAVE_WITHIN_S,
-        )
+        super().__init__(spec, folders, log_line_prefix_template="[rank ${rank}]: ")
         self._folders = folders
         self._meeting = spec.rdzv_handler if isinstance(spec.rdzv_handler, Meeting) else None
         self.failures: list[Failure] = []
@@ -99,10 +94,14 @@ class Agent(LocalElasticAgent):
         self._shutdown(timeout=_STOP_WITHIN_S)
         self._clear()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _LEAVE_WITHIN_S
+    ) -> None:
         """Stop the ranks; at once, where another signal comes while they are waited for."""
         try:
-            super()._shutdown(signal.SIGKILL if self._impatient else death_sig, timeout)
+            if self._pcontext is not None:  # torch before 2.12 has no timeout to hand on
+                self._pcontext.close(signal.SIGKILL if self._impatient else death_sig, timeout)
+            super()._shutdown(death_sig)
         except SignalException:
             self._impatient = True
             raise
