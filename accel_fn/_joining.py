@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 import time
 from datetime import timedelta
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _SETTLE_S = 0.05
-_LIBRARIES = tuple(f"{Path(file).parent}/" for file in (__file__, torch.__file__))
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 
 
 def join_world(

@@ -78,14 +78,13 @@ class Watch:
 
         A message between two ranks does not count: numbers are alike on all ranks.
         """
-        self._seen = time.monotonic()
         place = place_of(sys._getframe(1), self._libraries)
-        self._number += counts
-        number = self._number if counts else 0
-        collective = Collective(number, function, shapes_of(leaves), place)
-        if counts:
-            self._last = collective
-        return Waiting(self, collective)
+        if not counts:
+            return Waiting(self, Collective(0, function, shapes_of(leaves), place))
+        self._seen = time.monotonic()
+        self._number += 1
+        self._last = Collective(self._number, function, shapes_of(leaves), place)
+        return Waiting(self, self._last)
 
     def begin_wait(self, collective: Collective) -> None:
         """From now on this thread waits for the others."""
@@ -93,8 +92,9 @@ class Watch:
 
     def end_wait(self) -> None:
         """All have come."""
-        del self._waits[threading.get_ident()]
-        self._seen = time.monotonic()
+        _, collective = self._waits.pop(threading.get_ident())
+        if collective.number:
+            self._seen = time.monotonic()
 
     def begin_step(self, number: int) -> None:
         """Note that a step begins."""

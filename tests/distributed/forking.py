@@ -71,8 +71,9 @@ def line_of(script: str, text: str) -> int:
 def _collect(folder: Path, name: str, exit_codes: list[int]) -> list[Ended]:
     files = [[folder / f"{name}.{rank}.{stream}" for stream in (1, 2)] for rank in (0, 1)]
     marks = [float(line) for stdout, _ in files for line in stdout.read_text().splitlines()]
+    start = max(marks, default=0.0)
     return [
-        Ended(code, stdout.read_text(), stderr.read_text(), stderr.stat().st_mtime - max(marks))
+        Ended(code, stdout.read_text(), stderr.read_text(), stderr.stat().st_mtime - start)
         for code, (stdout, stderr) in zip(exit_codes, files, strict=True)
     ]
 

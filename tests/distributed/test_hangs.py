@@ -15,6 +15,7 @@ TRAINING = """
 import threading, time, torch
 import accel_fn as af
 
+os.environ["ACCEL_FN_TIMEOUT_S"] = "300"
 state = af.init(device="cpu", timeout_s=4)
 model = torch.nn.Linear(3, 1)
 plan = af.Plan(lambda model, batch: model(batch).mean(), model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -106,6 +107,10 @@ CASES = {
     """,
 }
 SCRIPTS = {name: TRAINING + textwrap.dedent(script) for name, script in CASES.items()}
+SCRIPTS["gather_on_one"] = (
+    SCRIPTS["gather_on_one"].replace(", timeout_s=4", "").replace('"300"', '"4"')
+)
+"""With the timeout of the launch; all others are given one, which wins."""
 
 
 @pytest.fixture(scope="module")
