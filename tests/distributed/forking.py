@@ -42,7 +42,7 @@ class Ended:
 
 
 def run_worlds(
-    scripts: Mapping[str, str], folder: Path, *, num_at_once: int = 6, timeout_s: float = 40
+    scripts: Mapping[str, str], folder: Path, *, num_at_once: int = 4, timeout_s: float = 40
 ) -> dict[str, list[Ended]]:
     """Run each script on two ranks, several at once; how each rank ended, by name."""
     for name, script in scripts.items():

@@ -10,13 +10,13 @@ import pytest
 from accel_fn._ending import EXIT_CODE
 from tests.distributed.forking import line_of, run_worlds
 
-TIMEOUT_S = 4
+TIMEOUT_S = 3
 TRAINING = """
 import threading, time, torch
 import accel_fn as af
 
 os.environ["ACCEL_FN_TIMEOUT_S"] = "300"
-state = af.init(device="cpu", timeout_s=4)
+state = af.init(device="cpu", timeout_s=3)
 model = torch.nn.Linear(3, 1)
 plan = af.Plan(lambda model, batch: model(batch).mean(), model, torch.optim.SGD(model.parameters(), lr=0.1))
 state, step = af.build(state, af.wrap_ddp()(plan))
@@ -100,15 +100,15 @@ CASES = {
     """,
     "long_computations_alone": """
         mark()
-        time.sleep(5)
+        time.sleep(4)
         af.barrier(state)
         if state.rank:
-            time.sleep(5)  # when rank 0 has left long ago
+            time.sleep(4)  # when rank 0 has left long ago
     """,
 }
 SCRIPTS = {name: TRAINING + textwrap.dedent(script) for name, script in CASES.items()}
 SCRIPTS["gather_on_one"] = (
-    SCRIPTS["gather_on_one"].replace(", timeout_s=4", "").replace('"300"', '"4"')
+    SCRIPTS["gather_on_one"].replace(", timeout_s=3", "").replace('"300"', '"3"')
 )
 """With the timeout of the launch; all others are given one, which wins."""
 
@@ -163,7 +163,7 @@ def test_a_collective_on_one_rank_is_reported_by_all_with_its_shapes_and_lines(e
     waits = f"in collective 4, gather of float32 [5, 3], int64 [5], at {place('# alone')}"
     works = f"at {place('# elsewhere')}; last collective 3, barrier, at {place('af.barrier')}"
     assert_reports(ranks, f"  rank 0: {waits}\n", f"  rank 1: {works}\n")
-    assert "gather has waited for longer than timeout_s=4\n" in ranks[0].stderr
+    assert "gather has waited for longer than timeout_s=3\n" in ranks[0].stderr
     assert "another rank has waited for too long\n" in ranks[1].stderr
     assert in_stack(place("# alone")) in ranks[0].stderr
     assert in_stack(place("# elsewhere")) in ranks[1].stderr
@@ -180,7 +180,7 @@ def test_a_step_on_one_rank_is_reported_by_all_with_its_number_and_phase(ended):
         f"  rank 0: at {at}; in step 4, backward; {last}\n",
         f"  rank 1: at {place('# elsewhere')}; last step 3, at {at}; {last}\n",
     )
-    assert "step has waited for longer than timeout_s=4\n" in ranks[0].stderr
+    assert "step has waited for longer than timeout_s=3\n" in ranks[0].stderr
     assert in_stack(at) in ranks[0].stderr
     assert "in run_backward" in ranks[0].stderr
 
