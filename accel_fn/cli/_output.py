@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import click
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from accel_fn._errors import AccelError
 
@@ -24,11 +21,15 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -
     if not sys.stdout.isatty():
         _print_plain([headings, *[[_text(cell) for cell in row] for row in rows]])
         return
-    table = Table(*headings, box=box.SIMPLE_HEAD)
+    # Imported here: most commands print no table, and most tables go to no terminal.
+    table = importlib.import_module("rich.table").Table(
+        *headings, box=importlib.import_module("rich.box").SIMPLE_HEAD
+    )
+    text_of = importlib.import_module("rich.text").Text
     for row in rows:
         cells = [(cell, "") if isinstance(cell, str) else cell for cell in row]
-        table.add_row(*[Text(text, style=style) for text, style in cells])
-    Console().print(table)
+        table.add_row(*[text_of(text, style=style) for text, style in cells])
+    importlib.import_module("rich.console").Console().print(table)
 
 
 def _text(cell: str | Cell) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from collections.abc import Mapping, Sequence
@@ -72,6 +73,7 @@ def plan_launch(
 def start(plan: LaunchPlan) -> int:
     """Do it; give back the exit code."""
     running = _import_quietly("accel_fn.launching._running")
+    gc.enable()  # the command has switched it off for its imports
     command = plan.command
     cpus = [",".join(map(str, each)) for each in plan.cpus or ()]
     job = running.Job(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from accel_fn._errors import SettingsError
 from accel_fn.launching._detecting import Machine, detect
-from accel_fn.launching._files import read_pyproject, read_yaml
 from accel_fn.launching._given import Given, Layer, check_names, nearest
 from accel_fn.launching._machine_checks import check_machine
 from accel_fn.launching._settings import Settings, check_settings, is_on
@@ -107,12 +108,12 @@ def _layers(
     """What each source says, the strongest first."""
     yield _from_flags(flags)
     yield _from_variables(environment)
-    nearest_file = read_yaml(config) if config is not None else _nearest_file(folder)
+    nearest_file = _read("read_yaml", config) if config is not None else _nearest_file(folder)
     if nearest_file is not None:
         yield nearest_file
     own = user_file(environment)
     if own is not None and _is_file(own):
-        yield read_yaml(own)
+        yield _read("read_yaml", own)
 
 
 def _from_flags(flags: Mapping[str, object]) -> Layer:
@@ -140,11 +141,16 @@ def _from_variables(environment: Mapping[str, str]) -> Layer:
     return Layer(values)
 
 
+def _read(function: str, path: Path) -> Any:
+    """By a module that is imported where there is a file: a launch without one starts sooner."""
+    return getattr(importlib.import_module("accel_fn.launching._files"), function)(path)
+
+
 def _nearest_file(folder: Path) -> Layer | None:
     for place in (folder, *folder.parents):
-        ours = read_yaml(place / FILE) if _is_file(place / FILE) else None
+        ours = _read("read_yaml", place / FILE) if _is_file(place / FILE) else None
         project = place / "pyproject.toml"
-        section = read_pyproject(project) if _is_file(project) else None
+        section = _read("read_pyproject", project) if _is_file(project) else None
         if ours is not None and section is not None:
             raise SettingsError(
                 f"{place / FILE}: settings must stand in one place, got [tool.accel_fn] "
