@@ -39,7 +39,7 @@ class Ending:
             self.board.log(mine)
             entries = self.hear(lambda found: len(found) == self.world_size, self.notice_s)
             _write(self._report(reason, {**entries, self.rank: mine}, stacks))
-            self._wait_for_reports(sum(not entry.left for entry in entries.values()))
+            self.wait_for_reports(sum(not entry.left for entry in entries.values()))
         finally:
             os._exit(EXIT_CODE)
 
@@ -68,7 +68,8 @@ class Ending:
             ]
         )
 
-    def _wait_for_reports(self, num_ranks: int) -> None:
+    def wait_for_reports(self, num_ranks: int) -> None:
+        """Return when so many ranks have reported, this one included; not much later than they can."""
         deadline = time.monotonic() + self.notice_s + _SLACK_S
         num_told = self.board.count_reports(1)
         while num_told < num_ranks and time.monotonic() < deadline and self.board.is_served():

@@ -15,7 +15,8 @@ TRAINING = """
 import threading, time, torch
 import accel_fn as af
 
-os.environ["ACCEL_FN_TIMEOUT_S"] = "300"
+os.environ["ACCEL_FN_TIMEOUT_S"] = "60"
+joined = af.init(device="cpu")  # on a busy machine, ranks come to each other late
 state = af.init(device="cpu", timeout_s=3)
 model = torch.nn.Linear(3, 1)
 plan = af.Plan(lambda model, batch: model(batch).mean(), model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -98,6 +99,13 @@ CASES = {
             os.abort()  # aborts
         af.barrier(state)  # waits
     """,
+    "a_wait_that_no_backend_ends": """
+        mark()
+        if state.rank == 0:
+            with state.watch.enter("gather", [batch]):  # enters
+                time.sleep(60)  # waits
+        time.sleep(60)  # elsewhere
+    """,
     "long_computations_alone": """
         mark()
         time.sleep(4)
@@ -107,10 +115,18 @@ CASES = {
     """,
 }
 SCRIPTS = {name: TRAINING + textwrap.dedent(script) for name, script in CASES.items()}
-SCRIPTS["gather_on_one"] = (
-    SCRIPTS["gather_on_one"].replace(", timeout_s=3", "").replace('"300"', '"3"')
-)
-"""With the timeout of the launch; all others are given one, which wins."""
+LAUNCHED = "a_launch_with_a_timeout"
+SCRIPTS[LAUNCHED] = """
+import os, time, torch
+import accel_fn as af
+
+os.environ["ACCEL_FN_TIMEOUT_S"] = "7"
+state = af.init(device="cpu")
+mark()
+if state.rank == 0:
+    af.barrier(state)  # waits
+time.sleep(60)  # elsewhere
+"""
 
 
 @pytest.fixture(scope="module")
@@ -140,14 +156,14 @@ def in_stack(place):
     return f'File "{path}", line {rest.split()[0]}, in <module>\n'
 
 
-def assert_reports(ranks, *texts):
+def assert_reports(ranks, *texts, timeout_s=TIMEOUT_S):
     """Every rank reports once, in time, and all of this is in each report."""
     for rank, end in enumerate(ranks):
         assert end.exit_code == EXIT_CODE, end.stderr
         assert end.stderr.count("accel_fn: rank") == 1, end.stderr
         assert f"accel_fn: rank {rank} of 2 (" in end.stderr
         assert [text for text in texts if text not in end.stderr] == [], end.stderr
-        assert end.seconds < TIMEOUT_S + 5
+        assert end.seconds < timeout_s + 5
 
 
 def assert_tells(end, *texts):
@@ -293,6 +309,22 @@ def test_a_crash_in_native_code_shows_the_line_that_called_it(ended):
         f"  rank 0: in collective 4, barrier, at {place('# waits')}\n",
         "  rank 1: no word; killed, or on the way here\n",
     )
+
+
+@of("a_wait_that_no_backend_ends")
+def test_a_wait_that_no_backend_ends_is_ended_all_the_same(ended):
+    ranks, place = ended
+    waits = f"in collective 4, gather of float32 [4, 3], at {place('# enters')}"
+    assert_reports(ranks, f"  rank 0: {waits}\n", f"  rank 1: at {place('# elsewhere')}; last ")
+    assert in_stack(place("# waits")) in ranks[0].stderr
+
+
+@of(LAUNCHED)
+def test_the_timeout_of_the_launch_is_that_of_init_where_it_is_given_none(ended):
+    ranks, place = ended
+    waits = f"  rank 0: in collective 1, barrier, at {place('# waits')}\n"
+    assert_reports(ranks, waits, f"  rank 1: at {place('# elsewhere')}; no ", timeout_s=7)
+    assert "barrier has waited for longer than timeout_s=7\n" in ranks[0].stderr
 
 
 @of("long_computations_alone")

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 import accel_fn as af
 from accel_fn import _comm
 from accel_fn._board import Board, Entry
+from accel_fn._ending import Ending
 from accel_fn._reporting import Place, Stack, list_ranks
 from accel_fn._watching import Watch
 from accel_fn.testing import simulate
@@ -182,6 +183,21 @@ def test_errors_of_other_kinds_are_nothing_to_a_watch(error):
     with pytest.raises(type(error)), watch.enter("gather", []):
         raise error
     watch.judge(error, "step")
+
+
+def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
+    store = HashStore()
+    ending = Ending(Board(store, None), rank=1, world_size=3, notice_s=30.0)
+    waiting = threading.Thread(target=ending.wait_for_reports, args=(2,))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    assert Board(store, None).count_reports(1) == 2
+    waiting.join(10)
+    assert not waiting.is_alive()
+    start = time.monotonic()
+    Ending(Board(HashStore(), None), rank=1, world_size=3, notice_s=0.1).wait_for_reports(2)
+    assert time.monotonic() - start < 5
 
 
 def test_a_stack_is_told_from_the_users_first_call_on():
