@@ -5,6 +5,7 @@ import pty
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,18 @@ def test_nothing_outlives_a_launcher_that_is_killed(launchers, tmp_path, number)
     until(lambda: not list(tmp_path.glob("accel_fn_*")) or None, lambda: "an empty folder")
 
 
+def test_ranks_end_with_their_launcher_even_without_its_guard(launchers, tmp_path):
+    launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=_FAMILY)
+    ranks = family(launcher)[::3]
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    guards = [pid for pid in children if b"_guarding" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    for pid in (*guards, launcher.pid):
+        os.kill(int(pid), signal.SIGKILL)
+    assert launcher.wait().exit_code == -signal.SIGKILL
+    assert len(guards) == 1
+    gone(ranks, within_s=1)
+
+
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
 )
@@ -78,6 +91,23 @@ def test_what_a_killed_rank_started_ends_too(launchers, tmp_path):
     os.kill(int(pids[0]), signal.SIGKILL)
     assert launcher.wait().exit_code == 137
     gone(pids, within_s=0.1)
+
+
+def test_what_a_killed_rank_started_is_gone_before_the_next_attempt(launchers, tmp_path):
+    script = """
+        import os, signal, subprocess, time
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            program = subprocess.Popen(["sleep", "100"])
+            open("pid", "w").write(str(program.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            with open(f"/proc/{open('pid').read()}/stat") as file:
+                assert file.read().rpartition(")")[2].split()[0] in "ZX"
+        except FileNotFoundError:
+            pass
+    """
+    ended = launchers.run(tmp_path, "--max-restarts", 1, "script.py", script=script)
+    assert ended.exit_code == 0, ended
 
 
 def test_ctrl_c_on_a_terminal_is_one_line(tmp_path):
