@@ -59,6 +59,9 @@ def test_a_killed_rank_brings_both_machines_back_with_a_store_of_their_own(launc
         total = torch.ones(1)
         dist.all_reduce(total)
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        assert not store.check([f"of rank {dist.get_rank()}"])
+        store.set(f"of rank {dist.get_rank()}", "")
         if attempt == "0" and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(total)
