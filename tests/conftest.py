@@ -7,6 +7,10 @@ from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 
+# torch's store looks up the name of every address that it talks to. A nameserver that lets a
+# question fall costs 5 s each time, unless the resolver is told to ask again sooner.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
+
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=40, **_COMMON)
 settings.register_profile("ci", max_examples=60, derandomize=True, **_COMMON)
