@@ -1,23 +1,15 @@
-"""Real processes: scripts run under torchrun, as a user would start them."""
+"""Real processes: scripts run on several ranks, as a launcher would start them."""
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-_SAY = """
-import os
+from tests.forking import ROOT, run_worlds
 
-def say(*words):  # one write, so that lines of several processes do not mix
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-"""
+__all__ = ["ROOT", "free_port", "launch"]
 
 
 def free_port() -> int:
@@ -33,25 +25,12 @@ def launch(
 ) -> str:
     """Run a script on several processes; what they `say` must be just these lines, in any order."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "script.py"
-        path.write_text(_SAY + textwrap.dedent(script))
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(num_processes),
-        ]
-        command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), str(path)]
-        done = subprocess.run(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
+        (ranks,) = run_worlds(
+            {"script": script}, Path(folder), num_processes=num_processes, timeout_s=timeout_s
+        ).values()
+    said = "".join(rank.stdout for rank in ranks)
+    all_said = said + "".join(rank.stderr for rank in ranks)
+    assert not any(rank.exit_code for rank in ranks), all_said
     if expect:
-        assert sorted(done.stdout.split("\n")[:-1]) == sorted(expect), done.stdout + done.stderr
-    return done.stdout
+        assert sorted(said.splitlines()) == sorted(expect), all_said
+    return said

@@ -222,7 +222,7 @@ def test_a_failed_attempt_is_told_and_made_good_with_another_store(launchers, tm
     script = """
         import os, sys, time
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        print(attempt, os.environ["MASTER_PORT"], flush=True)
+        os.write(1, f"{attempt} {os.environ['MASTER_PORT']}\\n".encode())  # in one piece
         if attempt == "0":
             if os.environ["RANK"] == "1": raise ValueError("once")
             time.sleep(60)

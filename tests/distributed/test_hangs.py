@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from accel_fn._ending import EXIT_CODE
-from tests.distributed.forking import line_of, run_worlds
+from tests.forking import line_of, run_worlds
 
 TIMEOUT_S = 3
 SLACK_S = 20
