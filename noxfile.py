@@ -11,7 +11,7 @@ nox.options.reuse_existing_virtualenvs = True
 
 TORCH = "torch==2.13.0"  # of the tests and the demo; the package itself sets a lower bound
 PROJECT = nox.project.load_toml("pyproject.toml")
-IN_PARALLEL = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
+IN_PARALLEL = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

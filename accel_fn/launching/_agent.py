@@ -108,9 +108,12 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks; when one has failed, stop the others and note how each ended."""
-        ended = self._hear_out()
+        exit_codes = self._hear_out()
+        ended = _failed(exit_codes)
         gone = self._meeting is not None and self._meeting.has_ended()
         stopped_at = time.time()
+        if None in exit_codes.values() and not ended and not gone:
+            return RunResult(state=WorkerState.HEALTHY)  # torch would look again, at other ranks
         if ended or gone:
             self._shutdown(timeout=_STOP_WITHIN_S)
             self._clear()
@@ -133,8 +136,8 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
 
-    def _hear_out(self) -> set[int]:
-        """The local ranks that have failed by themselves, and not only for the sake of another.
+    def _hear_out(self) -> dict[int, int | None]:
+        """Each local rank's exit code, None while it runs; a failure counts once its cause can be told.
 
         Who loses a peer ends at once, while the peer may still be on its way out
         of its own error: it gets a moment to say what that was.
@@ -142,27 +145,31 @@ class Agent(LocalElasticAgent):
         deadline = time.monotonic() + _HEAR_WITHIN_S
         folders = self._folders.ranks
         while True:
-            ended = self._ended()
-            if not all(blames_peer(folders[rank]) for rank in ended):
-                return ended
-            running = folders.keys() - ended
-            if not ended or not running or any(has_spoken(folders[rank]) for rank in running):
-                return ended
+            exit_codes = self._poll()
+            ended = _failed(exit_codes)
+            running = [rank for rank, code in exit_codes.items() if code is None]
+            blamed = ended and all(blames_peer(folders[rank]) for rank in ended)
+            if not blamed or not running or any(has_spoken(folders[rank]) for rank in running):
+                return exit_codes
             if time.monotonic() > deadline:
-                return ended
+                return exit_codes
             time.sleep(_POLL_S)
 
-    def _ended(self) -> set[int]:
-        """The local ranks that have failed by themselves."""
+    def _poll(self) -> dict[int, int | None]:
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._pcontext.subprocess_handlers
-        return {rank for rank, each in handlers.items() if each.proc.poll() not in (None, 0)}
+        return {rank: each.proc.poll() for rank, each in handlers.items()}
 
     def _clear(self) -> None:
         """What failed ranks left behind must not meet those of the next attempt."""
         run_id = self._worker_group.spec.rdzv_handler.get_run_id()
         for folder in self._folders.ranks.values():
             kill_left(folder, run_id)
+
+
+def _failed(exit_codes: dict[int, int | None]) -> set[int]:
+    """The local ranks that have failed by themselves."""
+    return {rank for rank, code in exit_codes.items() if code}
 
 
 def say(words: str) -> None:
