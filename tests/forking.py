@@ -43,6 +43,8 @@ _IMPORTS = (
     "accel_fn._world",
     "accel_fn._step",
     "accel_fn.transforms._ddp",
+    "sklearn.datasets",
+    "matplotlib.figure",
 )
 
 
@@ -181,11 +183,16 @@ def _become(request: Request, name: str, rank: int, port: int) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     random.seed()  # processes that are started draw different numbers
     np.random.seed()
-    numbers = {"RANK": rank, "WORLD_SIZE": request.num_processes}
+    if request.num_processes > 1:
+        _tell_world(rank, request.num_processes, port)
+    runpy.run_path(str(Path(request.folder) / f"{name}.py"), run_name="__main__")
+
+
+def _tell_world(rank: int, world_size: int, port: int) -> None:
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size}
     numbers |= {f"LOCAL_{name}": number for name, number in numbers.items()}
     os.environ.update({key: str(value) for key, value in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    runpy.run_path(str(Path(request.folder) / f"{name}.py"), run_name="__main__")
 
 
 def _reaped(pids: set[int], *, kill: bool) -> dict[int, int]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.forking import run_worlds
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -35,12 +37,33 @@ class Run:
         )
 
 
+_FORKED = """
+import runpy, sys
+
+sys.path.insert(0, {folder!r})
+sys.argv = {argv!r}
+runpy.run_path({argv!r}[0], run_name="__main__")
+"""
+
+
+def run_forked(name: str, *arguments: str, folder: Path, num_processes: int = 1) -> Run:
+    """Run an example where torch is imported already, which is most of a short run."""
+    argv = _argv(name, folder, arguments)
+    script = _FORKED.format(folder=str(EXAMPLES), argv=argv)
+    (ranks,) = run_worlds(
+        {name: script}, folder, num_processes=num_processes, timeout_s=100
+    ).values()
+    codes, stdout, stderr = zip(
+        *[(each.exit_code, each.stdout, each.stderr) for each in ranks], strict=True
+    )
+    return Run(next(filter(None, codes), 0), folder / "out", list(stdout), list(stderr))
+
+
 def run_example(
     name: str, *arguments: str, folder: Path, num_processes: int = 1, timeout_s: float = 100
 ) -> Run:
-    """Run an example to its end, or kill it with all that it started."""
-    out = folder / "out"
-    script = [str(EXAMPLES / f"{name}.py"), "--device", "cpu", "--out", str(out), *arguments]
+    """Run an example to its end as a user starts it, or kill it with all that it started."""
+    out, script = folder / "out", _argv(name, folder, arguments)
     if num_processes == 1:
         exit_code, stdout, stderr = _run([sys.executable, *script], timeout_s)
         return Run(exit_code, out, [stdout], [stderr])
@@ -53,6 +76,17 @@ def run_example(
     )
     assert all(stderr) or exit_code == 0, agent  # before any rank could say something
     return Run(exit_code, out, stdout, stderr)
+
+
+def _argv(name: str, folder: Path, arguments: tuple[str, ...]) -> list[str]:
+    return [
+        str(EXAMPLES / f"{name}.py"),
+        "--device",
+        "cpu",
+        "--out",
+        str(folder / "out"),
+        *arguments,
+    ]
 
 
 def _said(folder: Path, rank: int, stream: str) -> str:

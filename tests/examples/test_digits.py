@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import accel_fn as af
-from tests.examples.running import Run, finished, run_example
+from tests.examples.running import Run, finished, run_example, run_forked
 from tests.reference import train
 
 
@@ -78,7 +78,7 @@ def test_accuracy_is_the_same_on_two_processes(on_one: Run, on_two: Run) -> None
 
 def test_float32_losses_of_two_processes_are_those_of_the_loop_by_hand(tmp_path: Path) -> None:
     arguments = ("digits", "--precision", "no", "--epochs", "2")
-    two = finished(run_example(*arguments, folder=tmp_path, num_processes=2))
+    two = finished(run_forked(*arguments, folder=tmp_path, num_processes=2))
     torch.manual_seed(0)
     model = digits.build_model()
     optimizer = torch.optim.AdamW(model.parameters())

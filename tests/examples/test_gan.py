@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import accel_fn as af
-from tests.examples.running import Run, finished, run_example
+from tests.examples.running import Run, finished, run_forked
 
 NUM_BATCHES = 141  # ten passes over 1,797 digits, 128 at a time
 
@@ -25,13 +25,13 @@ def any_run(request: pytest.FixtureRequest) -> Run:
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("one")
-    return finished(run_example("gan", "--passes", "10", folder=folder))
+    return finished(run_forked("gan", "--passes", "10", folder=folder))
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("two")
-    return finished(run_example("gan", "--passes", "10", folder=folder, num_processes=2))
+    return finished(run_forked("gan", "--passes", "10", folder=folder, num_processes=2))
 
 
 @pytest.mark.parametrize("network", ["discriminator", "generator"])

@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from PIL import Image
 
 import accel_fn as af
-from tests.examples.running import Run, finished, run_example
+from tests.examples.running import Run, finished, run_forked
 
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("one")
-    return finished(run_example("sam", "--epochs", "3", folder=folder))
+    return finished(run_forked("sam", "--epochs", "3", folder=folder))
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("two")
-    return finished(run_example("sam", "--epochs", "3", folder=folder, num_processes=2))
+    return finished(run_forked("sam", "--epochs", "3", folder=folder, num_processes=2))
 
 
 @pytest.mark.parametrize("training", ["plain", "sharpness-aware"])
