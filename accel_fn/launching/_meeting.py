@@ -91,11 +91,24 @@ class Meeting(RendezvousHandler):
             return _serve(self._machines, port)
         self._wait(lambda: answers(host, port, 1.0), f"machine 0 at {host}:{port}")
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_MEET_WITHIN_S))
-        if store.add(f"machine/{self._rank}", 1) > 1 and not store.check(["attempt/1"]):
-            raise WorldError(
-                f"launch: machine_rank must be another on each machine, got {self._rank} twice"
-            )
+        if store.add(f"machine/{self._rank}", 1) > 1:
+            self._take_over(store)
         return store, port
+
+    def _take_over(self, store: TCPStore) -> None:
+        """Another launcher was this machine: wait until the others begin an attempt without it."""
+        deadline = time.monotonic() + _LINGER_S
+        newest = 0
+        while True:
+            while store.check([f"attempt/{newest + 1}"]):
+                newest += 1
+            if not store.check([f"here/{newest}/{self._rank}"]):
+                return
+            if time.monotonic() > deadline:
+                raise WorldError(
+                    f"launch: machine_rank must be another on each machine, got {self._rank} twice"
+                )
+            time.sleep(_POLL_S)
 
     def _gather(self, store: TCPStore) -> None:
         """Wait for all machines to come to one attempt."""

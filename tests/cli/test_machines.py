@@ -108,6 +108,34 @@ def test_a_machine_without_the_first_one_does_not_wait(launchers, tmp_path):
     gone(pids)
 
 
+def test_a_launcher_that_is_started_again_joins_the_next_attempt(launchers, tmp_path):
+    """As where a cluster replaces a machine, twice."""
+    script = """
+        import os, sys, time
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        print("up", attempt, flush=True)
+        while attempt < 2:
+            time.sleep(0.02)
+            if os.path.exists(f"peer-of-{attempt}-is-gone"): sys.exit(1)
+    """
+    port, folders = free_port(), [tmp_path / name for name in "abcd"]
+
+    def start(rank, folder):
+        options = ["--max-restarts", 2, "script.py"]
+        return start_one(launchers, folder, rank, port, *options, script=script)
+
+    first, second = start(0, folders[0]), start(1, folders[1])
+    for attempt in (0, 1):
+        for each in (first, second):
+            each.said(f"up {attempt}")
+        second.kill(signal.SIGKILL).wait()
+        (folders[0] / f"peer-of-{attempt}-is-gone").touch()
+        second = start(1, folders[2 + attempt])
+    ended = [each.wait() for each in (first, second)]
+    assert [each.exit_code for each in ended] == [0, 0], ended
+    assert [each.stdout for each in ended] == ["up 0\nup 1\nup 2\n", "up 2\n"]
+
+
 def test_machines_that_ask_for_different_worlds_are_refused_alike(launchers, tmp_path):
     machines = start_two(launchers, tmp_path, "script.py", script="", counts=(2, 4))
     ended = [machine.wait(timeout_s=10) for machine in machines]

@@ -28,7 +28,10 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_blocks_of_a_page_run_from_top_to_bottom(page: Path) -> None:
+def test_python_blocks_of_a_page_run_from_top_to_bottom(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for example in Document.parse(str(page), PythonCodeBlockParser(doctest_optionflags=FLAGS)):
         example.evaluate()
 

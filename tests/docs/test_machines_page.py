@@ -1,0 +1,98 @@
+"""docs/machines.md: its batch script, its manifest and its script that goes on after a restart."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.cli.commands import ROOT, run_command, surroundings
+
+PAGE = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "localhost,other",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+}
+
+
+def block(language: str) -> str:
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    return str(text)
+
+
+def run_in_shell(command: str, folder: Path, **variables: str) -> str:
+    """What a shell prints that runs this command, in which `accel-fn` is this one."""
+    command = command.replace("accel-fn ", f"{sys.executable} -m accel_fn.cli ")
+    done = subprocess.run(
+        ["sh", "-c", command],
+        cwd=folder,
+        env=surroundings(folder, **variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_batch_script_is_one_and_its_launch_finds_its_place_in_the_job(tmp_path: Path) -> None:
+    script = block("bash")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    launch = script[script.index("accel-fn launch") :].replace("launch", "launch --cpu --dry-run")
+    (tmp_path / "train.py").touch()
+    told = run_in_shell(launch, tmp_path, **SRUN)
+    assert re.search(r"\bRANK +1\b", told)
+    assert re.search(r"\bWORLD_SIZE +2\b", told)
+    assert re.search(r"\bMASTER_ADDR +localhost\b", told)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_command_of_the_manifest_makes_each_pod_a_machine(tmp_path: Path, index: int) -> None:
+    manifest = yaml.safe_load(block("yaml"))
+    (job,) = manifest["spec"]["replicatedJobs"]
+    pods = job["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    shell, _, command = container["command"]
+    assert (shell, pods["completions"]) == ("sh", 2)
+    first = f"{manifest['metadata']['name']}-{job['name']}-0-0.{manifest['metadata']['name']}"
+    assert f" {first} " in command
+    (tmp_path / "train.py").touch()
+    command = command.replace(first, "localhost").replace("launch ", "launch --cpu --dry-run ")
+    told = run_in_shell(command, tmp_path, JOB_COMPLETION_INDEX=str(index))
+    assert re.search(rf"\bGROUP_RANK +{index}\b", told)
+    assert re.search(r"\bWORLD_SIZE +2\b", told)
+
+
+def test_a_run_that_is_killed_and_restarted_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    script = next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+    killed = script + (
+        "        if state.step == 5 and state.rank and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        f"            os.kill(os.getpid(), {signal.SIGKILL:d})\n"
+    )
+    ends = []
+    for name, text in (("whole", script), ("killed", killed)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(text)
+        options = ["-n", "2", "--cpu", "--max-restarts", "1"]
+        done = run_command(folder, "launch", *options, "train.py", timeout_s=90)
+        assert done.returncode == 0, done.stderr
+        ends.append((done.stderr, torch.load(folder / "kept.pt")))
+    (quiet, whole), (told, kept) = ends
+    assert quiet == ""
+    assert re.fullmatch(r"accel-fn launch: restart 1 of 1: rank 1 .*: SIGKILL: .*\n", told)
+    assert whole["step"] == kept["step"] == 8
+    torch.testing.assert_close(kept["model"], whole["model"], rtol=0, atol=0)
