@@ -51,7 +51,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launchers, tmp_path, number)
 
 
 def test_ranks_end_with_their_launcher_even_without_its_guard(launchers, tmp_path):
-    launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=_FAMILY)
+    launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=_FAMILY, TMPDIR=str(tmp_path))
     ranks = family(launcher)[::3]
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     guards = [pid for pid in children if b"_guarding" in Path(f"/proc/{pid}/cmdline").read_bytes()]
