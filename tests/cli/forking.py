@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 
 _LOADED = (
     "cli._app",
@@ -43,6 +44,7 @@ def _become(arguments, folder, variables):
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
+    tempfile.tempdir = None  # it was looked up before
     for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
         file = os.open(name, os.O_RDWR)
         os.dup2(file, number)
