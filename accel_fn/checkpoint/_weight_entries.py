@@ -1,0 +1,170 @@
+"""The tensors of a module by name, and which names are one tensor."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn._errors import ArgumentError, ArgumentTypeError, message
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What a module saves: tensors, each under the first of its names, and the other names."""
+
+    tensors: Mapping[str, Tensor]
+    tied: Mapping[str, str]
+    """Another name -> the first name of the same tensor."""
+
+    def names_of(self, first: str) -> list[str]:
+        """All names of one tensor, the first one first."""
+        return [first, *(name for name, other in self.tied.items() if other == first)]
+
+
+def extra(function: str, module: str) -> Any:
+    """A module of safetensors, which is an extra."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'{function}: {error.name} must be installed; pip install "accel-fn[checkpoint]"',
+            name=error.name,
+        ) from None
+
+
+def read_entries(function: str, model: nn.Module) -> Entries:
+    """The persistent tensors of a module as it was before it was wrapped or compiled."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(message(function, "model", "be a torch.nn.Module", model))
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    firsts: dict[object, str] = {}
+    for name, value in _plain(model).state_dict().items():
+        _check_dense(function, name, value)
+        first = firsts.setdefault(_view(value), name) if value.numel() else name
+        if first == name:
+            tensors[name] = value.detach()
+        else:
+            tied[name] = first
+    _check_apart(function, tensors)
+    return Entries(tensors, tied)
+
+
+def check_storable(entries: Entries) -> None:
+    """Can every tensor be written to a safetensors file?"""
+    for name, tensor in entries.tensors.items():
+        if not _has_code(tensor.dtype):
+            rule = "hold tensors of the dtypes that safetensors knows"
+            raise ArgumentError(_broken("save_model", rule, name, tensor.dtype))
+
+
+def check_writable(model: nn.Module, entries: Entries) -> None:
+    """Does every entry write through to the module?"""
+    plain = _plain(model)
+    own = {_view(tensor) for tensor in [*plain.parameters(), *plain.buffers()] if tensor.numel()}
+    for name, tensor in entries.tensors.items():
+        if tensor.numel() and _view(tensor) not in own:
+            rule = "give its own parameters and buffers in state_dict, no copies"
+            raise ArgumentError(_broken("load_model", rule, name, "a copy"))
+        if any(
+            not step and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            rule = "hold tensors that can be written, none that was expanded"
+            raise ArgumentError(_broken("load_model", rule, name, f"strides {tensor.stride()}"))
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """The user's module, out of DDP and `torch.compile`."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = cast("nn.Module", model.module)
+        elif "_orig_mod" in model._modules:
+            model = cast("nn.Module", model._modules["_orig_mod"])
+        else:
+            return model
+
+
+def _broken(function: str, rule: str, name: str, what: object) -> str:
+    return f"{function}: model must {rule}, got {what} for {name!r}"
+
+
+def _check_dense(function: str, name: str, value: object) -> None:
+    if name == "__metadata__":  # what a safetensors file calls its own notes
+        raise ArgumentError(_broken(function, "not use that name", name, "a tensor"))
+    if not isinstance(value, Tensor):
+        what = f"a {type(value).__name__}"
+        raise ArgumentError(_broken(function, "hold nothing but tensors in state_dict", name, what))
+    if value.layout is not torch.strided or hasattr(value, "__tensor_flatten__"):
+        what = f"a {type(value).__name__} of layout {value.layout}"
+        raise ArgumentError(_broken(function, "hold dense tensors", name, what))
+    if value.is_meta:
+        raise ArgumentError(_broken(function, "hold values", name, "a tensor on the meta device"))
+
+
+@cache
+def _has_code(dtype: torch.dtype) -> bool:
+    try:
+        extra("save_model", "safetensors.torch").save({"": torch.empty(0, dtype=dtype)})
+    except ModuleNotFoundError:
+        raise
+    except Exception:  # which one depends on the version
+        return False
+    return True
+
+
+def _view(tensor: Tensor) -> object:
+    """Equal for two tensors that are one: same elements, read in the same way."""
+    strides = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), tensor.shape, tuple(strides), *marks
+
+
+def _check_apart(function: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse two tensors with an element in common."""
+    storages: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            key = (tensor.device, tensor.untyped_storage().data_ptr())
+            storages.setdefault(key, []).append(name)
+    for names in storages.values():
+        if len(names) > 1 and _ranges_meet(tensors[name] for name in names):
+            _check_elements_apart(function, {name: tensors[name] for name in names})
+
+
+def _ranges_meet(tensors: Iterable[Tensor]) -> bool:
+    ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in tensors)
+    return any(end > start for (_, end), (start, _) in pairwise(ranges))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    steps = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + sum(steps)) * tensor.itemsize
+
+
+def _check_elements_apart(function: str, tensors: Mapping[str, Tensor]) -> None:
+    """Columns of one matrix lie between each other, and are apart: every element gets an owner."""
+    unit = min(tensor.itemsize for tensor in tensors.values())
+    some = next(iter(tensors.values()))
+    owners = torch.full((some.untyped_storage().nbytes() // unit,), -1)
+    names = list(tensors)
+    for place, (name, tensor) in enumerate(tensors.items()):
+        width = tensor.itemsize // unit
+        mine = owners.as_strided(
+            (*tensor.shape, width),
+            (*(step * width for step in tensor.stride()), 1),
+            tensor.storage_offset() * width,
+        )
+        before = int(mine.max())
+        if before >= 0:
+            rule = "hold tensors that are one or have no element in common"
+            what = f"{names[before]!r} and {name!r}, which share some of their memory"
+            raise ArgumentError(f"{function}: model must {rule}, got {what}; clone one of them")
+        mine.fill_(place)
