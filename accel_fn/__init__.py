@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from accel_fn._weights import num_labels as num_labels
     from accel_fn._world import distributed as distributed
     from accel_fn._world import init as init
+    from accel_fn.checkpoint._listing import Checkpoint as Checkpoint
+    from accel_fn.checkpoint._listing import latest as latest
+    from accel_fn.checkpoint._listing import list_checkpoints as list_checkpoints
+    from accel_fn.checkpoint._loading import load as load
+    from accel_fn.checkpoint._saving import save as save
     from accel_fn.data._planning import plan_batches as plan_batches
     from accel_fn.data._prefetch import prefetch as prefetch
     from accel_fn.data._seeding import sample_seed as sample_seed
@@ -64,6 +69,9 @@ _MODULES = {
     "_step": ["Step", "build"],
     "_weights": ["num_labels"],
     "_world": ["distributed", "init"],
+    "checkpoint._listing": ["Checkpoint", "latest", "list_checkpoints"],
+    "checkpoint._loading": ["load"],
+    "checkpoint._saving": ["save"],
     "data._planning": ["plan_batches"],
     "data._prefetch": ["prefetch"],
     "data._seeding": ["sample_seed", "seed_samples"],
@@ -77,7 +85,7 @@ _MODULES = {
     "transforms._placement": ["place"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-_SUBPACKAGES = ("cli", "data", "launching", "testing", "transforms")
+_SUBPACKAGES = ("checkpoint", "cli", "data", "launching", "testing", "transforms")
 
 __version__ = "0.1.0"
 __all__ = sorted(_HOMES)

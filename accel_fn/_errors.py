@@ -44,6 +44,10 @@ class WorkerError(AccelError, RuntimeError):
     """A process that reads data for a loader has died."""
 
 
+class CheckpointError(AccelError, RuntimeError):
+    """A checkpoint is missing, damaged, or of another run."""
+
+
 class WorldError(AccelError, RuntimeError):
     """A world of processes could not be described, joined or kept together."""
 

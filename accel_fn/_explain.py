@@ -33,12 +33,17 @@ def explain(plan: Plan, state: DistState) -> str:
       gradients  clip_norm(max_norm=1.0)
       update     SGD(lr=0.1), 2 parameter tensors, 5 numbers
     """
-    lines = [f"one step on {_ranks(state)}, {state.device}"]
-    lines += [f"  {phase:<10} {text}" for phase, text in phases(plan, state).items()]
-    text = "\n".join(lines)
+    text = tell(plan, state)
     if state.is_main:
         print(text)
     return text
+
+
+def tell(plan: Plan, state: DistState) -> str:
+    """The text of `explain`."""
+    lines = [f"one step on {_ranks(state)}, {state.device}"]
+    lines += [f"  {phase:<10} {text}" for phase, text in phases(plan, state).items()]
+    return "\n".join(lines)
 
 
 def phases(plan: Plan, state: DistState) -> dict[str, str]:

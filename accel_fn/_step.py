@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class Step:
     """What `applied` says where nothing is checked."""
     _unchecked: list[bool]
     """Holds an entry until the gradients of a first update were compared over the ranks."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What saving and loading have to remember of this run; nothing that a step reads."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         """Consume one batch: this rank's part of it.

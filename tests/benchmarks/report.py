@@ -79,8 +79,8 @@ def describe_import(imported: ImportCost) -> str:
     torch_too = "imports" if imported.brings_torch else "does not import"
     return (
         f"- `import accel_fn` adds {imported.package_ms:.1f} ms to `import torch`, "
-        f"{imported.names_ms:.1f} ms with all of its names but `launch` (target {TARGET_MS:.0f} ms: {verdict}), "
-        f"and {torch_too} torch by itself"
+        f"{imported.names_ms:.1f} ms with all of its names but `launch` "
+        f"(target {TARGET_MS:.0f} ms: {verdict}), and {torch_too} torch by itself"
     )
 
 

@@ -1,0 +1,1 @@
+"""Checkpoints: whole or invisible, of one run at any world size."""

@@ -1,0 +1,62 @@
+"""How a checkpoint and the running program differ, all of it, before anything is overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from accel_fn._state import DistState
+from accel_fn.checkpoint._contents import Contents
+from accel_fn.checkpoint._manifest import Manifest
+from accel_fn.checkpoint._planning import name_of_dtype
+
+_MOST = 12
+_NOTHING = "nothing"
+
+
+def differences(manifest: Manifest, contents: Contents, state: DistState) -> list[str]:
+    """A line for each: what it is, what was saved, what is here."""
+    found = _compare({"seed": manifest.seed}, {"seed": state.seed})
+    found += _compare(_plans(manifest.plans), _plans(contents.plans))
+    found += _compare(manifest.tied, contents.tied, "{name} is tied to")
+    saved = {
+        name: f"{entry.dtype} {list(entry.shape)}"
+        for name, entry in manifest.entries.items()
+        if not is_optimizer(name)
+    }
+    here = {
+        name: f"{name_of_dtype(tensor.dtype)} {list(tensor.shape)}"
+        for name, tensor in contents.tensors.items()
+        if not is_optimizer(name)
+    }
+    return found + _compare(saved, here)
+
+
+def listed(lines: Iterable[str]) -> str:
+    """Some of them, and how many more there are."""
+    lines = list(lines)
+    shown = [f"  {line}" for line in lines[:_MOST]]
+    if len(lines) > _MOST:
+        shown.append(f"  and {len(lines) - _MOST} more")
+    return "\n".join(shown)
+
+
+def is_optimizer(name: str) -> bool:
+    """Does this entry hold what the optimizer keeps of a parameter?"""
+    return name.startswith("optimizer")
+
+
+def _plans(plans: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        f"{key} of step {name!r}" if name else key: value
+        for name, plan in plans.items()
+        for key, value in plan.items()
+    }
+
+
+def _compare(saved: Mapping[str, Any], here: Mapping[str, Any], told: str = "{name}") -> list[str]:
+    return [
+        f"{told.format(name=name)}: {saved.get(name, _NOTHING)} saved, {here.get(name, _NOTHING)} here"
+        for name in {**saved, **here}
+        if saved.get(name) != here.get(name)
+    ]

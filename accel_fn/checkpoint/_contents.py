@@ -1,0 +1,190 @@
+"""What a checkpoint holds of a step: tensors by name, and the rest as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn._plan import Plan, describe
+from accel_fn._state import DistState, LossScale
+from accel_fn._step import Step
+from accel_fn.checkpoint._manifest import Entry
+
+Steps = Mapping[str, Step]
+_TELLING = ("contexts", "grad_fns", "gradients", "starts", "after")
+"""The slots that decide what is computed; the others decide where, and in how many parts."""
+
+
+def named_steps(step: Step | Steps) -> Steps:
+    """One step is a dict of one, without a name."""
+    return {"": step} if isinstance(step, Step) else step
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Everything of the steps of a run that is the same on all ranks."""
+
+    tensors: dict[str, Tensor]
+    """`model/NAME` and `optimizer/NAME/KEY`; of a step with a name, `model@STEP/NAME` and so on."""
+    rest: dict[str, dict[str, Any]]
+    """By step: what of model, optimizer and transforms is no tensor of a parameter."""
+    tied: dict[str, str]
+    plans: dict[str, dict[str, Any]]
+    buffers: list[str]
+    """Entries that are no replicas: DDP lets running statistics differ between ranks."""
+
+
+def contents_of(steps: Steps) -> Contents:
+    """What is to be saved, or compared with what was. Tensors are not copied."""
+    found = Contents({}, {}, {}, {}, [])
+    for name, step in steps.items():
+        plan = step.plan
+        extra = _add_model(found, place_of("model", name), plan.model)
+        states, rest = _optimizer_state(plan)
+        for parameter, key, value in states:
+            found.tensors[f"{place_of('optimizer', name)}{parameter}/{key}"] = value
+        kept = {where: each.state_dict() for where, each in stateful_parts(plan)}
+        found.rest[name] = {"model": extra, "optimizer": rest, "transforms": kept}
+        found.plans[name] = signature(plan)
+    return found
+
+
+def place_of(kind: str, step: str) -> str:
+    """How the names of a step's entries begin."""
+    return f"{kind}@{step}/" if step else f"{kind}/"
+
+
+def signature(plan: Plan) -> dict[str, Any]:
+    """What must be the same where a run goes on: not how many ranks, micro-batches or which device."""
+    slots = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _TELLING}
+    return {
+        "weight_fn": describe(plan.weight_fn),
+        **{slot: names for slot, names in slots.items() if names},
+        "optimizer": type(plan.optimizer).__name__,
+        "groups": [
+            [_names(plan.model)[id(each)] for each in group["params"]]
+            for group in plan.optimizer.param_groups
+        ],
+    }
+
+
+def stateful_parts(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """The functions of the plan that keep something, with where they stand."""
+    for slot in _TELLING:
+        for index, each in enumerate(getattr(plan, slot)):
+            if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
+                yield f"{slot}/{index} {_name(each)}", each
+
+
+def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:
+    """The loss scale in plain data."""
+    if scaler is None:
+        return None
+    return {
+        "scale": scaler.scale.cpu(),
+        "good_steps": scaler.good_steps.cpu(),
+        "skipped": scaler.skipped.cpu(),
+        "growth_factor": scaler.growth_factor,
+        "backoff_factor": scaler.backoff_factor,
+        "growth_interval": scaler.growth_interval,
+    }
+
+
+def scale_from_dict(saved: Mapping[str, Any] | None, state: DistState) -> LossScale | None:
+    """The loss scale, on the device of the run."""
+    if saved is None:
+        return None
+    moved: dict[str, Any] = {
+        name: value.to(state.device) if isinstance(value, Tensor) else value
+        for name, value in saved.items()
+    }
+    return LossScale(**moved)
+
+
+def room_for_optimizer(plan: Plan, step: str, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """A tensor for each that was saved of the optimizer: the one that is there, or a new one."""
+    prefix = place_of("optimizer", step)
+    there = {f"{prefix}{name}/{key}": value for name, key, value in _optimizer_state(plan)[0]}
+    parameters = dict(plan.model.named_parameters())
+    found = {}
+    for entry_name, entry in entries.items():
+        if not entry_name.startswith(prefix):
+            continue
+        name = entry_name.removeprefix(prefix).rpartition("/")[0]
+        dtype, shape = getattr(torch, entry.dtype), entry.shape
+        old = there.get(entry_name)
+        if old is None or old.dtype != dtype or tuple(old.shape) != shape:
+            device = parameters[name].device if shape else "cpu"
+            old = torch.empty(shape, dtype=dtype, device=device)
+        found[entry_name] = old
+    return found
+
+
+def put_back(plan: Plan, step: str, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+    """Give the optimizer, the model's extra state and the transforms what was saved; tensors are read."""
+    if rest["model"]:
+        plan.model.load_state_dict({**plan.model.state_dict(), **rest["model"]})
+    order = list(dict.fromkeys(name for group in signature(plan)["groups"] for name in group))
+    state: dict[int, dict[str, Any]] = {}
+    for number, name in enumerate(order):
+        start = f"{place_of('optimizer', step)}{name}/"
+        values = {
+            key.removeprefix(start): value
+            for key, value in tensors.items()
+            if key.startswith(start)
+        }
+        values |= rest["optimizer"]["state"].get(name, {})
+        if values:
+            state[number] = values
+    plan.optimizer.load_state_dict({**rest["optimizer"]["others"], "state": state})
+    for where, part in stateful_parts(plan):
+        part.load_state_dict(rest["transforms"][where])
+
+
+def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]:
+    """Tensors under their first name; gives back what is no tensor."""
+    first: dict[tuple[Any, ...], str] = {}
+    trained = dict(model.named_parameters(remove_duplicate=False))
+    extra = {}
+    for key, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            extra[key] = value
+            continue
+        name = f"{prefix}{key}"
+        place = (value.device, value.data_ptr(), value.shape, value.stride())
+        if value.numel() and place in first:
+            found.tied[name] = first[place]
+        else:
+            first[place] = name
+            found.tensors[name] = value
+            if key not in trained:
+                found.buffers.append(name)
+    return extra
+
+
+def _optimizer_state(plan: Plan) -> tuple[list[tuple[str, str, Tensor]], dict[str, Any]]:
+    """Tensors by parameter and key; the rest of the optimizer's `state_dict`."""
+    saved = plan.optimizer.state_dict()
+    order = list(dict.fromkeys(name for group in signature(plan)["groups"] for name in group))
+    tensors, rest = [], dict[str, dict[str, Any]]()
+    for number, values in saved["state"].items():
+        name = order[number]
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                tensors.append((name, key, value))
+            else:
+                rest.setdefault(name, {})[key] = value
+    others = {key: value for key, value in saved.items() if key != "state"}
+    return tensors, {"state": rest, "others": others}
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _name(function: Any) -> str:
+    return describe(function).partition("(")[0]

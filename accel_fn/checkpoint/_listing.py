@@ -1,0 +1,98 @@
+"""Which checkpoints a folder holds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from accel_fn._errors import CheckpointError
+from accel_fn.checkpoint._manifest import NAME, Manifest, read_manifest
+from accel_fn.checkpoint._naming import name_of, steps_in
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One of a folder's checkpoints.
+
+    Attributes:
+        path: its folder.
+        step: batches consumed before it.
+        saved_at: when it was written.
+        size: bytes; 0 where that cannot be read.
+        world_size: ranks that saved it; 0 where that cannot be read.
+        damage: why it is not whole; empty where all files are there, with the right sizes.
+    """
+
+    path: Path
+    step: int
+    saved_at: datetime
+    size: int = 0
+    world_size: int = 0
+    damage: str = ""
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """The checkpoints of a folder, oldest first; what is being written is not one yet.
+
+    Args:
+        folder: where `save` writes; need not be there.
+
+    Returns:
+        One entry each. Contents are not read: `load` does that.
+
+    Cost: reads each manifest, and the sizes of files.
+
+    >>> import accel_fn as af
+    >>> af.list_checkpoints("no such folder")
+    []
+    """
+    return [_look(Path(folder) / name_of(step), step) for step in steps_in(Path(folder))]
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest whole checkpoint of a folder.
+
+    Args:
+        folder: where `save` writes; need not be there.
+
+    Returns:
+        Its folder; None where there is none yet.
+
+    Cost: reads a manifest, and the sizes of files.
+
+    >>> import accel_fn as af
+    >>> af.latest("no such folder") is None
+    True
+    """
+    for step in reversed(steps_in(Path(folder))):
+        found = _look(Path(folder) / name_of(step), step)
+        if not found.damage:
+            return found.path
+    return None
+
+
+def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of which a file is missing, or of another size."""
+    for name, mark in manifest.files.items():
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"load: a file of the checkpoint is missing: {path}") from None
+        if size != mark.size:
+            raise CheckpointError(
+                f"load: {path} is damaged: it must have {mark.size} bytes, got {size}"
+            )
+
+
+def _look(path: Path, step: int) -> Checkpoint:
+    when = path / NAME if (path / NAME).exists() else path
+    saved_at = datetime.fromtimestamp(when.stat().st_mtime, UTC)
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+    except CheckpointError as error:
+        return Checkpoint(path, step, saved_at, damage=str(error).removeprefix("load: "))
+    return Checkpoint(path, step, saved_at, manifest.size, manifest.world_size)

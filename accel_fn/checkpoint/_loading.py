@@ -1,0 +1,206 @@
+"""load: a run goes on from a checkpoint, at any world size."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from accel_fn._collectives import all_or_none
+from accel_fn._comm import exchange
+from accel_fn._errors import CheckpointError
+from accel_fn._state import DistState
+from accel_fn._step import Step
+from accel_fn.checkpoint._comparing import differences, is_optimizer, listed
+from accel_fn.checkpoint._contents import (
+    Contents,
+    contents_of,
+    named_steps,
+    put_back,
+    room_for_optimizer,
+    scale_from_dict,
+)
+from accel_fn.checkpoint._hashing import check_file
+from accel_fn.checkpoint._listing import check_sizes
+from accel_fn.checkpoint._manifest import Manifest, read_manifest
+from accel_fn.checkpoint._naming import name_of, steps_in
+from accel_fn.checkpoint._plain import from_plain
+from accel_fn.checkpoint._planning import Reading, plan_readings
+from accel_fn.checkpoint._random import derive_random, restore_random
+from accel_fn.checkpoint._saving import COMMON, check_extras, memory_of, rank_file
+
+
+def load(
+    folder: str | os.PathLike[str],
+    state: DistState,
+    step: Step | Mapping[str, Step],
+    *,
+    extras: Mapping[str, Any] | None = None,
+    at: str | int = "latest",
+) -> DistState:
+    """Go on from a checkpoint. Called on every rank, of a world of any size.
+
+    The program is built as for a new run; then its model, optimizer, transforms, extras
+    and random generators are filled in place. Everything is checked before anything is
+    overwritten: each file against its hash, and the checkpoint against the program.
+
+    Args:
+        folder: that was given to `save`.
+        state: as `build` gave it.
+        step: the step, or a dict of steps by name, as it was saved.
+        extras: by the names that they were saved under.
+        at: "latest", the number of a step, or a checkpoint's name.
+
+    Returns:
+        The state: `state` with the checkpoint's `step` and loss scale.
+
+    Raises:
+        RuntimeError: on every rank: there is no such checkpoint, a file is missing or damaged
+            (it is named), or the program is another one (each difference is listed,
+            with both values).
+        ValueError: on every rank, extras cannot take anything back.
+
+    Cost: reads the checkpoint, each rank what it needs, and together once more to check
+        hashes; no memory beside the largest tensor's; a few small collectives.
+
+    >>> import tempfile, accel_fn as af
+    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state, _ = step(state, batch)
+    ...     path = af.save(folder, state, step)
+    ...     af.load(folder, state, step).step
+    1
+    """
+    steps, extras = named_steps(step), extras or {}
+    path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
+    path = exchange(path, state, "load")[0]
+
+    def check() -> tuple[Manifest, Contents]:
+        check_extras(extras, "load")
+        manifest, contents = read_manifest(path), contents_of(steps)
+        check_sizes(path, manifest)
+        _compare(path, manifest, contents, state)
+        return manifest, contents
+
+    manifest, contents = all_or_none(check, state, "load")
+    all_or_none(lambda: _check_files(path, manifest, state), state, "load")
+    loaded = all_or_none(
+        lambda: _fill(path, manifest, contents, steps, extras, state), state, "load"
+    )
+    next(iter(steps.values())).notes["resumed_from"] = manifest.step
+    return loaded
+
+
+def _choose(folder: Path, at: str | int) -> Path:
+    """The checkpoint that is meant; the newest by name, so that a damaged one is not passed over."""
+    steps = steps_in(folder)
+    if at == "latest" and steps:
+        return folder / name_of(steps[-1])
+    path = folder / (name_of(at) if isinstance(at, int) else at)
+    if path.is_dir():
+        return path
+    there = ", ".join(map(str, steps[-5:])) or "none"
+    raise CheckpointError(f"load: at={at!r} must be a checkpoint in {folder}, got steps {there}")
+
+
+def _compare(path: Path, manifest: Manifest, contents: Contents, state: DistState) -> None:
+    found = differences(manifest, contents, state)
+    if found:
+        raise CheckpointError(
+            f"load: {path} must be of this program, got differences:\n{listed(found)}"
+        )
+
+
+def _check_files(path: Path, manifest: Manifest, state: DistState) -> None:
+    """This rank's share of the files against their hashes."""
+    for name in sorted(manifest.files)[state.rank :: state.world_size]:
+        check_file(path / name, manifest.files[name])
+
+
+def _fill(
+    path: Path,
+    manifest: Manifest,
+    contents: Contents,
+    steps: Mapping[str, Step],
+    extras: Mapping[str, Any],
+    state: DistState,
+) -> DistState:
+    """Overwrite: what may refuse comes first."""
+    rest = from_plain(path / COMMON)
+    was_there = state.rank < manifest.world_size
+    mine = from_plain(path / rank_file(state.rank if was_there else 0))
+    _load_extras(mine, extras)
+    tensors = {name: each for name, each in contents.tensors.items() if not is_optimizer(name)}
+    for name, step in steps.items():
+        tensors |= room_for_optimizer(step.plan, name, manifest.entries)
+    with ExitStack() as files:
+        opened: dict[str, IO[bytes]] = {}
+        for reading in plan_readings(tensors, manifest.entries):
+            name = reading.chunk.file
+            if name not in opened:
+                opened[name] = files.enter_context((path / name).open("rb", buffering=0))
+            _read(reading, opened[name])
+    if manifest.world_size == state.world_size:
+        for name, buffer in mine["buffers"].items():
+            tensors[name].copy_(buffer)
+    for name, step in steps.items():
+        put_back(step.plan, name, tensors, rest["steps"][name])
+    loaded = replace(state, step=manifest.step, scaler=scale_from_dict(rest["scaler"], state))
+    _load_random(mine, manifest, loaded, was_there=was_there)
+    return loaded
+
+
+def _load_extras(mine: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+    saved = {name for name in mine if name.startswith("extras[")}
+    here = {f"extras[{name!r}]" for name in extras}
+    if saved != here:
+        raise CheckpointError(
+            f"load: extras must be those that were saved, {sorted(saved)}, got {sorted(here)}"
+        )
+    for name, extra in extras.items():
+        extra.load_state_dict(mine[f"extras[{name!r}]"])
+
+
+def _load_random(
+    mine: Mapping[str, Any], manifest: Manifest, state: DistState, *, was_there: bool
+) -> None:
+    if was_there:
+        restore_random(mine["random"], state.device)
+    else:
+        derive_random(state)
+    if state.is_main and state.world_size > manifest.world_size:
+        print(
+            f"accel_fn: saved by {manifest.world_size} ranks, loaded by {state.world_size}: random "
+            "generators of the new ranks are derived from seed, rank and step",
+            file=sys.stderr,
+        )
+
+
+def _read(reading: Reading, file: IO[bytes]) -> None:
+    """Fill a part of a tensor, in place where memory and file are laid out alike."""
+    chunk, target = reading.chunk, reading.target
+    alike = (
+        target.is_cpu
+        and target.is_contiguous()
+        and tuple(target.shape) == chunk.sizes
+        and target.dtype == reading.dtype
+    )
+    source = target if alike else torch.empty(chunk.sizes, dtype=reading.dtype)
+    view = memory_of(source)
+    file.seek(chunk.start)
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise CheckpointError(f"load: {file.name} is damaged: it ends too early")
+        done += count
+    if not alike:
+        for dimension, (start, length) in enumerate(zip(reading.start, target.shape, strict=True)):
+            source = source.narrow(dimension, start, length)
+        target.copy_(source)

@@ -1,0 +1,76 @@
+"""Names of checkpoints in their folder: what is half written or half removed has another."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_STEP = re.compile(r"step_(\d{8,})")
+_NEW, _OLD = ".new_", ".old_"
+
+
+def name_of(step: int) -> str:
+    """`step_00001200`."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint; None for anything else."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match and path.name == name_of(int(match[1])) else None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, in order; none where there is no folder."""
+    try:
+        found = [step_of(path) for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(step for step in found if step is not None)
+
+
+def draft_of(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    return folder / f"{_NEW}{name_of(step)}"
+
+
+def publish(draft: Path, final: Path) -> None:
+    """Give a draft its name, in one step where the name is free.
+
+    Where it is not, the checkpoint that holds it steps aside first; a kill between the
+    two leaves that one to `recover`.
+    """
+    aside = final.with_name(_OLD + final.name)
+    if final.exists():
+        final.rename(aside)
+    draft.rename(final)
+    sync_folder(final.parent)
+
+
+def recover(folder: Path) -> list[Path]:
+    """Give back its name to a checkpoint that a kill has left aside; what else is to be removed."""
+    leftovers = list(folder.glob(f"{_NEW}*"))
+    for aside in folder.glob(f"{_OLD}*"):
+        final = aside.with_name(aside.name.removeprefix(_OLD))
+        if final.exists():
+            leftovers.append(aside)
+        else:
+            aside.rename(final)
+    return leftovers
+
+
+def hide(path: Path) -> Path:
+    """Take a checkpoint's name away, so that nobody reads what is being removed."""
+    hidden = path.with_name(_NEW + "removed_" + path.name)
+    path.rename(hidden)
+    return hidden
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder survive a power cut."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
