@@ -60,7 +60,7 @@ def read_entries(function: str, model: nn.Module) -> Entries:
 def check_storable(entries: Entries) -> None:
     """Can every tensor be written to a safetensors file?"""
     for name, tensor in entries.tensors.items():
-        if not _has_code(tensor.dtype):
+        if not _has_code(tensor.dtype, is_number=not tensor.ndim):
             rule = "hold tensors of the dtypes that safetensors knows"
             raise ArgumentError(_broken("save_model", rule, name, tensor.dtype))
 
@@ -109,9 +109,10 @@ def _check_dense(function: str, name: str, value: object) -> None:
 
 
 @cache
-def _has_code(dtype: torch.dtype) -> bool:
+def _has_code(dtype: torch.dtype, *, is_number: bool) -> bool:
+    probe = torch.empty(() if is_number else 0, dtype=dtype)
     try:
-        extra("save_model", "safetensors.torch").save({"": torch.empty(0, dtype=dtype)})
+        extra("save_model", "safetensors.torch").save({"": probe})
     except ModuleNotFoundError:
         raise
     except Exception:  # which one depends on the version
