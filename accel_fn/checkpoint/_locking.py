@@ -8,7 +8,6 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from accel_fn._errors import CheckpointError
 
@@ -16,29 +15,36 @@ _NAME = ".lock"
 _TRIES, _WAIT_S = 60, 0.05
 
 
-def lock_folder(folder: Path) -> IO[str]:
-    """A file that holds the folder as long as it is open, which ends with this process at the latest."""
-    file = (folder / _NAME).open("a+")
-    for left in reversed(
-        range(_TRIES)
-    ):  # a run that was killed may have workers that are still ending
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if left:
-                time.sleep(_WAIT_S)
-        except OSError:
-            return file  # a file system without locks
-        else:
-            file.truncate(0)
-            file.write(f"{socket.gethostname()}, pid {os.getpid()}")
-            file.flush()
-            return file
-    with suppress(OSError):
-        file.seek(0)
-    owner = file.read() or "another process"
-    file.close()
-    raise CheckpointError(
-        f"save: {folder} must be saved to by one run at a time, got a second one beside {owner}; "
-        "give each run a folder of its own"
-    )
+class FolderLock:
+    """Holds a folder until it is let go of, by whatever end of this process at the latest."""
+
+    __slots__ = ("_number", "folder")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._number = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        if not self._takes():
+            owner = os.pread(self._number, 200, 0).decode(errors="replace")
+            raise CheckpointError(
+                f"save: {folder} must be saved to by one run at a time, got a second one beside "
+                f"{owner or 'another process'}; give each run a folder of its own"
+            )
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, OSError):
+            os.close(self._number)
+
+    def _takes(self) -> bool:
+        for left in reversed(range(_TRIES)):  # workers of a run that was killed may still be ending
+            try:
+                fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if left:
+                    time.sleep(_WAIT_S)
+            except OSError:
+                return True  # a file system without locks
+            else:
+                os.truncate(self._number, 0)
+                os.pwrite(self._number, f"{socket.gethostname()}, pid {os.getpid()}".encode(), 0)
+                return True
+        return False

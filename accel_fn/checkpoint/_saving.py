@@ -21,7 +21,7 @@ from accel_fn._state import DistState
 from accel_fn._step import Step
 from accel_fn.checkpoint._contents import Contents, contents_of, named_steps, scale_to_dict
 from accel_fn.checkpoint._hashing import FileMark, hash_of, write_file
-from accel_fn.checkpoint._locking import lock_folder
+from accel_fn.checkpoint._locking import FolderLock
 from accel_fn.checkpoint._manifest import NAME, Chunk, Manifest
 from accel_fn.checkpoint._naming import draft_of, name_of, publish, sync_folder
 from accel_fn.checkpoint._plain import to_plain
@@ -83,7 +83,8 @@ def save(
         own = _own_buffers(contents, state)
         shared = contents.tensors
         if not state.is_main:  # what is no replica is saved as rank 0 has it
-            shared = {name: shared[name] for name in shared.keys() - set(contents.buffers)}
+            buffers = set(contents.buffers)
+            shared = {name: each for name, each in shared.items() if name not in buffers}
         parts = plan_parts(shared, state)
         data = {"buffers": own, "random": random_state(state.device)}
         data |= {f"extras[{name!r}]": extra.state_dict() for name, extra in extras.items()}
@@ -139,9 +140,9 @@ def _begin(home: Path, draft: Path, state: DistState, notes: dict[str, Any]) -> 
         return
     try:
         home.mkdir(parents=True, exist_ok=True)
-        if notes.get("locked") != home.resolve():
-            notes["lock"] = lock_folder(home)
-            notes["locked"] = home.resolve()
+        lock = notes.get("lock")
+        if lock is None or lock.folder != home.resolve():
+            notes["lock"] = FolderLock(home)
         tidy(home)
         draft.mkdir()
     except OSError as error:

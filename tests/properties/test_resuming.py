@@ -1,0 +1,119 @@
+"""Law 9: stop anywhere, go on at any world size; nothing shows."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+NUM_BATCHES = 9
+
+
+@dataclass(frozen=True)
+class Life:
+    """A process's: ranks, updates up to its last save, and those that are lost when it is killed."""
+
+    world_size: int
+    kept: int
+    lost: int
+
+
+lives = st.lists(
+    st.builds(Life, st.integers(1, 4), st.integers(0, 4), st.integers(0, 3)), max_size=4
+)
+
+
+def batches(spoilt: frozenset[int]):
+    """Global batches of odd sizes; those that are spoilt overflow."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for index in range(NUM_BATCHES):
+        inputs = torch.randn(3 + index % 4, 3, generator=generator).double()
+        targets = torch.randn(len(inputs), 1, generator=generator).double()
+        if index in spoilt:
+            inputs[-1] = float("nan")  # on the last rank alone
+        found.append((inputs, targets))
+    return found
+
+
+def scaled(plan):
+    return replace(plan, starts=(lambda state: replace(state, scaler=af.LossScale.start(2.0**8)),))
+
+
+def live(folder, life, data, *, last=False):
+    """Start anew, go on from the newest checkpoint, save, and do what is lost; parameters, and the state."""
+
+    def run(state):
+        model = ours.regression_model(seed=5 + life.kept)  # other values than those saved
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        recipe = af.compose(af.wrap_ddp(), scaled, af.accumulate(2), af.clip(0.5))
+        state, step = af.build(state, recipe(plan))
+        state = af.load(folder, state, step)
+        stop = len(data) if last else min(state.step + life.kept, len(data))
+        while state.step < stop:
+            state, _ = step(state, part(data, state))
+        af.save(folder, state, step, keep=2)
+        result = {name: value.clone() for name, value in model.state_dict().items()}, state
+        for _ in range(min(life.lost, len(data) - state.step)):
+            state, _ = step(state, part(data, state))
+        return result
+
+    return simulate(run, world_size=life.world_size)
+
+
+def part(data, state):
+    batch = data[state.step]
+    cuts = [len(batch[0]) * rank // state.world_size for rank in range(state.world_size + 1)]
+    return ours.rows(batch, cuts[state.rank], cuts[state.rank + 1])
+
+
+def begin(folder):
+    """The checkpoint before the first step."""
+
+    def run(state):
+        model = ours.regression_model()
+        plan = scaled(af.wrap_ddp()(af.Plan(ours.mse, model, ours.adamw(model.parameters()))))
+        state, step = af.build(state, af.clip(0.5)(plan))
+        af.save(folder, state, step)
+
+    simulate(run, world_size=1)
+
+
+@settings(max_examples=10)
+@given(lives=lives, spoilt=st.frozensets(st.integers(0, NUM_BATCHES - 1), max_size=3))
+@example(lives=[Life(2, 3, 2), Life(4, 2, 1), Life(1, 1, 3)], spoilt=frozenset({1, 4}))
+def test_any_stops_at_any_worlds_are_the_run_by_hand(lives, spoilt):
+    data = batches(spoilt)
+    clean = [batch for index, batch in enumerate(data) if index not in spoilt]
+    _, expected = ours.trained_by_hand(ours.regression_model(), clean, max_norm=0.5)
+    with tempfile.TemporaryDirectory() as folder:
+        begin(folder)
+        for life in lives:
+            live(folder, life, data)
+        for parameters, state in live(folder, Life(3, 0, 0), data, last=True):
+            ours.assert_close(parameters, expected)
+            assert state.step == NUM_BATCHES
+            assert float(state.scaler.scale) == 2.0 ** (8 - len(spoilt))
+            assert int(state.scaler.skipped) == len(spoilt)
+
+
+@settings(max_examples=6)
+@given(world_size=st.integers(1, 4), stops=st.lists(st.integers(0, 4), max_size=4))
+def test_stops_at_one_world_size_change_no_bit(world_size, stops):
+    data = batches(frozenset({2}))
+    ends = []
+    for lives in ([], [Life(world_size, kept, 2) for kept in stops]):
+        with tempfile.TemporaryDirectory() as folder:
+            begin(folder)
+            for life in lives:
+                live(folder, life, data)
+            ends.append(live(folder, Life(world_size, 0, 0), data, last=True))
+    for (whole, _), (stopped, _) in zip(*ends, strict=True):
+        ours.assert_identical(stopped, whole)
