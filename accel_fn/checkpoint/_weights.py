@@ -64,7 +64,7 @@ def save_model(
     Cost: one write of the model, and a wait for the disk; on the host, a copy of one shard if the model
     is on an accelerator, and of its non-contiguous tensors otherwise.
 
-    >>> import tempfile, torch, accel_fn as af
+    >>> import os, tempfile, torch, accel_fn as af
     >>> folder = tempfile.mkdtemp()
     >>> af.save_model(torch.nn.Linear(2, 1), folder)
     >>> os.listdir(folder)
