@@ -141,8 +141,19 @@ def put_back(plan: Plan, step: str, tensors: Mapping[str, Tensor], rest: dict[st
         if values:
             state[number] = values
     plan.optimizer.load_state_dict({**rest["optimizer"]["others"], "state": state})
+    _keep_dtypes(plan, order, state)
     for where, part in stateful_parts(plan):
         part.load_state_dict(rest["transforms"][where])
+
+
+def _keep_dtypes(plan: Plan, order: list[str], state: Mapping[int, dict[str, Any]]) -> None:
+    """torch turns what is kept of a float64 parameter into float64, float32 counters too."""
+    parameters = dict(plan.model.named_parameters())
+    for number, values in state.items():
+        loaded = plan.optimizer.state[parameters[order[number]]]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
 
 
 def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]:

@@ -78,11 +78,10 @@ def load(
     1
     """
     steps, extras = named_steps(step), extras or {}
-    path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
+    path = all_or_none(lambda: _choose(Path(folder), at, extras), state, "load")
     path = exchange(path, state, "load")[0]
 
     def check() -> tuple[Manifest, Contents]:
-        check_extras(extras, "load")
         manifest, contents = read_manifest(path), contents_of(steps)
         check_sizes(path, manifest)
         _compare(path, manifest, contents, state)
@@ -97,8 +96,9 @@ def load(
     return loaded
 
 
-def _choose(folder: Path, at: str | int) -> Path:
+def _choose(folder: Path, at: str | int, extras: Mapping[str, Any]) -> Path:
     """The checkpoint that is meant; the newest by name, so that a damaged one is not passed over."""
+    check_extras(extras, "load")
     steps = steps_in(folder)
     if at == "latest" and steps:
         return folder / name_of(steps[-1])

@@ -86,9 +86,9 @@ def save(
             buffers = set(contents.buffers)
             shared = {name: each for name, each in shared.items() if name not in buffers}
         parts = plan_parts(shared, state)
-        data = {"buffers": own, "random": random_state(state.device)}
-        data |= {f"extras[{name!r}]": extra.state_dict() for name, extra in extras.items()}
-        mine = all_or_none(lambda: _write(draft, state, contents, data, parts), state, "save")
+        mine = all_or_none(
+            lambda: _write(draft, state, contents, own, extras, parts), state, "save"
+        )
         written = exchange(mine, state, "save")
         final = home / name_of(state.step)
 
@@ -153,10 +153,13 @@ def _write(
     draft: Path,
     state: DistState,
     contents: Contents,
-    data: Mapping[str, Any],
+    own: Mapping[str, Tensor],
+    extras: Mapping[str, Any],
     parts: Sequence[Part],
 ) -> _Written:
     """This rank's files."""
+    data = {"buffers": own, "random": random_state(state.device)}
+    data |= {f"extras[{name!r}]": extra.state_dict() for name, extra in extras.items()}
     files = {rank_file(state.rank): to_plain(data, "save")}
     if state.is_main:
         rest = {"scaler": scale_to_dict(state.scaler), "steps": contents.rest}

@@ -1,0 +1,360 @@
+"""save and load: what is kept, what must agree, and what every mistake is told."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn._errors import CheckpointError
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+BATCH = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
+
+
+def make(seed=0, *, optimizer=ours.adamw, recipe=None, model=None, state=None):
+    """A step of a new program."""
+    model = model or ours.regression_model(seed)
+    plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
+    return af.build(state or af.DistState(), recipe(plan) if recipe else plan)
+
+
+def advance(state, step, count=2):
+    for _ in range(count):
+        state, _ = step(state, BATCH)
+    return state
+
+
+def kept(step):
+    """Parameters and optimizer, in plain data."""
+    return step.plan.model.state_dict(), step.plan.optimizer.state_dict()
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": ours.sgd,
+    "AdamW": ours.adamw,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.05, amsgrad=True),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "tensor lr": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.05)),
+    "groups": lambda parameters: torch.optim.SGD(
+        [
+            {"params": [each], "lr": 0.1 / (index + 1), "momentum": 0.5}
+            for index, each in enumerate(parameters)
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_run_goes_on_to_the_bit_in_a_new_program(tmp_path, optimizer, steps_before):
+    """Also where that program has made some updates already."""
+    state, step = make(optimizer=optimizer)
+    state = advance(state, step)
+    af.save(tmp_path, state, step)
+    advance(state, step)
+    new_state, new_step = make(7, optimizer=optimizer)
+    new_state = advance(new_state, new_step, steps_before)
+    new_state = af.load(tmp_path, new_state, new_step)
+    assert new_state.step == 2
+    advance(new_state, new_step)
+    torch.testing.assert_close(kept(new_step), kept(step), rtol=0, atol=0)
+
+
+def test_what_was_saved_before_the_first_update_takes_later_state_away(tmp_path):
+    state, step = make()
+    af.save(tmp_path, state, step)
+    before = ours.regression_model().state_dict()
+    state = af.load(tmp_path, advance(state, step), step)
+    assert (state.step, step.plan.optimizer.state_dict()["state"]) == (0, {})
+    ours.assert_identical(step.plan.model.state_dict(), before)
+
+
+def test_tensors_are_filled_where_they_are(tmp_path):
+    state, step = make()
+    state = advance(state, step)
+    af.save(tmp_path, state, step)
+    places = [each.data_ptr() for each in step.plan.model.parameters()]
+    moments = step.plan.optimizer.state[next(step.plan.model.parameters())]
+    place = moments["exp_avg"].data_ptr()
+    af.load(tmp_path, advance(state, step), step)
+    assert [each.data_ptr() for each in step.plan.model.parameters()] == places
+    moments = step.plan.optimizer.state[next(step.plan.model.parameters())]
+    assert moments["exp_avg"].data_ptr() == place
+
+
+def test_generators_go_on_where_they_stood(tmp_path):
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(2).tolist()
+
+    state, step = make()
+    af.save(tmp_path, state, step)
+    drawn = draw()
+    draw()
+    af.load(tmp_path, state, step)
+    assert draw() == drawn
+
+
+def test_generators_of_new_ranks_are_derived_and_that_is_said(tmp_path, capsys):
+    state, step = make(recipe=af.wrap_ddp())
+    af.save(tmp_path, state, step)
+
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        af.load(tmp_path, state, step)
+
+    simulate(run, world_size=2)
+    assert capsys.readouterr().err == (
+        "accel_fn: saved by 1 ranks, loaded by 2: random generators of the new ranks "
+        "are derived from seed, rank and step\n"
+    )
+
+
+class Counter:
+    """Something of the user's that keeps a number."""
+
+    def __init__(self, number=0):
+        self.number = number
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, saved):
+        self.number = saved["number"]
+
+
+def test_extras_are_each_ranks_own(tmp_path):
+    def run(state):
+        counter = Counter(10 + state.rank)
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        af.save(tmp_path, state, step, extras={"counter": counter})
+        again = Counter()
+        af.load(tmp_path, state, step, extras={"counter": again})
+        return again.number
+
+    assert simulate(run, world_size=3) == [10, 11, 12]
+
+
+def test_several_steps_are_one_checkpoint(tmp_path):
+    def both(seed):
+        state, first = make(seed)
+        _, second = make(seed + 1, optimizer=ours.sgd)
+        return state, {"generator": first, "optimizer": second}
+
+    state, steps = both(0)
+    for step in steps.values():
+        advance(state, step)
+    af.save(tmp_path, replace(state, step=2), steps)
+    _, others = both(5)
+    assert af.load(tmp_path, state, others).step == 2
+    for name, step in steps.items():
+        torch.testing.assert_close(kept(others[name]), kept(step), rtol=0, atol=0)
+
+
+class Tied(nn.Module):
+    """Two names for one tensor."""
+
+    def __init__(self, *, tied=True):
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False).double()
+        self.second = nn.Linear(3, 3, bias=False).double()
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, inputs):
+        return self.second(self.first(inputs)).sum(dim=1, keepdim=True)
+
+
+def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path):
+    state, step = make(model=Tied())
+    path = af.save(tmp_path, advance(state, step), step)
+    assert path.joinpath("tensors_00000.bin").stat().st_size == 3 * 9 * 8 + 4
+    state, again = make(model=Tied())
+    af.load(tmp_path, state, again)
+    assert again.plan.model.second.weight is again.plan.model.first.weight
+    ours.assert_identical(again.plan.model.state_dict(), step.plan.model.state_dict())
+    state, other = make(model=Tied(tied=False))
+    with pytest.raises(
+        CheckpointError, match=r"model/second.weight is tied to: model/first.weight"
+    ):
+        af.load(tmp_path, state, other)
+
+
+class Odd(nn.Module):
+    """Tensors of every layout and kind, and state that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 1).double())
+        self.image = nn.Parameter(
+            torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last), requires_grad=False
+        )
+        self.register_buffer("turned", torch.arange(6).reshape(2, 3).t())
+        self.register_buffer("none", torch.empty(0, 3))
+        self.register_buffer("halves", torch.rand(3).bfloat16())
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("waves", torch.rand(2, dtype=torch.complex64))
+        self.words = "some"
+
+    def forward(self, inputs):
+        return inputs @ self.weight
+
+    def get_extra_state(self):
+        return {"words": self.words}
+
+    def set_extra_state(self, state):
+        self.words = state["words"]
+
+
+def test_any_tensors_and_extra_state_come_back(tmp_path):
+    model = Odd()
+    model.words = "others"
+    state, step = make(model=model)
+    af.save(tmp_path, advance(state, step), step)
+    again = Odd()
+    state, other = make(model=again)
+    af.load(tmp_path, state, other)
+    assert again.words == "others"
+    tensors = {
+        name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)
+    }
+    ours.assert_identical(again.state_dict(), tensors)
+    assert again.image.is_contiguous(memory_format=torch.channels_last)
+
+
+@dataclass
+class Counting:
+    """A transform that keeps a number."""
+
+    count: int = 0
+
+    def __call__(self, state, report):
+        self.count += 1
+        return state
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, saved):
+        self.count = saved["count"]
+
+
+def test_what_a_transform_keeps_is_kept(tmp_path):
+    def counting(counter):
+        return lambda plan: replace(plan, after=(*plan.after, counter))
+
+    old, new = Counting(), Counting()
+    state, step = make(recipe=counting(old))
+    af.save(tmp_path, advance(state, step), step)
+    state, step = make(recipe=counting(new))
+    af.load(tmp_path, state, step)
+    assert new.count == 2
+
+
+def another_model():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Linear(1, 1)).double()
+
+
+MISTAKES = {
+    "transform": ({"recipe": af.clip(1.0)}, "gradients: nothing saved, ['clip_norm'] here"),
+    "optimizer": ({"optimizer": ours.sgd}, "optimizer: AdamW saved, SGD here"),
+    "shape": (
+        {"model": another_model()},
+        "model/0.weight: float64 [5, 3] saved, float64 [4, 3] here",
+    ),
+    "more": ({"model": another_model()}, "model/3.weight: nothing saved, float64 [1, 1] here"),
+    "fewer": (
+        {"model": nn.Sequential(nn.Linear(3, 1)).double()},
+        "model/2.weight: float64 [1, 5] saved, nothing here",
+    ),
+    "dtype": (
+        {"model": ours.regression_model().float()},
+        "model/0.weight: float64 [5, 3] saved, float32 [5, 3] here",
+    ),
+    "seed": ({"state": af.DistState(seed=3)}, "seed: 0 saved, 3 here"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_another_program_is_refused_before_anything_is_overwritten(tmp_path, changes, words):
+    state, step = make()
+    path = af.save(tmp_path, state, step)
+    state, other = make(**changes)
+    before = {name: value.clone() for name, value in other.plan.model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        af.load(tmp_path, state, other)
+    assert str(caught.value).startswith(f"load: {path} must be of this program, got differences:\n")
+    assert f"  {words}" in str(caught.value)
+    ours.assert_identical(other.plan.model.state_dict(), before)
+
+
+def test_ranks_micro_batches_and_wrapping_are_not_another_program(tmp_path):
+    state, step = make(recipe=af.compose(af.place(), af.wrap_ddp(), af.accumulate(4)))
+    af.save(tmp_path, state, step)
+    state, other = make(3)
+    af.load(tmp_path, state, other)
+    ours.assert_identical(other.plan.model.state_dict(), step.plan.model.state_dict())
+
+
+def test_at_names_a_checkpoint_by_its_step_or_its_name(tmp_path):
+    state, step = make()
+    for _ in range(3):
+        state = advance(state, step, 1)
+        af.save(tmp_path, state, step)
+    found = [af.load(tmp_path, state, step, at=at).step for at in (2, "step_00000001", "latest")]
+    assert found == [2, 1, 3]
+    with pytest.raises(
+        CheckpointError, match=r"load: at=7 must be a checkpoint in .* steps 1, 2, 3$"
+    ):
+        af.load(tmp_path, state, step, at=7)
+    with pytest.raises(CheckpointError, match=r"at='latest' must .*, got steps none"):
+        af.load(tmp_path / "nowhere", state, step)
+
+
+def test_arguments_are_checked(tmp_path):
+    state, step = make()
+    with pytest.raises(
+        TypeError, match=r"save: step must be a Step or a dict of Steps, got \{'a': 3\}"
+    ):
+        af.save(tmp_path, state, {"a": 3})
+    with pytest.raises(ValueError, match="save: keep must be an integer >= 1, got 0"):
+        af.save(tmp_path, state, step, keep=0)
+    for function in (af.save, af.load):
+        with pytest.raises(
+            TypeError, match=r"extras\['n'\] must have state_dict and load_state_dict"
+        ):
+            function(tmp_path, state, step, extras={"n": 3})
+    af.save(tmp_path, state, step, extras={"n": Counter()})
+    with pytest.raises(
+        CheckpointError, match=r"load: extras must be those that were saved, \['n'\], got"
+    ):
+        af.load(tmp_path, state, step)
+
+
+def test_a_failure_on_one_rank_is_one_of_all_and_leaves_no_draft(tmp_path):
+    class Bad(Counter):
+        def state_dict(self):
+            raise KeyError("lost")
+
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        extra = Bad() if state.rank == 1 else Counter()
+        try:
+            af.save(tmp_path, state, step, extras={"extra": extra})
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    zero, one = simulate(run, world_size=2)
+    assert zero == "ReplicaError: save: failed on rank 1: KeyError('lost')"
+    assert one == "KeyError: 'lost'"
+    assert [each.name for each in tmp_path.iterdir()] == [".lock"]
