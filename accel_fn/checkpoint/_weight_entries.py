@@ -101,6 +101,8 @@ def _check_dense(function: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         what = f"a {type(value).__name__}"
         raise ArgumentError(_broken(function, "hold nothing but tensors in state_dict", name, what))
+    if nn.parameter.is_lazy(value):
+        raise ArgumentError(_broken(function, "hold values", name, "a parameter without a shape"))
     if value.layout is not torch.strided or hasattr(value, "__tensor_flatten__"):
         what = f"a {type(value).__name__} of layout {value.layout}"
         raise ArgumentError(_broken(function, "hold dense tensors", name, what))

@@ -88,7 +88,11 @@ def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
     metadata = {"format": "pt"} | ({TIED: json.dumps(tied)} if tied else {})
     path.touch()
     mode = path.stat().st_mode
-    extra("save_model", "safetensors.torch").save_file(held, path, metadata=metadata)
+    library = extra("save_model", "safetensors")
+    try:
+        extra("save_model", "safetensors.torch").save_file(held, path, metadata=metadata)
+    except library.SafetensorError as error:
+        raise OSError(f"save_model: {path} could not be written: {error}") from error
     path.chmod(mode)  # safetensors makes files that only their owner can read
     _sync(path)
 

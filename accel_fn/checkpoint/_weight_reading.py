@@ -41,8 +41,11 @@ def open_set(folder: Path, stack: ExitStack) -> Stored:
         return _stored(folder, files)
     if not (folder / INDEX).is_file():
         raise _refusal(folder, f"hold {SINGLE} or {INDEX}", "neither")
+    before = _mark(folder / INDEX)
     index = _read_index(folder)
     files = {name: _open(folder, name, stack) for name in sorted(set(index.values()))}
+    if _mark(folder / INDEX) != before:  # a save puts a new index before it touches old shards
+        raise _refusal(folder, "stay as it is while it is read", "a new set; load again")
     stored = _stored(folder, files)
     for key, name in index.items():
         if stored.handles.get(key) is not files[name]:
@@ -56,6 +59,12 @@ def open_set(folder: Path, stack: ExitStack) -> Stored:
 def _refusal(path: Path, rule: str, found: object) -> ArgumentError:
     what = found if isinstance(found, str) else repr(found)
     return ArgumentError(f"load_model: {path} must {rule}, got {what}")
+
+
+def _mark(path: Path) -> tuple[int, int]:
+    """Another one for every file that was put there."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def _read_index(folder: Path) -> dict[str, str]:

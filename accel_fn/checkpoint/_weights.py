@@ -45,7 +45,8 @@ def save_model(
     any moment leaves a set that loads: the old one (none, if there was none), or the new one.
     Where the file system has no hard links, replacing a set by one of as many shards copies
     its files. What earlier saves left, whole or in part, is removed at the end; no
-    other file of the folder is touched. One process at a time may write to a folder.
+    other file of the folder is touched. One process at a time may write to a folder; one that
+    reads meanwhile gets one of the two sets, or an error.
 
     Call it on one rank: `af.on_main(lambda: af.save_model(model, folder), state)`.
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import signal
 import stat
 import sys
@@ -14,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import accel_fn as af
-from accel_fn.checkpoint import _weight_entries, _weight_files
+from accel_fn.checkpoint import _weight_entries, _weight_files, _weight_reading
 from accel_fn.checkpoint._weights import load_model, save_model
 
 st = pytest.importorskip("safetensors.torch")
@@ -298,6 +300,8 @@ BAD_MODELS = {
         "nothing but tensors in state_dict, got a dict for '_extra_state'",
     ),
     "sparse": (Bag(x=floats(3).to_sparse()), r"dense tensors, got a Tensor of layout .* for 'x'"),
+    "two in one": (Bag(x=TwoTensor(floats(1), floats(1))), "dense tensors, got a TwoTensor"),
+    "lazy": (nn.LazyLinear(2), "hold values, got a parameter without a shape for 'weight'"),
     "meta": (nn.Linear(2, 1, device="meta"), "hold values, got .* meta device for 'weight'"),
     "overlapping": (overlapping(), r"got 'a' and 'b', which share some .*; clone one of them"),
     "two dtypes": (of_two_dtypes(), r"got 'a' and 'b', which share some"),
@@ -687,6 +691,105 @@ def test_a_save_that_fails_leaves_the_old_set_and_nothing_else(tmp_path, monkeyp
     model = bag(0)
     load_model(model, tmp_path)
     assert bits(model) == bits(bag(1))
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    child = os.fork()
+    if not child:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+            save_model(Bag(x=floats(1000)), tmp_path)
+        except OSError as error:
+            told = str(error).startswith("save_model: ") and "could not be written: " in str(error)
+            os._exit(7 if told else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert names(tmp_path) == []
+
+
+def test_a_set_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    save_model(bag(1), tmp_path, 16)
+    opened = _weight_reading._open
+
+    def replacing(folder, name, stack):
+        file = opened(folder, name, stack)
+        if name == shards(2)[0]:
+            save_model(bag(2), tmp_path, 16)
+        return file
+
+    monkeypatch.setattr(_weight_reading, "_open", replacing)
+    refused(bag(0), tmp_path, "must stay as it is while it is read, got a new set; load again")
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What is synced, put in place and removed, in order; a token is left out of names."""
+    seen = []
+
+    def name(path):
+        return Path(path).name.partition(".new-")[0] + ("*" if ".new-" in str(path) else "")
+
+    def noted(word, function, named):
+        def call(*arguments):
+            seen.append(f"{word} {name(named(*arguments))}")
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(
+        os, "fsync", noted("sync", os.fsync, lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    )
+    for word, owner, function in [("put", os, "replace"), ("remove", Path, "unlink")]:
+        called = noted(word, getattr(owner, function), lambda *paths: paths[-1])
+        monkeypatch.setattr(owner, function, called)
+    return seen
+
+
+PARTS = [f"model-{at:05d}-of-00002" for at in (1, 2)]
+PLACED = ["sync model.safetensors.index*", "put model.safetensors.index.json", "sync folder"]
+DONE = {
+    (1000, 1000): ["sync model*", "sync folder", f"put {SINGLE}", "sync folder"],
+    (1000, 16): [
+        *(f"sync {name}*" for name in PARTS),
+        "sync folder",
+        *(f"put {name}.safetensors" for name in PARTS),
+        "sync folder",
+        *PLACED,
+        f"remove {SINGLE}",
+        "sync folder",
+    ],
+    (16, 16): [
+        *(f"sync {name}*" for name in PARTS),
+        "sync folder",
+        *PLACED,
+        *(f"put {name}.safetensors" for name in PARTS),
+        "sync folder",
+        *PLACED,
+        *(f"remove {name}*" for name in PARTS),
+    ],
+    (16, 1000): [
+        "sync model*",
+        "sync folder",
+        f"put {SINGLE}",
+        "sync folder",
+        f"remove {INDEX}",
+        "sync folder",
+        *(f"remove {name}.safetensors" for name in PARTS),
+    ],
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads names of open files from /proc")
+@pytest.mark.parametrize(("before", "after"), DONE)
+def test_each_step_is_on_the_disk_before_the_next(tmp_path, done, before, after):
+    folder = tmp_path / "folder"
+    save_model(bag(1), folder, before)
+    done.clear()
+    save_model(bag(2), folder, after)
+    removed = [step for step in done if step.startswith("remove model-")]
+    steps = [step for step in done if step not in removed]
+    assert steps + sorted(removed) == DONE[before, after]
 
 
 TOUCHING = ("os.rename", "os.remove", "os.link", "os.chmod", "open")
