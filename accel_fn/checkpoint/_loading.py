@@ -33,7 +33,7 @@ from accel_fn.checkpoint._naming import name_of, steps_in
 from accel_fn.checkpoint._plain import from_plain
 from accel_fn.checkpoint._planning import Reading, plan_readings
 from accel_fn.checkpoint._random import derive_random, restore_random
-from accel_fn.checkpoint._saving import COMMON, check_extras, memory_of, rank_file
+from accel_fn.checkpoint._saving import COMMON, EXTRA, check_extras, memory_of, rank_file
 
 
 def load(
@@ -157,14 +157,13 @@ def _fill(
 
 
 def _load_extras(mine: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
-    saved = {name for name in mine if name.startswith("extras[")}
-    here = {f"extras[{name!r}]" for name in extras}
-    if saved != here:
+    saved = sorted(name.removeprefix(EXTRA) for name in mine if name.startswith(EXTRA))
+    if saved != sorted(extras):
         raise CheckpointError(
-            f"load: extras must be those that were saved, {sorted(saved)}, got {sorted(here)}"
+            f"load: extras must be those that were saved, {saved}, got {sorted(extras)}"
         )
     for name, extra in extras.items():
-        extra.load_state_dict(mine[f"extras[{name!r}]"])
+        extra.load_state_dict(mine[f"{EXTRA}{name}"])
 
 
 def _load_random(

@@ -6,13 +6,13 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-import accel_fn
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
 from accel_fn._errors import ArgumentTypeError, CheckpointError, check_count, message
@@ -29,7 +29,7 @@ from accel_fn.checkpoint._planning import Part, plan_parts, to_entries
 from accel_fn.checkpoint._random import random_state
 from accel_fn.checkpoint._retaining import retain, tidy
 
-COMMON = "common.pt"
+COMMON, EXTRA = "common.pt", "extras/"
 
 
 def save(
@@ -159,7 +159,7 @@ def _write(
 ) -> _Written:
     """This rank's files."""
     data = {"buffers": own, "random": random_state(state.device)}
-    data |= {f"extras[{name!r}]": extra.state_dict() for name, extra in extras.items()}
+    data |= {f"{EXTRA}{name}": extra.state_dict() for name, extra in extras.items()}
     files = {rank_file(state.rank): to_plain(data, "save")}
     if state.is_main:
         rest = {"scaler": scale_to_dict(state.scaler), "steps": contents.rest}
@@ -221,7 +221,7 @@ def _manifest(
         step=state.step,
         seed=state.seed,
         world_size=state.world_size,
-        accel_fn=accel_fn.__version__,
+        accel_fn=version("accel-fn"),
         torch=str(torch.__version__),
         plans=contents.plans,
         tied=contents.tied,
