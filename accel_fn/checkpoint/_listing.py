@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,7 +49,9 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     >>> af.list_checkpoints("no such folder")
     []
     """
-    return [_look(Path(folder) / name_of(step), step) for step in steps_in(Path(folder))]
+    steps = steps_in(Path(folder))
+    found = [_look(Path(folder) / name_of(step), step) for step in steps]
+    return [each for each in found if each is not None]
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -68,7 +71,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """
     for step in reversed(steps_in(Path(folder))):
         found = _look(Path(folder) / name_of(step), step)
-        if not found.damage:
+        if found is not None and not found.damage:
             return found.path
     return None
 
@@ -87,12 +90,17 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
             )
 
 
-def _look(path: Path, step: int) -> Checkpoint:
-    when = path / NAME if (path / NAME).exists() else path
-    saved_at = datetime.fromtimestamp(when.stat().st_mtime, UTC)
+def _look(path: Path, step: int) -> Checkpoint | None:
+    """None: it is gone, removed by the run that saves here."""
+    damage, size, world_size = "", 0, 0
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
+        size, world_size = manifest.size, manifest.world_size
     except CheckpointError as error:
-        return Checkpoint(path, step, saved_at, damage=str(error).removeprefix("load: "))
-    return Checkpoint(path, step, saved_at, manifest.size, manifest.world_size)
+        damage = str(error).removeprefix("load: ")
+    for each in (path / NAME, path):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            saved_at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
+            return Checkpoint(path, step, saved_at, size, world_size, damage)
+    return None

@@ -8,6 +8,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from weakref import WeakSet
 
 from accel_fn._errors import CheckpointError
 
@@ -18,11 +19,12 @@ _TRIES, _WAIT_S = 60, 0.05
 class FolderLock:
     """Holds a folder until it is let go of, by whatever end of this process at the latest."""
 
-    __slots__ = ("_number", "folder")
+    __slots__ = ("__weakref__", "_number", "folder")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._number = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        _held.add(self)
         if not self._takes():
             owner = os.pread(self._number, 200, 0).decode(errors="replace")
             raise CheckpointError(
@@ -31,11 +33,17 @@ class FolderLock:
             )
 
     def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of it here; a process that has forked, or was forked, may hold it still."""
         with suppress(AttributeError, OSError):
-            os.close(self._number)
+            number = self._number
+            del self._number
+            os.close(number)
 
     def _takes(self) -> bool:
-        for left in reversed(range(_TRIES)):  # workers of a run that was killed may still be ending
+        for left in reversed(range(_TRIES)):  # a run that was killed may still be ending
             try:
                 fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -48,3 +56,15 @@ class FolderLock:
                 os.pwrite(self._number, f"{socket.gethostname()}, pid {os.getpid()}".encode(), 0)
                 return True
         return False
+
+
+_held: WeakSet[FolderLock] = WeakSet()
+
+
+def _let_go() -> None:
+    """In a process that was forked: a worker that outlives a killed run would hold its folder."""
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go)

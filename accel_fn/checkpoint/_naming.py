@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 _STEP = re.compile(r"step_(\d{8,})")
 _NEW, _OLD = ".new_", ".old_"
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
+_TRIES = 8
 
 
 def name_of(step: int) -> str:
@@ -22,10 +26,14 @@ def step_of(path: Path) -> int | None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, in order; none where there is no folder."""
+    """The steps of the checkpoints in a folder, in order; none where there is no folder.
+
+    One that a kill has left aside is found as well: it gets its name back here.
+    """
+    _give_back(folder)
     try:
         found = [step_of(path) for path in folder.iterdir()]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(step for step in found if step is not None)
 
@@ -38,26 +46,25 @@ def draft_of(folder: Path, step: int) -> Path:
 def publish(draft: Path, final: Path) -> None:
     """Give a draft its name, in one step where the name is free.
 
-    Where it is not, the checkpoint that holds it steps aside first; a kill between the
-    two leaves that one to `recover`.
+    Where it is not, the checkpoint that holds it steps aside first; after a kill between
+    the two, `steps_in` and `recover` give that one its name back. A reader that does so between
+    the two makes it step aside once more.
     """
-    aside = final.with_name(_OLD + final.name)
-    if final.exists():
-        final.rename(aside)
-    draft.rename(final)
+    for left in reversed(range(_TRIES)):
+        try:
+            draft.rename(final)
+            break
+        except OSError as error:
+            if error.errno not in _TAKEN or not left:
+                raise
+        final.rename(_aside(final))
     sync_folder(final.parent)
 
 
 def recover(folder: Path) -> list[Path]:
     """Give back its name to a checkpoint that a kill has left aside; what else is to be removed."""
-    leftovers = list(folder.glob(f"{_NEW}*"))
-    for aside in folder.glob(f"{_OLD}*"):
-        final = aside.with_name(aside.name.removeprefix(_OLD))
-        if final.exists():
-            leftovers.append(aside)
-        else:
-            aside.rename(final)
-    return leftovers
+    _give_back(folder)
+    return [path for start in (_NEW, _OLD) for path in folder.glob(f"{start}*")]
 
 
 def hide(path: Path) -> Path:
@@ -74,3 +81,16 @@ def sync_folder(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(_OLD + final.name)
+
+
+def _give_back(folder: Path) -> None:
+    """No name is ever taken from another: a folder that is not empty is not renamed over."""
+    for aside in folder.glob(f"{_OLD}*"):
+        final = aside.with_name(aside.name.removeprefix(_OLD))
+        if not final.exists():
+            with suppress(OSError):
+                aside.rename(final)

@@ -19,9 +19,11 @@ def retain(folder: Path, keep: int, keep_every: int | None, resumed_from: int | 
     """Remove all but the newest `keep` whole checkpoints.
 
     Those whose step is a multiple of `keep_every` stay, and so does the one that
-    this run was resumed from. One that is not whole is left to its owner.
+    this run was resumed from. One that is not whole is left to its owner. Newest
+    by the time of writing: a run that went back has a lower step than what it left there.
     """
     whole = [each for each in list_checkpoints(folder) if not each.damage]
+    whole.sort(key=lambda each: (each.saved_at, each.step))
     for each in whole[:-keep]:
         if each.step == resumed_from or (keep_every and each.step % keep_every == 0):
             continue
