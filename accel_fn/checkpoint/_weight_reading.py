@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -91,8 +92,7 @@ def _is_plain(name: str) -> bool:
 
 def _inside(folder: Path, name: str) -> Path:
     """The path of a file that no link leads away from its folder."""
-    real = (folder / name).resolve()
-    home = folder.resolve()
+    real, home = Path(os.path.realpath(folder / name)), Path(os.path.realpath(folder))
     homes = [home]
     if home.parent.name == "snapshots":  # the hub's cache: snapshots link to files in blobs
         homes.append(home.parent.parent / "blobs")

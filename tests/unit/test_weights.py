@@ -617,6 +617,11 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     refused(bag(0), tmp_path, f"{SINGLE} must be a file, got none")
 
 
+def test_a_link_to_itself_is_no_file(tmp_path):
+    (tmp_path / SINGLE).symlink_to(SINGLE)
+    refused(bag(0), tmp_path, f"{SINGLE} must be a file, got none")
+
+
 def test_a_key_that_is_not_in_its_shard_is_named(tmp_path):
     save_model(bag(1), tmp_path, 16)
     first, second = shards(2)
