@@ -140,13 +140,11 @@ def _put_index(
 
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
-    """Remove what earlier sets left; first the two names that a reader starts from."""
-    found = [path for path in folder.iterdir() if _WRITTEN_HERE.fullmatch(path.name)]
-    others = [path for path in found if path.name not in kept]
-    for path in sorted(others, key=lambda path: path.name not in (SINGLE, INDEX)):
-        path.unlink()
-        if path.name in (SINGLE, INDEX):
-            _sync(folder)
+    """Remove what earlier sets left. A reader starts from the single file as long as it is there."""
+    for path in list(folder.iterdir()):
+        if _WRITTEN_HERE.fullmatch(path.name) and path.name not in kept:
+            path.unlink()
+    _sync(folder)
 
 
 def _sync(path: Path) -> None:

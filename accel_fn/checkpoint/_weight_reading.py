@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any, cast
 
 from torch import Tensor
@@ -37,7 +37,7 @@ class Stored:
 
 def open_set(folder: Path, stack: ExitStack) -> Stored:
     """Open the one file, or the files of the index; the stack closes them."""
-    if (folder / SINGLE).exists() or (folder / SINGLE).is_symlink():
+    if (folder / SINGLE).exists():
         files = {SINGLE: _open(folder, SINGLE, stack)}
         return _stored(folder, files)
     if not (folder / INDEX).is_file():
@@ -86,7 +86,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    plain = PurePosixPath(name).name == name == PureWindowsPath(name).name
+    plain = name == PureWindowsPath(name).name  # which knows / as well
     return plain and name.endswith(".safetensors") and name.isprintable()
 
 
