@@ -634,7 +634,7 @@ def test_a_checkpoint_that_goes_while_it_is_listed_is_not_listed(tmp_path, monke
 
 
 _DYING = """
-    import os, signal
+    import os, shutil, signal
     from pathlib import Path
     from accel_fn.checkpoint import _saving
     from tests.unit.test_checkpoint_files import run
@@ -649,7 +649,7 @@ _DYING = """
         return call
 
     def save(folder):
-        saver = run(folder, 1, 2, 3)
+        shutil.copytree(first, folder)
         for module, names in {{
             os: ["fsync", "mkdir", "open", "rename", "rmdir", "unlink"],
             _saving: ["write_file", "sync_folder", "publish", "tidy", "retain"],
@@ -658,7 +658,8 @@ _DYING = """
                 setattr(module, name, dying(getattr(module, name)))
         run(folder, {step}, saver=saver, keep=2)
 
-    run(Path({folder!r}) / "first", 1)  # imports all that is needed
+    first = Path({folder!r}) / "first"
+    saver = run(first, 1, 2, 3)
     for number in range(40):
         left = number
         pid = os.fork()
@@ -685,4 +686,3 @@ def test_a_kill_at_any_call_leaves_all_that_was_whole(tmp_path, step):
         loads(folder, newest)
         run(folder, 5)
         assert all(name.startswith(("step_", ".lock")) for name in names(folder))
-        loads(folder, 5)
