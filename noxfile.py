@@ -38,21 +38,21 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict on the package."""
-    install(session, "testing", "cli", groups=("types",))
+    install(session, "testing", "cli", "checkpoint", groups=("types",))
     session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit tests, laws on simulated ranks, real processes, examples: `-- -k NAME` for some of them."""
-    install(session, "testing", "examples", "cli", groups=("tests",))
+    install(session, "testing", "examples", "cli", "checkpoint", groups=("tests",))
     session.run("pytest", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
     """The tests again, with branch coverage, subprocesses included."""
-    install(session, "testing", "examples", "cli", groups=("tests",))
+    install(session, "testing", "examples", "cli", "checkpoint", groups=("tests",))
     session.run("coverage", "erase")
     session.run("coverage", "run", "-m", "pytest", *session.posargs, env=ONE_THREAD)
     session.run("coverage", "combine", "--quiet")
@@ -62,7 +62,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session
 def nightly(session: nox.Session) -> None:
     """The tests with thousands of examples a law."""
-    install(session, "testing", "examples", "cli", groups=("tests",))
+    install(session, "testing", "examples", "cli", "checkpoint", groups=("tests",))
     env = {**ONE_THREAD, "HYPOTHESIS_PROFILE": "nightly"}
     session.run("pytest", "--timeout=7200", *session.posargs, env=env)
 
@@ -70,7 +70,7 @@ def nightly(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, with warnings as errors; its examples are run by the tests."""
-    install(session, "testing", "cli", groups=("docs",))
+    install(session, "testing", "cli", "checkpoint", groups=("docs",))
     session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
     session.log(f"open {Path('docs/_build/index.html').resolve().as_uri()}")
 
@@ -98,5 +98,5 @@ def minimums(session: nox.Session) -> None:
     session.run("python", "-m", "build", "--wheel", "--outdir", str(wheels), ".")
     wheel = max(wheels.glob("*.whl"), key=lambda path: path.stat().st_mtime)
     lowest = ["torch==2.11.*", "einops==0.8.*", "numpy==1.26.*"]
-    session.install(*lowest, f"{wheel}[testing,examples]")
+    session.install(*lowest, f"{wheel}[testing,examples,cli,checkpoint]")
     session.run("pytest", "tests", *session.posargs, env=ONE_THREAD)

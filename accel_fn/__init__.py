@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from accel_fn.checkpoint._listing import list_checkpoints as list_checkpoints
     from accel_fn.checkpoint._loading import load as load
     from accel_fn.checkpoint._saving import save as save
+    from accel_fn.checkpoint._weights import load_model as load_model
+    from accel_fn.checkpoint._weights import save_model as save_model
     from accel_fn.data._planning import plan_batches as plan_batches
     from accel_fn.data._prefetch import prefetch as prefetch
     from accel_fn.data._seeding import sample_seed as sample_seed
@@ -72,6 +74,7 @@ _MODULES = {
     "checkpoint._listing": ["Checkpoint", "latest", "list_checkpoints"],
     "checkpoint._loading": ["load"],
     "checkpoint._saving": ["save"],
+    "checkpoint._weights": ["load_model", "save_model"],
     "data._planning": ["plan_batches"],
     "data._prefetch": ["prefetch"],
     "data._seeding": ["sample_seed", "seed_samples"],

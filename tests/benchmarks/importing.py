@@ -21,7 +21,9 @@ import accel_fn
 {names}
 print((time.process_time() - start) * 1e3)
 """
-_NAMES = "for name in {*accel_fn.__all__} - {'launch'}: getattr(accel_fn, name)"  # it needs an extra
+_NAMES = (
+    "for name in {*accel_fn.__all__} - {'launch'}: getattr(accel_fn, name)"  # it needs an extra
+)
 _ALONE = "import sys, accel_fn; print('torch' in sys.modules)"
 TARGET_MS = 20.0
 

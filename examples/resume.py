@@ -1,0 +1,91 @@
+"""Train on real digits, be killed in the middle, start again, and end with the same bits.
+
+    python examples/resume.py --out runs/whole
+    accel-fn launch -n 2 --cpu --max-restarts 2 examples/resume.py --kill-at 17,40
+
+With `--kill-at` the last rank kills itself with SIGKILL before these updates, once each. The
+launcher brings the world back, and the run goes on from its newest checkpoint. The last line is
+the SHA-256 of the weights: on as many ranks, it is that of a run that was never killed.
+"""
+
+import argparse
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from digits import build_model, load_data, loss_fn
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import accel_fn as af
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)  # layers this small gain nothing from more
+    state = af.init(device=args.device)
+    torch.manual_seed(0)
+    model = nn.Sequential(build_model(), nn.Dropout(0.1))  # its draws go on, too
+    plan = af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), fused=True))
+    state, step = af.build(state, af.compose(af.place(), af.wrap_ddp(), af.clip(1.0))(plan))
+    loader = af.shard_loader(DataLoader(load_data()[0], batch_size=128, shuffle=True), state)
+
+    if af.latest(args.out):
+        state = af.load(args.out, state, step)
+    total = args.epochs * len(loader)
+    with tqdm(total=total, initial=state.step, unit="batch", disable=not state.is_main) as bar:
+        for epoch in loader.epochs(args.epochs, since=state):
+            for batch in epoch:
+                kill_once(state, args)
+                state, _ = step(state, batch)
+                bar.update()
+                if state.step % args.save_every == 0 or state.step == total:
+                    af.save(args.out, state, step, keep=2)
+    if state.is_main:
+        print(f"{state.step} updates, weights {hash_of(model)}")
+
+
+def kill_once(state: af.DistState, args: argparse.Namespace) -> None:
+    """As the machine's memory might run out here."""
+    number = state.step + 1
+    mark = args.out / f"killed_before_{number}"
+    if number in args.kill_at and state.rank == state.world_size - 1 and not mark.exists():
+        args.out.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hash_of(model: nn.Module) -> str:
+    """SHA-256 of all parameters, in their order."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--epochs", type=int, default=5, help=f"passes over the training digits {default}")
+    add("--save-every", type=int, default=10, help=f"updates between checkpoints {default}")
+    add("--kill-at", type=numbers, default=(), metavar="N,...", help="updates not to live to see")
+    add("--device", help="such as cpu (default: an accelerator where there is one)")
+    add("--out", type=Path, default=Path("runs/resume"), help=f"folder of checkpoints {default}")
+    return parser.parse_args()
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """`17,40`."""
+    return tuple(map(int, text.split(",")))
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_arguments())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

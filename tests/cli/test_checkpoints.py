@@ -1,0 +1,55 @@
+"""accel-fn checkpoints, as a user would call it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+import accel_fn as af
+from tests import strategies as ours
+from tests.cli.commands import run_command
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = ours.regression_model()
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), plan)
+    inputs = torch.ones(4, 3).double()
+    for _ in range(2):
+        state, _ = step(state, (inputs, inputs[:, :1]))
+        af.save(tmp_path / "run", state, step)
+    return tmp_path / "run"
+
+
+def test_a_table_says_what_is_there(folder, tmp_path):
+    done = run_command(tmp_path, "checkpoints", "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    heading, first, second = done.stdout.splitlines()
+    assert heading.split() == ["step", "age", "size", "ranks", "whole"]
+    assert re.fullmatch(r"1 +\d+ s +[\d.]+ kB +1 +yes", first)
+    assert re.fullmatch(r"2 +\d+ s +[\d.]+ kB +1 +yes", second)
+
+
+def test_one_that_is_not_whole_is_told_with_the_file(folder, tmp_path):
+    lost = folder / "step_00000002" / "common.pt"
+    lost.unlink()
+    done = run_command(tmp_path, "checkpoints", "run", "--json")
+    assert done.returncode == 1
+    first, second = json.loads(done.stdout)
+    assert (first["step"], first["whole"], first["world_size"]) == (1, True, 1)
+    assert second["damage"] == "a file of the checkpoint is missing: run/step_00000002/common.pt"
+    done = run_command(tmp_path, "checkpoints", "run")
+    assert "common.pt" in done.stdout.splitlines()[2]
+
+
+def test_an_empty_folder_and_none_are_told_apart(tmp_path):
+    (tmp_path / "run").mkdir()
+    done = run_command(tmp_path, "checkpoints", "run")
+    assert (done.returncode, done.stdout) == (0, "no checkpoint in run\n")
+    done = run_command(tmp_path, "checkpoints", "nowhere")
+    assert done.returncode == 2
+    assert "'nowhere' does not exist" in done.stderr
