@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from accel_fn._errors import ArgumentError, check_count, message
+from accel_fn._errors import ArgumentError, ArgumentTypeError, check_count, message
 from accel_fn._state import DistState
 
 
@@ -100,6 +100,28 @@ class ShardedLoader:
     def _epochs(self, num_epochs: int, first_epoch: int, first_batch: int) -> Iterator[Epoch]:
         for index in range(first_epoch, num_epochs):
             yield Epoch(self, index, first_batch if index == first_epoch else 0)
+
+    def state_dict(self) -> dict[str, int | None]:
+        """What must be the same where a run goes on; the position is `state.step`, and not in here."""
+        try:
+            return {"batches_per_epoch": len(self)}
+        except ArgumentTypeError:
+            return {"batches_per_epoch": None}
+
+    def load_state_dict(self, saved: Mapping[str, int | None]) -> None:
+        """Refuse data of another length: there, a step is another place.
+
+        Args:
+            saved: what `state_dict` gave.
+
+        Raises:
+            ValueError: an epoch has another number of batches.
+        """
+        here = self.state_dict()["batches_per_epoch"]
+        if saved["batches_per_epoch"] != here:
+            rule = f"have {saved['batches_per_epoch']} batches an epoch, as the run that was saved"
+            repair = "give it the same data and batch size, or leave it out of extras"
+            raise ArgumentError(message("load_state_dict", "loader", rule, here, repair))
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of this rank in a batch: [num_samples of the part], int64."""

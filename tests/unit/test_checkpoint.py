@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from accel_fn._errors import CheckpointError
@@ -143,6 +144,19 @@ def test_extras_are_each_ranks_own(tmp_path):
         return again.number
 
     assert simulate(run, world_size=3) == [10, 11, 12]
+
+
+def test_a_loader_that_goes_along_refuses_data_of_another_length(tmp_path):
+    def loader(num_samples):
+        data = TensorDataset(torch.arange(num_samples))
+        return af.shard_loader(DataLoader(data, batch_size=4), af.DistState())
+
+    state, step = make()
+    af.save(tmp_path, state, step, extras={"data": loader(40)})
+    af.load(tmp_path, state, step, extras={"data": loader(40)})
+    words = "loader must have 10 batches an epoch, as the run that was saved, got 12; give it"
+    with pytest.raises(ValueError, match=words):
+        af.load(tmp_path, state, step, extras={"data": loader(48)})
 
 
 def test_several_steps_are_one_checkpoint(tmp_path):
