@@ -1,0 +1,289 @@
+"""Runs that are killed at any instant go on from their checkpoints as if nothing had been."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import threading
+import time
+import traceback
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+from tests.processes import free_port, launch
+
+_NUM_KILLS = 50
+
+
+def data(dtype=torch.float32):
+    """Samples of ten kinds: inputs, kinds, numbers."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = torch.randint(10, (150,), generator=generator)
+    centres = torch.randn(10, 16, generator=generator, dtype=dtype)
+    inputs = centres[kinds] + torch.randn(150, 16, generator=generator, dtype=dtype)
+    return TensorDataset(inputs, kinds, torch.arange(150))
+
+
+def build(state, *layers, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 12), *layers, nn.Tanh(), nn.Linear(12, 10)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return af.build(state, af.wrap_ddp()(af.Plan(loss_fn, model, optimizer)))
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(state, folder, num_workers, started=lambda: None):
+    """With all that is random; the hash of what this rank has at the end."""
+    state, step = build(state, nn.BatchNorm1d(12), nn.Dropout(0.3))
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(state.rank)
+    loader = DataLoader(data(), 8, shuffle=True, num_workers=num_workers)
+    loader = af.shard_loader(loader, state)
+    if af.latest(folder):
+        state = af.load(folder, state, step)
+    started()
+    for epoch in loader.epochs(2, since=state):
+        for inputs, kinds, _ in epoch:
+            factor = 1 + 0.1 * random.random() + 0.1 * np.random.rand()
+            state, _ = step(state, (inputs * factor, kinds))
+            if state.step % 3 == 0:
+                af.save(folder, state, step, keep=3, keep_every=12)
+    assert state.step == 38
+    return hash_of(step)
+
+
+def hash_of(step):
+    found = hashlib.sha256()
+    tensors = list(step.plan.model.state_dict().values())
+    for kept in step.plan.optimizer.state_dict()["state"].values():
+        tensors += kept.values()
+    for tensor in [*tensors, torch.get_rng_state()]:
+        found.update(tensor.numpy().tobytes())
+    found.update(repr(random.getstate()).encode() + np.random.get_state()[1].tobytes())
+    found.update(repr(np.random.get_state()[2:]).encode())
+    return found.hexdigest()
+
+
+# Two processes, forked from this one where it has imported all: many kills in a short time.
+
+
+class World:
+    """Ranks that do some work, in processes of their own."""
+
+    def __init__(self, world_size, work):
+        port, self.pids = free_port(), []
+        self.started, tell = os.pipe()
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+                os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                self._become(work, lambda: os.write(tell, b"."))
+            self.pids.append(pid)
+        os.close(tell)
+
+    def _become(self, work, started):
+        try:
+            with af.distributed(device="cpu", timeout_s=20, seed=3) as state:
+                work(state, started)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    def kill(self, first, *, wait, delay_s, second_delay_s):
+        """One rank, then the others, as a launcher would."""
+        if wait:
+            os.read(self.started, 1)
+        time.sleep(delay_s)
+        os.kill(self.pids[first], signal.SIGKILL)
+        time.sleep(second_delay_s)
+        for rank, pid in enumerate(self.pids):
+            if rank != first:
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self):
+        """Their exit codes."""
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
+        os.close(self.started)
+        return codes
+
+
+def run_world(folder, num_workers):
+    """A world that trains; each rank writes its hash at the end."""
+
+    def work(state, started):
+        found = train(state, folder / "run", num_workers, started)
+        (folder / f"hash.{state.rank}").write_text(found)
+
+    folder.mkdir(exist_ok=True)
+    return World(2, work)
+
+
+def hashes(folder):
+    return [(folder / f"hash.{rank}").read_text() for rank in (0, 1)]
+
+
+def kill_often(folder, num_kills, num_workers=0):
+    """Run after run is killed until it gets to its end; what was killed, and what came out."""
+    draws = random.Random(num_kills + num_workers)
+    assert run_world(folder / "never", num_workers).end() == [0, 0]
+    expected = hashes(folder / "never")
+    kills, while_saving, worst, found = 0, 0, 0, []
+    while kills < num_kills:
+        place, killed = folder / f"run{len(found)}", 0
+        while True:
+            world = run_world(place, num_workers)
+            first = draws.randrange(2)
+            if killed < num_kills:
+                wait = draws.random() < 0.8
+                delay_s, second_delay_s = draws.uniform(0, 0.4), draws.choice([0, 0.03])
+                world.kill(first, wait=wait, delay_s=delay_s, second_delay_s=second_delay_s)
+            codes = world.end()
+            assert codes[first] in (0, -signal.SIGKILL), codes
+            if codes == [0, 0]:
+                break
+            killed += codes[first] < 0
+            while_saving += any((place / "run").glob(".new_step*"))
+        kills, worst = kills + killed, max(worst, killed)
+        found.append(hashes(place) == expected)
+    return {"kills": kills, "while saving": while_saving, "worst": worst, "equal": found}
+
+
+def run_apart(folder, call):
+    """What a call of this module gives in a process of its own."""
+    script = f"""
+        import json
+        from pathlib import Path
+        from accel_fn.checkpoint import _loading
+        from tests.cli import test_resume
+        folder = Path({str(folder)!r})
+        say(json.dumps(test_resume.{call}))
+    """
+    return json.loads(launch(script, num_processes=1, timeout_s=110))
+
+
+def test_a_run_that_is_killed_at_fifty_instants_ends_as_one_that_is_not(tmp_path):
+    """Parameters, buffers, optimizer and generators of each rank, to the bit."""
+    found = run_apart(tmp_path, f"kill_often(folder, {_NUM_KILLS})")
+    assert found["kills"] >= _NUM_KILLS
+    assert found["while saving"] >= 5, found
+    assert found["worst"] >= 3, found
+    assert found["equal"] == [True] * len(found["equal"]), found
+
+
+def test_so_does_one_whose_batches_come_from_workers(tmp_path):
+    found = run_apart(tmp_path, "kill_often(folder, 6, num_workers=2)")
+    assert found["equal"] == [True] * len(found["equal"]), found
+
+
+# Other world sizes.
+
+
+def train_exactly(state, folder, until, started):
+    """In float64 without randomness; says which samples this rank had in each batch."""
+    dtype = torch.float64
+    state, step = build(state, dtype=dtype)
+    loader = af.shard_loader(DataLoader(data(dtype), 9, shuffle=True), state)
+    if af.latest(folder / "run"):
+        state = af.load(folder / "run", state, step)
+    for epoch in loader.epochs(2, since=state):
+        for *batch, numbers in epoch:
+            if state.step == until:
+                break
+            state, _ = step(state, batch)
+            path = folder / f"{state.step}.{state.rank}"
+            path.write_text(json.dumps(numbers.tolist()))
+    af.save(folder / "run", state, step)
+    if state.is_main:
+        parameters = torch.cat([each.view(-1) for each in step.plan.model.parameters()])
+        (folder / "parameters").write_text(json.dumps(parameters.tolist()))
+
+
+def change_worlds(folder, sizes):
+    """Train in one world after the other; the parameters, and the samples of each batch."""
+    folder.mkdir()
+    for part, size in enumerate(sizes, start=1):
+        until = 34 * part // len(sizes)
+        world = World(
+            size, lambda *given, until=until: train_exactly(given[0], folder, until, given[1])
+        )
+        assert world.end() == [0] * size
+    batches = [
+        sorted(chain(*(json.loads(path.read_text()) for path in folder.glob(f"{number}.*"))))
+        for number in range(1, 35)
+    ]
+    return json.loads((folder / "parameters").read_text()), batches
+
+
+def compare_worlds(folder, sizes):
+    return change_worlds(folder / "one", [1]), change_worlds(folder / "many", sizes)
+
+
+@pytest.mark.parametrize("sizes", [[2, 1, 3], [3, 2], [1, 4]], ids=str)
+def test_a_run_goes_on_in_a_world_of_another_size(tmp_path, sizes):
+    """The same samples in each global batch, so the same parameters up to the order of sums."""
+    one, many = run_apart(tmp_path, f"compare_worlds(folder, {sizes})")
+    assert many[1] == one[1]
+    assert sorted(chain(*one[1][:17])) == list(range(150))
+    np.testing.assert_allclose(many[0], one[0], rtol=1e-12, atol=1e-12)
+
+
+# The launcher.
+
+
+def train_under_launcher():
+    """A user's script; a rank says that it is up, and in some attempts kills itself."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    state = af.init(device="cpu", timeout_s=20, seed=3)
+
+    def die():
+        time.sleep(random.Random(attempt).uniform(0, 0.3))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def started():
+        os.write(1, f"up {attempt} {state.rank} {os.getpid()}\n".encode())
+        if attempt < 4 and attempt % 2 == state.rank:
+            threading.Thread(target=die, daemon=True).start()
+
+    found = train(state, Path("run"), attempt % 2 * 2, started)
+    os.write(1, f"hash {state.rank} {found}\n".encode())
+
+
+def test_the_launcher_brings_a_killed_run_back(launchers, tmp_path):
+    """Killed by itself four times, and twice from outside; now with workers, now without."""
+    script = "from tests.cli.test_resume import train_under_launcher as run; run()"
+    started = launchers.start(
+        tmp_path, "-n", 2, "--cpu", "--max-restarts", 30, "script.py", script=script
+    )
+    draws = random.Random(0)
+    for attempt in (4, 5):
+        (pid,) = started.said(rf"up {attempt} {attempt % 2} (\d+)")
+        time.sleep(draws.uniform(0, 0.2))
+        os.kill(int(pid), signal.SIGKILL)
+    ended = started.wait()
+    assert ended.exit_code == 0, ended
+    assert len(re.findall(r"restart \d+ of 30: .*SIGKILL", ended.stderr)) >= 6
+    expected = run_apart(tmp_path, "never_killed(folder)")
+    assert dict(re.findall(r"hash (\d) (\w+)", ended.stdout)) == expected
+
+
+def never_killed(folder):
+    assert run_world(folder / "never", 0).end() == [0, 0]
+    return dict(zip("01", hashes(folder / "never"), strict=True))
