@@ -215,7 +215,7 @@ def test_every_dtype_comes_back_to_the_bit(tmp_path, dtype, limit):
 @pytest.mark.parametrize("limit", [1, "5GB"])
 def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
     flat = floats(20)
-    matrix = floats(12).reshape(3, 4)
+    matrix, mixed = floats(12).reshape(3, 4), floats(8)
     model = Bag(
         transposed=floats(6).reshape(2, 3).t(),
         channels=floats(24).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
@@ -227,6 +227,8 @@ def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
         right=flat[10:],
         even=matrix[:, ::2],  # which lie between each other
         odd=matrix[:, 1::2],
+        wide=mixed[1::2],
+        narrow=mixed.view(torch.int16)[1::4],
         conjugate=torch.tensor([1 + 2j]).conj(),
         parameter=nn.Parameter(floats(3)),
     )
@@ -238,6 +240,11 @@ def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
     load_model(model, tmp_path)
     assert bits(model) == expected
     assert [t.stride() for t in model.state_dict().values()] == strides
+
+
+def test_empty_tensors_are_never_one(tmp_path):
+    save_model(Bag(a=torch.empty(0), b=torch.empty(0)), tmp_path)
+    assert st.load_file(tmp_path / SINGLE).keys() == {"a", "b"}
 
 
 def test_a_model_without_tensors_is_a_file_without_tensors(tmp_path):
@@ -288,6 +295,16 @@ def turned():
     return Bag(a=matrix, b=matrix.t())
 
 
+def read_as_integers():
+    flat = floats(4)
+    return Bag(a=flat, b=flat.view(torch.int32))
+
+
+def conjugated():
+    numbers = torch.ones(2, dtype=torch.complex64)
+    return Bag(a=numbers, b=numbers.conj())
+
+
 def reserved():
     model = nn.Module()
     model._buffers["__metadata__"] = floats(1)
@@ -306,6 +323,8 @@ BAD_MODELS = {
     "overlapping": (overlapping(), r"got 'a' and 'b', which share some .*; clone one of them"),
     "two dtypes": (of_two_dtypes(), r"got 'a' and 'b', which share some"),
     "turned": (turned(), r"got 'a' and 'b', which share some"),
+    "integers": (read_as_integers(), r"got 'a' and 'b', which share some"),
+    "conjugated": (conjugated(), r"got 'a' and 'b', which share some"),
     "reserved": (reserved(), r"not use that name, got a tensor for '__metadata__'"),
 }
 
@@ -403,7 +422,7 @@ def test_a_tied_name_that_the_model_lacks_is_a_difference(tmp_path):
     assert "head.weight: nothing in the model, tied to embedding.weight in the files" in told
 
 
-@pytest.mark.parametrize("said", ["[]", "{", '{"b": 3}', '{"b": "c"}', "[" * 10**5])
+@pytest.mark.parametrize("said", ["[]", "{", '{"b": 3}', '{"b": ["a"]}', '{"b": "c"}', "[" * 10**5])
 def test_ties_that_make_no_sense_are_refused(tmp_path, said):
     st.save_file({"a": floats(1)}, tmp_path / SINGLE, metadata={"accel_fn.tied": said})
     refused(Bag(a=floats(1)), tmp_path, r"model\.safetensors must tie names to its own keys")
