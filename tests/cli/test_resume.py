@@ -153,7 +153,7 @@ def kill_often(folder, num_kills, num_workers=0):
             first = draws.randrange(2)
             if killed < num_kills:
                 wait = draws.random() < 0.8
-                delay_s, second_delay_s = draws.uniform(0, 0.4), draws.choice([0, 0.03])
+                delay_s, second_delay_s = draws.uniform(0, 0.25), draws.choice([0, 0.03])
                 world.kill(first, wait=wait, delay_s=delay_s, second_delay_s=second_delay_s)
             codes = world.end()
             assert codes[first] in (0, -signal.SIGKILL), codes
@@ -249,7 +249,7 @@ def test_a_run_goes_on_in_a_world_of_another_size(tmp_path, sizes):
 
 
 def train_under_launcher():
-    """A user's script; a rank says that it is up, and in some attempts kills itself."""
+    """A user's script; says that a rank is up, which in some attempts kills itself."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     state = af.init(device="cpu", timeout_s=20, seed=3)
 
@@ -259,7 +259,7 @@ def train_under_launcher():
 
     def started():
         os.write(1, f"up {attempt} {state.rank} {os.getpid()}\n".encode())
-        if attempt < 4 and attempt % 2 == state.rank:
+        if attempt in (1, 2) and attempt % 2 == state.rank:
             threading.Thread(target=die, daemon=True).start()
 
     found = train(state, Path("run"), attempt % 2 * 2, started)
@@ -267,19 +267,17 @@ def train_under_launcher():
 
 
 def test_the_launcher_brings_a_killed_run_back(launchers, tmp_path):
-    """Killed by itself four times, and twice from outside; now with workers, now without."""
+    """Killed from outside, then twice by itself; now with workers, now without."""
     script = "from tests.cli.test_resume import train_under_launcher as run; run()"
     started = launchers.start(
         tmp_path, "-n", 2, "--cpu", "--max-restarts", 30, "script.py", script=script
     )
-    draws = random.Random(0)
-    for attempt in (4, 5):
-        (pid,) = started.said(rf"up {attempt} {attempt % 2} (\d+)")
-        time.sleep(draws.uniform(0, 0.2))
-        os.kill(int(pid), signal.SIGKILL)
-    ended = started.wait()
+    (pid,) = started.said(r"up 0 1 (\d+)")
+    time.sleep(0.1)
+    os.kill(int(pid), signal.SIGKILL)
+    ended = started.wait(timeout_s=90)
     assert ended.exit_code == 0, ended
-    assert len(re.findall(r"restart \d+ of 30: .*SIGKILL", ended.stderr)) >= 6
+    assert len(re.findall(r"restart \d+ of 30: .*SIGKILL", ended.stderr)) >= 3
     expected = run_apart(tmp_path, "never_killed(folder)")
     assert dict(re.findall(r"hash (\d) (\w+)", ended.stdout)) == expected
 
