@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from accel_fn._state import DistState
-from accel_fn.checkpoint._contents import Contents
+from accel_fn.checkpoint._contents import Contents, place_of
 from accel_fn.checkpoint._manifest import Manifest
 from accel_fn.checkpoint._planning import name_of_dtype
 
@@ -30,6 +32,30 @@ def differences(manifest: Manifest, contents: Contents, state: DistState) -> lis
         if not is_optimizer(name)
     }
     return found + _compare(saved, here)
+
+
+def fitting(manifest: Manifest, contents: Contents) -> dict[str, Tensor]:
+    """The model's tensors that were saved with this dtype and shape."""
+    entries = manifest.entries
+    return {
+        name: tensor
+        for name, tensor in contents.tensors.items()
+        if not is_optimizer(name)
+        and name in entries
+        and (entries[name].dtype, entries[name].shape)
+        == (name_of_dtype(tensor.dtype), tuple(tensor.shape))
+    }
+
+
+def has_optimizer(manifest: Manifest, contents: Contents, step: str) -> bool:
+    """Was that step saved with this optimizer over these parameters, in shapes that fit?"""
+    saved, here = manifest.plans.get(step, {}), contents.plans[step]
+    prefix = place_of("model", step)
+    fits = fitting(manifest, contents)
+    names = {f"{prefix}{name}" for group in here["groups"] for name in group}
+    return names <= fits.keys() and all(
+        saved.get(key) == here[key] for key in ("optimizer", "groups")
+    )
 
 
 def listed(lines: Iterable[str]) -> str:

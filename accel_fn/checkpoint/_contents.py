@@ -124,30 +124,42 @@ def room_for_optimizer(plan: Plan, step: str, entries: Mapping[str, Entry]) -> d
     return found
 
 
-def put_back(plan: Plan, step: str, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
-    """Give the optimizer, the model's extra state and the transforms what was saved; tensors are read."""
-    if rest["model"]:
-        plan.model.load_state_dict({**plan.model.state_dict(), **rest["model"]})
+def put_back(
+    plan: Plan, step: str, tensors: Mapping[str, Tensor], rest: dict[str, Any], *, optimizer: bool
+) -> None:
+    """Give the model's extra state, the transforms and the optimizer what was saved; tensors are read."""
+    own = plan.model.state_dict()
+    extra = {key: value for key, value in rest["model"].items() if key in own}
+    if extra:
+        plan.model.load_state_dict({**own, **extra})
+    for where, part in stateful_parts(plan):
+        if where in rest["transforms"]:
+            part.load_state_dict(rest["transforms"][where])
+    if optimizer:
+        _put_back_optimizer(plan, place_of("optimizer", step), tensors, rest["optimizer"])
+
+
+def _put_back_optimizer(
+    plan: Plan, prefix: str, tensors: Mapping[str, Tensor], rest: dict[str, Any]
+) -> None:
     order = list(dict.fromkeys(name for group in signature(plan)["groups"] for name in group))
     state: dict[int, dict[str, Any]] = {}
     for number, name in enumerate(order):
-        start = f"{place_of('optimizer', step)}{name}/"
+        start = f"{prefix}{name}/"
         values = {
             key.removeprefix(start): value
             for key, value in tensors.items()
             if key.startswith(start)
         }
-        values |= rest["optimizer"]["state"].get(name, {})
+        values |= rest["state"].get(name, {})
         if values:
             state[number] = values
-    plan.optimizer.load_state_dict({**rest["optimizer"]["others"], "state": state})
+    plan.optimizer.load_state_dict({**rest["others"], "state": state})
     _keep_dtypes(plan, order, state)
-    for where, part in stateful_parts(plan):
-        part.load_state_dict(rest["transforms"][where])
 
 
 def _keep_dtypes(plan: Plan, order: list[str], state: Mapping[int, dict[str, Any]]) -> None:
-    """torch turns what is kept of a float64 parameter into float64, float32 counters too."""
+    """Torch turns what is kept of a float64 parameter into float64, float32 counters too."""
     parameters = dict(plan.model.named_parameters())
     for number, values in state.items():
         loaded = plan.optimizer.state[parameters[order[number]]]

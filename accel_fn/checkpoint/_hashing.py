@@ -6,7 +6,10 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from accel_fn._errors import ArgumentError, CheckpointError
 
@@ -73,6 +76,13 @@ def check_file(path: Path, mark: FileMark) -> None:
         )
     if running.hexdigest() != mark.hash:
         raise CheckpointError(f"load: {path} is damaged: its content is not what was written")
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(cast("Any", tensor.view(-1).view(torch.uint8).numpy()))
 
 
 def _blocks(view: memoryview) -> Iterator[memoryview]:

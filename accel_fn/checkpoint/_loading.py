@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
-
-import torch
+from typing import Any
 
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
 from accel_fn._errors import CheckpointError
 from accel_fn._state import DistState
 from accel_fn._step import Step
-from accel_fn.checkpoint._comparing import differences, is_optimizer, listed
+from accel_fn.checkpoint._comparing import differences, fitting, has_optimizer, listed
 from accel_fn.checkpoint._contents import (
     Contents,
     contents_of,
@@ -26,14 +23,13 @@ from accel_fn.checkpoint._contents import (
     room_for_optimizer,
     scale_from_dict,
 )
-from accel_fn.checkpoint._hashing import check_file
 from accel_fn.checkpoint._listing import check_sizes
 from accel_fn.checkpoint._manifest import Manifest, read_manifest
 from accel_fn.checkpoint._naming import name_of, steps_in
 from accel_fn.checkpoint._plain import from_plain
-from accel_fn.checkpoint._planning import Reading, plan_readings
 from accel_fn.checkpoint._random import derive_random, restore_random
-from accel_fn.checkpoint._saving import COMMON, EXTRA, check_extras, memory_of, rank_file
+from accel_fn.checkpoint._reading import check_files, read_tensors
+from accel_fn.checkpoint._saving import COMMON, EXTRA, check_extras, rank_file
 
 
 def load(
@@ -43,6 +39,7 @@ def load(
     *,
     extras: Mapping[str, Any] | None = None,
     at: str | int = "latest",
+    strict: bool = True,
 ) -> DistState:
     """Go on from a checkpoint. Called on every rank, of a world of any size.
 
@@ -56,6 +53,8 @@ def load(
         step: the step, or a dict of steps by name, as it was saved.
         extras: by the names that they were saved under.
         at: "latest", the number of a step, or a checkpoint's name.
+        strict: False: where the program is another one, fill what fits, leave the rest as
+            it is, and say on stderr what that is.
 
     Returns:
         The state: `state` with the checkpoint's `step` and loss scale.
@@ -84,13 +83,14 @@ def load(
     def check() -> tuple[Manifest, Contents]:
         manifest, contents = read_manifest(path), contents_of(steps)
         check_sizes(path, manifest)
-        _compare(path, manifest, contents, state)
+        _compare(path, manifest, contents, state, strict=strict)
         return manifest, contents
 
     manifest, contents = all_or_none(check, state, "load")
-    all_or_none(lambda: _check_files(path, manifest, state), state, "load")
+    share = sorted(manifest.files)[state.rank :: state.world_size]
+    all_or_none(lambda: check_files(path, manifest, share), state, "load")
     loaded = all_or_none(
-        lambda: _fill(path, manifest, contents, steps, extras, state), state, "load"
+        lambda: _fill(path, manifest, contents, steps, extras, state, strict=strict), state, "load"
     )
     next(iter(steps.values())).notes["resumed_from"] = manifest.step
     return loaded
@@ -109,18 +109,16 @@ def _choose(folder: Path, at: str | int, extras: Mapping[str, Any]) -> Path:
     raise CheckpointError(f"load: at={at!r} must be a checkpoint in {folder}, got steps {there}")
 
 
-def _compare(path: Path, manifest: Manifest, contents: Contents, state: DistState) -> None:
+def _compare(
+    path: Path, manifest: Manifest, contents: Contents, state: DistState, *, strict: bool
+) -> None:
     found = differences(manifest, contents, state)
-    if found:
+    if found and strict:
         raise CheckpointError(
             f"load: {path} must be of this program, got differences:\n{listed(found)}"
         )
-
-
-def _check_files(path: Path, manifest: Manifest, state: DistState) -> None:
-    """This rank's share of the files against their hashes."""
-    for name in sorted(manifest.files)[state.rank :: state.world_size]:
-        check_file(path / name, manifest.files[name])
+    if found and state.is_main:
+        print(f"accel_fn: {path} is of another program:\n{listed(found)}", file=sys.stderr)
 
 
 def _fill(
@@ -130,40 +128,39 @@ def _fill(
     steps: Mapping[str, Step],
     extras: Mapping[str, Any],
     state: DistState,
+    *,
+    strict: bool,
 ) -> DistState:
     """Overwrite: what may refuse comes first."""
     rest = from_plain(path / COMMON)
     was_there = state.rank < manifest.world_size
     mine = from_plain(path / rank_file(state.rank if was_there else 0))
-    _load_extras(mine, extras)
-    tensors = {name: each for name, each in contents.tensors.items() if not is_optimizer(name)}
-    for name, step in steps.items():
-        tensors |= room_for_optimizer(step.plan, name, manifest.entries)
-    with ExitStack() as files:
-        opened: dict[str, IO[bytes]] = {}
-        for reading in plan_readings(tensors, manifest.entries):
-            name = reading.chunk.file
-            if name not in opened:
-                opened[name] = files.enter_context((path / name).open("rb", buffering=0))
-            _read(reading, opened[name])
+    _load_extras(mine, extras, strict=strict)
+    tensors = fitting(manifest, contents)
+    optimizers = {name for name in steps if has_optimizer(manifest, contents, name)}
+    for name in optimizers:
+        tensors |= room_for_optimizer(steps[name].plan, name, manifest.entries)
+    read_tensors(path, tensors, manifest.entries)
     if manifest.world_size == state.world_size:
-        for name, buffer in mine["buffers"].items():
-            tensors[name].copy_(buffer)
-    for name, step in steps.items():
-        put_back(step.plan, name, tensors, rest["steps"][name])
+        for name in mine["buffers"].keys() & tensors.keys():
+            tensors[name].copy_(mine["buffers"][name])
+    for name in steps.keys() & rest["steps"].keys():
+        saved = rest["steps"][name]
+        put_back(steps[name].plan, name, tensors, saved, optimizer=name in optimizers)
     loaded = replace(state, step=manifest.step, scaler=scale_from_dict(rest["scaler"], state))
     _load_random(mine, manifest, loaded, was_there=was_there)
     return loaded
 
 
-def _load_extras(mine: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+def _load_extras(mine: Mapping[str, Any], extras: Mapping[str, Any], *, strict: bool) -> None:
     saved = sorted(name.removeprefix(EXTRA) for name in mine if name.startswith(EXTRA))
-    if saved != sorted(extras):
+    if strict and saved != sorted(extras):
         raise CheckpointError(
             f"load: extras must be those that were saved, {saved}, got {sorted(extras)}"
         )
     for name, extra in extras.items():
-        extra.load_state_dict(mine[f"{EXTRA}{name}"])
+        if name in saved:
+            extra.load_state_dict(mine[f"{EXTRA}{name}"])
 
 
 def _load_random(
@@ -179,27 +176,3 @@ def _load_random(
             "generators of the new ranks are derived from seed, rank and step",
             file=sys.stderr,
         )
-
-
-def _read(reading: Reading, file: IO[bytes]) -> None:
-    """Fill a part of a tensor, in place where memory and file are laid out alike."""
-    chunk, target = reading.chunk, reading.target
-    alike = (
-        target.is_cpu
-        and target.is_contiguous()
-        and tuple(target.shape) == chunk.sizes
-        and target.dtype == reading.dtype
-    )
-    source = target if alike else torch.empty(chunk.sizes, dtype=reading.dtype)
-    view = memory_of(source)
-    file.seek(chunk.start)
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])  # type: ignore[attr-defined]
-        if not count:
-            raise CheckpointError(f"load: {file.name} is damaged: it ends too early")
-        done += count
-    if not alike:
-        for dimension, (start, length) in enumerate(zip(reading.start, target.shape, strict=True)):
-            source = source.narrow(dimension, start, length)
-        target.copy_(source)

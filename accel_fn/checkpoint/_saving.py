@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from accel_fn._explain import tell
 from accel_fn._state import DistState
 from accel_fn._step import Step
 from accel_fn.checkpoint._contents import Contents, contents_of, named_steps, scale_to_dict
-from accel_fn.checkpoint._hashing import FileMark, hash_of, write_file
+from accel_fn.checkpoint._hashing import FileMark, hash_of, memory_of, write_file
 from accel_fn.checkpoint._locking import FolderLock
 from accel_fn.checkpoint._manifest import NAME, Chunk, Manifest
 from accel_fn.checkpoint._naming import draft_of, name_of, publish, sync_folder
@@ -202,13 +202,6 @@ def _bytes_of(
         chunks.append((part.name, Chunk(offsets, shape, file, start, len(view))))
         start += len(view)
         yield view
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host."""
-    if not tensor.numel():
-        return memoryview(b"")
-    return memoryview(cast("Any", tensor.view(-1).view(torch.uint8).numpy()))
 
 
 def _manifest(

@@ -71,7 +71,7 @@ def save_model(
     >>> os.listdir(folder)
     ['model.safetensors']
     """
-    limit = _num_bytes(max_shard_size)
+    limit = parse_size(max_shard_size)
     path = _path("save_model", folder)
     extra("save_model", "safetensors.torch")
     entries = read_entries("save_model", model)
@@ -118,12 +118,12 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         differences = _differences(entries, stored)
         if differences:
             raise ArgumentError(_told(path, differences))
-        with torch.no_grad():
-            for first, tensor in entries.tensors.items():
-                tensor.copy_(stored.tensor(_keys_of(first, entries, stored)[0]))
+        for first, tensor in entries.tensors.items():  # detached: autograd does not see it
+            tensor.copy_(stored.tensor(_keys_of(first, entries, stored)[0]))
 
 
-def _num_bytes(size: int | str) -> int:
+def parse_size(size: int | str) -> int:
+    """Bytes of "5GB", "512MiB" or a number."""
     if not isinstance(size, str):
         return check_count("save_model", "max_shard_size", size, repair='or give "5GB"')
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", size)

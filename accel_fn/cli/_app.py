@@ -13,6 +13,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "test": ("accel_fn.cli._test", "Check the library's promises on this machine."),
     "estimate": ("accel_fn.cli._estimate", "Say how much memory a training step takes."),
     "checkpoints": ("accel_fn.cli._checkpoints", "List the checkpoints of a folder."),
+    "export": ("accel_fn.cli._export", "Write the weights of a checkpoint as safetensors."),
     "explain": ("accel_fn.cli._explain", "Say what one step of a plan does, phase by phase."),
 }
 """Module and one line of help, by name: listing the commands imports none of them."""

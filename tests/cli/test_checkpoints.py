@@ -53,3 +53,28 @@ def test_an_empty_folder_and_none_are_told_apart(tmp_path):
     done = run_command(tmp_path, "checkpoints", "nowhere")
     assert done.returncode == 2
     assert "'nowhere' does not exist" in done.stderr
+
+
+def test_export_writes_weights_that_load_without_the_program(folder, tmp_path):
+    done = run_command(tmp_path, "export", "run/step_00000002", "weights")
+    assert (done.returncode, done.stdout) == (0, "4 tensors written to weights\n")
+    model = ours.regression_model(seed=3)
+    af.load_model(model, tmp_path / "weights")
+    state, step = af.build(
+        af.DistState(),
+        af.Plan(ours.mse, other := ours.regression_model(), ours.adamw(other.parameters())),
+    )
+    af.load(folder, state, step)
+    ours.assert_identical(model.state_dict(), other.state_dict())
+
+
+def test_mistakes_of_export_are_one_line(folder, tmp_path):
+    done = run_command(tmp_path, "export", "run/step_00000002", "weights", "--step", "generator")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "Error: export: step must be one of run/step_00000002, got 'generator'; there are (no name)\n"
+    )
+    (folder / "step_00000001" / "tensors_00000.bin").write_bytes(b"")
+    done = run_command(tmp_path, "export", "run/step_00000001", "weights")
+    assert done.stderr.startswith("Error: load: run/step_00000001/tensors_00000.bin is damaged: ")
+    assert not (tmp_path / "weights").exists()

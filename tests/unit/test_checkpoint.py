@@ -312,6 +312,28 @@ def test_another_program_is_refused_before_anything_is_overwritten(tmp_path, cha
     ours.assert_identical(other.plan.model.state_dict(), before)
 
 
+def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, capsys):
+    counter = Counting(5)
+    state, step = make()
+    af.save(tmp_path, advance(state, step), step)
+    other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1), nn.Linear(1, 1)).double()
+    last = other[3].weight.clone()
+    recipe = lambda plan: replace(plan, after=(counter,))
+    state, new = make(model=other, recipe=recipe)
+    state = af.load(tmp_path, state, new, extras={"new": (extra := Counter(7))}, strict=False)
+    assert (state.step, counter.count, extra.number) == (2, 5, 7)
+    assert torch.equal(other[3].weight, last)
+    ours.assert_identical(
+        {name: each for name, each in other.state_dict().items() if not name.startswith("3.")},
+        step.plan.model.state_dict(),
+    )
+    assert new.plan.optimizer.state_dict()["state"] == {}
+    told = capsys.readouterr().err
+    assert told.startswith(f"accel_fn: {tmp_path / 'step_00000002'} is of another program:\n")
+    assert "  model/3.weight: nothing saved, float64 [1, 1] here\n" in told
+    assert "  after: nothing saved, ['Counting'] here\n" in told
+
+
 def test_ranks_micro_batches_and_wrapping_are_not_another_program(tmp_path):
     state, step = make(recipe=af.compose(af.place(), af.wrap_ddp(), af.accumulate(4)))
     af.save(tmp_path, state, step)

@@ -1,0 +1,63 @@
+"""Weights alone out of a checkpoint, without the program that saved it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from accel_fn._errors import CheckpointError
+from accel_fn.checkpoint._contents import place_of
+from accel_fn.checkpoint._listing import check_sizes
+from accel_fn.checkpoint._manifest import read_manifest
+from accel_fn.checkpoint._reading import check_files, read_tensors
+from accel_fn.checkpoint._weight_entries import Entries
+from accel_fn.checkpoint._weight_files import write_set
+
+
+def export_model(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    step: str = "",
+    max_shard_size: int = 5 * 10**9,
+) -> int:
+    """Write the model of a checkpoint as `save_model` would.
+
+    Args:
+        checkpoint: `.../step_NNNNNNNN`.
+        folder: for the safetensors files.
+        step: whose model, where a dict of steps was saved.
+        max_shard_size: bytes of one file.
+
+    Returns:
+        How many tensors were written.
+
+    Raises:
+        RuntimeError: the checkpoint is damaged, or holds no such step.
+
+    Cost: reads the checkpoint to check it, then the model, which is held on the host.
+    """
+    path, prefix = Path(checkpoint), place_of("model", step)
+    manifest = read_manifest(path)
+    if step not in manifest.plans:
+        names = ", ".join(name or "(no name)" for name in manifest.plans)
+        raise CheckpointError(
+            f"export: step must be one of {path}, got {step!r}; there are {names}"
+        )
+    check_sizes(path, manifest)
+    check_files(path, manifest, manifest.files)
+    tensors = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in manifest.entries.items()
+        if name.startswith(prefix)
+    }
+    read_tensors(path, tensors, manifest.entries)
+    tied = {
+        name.removeprefix(prefix): other.removeprefix(prefix)
+        for name, other in manifest.tied.items()
+        if name.startswith(prefix)
+    }
+    plain = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    write_set(Path(folder), Entries(plain, tied), max_shard_size)
+    return len(plain)

@@ -1,0 +1,16 @@
+"""Writing weights out of a checkpoint, and saying so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from accel_fn.checkpoint._exporting import export_model
+from accel_fn.checkpoint._weights import parse_size
+from accel_fn.cli._output import errors_in_a_line
+
+
+def export_to(checkpoint: Path, folder: Path, step: str, max_shard_size: str) -> None:
+    """Export, and print what came of it."""
+    with errors_in_a_line():
+        count = export_model(checkpoint, folder, step, parse_size(max_shard_size))
+    print(f"{count} tensors written to {folder}")
