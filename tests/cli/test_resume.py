@@ -61,7 +61,7 @@ def train(state, folder, num_workers, started=lambda: None):
         for inputs, kinds, _ in epoch:
             factor = 1 + 0.1 * random.random() + 0.1 * np.random.rand()
             state, _ = step(state, (inputs * factor, kinds))
-            if state.step % 3 == 0:
+            if state.step % 3 == 0 or state.step == 38:
                 af.save(folder, state, step, keep=3, keep_every=12)
     assert state.step == 38
     return hash_of(step)
@@ -163,6 +163,8 @@ def kill_often(folder, num_kills, num_workers=0):
             while_saving += any((place / "run").glob(".new_step*"))
         kills, worst = kills + killed, max(worst, killed)
         found.append(hashes(place) == expected)
+    assert run_world(place, num_workers).end() == [0, 0]  # of the last checkpoint alone
+    found.append(hashes(place) == expected)
     return {"kills": kills, "while saving": while_saving, "worst": worst, "equal": found}
 
 
