@@ -147,7 +147,8 @@ def _fill(
     for name in steps.keys() & rest["steps"].keys():
         saved = rest["steps"][name]
         put_back(steps[name].plan, name, tensors, saved, optimizer=name in optimizers)
-    loaded = replace(state, step=manifest.step, scaler=scale_from_dict(rest["scaler"], state))
+    scaler = state.scaler and (scale_from_dict(rest["scaler"], state) or state.scaler)
+    loaded = replace(state, step=manifest.step, scaler=scaler)
     _load_random(mine, manifest, loaded, was_there=was_there)
     return loaded
 

@@ -6,9 +6,9 @@ import fcntl
 import os
 import socket
 import time
-from contextlib import suppress
+from multiprocessing.util import register_after_fork
 from pathlib import Path
-from weakref import WeakSet
+from weakref import finalize
 
 from accel_fn._errors import CheckpointError
 
@@ -19,12 +19,14 @@ _TRIES, _WAIT_S = 60, 0.05
 class FolderLock:
     """Holds a folder until it is let go of, by whatever end of this process at the latest."""
 
-    __slots__ = ("__weakref__", "_number", "folder")
+    __slots__ = ("__weakref__", "_close", "_number", "folder")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._number = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
-        _held.add(self)
+        self._close = finalize(self, os.close, self._number)
+        # A worker that outlives a killed run would hold its folder.
+        register_after_fork(self, FolderLock.close)
         if not self._takes():
             owner = os.pread(self._number, 200, 0).decode(errors="replace")
             raise CheckpointError(
@@ -32,15 +34,9 @@ class FolderLock:
                 f"{owner or 'another process'}; give each run a folder of its own"
             )
 
-    def __del__(self) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Let go of it here; a process that has forked, or was forked, may hold it still."""
-        with suppress(AttributeError, OSError):
-            number = self._number
-            del self._number
-            os.close(number)
+        """Let go of it in this process."""
+        self._close()
 
     def _takes(self) -> bool:
         for left in reversed(range(_TRIES)):  # a run that was killed may still be ending
@@ -56,15 +52,3 @@ class FolderLock:
                 os.pwrite(self._number, f"{socket.gethostname()}, pid {os.getpid()}".encode(), 0)
                 return True
         return False
-
-
-_held: WeakSet[FolderLock] = WeakSet()
-
-
-def _let_go() -> None:
-    """In a process that was forked: a worker that outlives a killed run would hold its folder."""
-    for lock in list(_held):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_let_go)
