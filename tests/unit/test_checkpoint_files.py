@@ -425,9 +425,12 @@ def test_workers_that_outlive_their_run_do_not_hold_its_folder(tmp_path, monkeyp
     """They look for their parent every few seconds only."""
     monkeypatch.setattr(_locking, "_TRIES", 1)
     script = """
-child = os.fork()
-if child:
-    print("up", child, sep="\\n", flush=True)
+import multiprocessing
+
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+child.start()
+time.sleep(0.2)  # until it is itself
+print("up", child.pid, sep="\\n", flush=True)
 time.sleep(60)
 """
     other = start(tmp_path, LOCKING + script)
