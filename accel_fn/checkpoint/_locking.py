@@ -19,10 +19,9 @@ _TRIES, _WAIT_S = 60, 0.05
 class FolderLock:
     """Holds a folder until it is let go of, by whatever end of this process at the latest."""
 
-    __slots__ = ("__weakref__", "_close", "_number", "folder")
+    __slots__ = ("__weakref__", "_close", "_number")
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
         self._number = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
         self._close = finalize(self, os.close, self._number)
         # A worker that outlives a killed run would hold its folder.
@@ -33,6 +32,13 @@ class FolderLock:
                 f"save: {folder} must be saved to by one run at a time, got a second one beside "
                 f"{owner or 'another process'}; give each run a folder of its own"
             )
+
+    def holds(self, folder: Path) -> bool:
+        """Is it that folder's? One that was removed and made again has another lock."""
+        try:
+            return os.path.samestat(os.fstat(self._number), os.stat(folder / _NAME))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Let go of it in this process."""

@@ -9,28 +9,33 @@ from typing import Any
 
 import torch
 
-from accel_fn._errors import ArgumentError
+from accel_fn._errors import ArgumentError, CheckpointError
 
 
 def to_plain(values: Mapping[str, Any], function: str) -> bytes:
     """A file's content, refused where it could not be read back without running code."""
-    buffer = io.BytesIO()
-    torch.save(dict(values), buffer)
-    data = buffer.getvalue()
     try:
-        torch.load(io.BytesIO(data), weights_only=True)
+        buffer = io.BytesIO()
+        torch.save(dict(values), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
     except Exception as error:
         culprits = [name for name, value in values.items() if not _is_plain(value)]
         raise ArgumentError(
             f"{function}: {', '.join(culprits) or 'state'} must hold tensors, numbers, strings and "
             f"containers of them, got something else; {_first_line(error)}"
         ) from None
-    return data
+    return buffer.getvalue()
 
 
 def from_plain(path: Path) -> Any:
     """What such a file holds, on the host."""
-    return torch.load(path, weights_only=True, map_location="cpu")
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise CheckpointError(
+            f"load: {path} must hold tensors and plain data, got something else; {_first_line(error)}"
+        ) from error
 
 
 def _is_plain(value: Any) -> bool:

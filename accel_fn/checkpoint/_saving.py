@@ -139,9 +139,11 @@ def _begin(home: Path, draft: Path, state: DistState, notes: dict[str, Any]) -> 
     if not state.is_main:
         return
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        if not home.is_dir():
+            home.mkdir(parents=True, exist_ok=True)
+            sync_folder(home.parent)
         lock = notes.get("lock")
-        if lock is None or lock.folder != home.resolve():
+        if lock is None or not lock.holds(home):
             notes["lock"] = FolderLock(home)
         tidy(home)
         draft.mkdir()

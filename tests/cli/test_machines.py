@@ -196,6 +196,7 @@ def two_networks():
                 subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+@pytest.mark.slow
 def test_two_machines_in_two_networks_train_as_one_process_does(two_networks, tmp_path):
     """The names of both lead to themselves, as on many machines: the way is found all the same."""
     (tmp_path / "script.py").write_text(

@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel_fn as af
 from tests.processes import free_port, launch
 
+pytestmark = pytest.mark.slow
+
 _NUM_KILLS = 50
 
 
