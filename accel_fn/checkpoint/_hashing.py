@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from accel_fn._errors import ArgumentError, CheckpointError
+from accel_fn._errors import CheckpointError
 
 _BLOCK = 1 << 20
 
@@ -27,12 +28,12 @@ class FileMark:
 def new_hash() -> Any:
     """An XXH3-128: it reads memory faster than a disk does; for damage, not against forgery."""
     try:
-        import xxhash
-    except ImportError:
-        raise ArgumentError(
-            'save: needs the library xxhash; pip install "accel-fn[checkpoint]"'
+        return importlib.import_module("xxhash").xxh3_128()
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'save: {error.name} must be installed; pip install "accel-fn[checkpoint]"',
+            name=error.name,
         ) from None
-    return xxhash.xxh3_128()
 
 
 def hash_of(data: bytes | memoryview) -> str:

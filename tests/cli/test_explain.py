@@ -177,7 +177,7 @@ def test_completion_of_a_shell_knows_commands_and_options(tmp_path):
         timeout=30,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["launch", "env estimate explain", "--device"]
+    assert done.stdout.splitlines() == ["launch", "env estimate export explain", "--device"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -36,6 +36,7 @@ def start_one(launchers, folder, rank, port, *arguments, count=2, **options):
     return launchers.start(folder, "-n", count, *where, *arguments, **options)
 
 
+@pytest.mark.slow
 def test_two_machines_train_as_one_process_does(launchers, tmp_path):
     machines = start_two(launchers, tmp_path, *_DIGITS, "out")
     alone = run_python(tmp_path, *_DIGITS, "alone")

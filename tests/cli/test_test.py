@@ -155,6 +155,7 @@ def test_of_several_errors_the_cause_is_told():
     assert (verdict.error, verdict.largest) == ("ValueError: the cause", None)
 
 
+@pytest.mark.slow
 def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     """A copy of the package in which a resumed run starts over: nothing else is wrong with it."""
     shutil.copytree(ROOT / "accel_fn", tmp_path / "accel_fn")

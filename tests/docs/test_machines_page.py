@@ -75,6 +75,7 @@ def test_the_command_of_the_manifest_makes_each_pod_a_machine(tmp_path: Path, in
     assert re.search(r"\bWORLD_SIZE +2\b", told)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_restarted_ends_as_one_that_was_not(tmp_path: Path) -> None:
     script = next(text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
     killed = script.replace("import torch\n", "import os\nimport torch\n", 1) + (

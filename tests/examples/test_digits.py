@@ -26,7 +26,7 @@ def any_run(request: pytest.FixtureRequest) -> Run:
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return finished(run_example("digits", folder=tmp_path_factory.mktemp("one")))
+    return finished(run_forked("digits", folder=tmp_path_factory.mktemp("one")))
 
 
 @pytest.fixture(scope="module")

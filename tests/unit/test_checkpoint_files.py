@@ -670,6 +670,7 @@ _DYING = """
 
 
 @pytest.mark.parametrize("step", [3, 4])
+@pytest.mark.slow
 def test_a_kill_at_any_call_leaves_all_that_was_whole(tmp_path, step):
     """Of a save of a step that is there already, and of a new one."""
     said = launch(_DYING.format(folder=str(tmp_path), step=step), num_processes=1)

@@ -861,6 +861,7 @@ def loaded(folder):
         (16, 16, False),  # links are used where the numbers of shards agree
     ],
 )
+@pytest.mark.slow
 def test_a_kill_before_any_file_operation_leaves_a_whole_set(
     tmp_path, monkeypatch, before, after, links
 ):
