@@ -27,7 +27,10 @@ napoleon_use_ivar = True
 nitpicky = True
 nitpick_ignore_regex = [  # other projects' pages are not looked up, and type aliases have none
     ("py:class", r"(collections|contextlib|datetime|hypothesis|os|pathlib|torch|nn)\..*"),
-    ("py:class", r"(Tensor|Optimizer|Path|Precision|ProcessGroup|Watch|datetime|ellipsis|\w+Fn|.*\.T)"),
+    (
+        "py:class",
+        r"(Tensor|Optimizer|Path|Precision|ProcessGroup|Watch|datetime|ellipsis|\w+Fn|.*\.T)",
+    ),
 ]
 
 # A public name is documented where users find it, not in the private module that defines it.
