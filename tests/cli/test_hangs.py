@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 SCRIPT = """
 import time, torch
 import accel_fn as af
@@ -13,6 +15,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_launch_with_a_timeout_ends_with_a_report_of_every_rank(launchers, tmp_path):
     arguments = ["-n", 2, "--cpu", "--timeout-s", 4, "script.py"]
     ended = launchers.run(tmp_path, *arguments, script=SCRIPT)

@@ -52,6 +52,7 @@ def test_two_machines_train_as_one_process_does(launchers, tmp_path):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_brings_both_machines_back_with_a_store_of_their_own(launchers, tmp_path):
     """Through torch.distributed alone: what the first attempt wrote must not be there."""
     script = """

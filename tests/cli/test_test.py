@@ -183,6 +183,7 @@ def test_the_command_is_green_on_one_rank_and_says_what_that_leaves_out(tmp_path
     assert "One rank has nobody to differ from: -n 2 --cpu checks" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_runs_over_the_world_that_it_is_started_in(tmp_path):
     ours = ["-m", "accel_fn.cli", "test", "--json"]
     done = run_command(tmp_path, "launch", "-n", "2", "--cpu", *ours)
