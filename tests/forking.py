@@ -15,6 +15,7 @@ import json
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -136,12 +137,18 @@ def _is_number(line: str) -> bool:
 
 
 def _serve() -> None:
-    """Run what is asked for on stdin, line by line, until that ends."""
+    """Run what is asked for on stdin, line by line, until that or the parent ends."""
     for name in _IMPORTS:
         importlib.import_module(name)
     gc.freeze()  # else a rank that ends goes through all that was imported
-    for line in sys.stdin:
-        exit_codes = _run(Request(**json.loads(line)), parent=os.getppid())
+    parent = os.getppid()
+    while os.getppid() == parent:  # others may hold the other end of stdin
+        if not select.select([sys.stdin], [], [], 1.0)[0]:
+            continue
+        line = sys.stdin.readline()
+        if not line:
+            return
+        exit_codes = _run(Request(**json.loads(line)), parent)
         print(json.dumps(exit_codes), flush=True)
 
 
