@@ -59,6 +59,15 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileMark:
     return FileMark(size, running.hexdigest())
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 def check_file(path: Path, mark: FileMark) -> None:
     """Read a file to its end, and refuse it if it is not what was written."""
     running, size = new_hash(), 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from contextlib import suppress
 from pathlib import Path
+
+from accel_fn.checkpoint._hashing import sync
 
 _STEP = re.compile(r"step_(\d{8,})")
 _NEW, _OLD = ".new_", ".old_"
@@ -58,7 +59,7 @@ def publish(draft: Path, final: Path) -> None:
             if error.errno not in _TAKEN or not left:
                 raise
         final.rename(_aside(final))
-    sync_folder(final.parent)
+    sync(final.parent)
 
 
 def recover(folder: Path) -> list[Path]:
@@ -72,15 +73,6 @@ def hide(path: Path) -> Path:
     hidden = path.with_name(_NEW + "removed_" + path.name)
     path.rename(hidden)
     return hidden
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder survive a power cut."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _aside(final: Path) -> Path:

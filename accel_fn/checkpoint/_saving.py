@@ -20,10 +20,10 @@ from accel_fn._explain import tell
 from accel_fn._state import DistState
 from accel_fn._step import Step
 from accel_fn.checkpoint._contents import Contents, contents_of, named_steps, scale_to_dict
-from accel_fn.checkpoint._hashing import FileMark, hash_of, memory_of, write_file
+from accel_fn.checkpoint._hashing import FileMark, hash_of, memory_of, sync, write_file
 from accel_fn.checkpoint._locking import FolderLock
 from accel_fn.checkpoint._manifest import NAME, Chunk, Manifest
-from accel_fn.checkpoint._naming import draft_of, name_of, publish, sync_folder
+from accel_fn.checkpoint._naming import draft_of, name_of, publish
 from accel_fn.checkpoint._plain import to_plain
 from accel_fn.checkpoint._planning import Part, plan_parts, to_entries
 from accel_fn.checkpoint._random import random_state
@@ -141,7 +141,7 @@ def _begin(home: Path, draft: Path, state: DistState, notes: dict[str, Any]) -> 
     try:
         if not home.is_dir():
             home.mkdir(parents=True, exist_ok=True)
-            sync_folder(home.parent)
+            sync(home.parent)
         lock = notes.get("lock")
         if lock is None or not lock.holds(home):
             notes["lock"] = FolderLock(home)
@@ -236,7 +236,7 @@ def _publish(draft: Path, final: Path, manifest: Manifest) -> None:
                     f"in which rank 0 does not find {name}"
                 )
         write_file(draft / NAME, [manifest.to_bytes()])
-        sync_folder(draft)
+        sync(draft)
         publish(draft, final)
         tidy(final.parent)
     except OSError as error:

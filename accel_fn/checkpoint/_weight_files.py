@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from accel_fn.checkpoint._hashing import sync
 from accel_fn.checkpoint._weight_entries import Entries, extra
 
 SINGLE = "model.safetensors"
@@ -40,10 +41,10 @@ def write_set(folder: Path, entries: Entries, limit: int) -> None:
         for name in beside:
             (folder / name).unlink(missing_ok=True)
         raise
-    _sync(folder)
+    sync(folder)
     if len(shards) == 1:
         os.replace(folder / beside[0], folder / SINGLE)
-        _sync(folder)
+        sync(folder)
         _remove_others(folder, {SINGLE})
     else:
         _publish(folder, shards, beside, names, _num_bytes(entries.tensors))
@@ -94,7 +95,7 @@ def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
     except library.SafetensorError as error:
         raise OSError(f"save_model: {path} could not be written: {error}") from error
     path.chmod(mode)  # safetensors makes files that only their owner can read
-    _sync(path)
+    sync(path)
 
 
 def _publish(
@@ -112,7 +113,7 @@ def _publish(
     else:
         for new, name in zip(beside, names, strict=True):
             os.replace(folder / new, folder / name)
-    _sync(folder)
+    sync(folder)
     _put_index(folder, shards, names, num_bytes)
 
 
@@ -123,7 +124,7 @@ def _put_copy(new: Path, path: Path) -> None:
         os.link(new, spare)
     except OSError:
         shutil.copy(new, spare)
-        _sync(spare)
+        sync(spare)
     os.replace(spare, path)
 
 
@@ -134,9 +135,9 @@ def _put_index(
     spare = folder / _beside(INDEX, secrets.token_hex(4))
     content = {"metadata": {"total_size": num_bytes}, "weight_map": files}
     spare.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _sync(spare)
+    sync(spare)
     os.replace(spare, folder / INDEX)
-    _sync(folder)
+    sync(folder)
 
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
@@ -144,13 +145,4 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
     for path in list(folder.iterdir()):
         if _WRITTEN_HERE.fullmatch(path.name) and path.name not in kept:
             path.unlink()
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    sync(folder)

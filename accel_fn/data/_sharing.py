@@ -78,5 +78,5 @@ def _way(loader: DataLoader[Any], state: DistState, split: str) -> Split | None:
 def _declared_length(data: Any) -> int | None:
     try:
         return len(data)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # streams say "no length" in either way
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -48,7 +49,7 @@ def stream_source(
     return SplitSource(loader, sharing, sharing.split, open_channel(state))
 
 
-class _StreamSource:
+class _StreamSource(ABC):
     """What both ways share: positions by arithmetic where the data set has a length, else by reading."""
 
     def __init__(self, loader: DataLoader[Any], sharing: Sharing, rank: int) -> None:
@@ -58,13 +59,13 @@ class _StreamSource:
         self._rank = rank
         self._name = type(loader.dataset).__name__
 
+    @abstractmethod
     def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """Batches of an epoch from one on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _count(self, epoch: int) -> Iterator[Any]:
         """Something for every batch of an epoch, at less cost than the batches."""
-        raise NotImplementedError
 
     def num_batches(self) -> int:
         """Batches of an epoch, from the length of the data set."""

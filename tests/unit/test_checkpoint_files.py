@@ -651,7 +651,7 @@ _DYING = """
         shutil.copytree(first, folder)
         for module, names in {{
             os: ["fsync", "mkdir", "open", "rename", "rmdir", "unlink"],
-            _saving: ["write_file", "sync_folder", "publish", "tidy", "retain"],
+            _saving: ["write_file", "sync", "publish", "tidy", "retain"],
         }}.items():
             for name in names:
                 setattr(module, name, dying(getattr(module, name)))
