@@ -10,6 +10,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "node[0-1]",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+}
+"""What srun says to the second of two tasks on two nodes."""
+
 
 def surroundings(folder: Path, **variables: str) -> dict[str, str]:
     """An environment whose home is in `folder`, with nothing of a launch in it."""

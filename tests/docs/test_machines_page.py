@@ -11,20 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.commands import ROOT, run_command, surroundings
+from tests.cli.commands import ROOT, SRUN, run_command, surroundings
 
 PAGE = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
-SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_STEP_NODELIST": "localhost,other",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-}
+SRUN_HERE = {**SRUN, "SLURM_STEP_NODELIST": "localhost,other"}
 
 
 def block(language: str) -> str:
@@ -52,7 +42,7 @@ def test_the_batch_script_is_one_and_its_launch_finds_its_place_in_the_job(tmp_p
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     launch = script[script.index("accel-fn launch") :].replace("launch", "launch --cpu --dry-run")
     (tmp_path / "train.py").touch()
-    told = run_in_shell(launch, tmp_path, **SRUN)
+    told = run_in_shell(launch, tmp_path, **SRUN_HERE)
     assert re.search(r"\bRANK +1\b", told)
     assert re.search(r"\bWORLD_SIZE +2\b", told)
     assert re.search(r"\bMASTER_ADDR +localhost\b", told)

@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from accel_fn.launching._settings import Settings, rule
+from tests.cli.commands import SRUN
 from tests.settings import TWO_GPUS, refused, resolved, written
 
 WRONG = [
@@ -113,19 +114,6 @@ def test_a_conflict_names_who_gave_the_value(tmp_path):
 def test_settings_made_by_hand_are_checked_too():
     with pytest.raises(ValidationError, match="cpu must be false with gpu_ids=0,1"):
         Settings(cpu=True, gpu_ids=(0, 1))
-
-
-SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_STEP_NODELIST": "node[0-1]",
-    "SLURM_PROCID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "0",
-}
 
 
 @pytest.mark.parametrize("environment", [SRUN, {"PET_NNODES": "2"}], ids=["srun", "torchrun"])
