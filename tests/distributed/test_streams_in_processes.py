@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests import strategies as ours
+from tests.forking import run_worlds
 from tests.processes import launch
 from tests.streams import SelfSplitting, Sharded, global_batches, items_of, joined, samples
 
@@ -66,3 +67,31 @@ def test_streams_are_shared_and_trained_on_as_by_one_process(num_processes):
             name: torch.tensor(value, dtype=torch.float64) for name, value in parameters.items()
         }
         ours.assert_close(found, expected)
+
+
+FAILING = """
+import torch
+from torch.utils.data import DataLoader
+import accel_fn as af
+from tests.streams import Sharded
+
+state = af.init(device="cpu", timeout_s=30)
+
+def collate(items):
+    if state.rank == 1 and max(items) > 60:
+        mark()
+        raise ValueError("cannot collate")
+    return torch.tensor(items)
+
+source = DataLoader(Sharded([50, 50]), batch_size=8, collate_fn=collate)
+for batch in af.shard_loader(source, state):
+    pass
+"""
+
+
+def test_a_collate_fn_that_fails_on_one_rank_of_a_split_stream_ends_the_others_at_once(tmp_path):
+    waiting, failing = run_worlds({"failing": FAILING}, tmp_path)["failing"]
+    assert "ValueError: cannot collate" in failing.stderr
+    assert "rank 1: has left by ValueError: cannot collate" in waiting.stderr
+    assert (waiting.exit_code, failing.exit_code) == (1, 1)
+    assert waiting.seconds < 10  # the group's timeout is 30
