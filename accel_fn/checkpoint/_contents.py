@@ -24,6 +24,11 @@ def named_steps(step: Step | Steps) -> Steps:
     return {"": step} if isinstance(step, Step) else step
 
 
+def notes_of(steps: Steps) -> dict[str, Any]:
+    """What saving and loading have to remember of a run of these steps."""
+    return next(iter(steps.values())).notes
+
+
 @dataclass(frozen=True, slots=True)
 class Contents:
     """Everything of the steps of a run that is the same on all ranks."""

@@ -14,11 +14,13 @@ from accel_fn._comm import exchange
 from accel_fn._errors import CheckpointError
 from accel_fn._state import DistState
 from accel_fn._step import Step
+from accel_fn.checkpoint._background import finish_writing
 from accel_fn.checkpoint._comparing import differences, fitting, has_optimizer, listed
 from accel_fn.checkpoint._contents import (
     Contents,
     contents_of,
     named_steps,
+    notes_of,
     put_back,
     room_for_optimizer,
     scale_from_dict,
@@ -77,6 +79,7 @@ def load(
     1
     """
     steps, extras = named_steps(step), extras or {}
+    finish_writing(notes_of(steps), state, "load")
     path = all_or_none(lambda: _choose(Path(folder), at, extras), state, "load")
     path = exchange(path, state, "load")[0]
 
@@ -92,7 +95,7 @@ def load(
     loaded = all_or_none(
         lambda: _fill(path, manifest, contents, steps, extras, state, strict=strict), state, "load"
     )
-    next(iter(steps.values())).notes["resumed_from"] = manifest.step
+    notes_of(steps)["resumed_from"] = manifest.step
     return loaded
 
 

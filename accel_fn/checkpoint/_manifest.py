@@ -92,8 +92,10 @@ def _from_json(found: dict[str, Any]) -> Manifest:
 
 
 def _entry(dtype: str, shape: Sequence[int], chunks: Sequence[dict[str, Any]]) -> Entry:
-    found = [
-        Chunk(**{**chunk, "offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])})
-        for chunk in chunks
-    ]
-    return Entry(dtype, tuple(shape), tuple(found))
+    return Entry(dtype, tuple(shape), tuple(map(chunk_from, chunks)))
+
+
+def chunk_from(found: Mapping[str, Any]) -> Chunk:
+    """A chunk out of JSON, which has lists for tuples."""
+    offsets, sizes = tuple(found["offsets"]), tuple(found["sizes"])
+    return Chunk(**{**found, "offsets": offsets, "sizes": sizes})

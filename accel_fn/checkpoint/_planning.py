@@ -7,7 +7,7 @@ keeps its metadata as a pickle, which could run code; here it is in the manifest
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,17 +54,23 @@ def plan_parts(tensors: Mapping[str, Any], state: DistState) -> list[Part]:
     return found
 
 
-def to_entries(
-    tensors: Mapping[str, Any], chunks: Sequence[Sequence[tuple[str, Chunk]]]
-) -> dict[str, Entry]:
-    """What all ranks have written, tensor by tensor."""
-    found: dict[str, list[Chunk]] = {name: [] for name in tensors}
-    for rank in chunks:
-        for name, chunk in rank:
-            found[name].append(chunk)
+def to_entries(tensors: Mapping[str, Any]) -> dict[str, Entry]:
+    """Dtype and shape of every tensor, without chunks."""
     return {
-        name: Entry(name_of_dtype(tensor.dtype), tuple(tensor.shape), tuple(found[name]))
+        name: Entry(name_of_dtype(tensor.dtype), tuple(tensor.shape), ())
         for name, tensor in tensors.items()
+    }
+
+
+def with_chunks(
+    entries: Mapping[str, Entry], chunks: Iterable[tuple[str, Chunk]]
+) -> dict[str, Entry]:
+    """The entries with the chunks that were written of them, by name."""
+    found: dict[str, list[Chunk]] = {name: [] for name in entries}
+    for name, chunk in chunks:
+        found[name].append(chunk)
+    return {
+        name: Entry(entry.dtype, entry.shape, tuple(found[name])) for name, entry in entries.items()
     }
 
 

@@ -1,39 +1,48 @@
-"""Reading tensors out of a checkpoint, in place."""
+"""Reading a checkpoint: its files against their hashes, its tensors in place."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
 
 from accel_fn._errors import CheckpointError
-from accel_fn.checkpoint._hashing import check_file, memory_of
+from accel_fn.checkpoint._hashing import check_file, memory_of, read_into
 from accel_fn.checkpoint._manifest import Entry, Manifest
 from accel_fn.checkpoint._planning import Reading, plan_readings
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Some of the files against their hashes."""
-    for name in names:
-        check_file(path / name, manifest.files[name])
+    with _pool() as pool:
+        for name in names:
+            check_file(path / name, manifest.files[name], pool)
 
 
 def read_tensors(path: Path, tensors: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> None:
     """Overwrite these tensors by those that were saved under their names."""
-    with ExitStack() as files:
-        opened: dict[str, IO[bytes]] = {}
-        for reading in plan_readings(tensors, entries):
-            name = reading.chunk.file
-            if name not in opened:
-                opened[name] = files.enter_context((path / name).open("rb", buffering=0))
-            _read(reading, opened[name])
+    readings = list(plan_readings(tensors, entries))
+    with ExitStack() as files, _pool() as pool:
+        opened: dict[str, int] = {}
+        for name in {reading.chunk.file for reading in readings}:
+            opened[name] = os.open(path / name, os.O_RDONLY)
+            files.callback(os.close, opened[name])
+        for _ in pool.map(lambda reading: _read(reading, opened[reading.chunk.file]), readings):
+            pass  # an error of a thread is raised here
 
 
-def _read(reading: Reading, file: IO[bytes]) -> None:
+def _pool() -> Executor:
+    """Threads that read: two at least, since one may wait for a disk."""
+    return ThreadPoolExecutor(max(2, torch.get_num_threads()), thread_name_prefix="accel_fn load")
+
+
+@torch.no_grad()
+def _read(reading: Reading, file: int) -> None:
     """Fill a part of a tensor, in place where memory and file are laid out alike."""
     chunk, target = reading.chunk, reading.target
     alike = (
@@ -44,13 +53,8 @@ def _read(reading: Reading, file: IO[bytes]) -> None:
     )
     source = target if alike else torch.empty(chunk.sizes, dtype=reading.dtype)
     view = memory_of(source)
-    file.seek(chunk.start)
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])  # type: ignore[attr-defined]
-        if not count:
-            raise CheckpointError(f"load: {file.name} is damaged: it ends too early")
-        done += count
+    if read_into(view, file, chunk.start) < len(view):
+        raise CheckpointError(f"load: {chunk.file} is damaged: it ends too early")
     if not alike:
         for dimension, (start, length) in enumerate(zip(reading.start, target.shape, strict=True)):
             source = source.narrow(dimension, start, length)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,27 @@ from torch import Tensor
 
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
-from accel_fn._errors import ArgumentTypeError, CheckpointError, check_count, message
+from accel_fn._errors import ArgumentTypeError, check_count, message
 from accel_fn._explain import tell
 from accel_fn._state import DistState
 from accel_fn._step import Step
-from accel_fn.checkpoint._contents import Contents, contents_of, named_steps, scale_to_dict
-from accel_fn.checkpoint._hashing import FileMark, hash_of, memory_of, sync, write_file
+from accel_fn.checkpoint._background import Background, finish_writing
+from accel_fn.checkpoint._contents import (
+    Contents,
+    contents_of,
+    named_steps,
+    notes_of,
+    scale_to_dict,
+)
+from accel_fn.checkpoint._hashing import hash_of, memory_of, sync
 from accel_fn.checkpoint._locking import FolderLock
-from accel_fn.checkpoint._manifest import NAME, Chunk, Manifest
-from accel_fn.checkpoint._naming import draft_of, name_of, publish
+from accel_fn.checkpoint._manifest import Manifest
 from accel_fn.checkpoint._plain import to_plain
-from accel_fn.checkpoint._planning import Part, plan_parts, to_entries
+from accel_fn.checkpoint._planning import plan_parts, to_entries
+from accel_fn.checkpoint._publishing import Draft
 from accel_fn.checkpoint._random import random_state
-from accel_fn.checkpoint._retaining import retain, tidy
+from accel_fn.checkpoint._retaining import tidy
+from accel_fn.checkpoint._writing import Share, cannot_write
 
 COMMON, EXTRA = "common.pt", "extras/"
 
@@ -40,6 +46,7 @@ def save(
     extras: Mapping[str, Any] | None = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    wait: bool = True,
 ) -> Path:
     """Save the run as the checkpoint `step_NNNNNNNN` of a folder. Called on every rank.
 
@@ -56,17 +63,24 @@ def save(
         keep: how many whole checkpoints stay, >= 1; None: all. The one that this run
             was resumed from stays.
         keep_every: checkpoints at multiples of so many steps stay, too.
+        wait: False: return once this rank's share is copied, and write it in a thread while the
+            run goes on. The next `save` or `load` of the step waits for it, and so does the
+            end of the process.
 
     Returns:
-        The checkpoint's folder.
+        The checkpoint's folder; with `wait=False`, where it will be.
 
     Raises:
         ValueError: on every rank, an argument is outside its rule, or extras hold more than
             tensors and plain data.
         RuntimeError: on every rank: the folder cannot be written, or another run saves to it. The
-            checkpoints that are there stay as they are.
+            checkpoints that are there stay as they are. What goes wrong in the background is
+            raised by the next `save` or `load` of the step; where none comes, the process
+            says it at its end, and its exit code is 1.
 
-    Cost: writes the state once, each rank its share; a few small collectives.
+    Cost: writes the state once, each rank its share; a few small collectives. With `wait=False`,
+        one copy of the share, into host memory that is kept for the next time (pinned for an
+        accelerator); no collective in the background.
 
     >>> import tempfile, accel_fn as af
     >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
@@ -75,53 +89,43 @@ def save(
     'step_00000000'
     """
     steps, extras, home = named_steps(step), extras or {}, Path(folder)
-    contents = all_or_none(lambda: _check(steps, extras, keep, keep_every), state, "save")
-    notes = next(iter(steps.values())).notes
-    draft = draft_of(home, state.step)
+    contents = all_or_none(lambda: _check(steps, extras, keep, keep_every, wait), state, "save")
+    notes = notes_of(steps)
+    finish_writing(notes, state, "save")
+    head = _head(state, steps, contents)
+    draft = Draft(home, head, keep, keep_every, notes.get("resumed_from"))
     try:
-        all_or_none(lambda: _begin(home, draft, state, notes), state, "save")
-        own = _own_buffers(contents, state)
-        shared = contents.tensors
-        if not state.is_main:  # what is no replica is saved as rank 0 has it
-            buffers = set(contents.buffers)
-            shared = {name: each for name, each in shared.items() if name not in buffers}
-        parts = plan_parts(shared, state)
-        mine = all_or_none(
-            lambda: _write(draft, state, contents, own, extras, parts), state, "save"
-        )
+        all_or_none(lambda: _begin(draft, state, notes), state, "save")
+        share = _share(state, contents, extras)
+        if not wait:
+            background = notes.setdefault("background", Background())
+            lock = notes.get("lock")
+            all_or_none(lambda: background.start(share, draft, state, lock), state, "save")
+            return draft.final
+        mine = all_or_none(lambda: share.write(draft.path), state, "save")
         written = exchange(mine, state, "save")
-        final = home / name_of(state.step)
-
-        def finish() -> None:
-            if state.is_main:
-                _publish(draft, final, _manifest(state, steps, contents, written))
-                if keep is not None:
-                    retain(home, keep, keep_every, notes.get("resumed_from"))
-
-        all_or_none(finish, state, "save")
+        all_or_none(lambda: draft.publish(written) if state.is_main else None, state, "save")
     except BaseException:
         if state.is_main:
-            shutil.rmtree(draft, ignore_errors=True)
+            draft.discard()
         raise
-    return final
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What a rank has written."""
-
-    chunks: Sequence[tuple[str, Chunk]]
-    files: Mapping[str, FileMark]
+    return draft.final
 
 
 def _check(
-    steps: Mapping[str, Step], extras: Mapping[str, Any], keep: int | None, keep_every: int | None
+    steps: Mapping[str, Step],
+    extras: Mapping[str, Any],
+    keep: int | None,
+    keep_every: int | None,
+    wait: object,
 ) -> Contents:
     if not steps or not all(isinstance(each, Step) for each in steps.values()):
         raise ArgumentTypeError(message("save", "step", "be a Step or a dict of Steps", steps))
     for name, count in (("keep", keep), ("keep_every", keep_every)):
         if count is not None:
             check_count("save", name, count)
+    if not isinstance(wait, bool):
+        raise ArgumentTypeError(message("save", "wait", "be True or False", wait))
     check_extras(extras, "save")
     return contents_of(steps)
 
@@ -135,9 +139,10 @@ def check_extras(extras: Mapping[str, Any], function: str) -> None:
             )
 
 
-def _begin(home: Path, draft: Path, state: DistState, notes: dict[str, Any]) -> None:
+def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:
     if not state.is_main:
         return
+    home = draft.home
     try:
         if not home.is_dir():
             home.mkdir(parents=True, exist_ok=True)
@@ -146,35 +151,34 @@ def _begin(home: Path, draft: Path, state: DistState, notes: dict[str, Any]) -> 
         if lock is None or not lock.holds(home):
             notes["lock"] = FolderLock(home)
         tidy(home)
-        draft.mkdir()
+        draft.path.mkdir()
     except OSError as error:
-        raise _failed(draft, error) from error
+        raise cannot_write(draft.path, error) from error
 
 
-def _write(
-    draft: Path,
-    state: DistState,
-    contents: Contents,
-    own: Mapping[str, Tensor],
-    extras: Mapping[str, Any],
-    parts: Sequence[Part],
-) -> _Written:
-    """This rank's files."""
+def _share(state: DistState, contents: Contents, extras: Mapping[str, Any]) -> Share:
+    """What this rank has to write."""
+    own = _own_buffers(contents, state)
+    shared = contents.tensors
+    if not state.is_main:  # what is no replica is saved as rank 0 has it
+        buffers = set(contents.buffers)
+        shared = {name: each for name, each in shared.items() if name not in buffers}
+    parts = plan_parts(shared, state)
+    files = all_or_none(lambda: _files(state, contents, own, extras), state, "save")
+    return Share(state.rank, files, parts)
+
+
+def _files(
+    state: DistState, contents: Contents, own: Mapping[str, Tensor], extras: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """What is no tensor of all ranks, by the name of its file."""
     data = {"buffers": own, "random": random_state(state.device)}
     data |= {f"{EXTRA}{name}": extra.state_dict() for name, extra in extras.items()}
     files = {rank_file(state.rank): to_plain(data, "save")}
     if state.is_main:
         rest = {"scaler": scale_to_dict(state.scaler), "steps": contents.rest}
         files[COMMON] = to_plain(rest, "save")
-    file = f"tensors_{state.rank:05d}.bin"
-    chunks: list[tuple[str, Chunk]] = []
-    try:
-        marks = {name: write_file(draft / name, [data]) for name, data in files.items()}
-        if parts:
-            marks[file] = write_file(draft / file, _bytes_of(parts, file, chunks))
-    except OSError as error:
-        raise _failed(draft, error) from error
-    return _Written(chunks, marks)
+    return files
 
 
 def _own_buffers(contents: Contents, state: DistState) -> dict[str, Tensor]:
@@ -192,26 +196,8 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def _bytes_of(
-    parts: Sequence[Part], file: str, chunks: list[tuple[str, Chunk]]
-) -> Iterator[memoryview]:
-    """The bytes of tensors, one after another; notes where each begins."""
-    start = 0
-    for part in parts:
-        view = memory_of(part.tensor.cpu().contiguous())
-        shape = tuple(part.tensor.shape)
-        offsets = part.offsets or (0,) * len(shape)
-        chunks.append((part.name, Chunk(offsets, shape, file, start, len(view))))
-        start += len(view)
-        yield view
-
-
-def _manifest(
-    state: DistState,
-    steps: Mapping[str, Step],
-    contents: Contents,
-    written: Sequence[_Written],
-) -> Manifest:
+def _head(state: DistState, steps: Mapping[str, Step], contents: Contents) -> Manifest:
+    """The manifest before anything is written."""
     return Manifest(
         step=state.step,
         seed=state.seed,
@@ -221,30 +207,6 @@ def _manifest(
         plans=contents.plans,
         tied=contents.tied,
         explained={name: tell(each.plan, state) for name, each in steps.items()},
-        entries=to_entries(contents.tensors, [each.chunks for each in written]),
-        files={name: mark for each in written for name, mark in each.files.items()},
-    )
-
-
-def _publish(draft: Path, final: Path, manifest: Manifest) -> None:
-    try:
-        for name, mark in manifest.files.items():
-            path = draft / name
-            if not path.exists() or path.stat().st_size != mark.size:
-                raise CheckpointError(
-                    f"save: folder must be on a file system that all ranks share, got {final.parent}, "
-                    f"in which rank 0 does not find {name}"
-                )
-        write_file(draft / NAME, [manifest.to_bytes()])
-        sync(draft)
-        publish(draft, final)
-        tidy(final.parent)
-    except OSError as error:
-        raise _failed(draft, error) from error
-
-
-def _failed(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"save: folder must be one that can be written to, got {str(path.parent)!r} "
-        f"({error.strerror or error}); checkpoints that were there are as they were"
+        entries=to_entries(contents.tensors),
+        files={},
     )

@@ -64,7 +64,8 @@ def train(state, folder, num_workers, started=lambda: None):
             factor = 1 + 0.1 * random.random() + 0.1 * np.random.rand()
             state, _ = step(state, (inputs * factor, kinds))
             if state.step % 3 == 0 or state.step == 38:
-                af.save(folder, state, step, keep=3, keep_every=12)
+                wait = state.step % 2 == 1 or state.step == 38  # every other one in the background
+                af.save(folder, state, step, keep=3, keep_every=12, wait=wait)
     assert state.step == 38
     return hash_of(step)
 

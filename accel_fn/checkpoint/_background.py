@@ -1,0 +1,165 @@
+"""Writing a checkpoint while the run goes on: from a copy, in a thread of each rank.
+
+The threads enter no collective, which would meet those of the run: each tells in a file of the
+draft what it has written, and rank 0's gives the checkpoint its name when it has heard of all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_fn._comm import exchange
+from accel_fn._errors import CheckpointError
+from accel_fn._state import DistState
+from accel_fn.checkpoint._planning import Part
+from accel_fn.checkpoint._publishing import Draft
+from accel_fn.checkpoint._telling import hear, tell_failure, tell_written
+from accel_fn.checkpoint._writing import Share
+
+Room = dict[tuple[str, tuple[int, ...]], Tensor]
+"""Host memory for the parts that this rank writes, kept from save to save."""
+
+
+class Background:
+    """What saving in the background keeps of a run, on one rank: room for a copy, and the writing."""
+
+    def __init__(self) -> None:
+        self._room: Room = {}
+        self._writing: Writing | None = None
+
+    def start(self, share: Share, draft: Draft, state: DistState, held: object) -> None:
+        """Copy what is to be written, and have it written. `held` lives as long as that takes."""
+        self._room = _room_for(share.parts, self._room)
+        parts, ready = _copied(share.parts, self._room, state.device)
+        writing = Writing(replace(share, parts=parts), draft, state.world_size, ready, held)
+        writing.start()
+        self._writing = writing
+
+    def finish(self, state: DistState, function: str) -> None:
+        """Wait for what is being written; where that failed on one rank, all raise."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        failure = writing.finish()
+        said = exchange(None if failure is None else str(failure), state, function)
+        failed = [f"on rank {rank}: {words}" for rank, words in enumerate(said) if words]
+        if failed:
+            if state.is_main:
+                writing.draft.discard()  # others may have written into it until now
+            raise CheckpointError(
+                f"{function}: {writing.draft.final} must have been written in the background, but that "
+                f"failed {'; '.join(failed)}"
+            ) from failure
+
+
+def finish_writing(notes: Mapping[str, Any], state: DistState, function: str) -> None:
+    """Wait for what a run has in the background, if anything. Called on every rank."""
+    if "background" in notes:
+        notes["background"].finish(state, function)
+
+
+class Writing:
+    """A share that a thread writes. A process that ends waits for it, and says if it failed."""
+
+    def __init__(
+        self,
+        share: Share,
+        draft: Draft,
+        world_size: int,
+        ready: Callable[[], None],
+        held: object,
+    ) -> None:
+        self._share = share
+        self.draft = draft
+        self._world_size = world_size
+        self._ready = ready
+        self._held = held
+        self._failure: Exception | None = None
+        self._owner = os.getpid()
+        # No daemon: Python waits for such a thread before anything at exit.
+        self._thread = threading.Thread(target=self._run, name="accel_fn save")
+
+    def start(self) -> None:
+        """Begin to write."""
+        atexit.register(self._say_at_exit)
+        self._thread.start()
+
+    def finish(self) -> Exception | None:
+        """Wait until it is written; what went wrong."""
+        self._thread.join()
+        atexit.unregister(self._say_at_exit)
+        return self._failure
+
+    def _run(self) -> None:
+        try:
+            self._ready()
+            written = self._share.write(self.draft.path)
+            if self._share.rank:
+                tell_written(self.draft.path, self._share.rank, written)
+            else:
+                others = hear(self.draft.path, range(1, self._world_size))
+                self.draft.publish([written, *others])
+            atexit.unregister(self._say_at_exit)
+        except Exception as error:
+            self._failure = error
+            if self._share.rank:
+                tell_failure(self.draft.path, self._share.rank, error)
+            else:
+                self.draft.discard()
+        finally:
+            self._held = None
+
+    def _say_at_exit(self) -> None:
+        """The last chance to tell of a failure: no later call has. The exit code is then 1."""
+        if os.getpid() != self._owner:  # a fork of it, which has no such thread
+            return
+        self._thread.join()
+        if self._failure is None:
+            return
+        print(
+            f"accel_fn: save: {self.draft.final} was not written: {self._failure}", file=sys.stderr
+        )
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+
+def _room_for(parts: Sequence[Part], room: Room) -> Room:
+    """The room that is there where it fits, new memory where it does not."""
+    found: Room = {}
+    for part in parts:
+        key, tensor = (part.name, part.offsets), part.tensor
+        old = room.get(key)
+        if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+            pinned = tensor.device.type != "cpu"
+            old = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        found[key] = old
+    return found
+
+
+def _copied(
+    parts: Sequence[Part], room: Room, device: torch.device
+) -> tuple[list[Part], Callable[[], None]]:
+    """The parts in host memory, and what waits until they are there."""
+    copies = [replace(part, tensor=room[part.name, part.offsets]) for part in parts]
+    with torch.no_grad():
+        for part, copy in zip(parts, copies, strict=True):
+            copy.tensor.copy_(part.tensor, non_blocking=True)
+    if device.type == "cpu":
+        return copies, _nothing
+    event = torch.Event(device)  # later kernels of the run come after it in the same stream
+    event.record()
+    return copies, event.synchronize
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""

@@ -1,0 +1,260 @@
+"""save(wait=False): a copy is written while the run goes on; what goes wrong is told, nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn._errors import CheckpointError
+from accel_fn.checkpoint import _telling
+from accel_fn.checkpoint._writing import Share
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.forking import run_worlds
+from tests.processes import launch
+
+BATCH = (torch.ones(6, 3).double(), torch.zeros(6, 1).double())
+
+
+def make(state=None, seed=0):
+    model = ours.regression_model(seed)
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    return af.build(state or af.DistState(), af.wrap_ddp()(plan))
+
+
+def advance(state, step, count=2):
+    for _ in range(count):
+        state, _ = step(state, BATCH)
+    return state
+
+
+def values(step):
+    tensors = dict(step.plan.model.state_dict())
+    for number, kept in step.plan.optimizer.state_dict()["state"].items():
+        tensors |= {f"{number} {name}": value for name, value in kept.items()}
+    return {name: value.clone() for name, value in tensors.items()}
+
+
+def loaded(folder, at="latest"):
+    """What a new program finds."""
+    state, step = make(seed=7)
+    af.load(folder, state, step, at=at)
+    return values(step)
+
+
+def wait_for(folder, step):
+    """Until it is there, with no call to the run that writes it."""
+    deadline = time.monotonic() + 20
+    while not (found := af.latest(folder)) or found.name != f"step_{step:08d}":
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writing waits until this is set."""
+    event, write = threading.Event(), Share.write
+
+    def writing(share, draft):
+        assert event.wait(20)
+        return write(share, draft)
+
+    monkeypatch.setattr(Share, "write", writing)
+    yield event
+    event.set()
+
+
+def test_what_is_written_is_the_run_as_it_was(tmp_path, held):
+    """However far it has gone on, and it is not there before it is whole."""
+    state, step = make()
+    state = advance(state, step)
+    there, expected = af.save(tmp_path, state, step, wait=False), values(step)
+    advance(state, step)
+    assert af.list_checkpoints(tmp_path) == []
+    held.set()
+    assert wait_for(tmp_path, 2) == there
+    ours.assert_identical(loaded(tmp_path), expected)
+
+
+def test_the_files_are_those_of_a_save_that_waits(tmp_path):
+    """On every rank, of a model that several ranks write."""
+
+    def run(state):
+        state, step = make(state)
+        state = advance(state, step)
+        af.save(tmp_path / "waits", state, step)
+        af.save(tmp_path / "goes on", state, step, wait=False)
+        af.load(tmp_path / "goes on", state, step)
+
+    simulate(run, world_size=3)
+    one, other = (tmp_path / name / "step_00000002" for name in ("waits", "goes on"))
+    files = {path.name: path.read_bytes() for path in one.iterdir()}
+    assert "tensors_00002.bin" in files
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == files
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path, held):
+    state, step = make()
+    af.save(tmp_path, state, step, wait=False)
+    threading.Timer(0.2, held.set).start()
+    state = advance(state, step)
+    af.save(tmp_path, state, step, wait=False, keep=5)
+    assert af.list_checkpoints(tmp_path)[0].step == 0
+    state = advance(state, step)
+    af.save(tmp_path, state, step, keep=2)
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [2, 4]
+
+
+def test_load_waits_for_what_is_being_written(tmp_path, held):
+    state, step = make()
+    state = advance(state, step)
+    af.save(tmp_path, state, step, wait=False)
+    expected = values(step)
+    state = advance(state, step)
+    threading.Timer(0.2, held.set).start()
+    assert af.load(tmp_path, state, step).step == 2
+    ours.assert_identical(values(step), expected)
+
+
+def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
+    """Tensors of one size are copied to where those before them were."""
+    places, write = [], Share.write
+
+    def noting(share, draft):
+        places.append([part.tensor.data_ptr() for part in share.parts])
+        return write(share, draft)
+
+    monkeypatch.setattr(Share, "write", noting)
+    state, step = make()
+    state = advance(state, step)
+    own = {each.data_ptr() for each in step.plan.model.parameters()}
+    for _ in range(3):
+        af.save(tmp_path, state, step, wait=False)
+        state = advance(state, step)
+    af.save(tmp_path, state, step)
+    assert places[0] == places[1] == places[2]
+    assert len(set(places[0])) == len(places[0])
+    assert not own & set(places[0])
+    assert own <= set(places[3])  # one that waits needs no copy
+
+
+# What goes wrong in the background.
+
+
+def failing_on(rank, monkeypatch):
+    """The first write of this rank finds the disk full."""
+    write, left = Share.write, [rank]
+
+    def full(share, draft):
+        if share.rank in left:
+            left.remove(share.rank)
+            (draft / f"tensors_{share.rank:05d}.bin").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(share, draft)
+
+    monkeypatch.setattr(Share, "write", full)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_failure_is_raised_on_every_rank_by_the_next_call(tmp_path, monkeypatch, rank, call):
+    failing_on(rank, monkeypatch)
+
+    def run(state):
+        state, step = make(state)
+        state = advance(state, step)
+        af.save(tmp_path, state, step, wait=False)
+        with pytest.raises(CheckpointError) as caught:
+            getattr(af, call)(tmp_path, state, step)
+        af.barrier(state)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        state = advance(state, step)
+        af.save(tmp_path, state, step)
+        return str(caught.value), names
+
+    ranks = simulate(run, world_size=3)
+    for words, names in ranks:
+        assert words == ranks[0][0]
+        assert words.startswith(f"{call}: ")
+        assert "step_00000002 must have been written in the background" in words
+        assert f"on rank {rank}: " in words
+        assert "No space left on device" in words
+        assert names == [".lock"]
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [4]
+
+
+def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(_telling, "_PATIENCE_S", 0.3)
+    write = Share.write
+
+    def late(share, draft):
+        if share.rank == 1:
+            time.sleep(1.5)
+        return write(share, draft)
+
+    monkeypatch.setattr(Share, "write", late)
+
+    def run(state):
+        state, step = make(state)
+        af.save(tmp_path, state, step, wait=False)
+        with pytest.raises(CheckpointError, match=r"got nothing of \[1\] for 0.3 s") as caught:
+            af.save(tmp_path, state, step)
+        return str(caught.value)
+
+    words, others_words = simulate(run, world_size=2)
+    assert words == others_words
+    assert af.latest(tmp_path) is None
+
+
+def test_a_failure_that_no_later_call_tells_of_is_told_at_exit(tmp_path):
+    """Files of that process are limited in size; its other words are those of any run."""
+    script = f"""
+        import resource, signal
+        from tests.unit.test_saving_in_background import advance, make
+        import accel_fn as af
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        state, step = make(af.init(device="cpu", timeout_s=20))
+        af.save({str(tmp_path)!r}, state, step)
+        state = advance(state, step)
+        if state.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        af.save({str(tmp_path)!r}, state, step, wait=False)
+        say("went on")
+    """
+    ranks = run_worlds({"script": script}, tmp_path)["script"]
+    for rank in ranks:
+        assert "went on" in rank.stdout
+        assert rank.exit_code == 1
+        assert "step_00000002 was not written" in rank.stderr
+        assert "File too large" in rank.stderr
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+
+
+def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
+    """Of some megabytes, on two ranks."""
+    script = f"""
+        import torch
+        import accel_fn as af
+        state = af.init(device="cpu", timeout_s=20)
+        model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
+        plan = af.Plan(lambda model, batch: model(batch).mean(), model, torch.optim.SGD(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        af.save({str(tmp_path)!r}, state, step, wait=False)
+    """
+    launch(script)
+    (found,) = af.list_checkpoints(tmp_path)
+    assert not found.damage
+    assert found.size > 8 * 1024 * 1024 * 4
+    assert found.world_size == 2
+
+
+def test_wait_is_checked(tmp_path):
+    state, step = make()
+    with pytest.raises(TypeError, match="save: wait must be"):
+        af.save(tmp_path, state, step, wait="no")
