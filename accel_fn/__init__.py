@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from accel_fn.transforms._clipping import clip_value as clip_value
     from accel_fn.transforms._ddp import wrap_ddp as wrap_ddp
     from accel_fn.transforms._placement import place as place
+    from accel_fn.transforms._preemption import Preemption as Preemption
 
 _MODULES = {
     "_batch": ["num_samples"],
@@ -86,6 +87,7 @@ _MODULES = {
     "transforms._clipping": ["clip", "clip_value"],
     "transforms._ddp": ["wrap_ddp"],
     "transforms._placement": ["place"],
+    "transforms._preemption": ["Preemption"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 _SUBPACKAGES = ("checkpoint", "cli", "data", "launching", "testing", "transforms")

@@ -44,22 +44,25 @@ class Backward:
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         for parameter in self.trainable:
             parameter.grad = None
+        stop = any(ask() for ask in self.plan.stops)
         parts, weights, failure = cut_or_fail(self.plan, batch)
         if state.world_size == 1 and len(parts) == 1:
-            return self._one(state, parts[0], weights[0])
+            return self._one(state, parts[0], weights[0], stop)
         tally: Tally
         if self.carrier is None:
-            tally = SummedTally(state, weights, failure)
+            tally = SummedTally(state, weights, failure, stop=stop)
         else:
-            tally = CarriedTally(self.carrier, state, weights, failure)
+            tally = CarriedTally(self.carrier, state, weights, failure, stop=stop)
         return self._several(state, parts, weights, tally)
 
-    def _one(self, state: DistState, part: Any, weight: float) -> tuple[DistState, Grads, Report]:
+    def _one(
+        self, state: DistState, part: Any, weight: float, stop: bool
+    ) -> tuple[DistState, Grads, Report]:
         """All of the global batch in one backward: nothing to weigh, nothing to wait for."""
         loss = run_forward(state, self.plan, self.module, part)
         self._check_graph(loss)
         run_backward(loss, backward_seed(loss, 1.0, state.scaler), self.trainable)
-        return state, self._take(state, weight), Report(loss=loss.detach().float(), weight=weight)
+        return state, self._take(state, weight), self._report(loss.detach().float(), weight, stop)
 
     def _several(
         self, state: DistState, parts: Parts, weights: Weights, tally: Tally
@@ -76,7 +79,11 @@ class Backward:
                 seed = backward_seed(loss, tally.share(weight), state.scaler)
                 run_backward(loss, seed, self.trainable)
         mean, total, factor = tally.close()
-        return state, self._take(state, total, factor), Report(loss=mean, weight=total)
+        return state, self._take(state, total, factor), self._report(mean, total, tally.stop)
+
+    def _report(self, loss: Tensor, weight: float, stop: bool) -> Report:
+        extras = {"stop": stop} if self.plan.stops else {}
+        return Report(loss=loss, weight=weight, extras=extras)
 
     def _check_graph(self, loss: Tensor) -> None:
         """Refuse what a backward through DDP would not reach."""

@@ -13,7 +13,7 @@ from accel_fn._state import DistState
 from accel_fn._tally import checked_total
 
 _DIGIT = 4096.0
-_NUMBERS = 4
+_NUMBERS = 5
 
 
 class Carrier(nn.Module):
@@ -75,12 +75,15 @@ class CarriedTally:
         state: DistState,
         weights: Sequence[float],
         failure: Exception | None,
+        *,
+        stop: bool = False,
     ) -> None:
         self._carrier = carrier
         self._world_size = state.world_size
         self._weight = float("nan") if failure else sum(weights)
         self._failure = failure
         self._loss = 0.0
+        self.stop = stop
 
     def share(self, weight: float) -> float:
         return weight / self._carrier.unit
@@ -89,14 +92,15 @@ class CarriedTally:
         if weight:
             self._loss += loss.item() * self.share(weight)
         if last:
-            numbers = [self._loss, *_digits(self._weight)]
+            numbers = [self._loss, float(self.stop), *_digits(self._weight)]
             self._carrier.load = torch.tensor(numbers, dtype=self._carrier.numbers.dtype)
 
     def close(self) -> tuple[Tensor, float, float]:
         carrier = self._carrier
         arrived, carrier.load = carrier.numbers.grad, None
         assert arrived is not None
-        loss, *digits = arrived.tolist()
+        loss, stops, *digits = arrived.tolist()
+        self.stop = stops > 0
         total = checked_total(_number(digits, self._world_size), self._failure)
         if not total:
             return torch.zeros(()), total, 1.0

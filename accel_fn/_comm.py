@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 Work = dist.Work
 
-_HEAD = struct.Struct("8s24s")
-"""A number, and the collective that it is of."""
+_HEAD = struct.Struct("16s24s")
+"""One number or two, and the collective that they are of."""
 _UNWATCHED = nullcontext()
 
 
@@ -59,12 +59,14 @@ class Pending:
 
 
 class PendingTotal:
-    """A sum of one number a rank that is under way, as numbers gathered with what they are of."""
+    """A sum of a number or two a rank that is under way, gathered with what they are of."""
 
-    __slots__ = ("_heads", "_total", "_waiting")
+    __slots__ = ("_heads", "_totals", "_waiting")
 
-    def __init__(self, total: Tensor, heads: _Heads, waiting: AbstractContextManager[None]) -> None:
-        self._total = total
+    def __init__(
+        self, totals: Tensor, heads: _Heads, waiting: AbstractContextManager[None]
+    ) -> None:
+        self._totals = totals
         self._heads = heads
         self._waiting = waiting
 
@@ -72,7 +74,10 @@ class PendingTotal:
         """Return when every rank has come."""
         with self._waiting:
             self._heads.wait()
-        self._total.fill_(sum(struct.unpack("d", number)[0] for number in self._heads.numbers()))
+        kind = f"{self._totals.numel()}d"
+        ranks = [struct.unpack_from(kind, numbers) for numbers in self._heads.numbers()]
+        for total, numbers in zip(self._totals.view(-1), zip(*ranks, strict=True), strict=True):
+            total.fill_(sum(numbers))
 
 
 def start_sum(tensor: Tensor, state: DistState, function: str) -> Pending:
@@ -81,18 +86,19 @@ def start_sum(tensor: Tensor, state: DistState, function: str) -> Pending:
     return Pending(group_of(state, function).allreduce([tensor]), wait)
 
 
-def start_total(number: Tensor, state: DistState, function: str) -> Pending | PendingTotal:
-    """Start to sum a 0-dim tensor over the ranks, in place, that nobody has agreed on before.
+def start_total(numbers: Tensor, state: DistState, function: str) -> Pending | PendingTotal:
+    """Start to sum a number or two over the ranks, in place, that nobody has agreed on before.
 
     A rank may be in another collective by mistake. On the host it would then
     get what is not its own: Gloo matches collectives of a kind by their order alone,
     and all-reduces are also what DDP does. So here numbers are gathered.
     """
-    if number.device.type != "cpu":
-        return start_sum(number, state, function)
-    wait = waiting(state, function, [number])
-    heads = _Heads(struct.pack("d", float(number)), f"sum of {function}", state, function)
-    return PendingTotal(number, heads, wait)
+    if numbers.device.type != "cpu":
+        return start_sum(numbers, state, function)
+    wait = waiting(state, function, [numbers])
+    mine = struct.pack(f"{numbers.numel()}d", *numbers.view(-1).tolist())
+    heads = _Heads(mine, f"sum of {function}", state, function)
+    return PendingTotal(numbers, heads, wait)
 
 
 def all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]:
@@ -146,7 +152,7 @@ def exchange(value: Any, state: DistState, function: str, of: Sequence[Any] = ()
     with waiting(state, function, of):
         heads = _Heads(struct.pack("q", len(data)), function, state, function)
         heads.wait()
-        sizes = [struct.unpack("q", number)[0] for number in heads.numbers()]
+        sizes = [struct.unpack_from("q", number)[0] for number in heads.numbers()]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
         parts = _all_gather(padded, state, function)
@@ -156,12 +162,12 @@ def exchange(value: Any, state: DistState, function: str, of: Sequence[Any] = ()
 
 
 class _Heads:
-    """A number of every rank, each with the collective that its rank is in: the same, or an error on all."""
+    """A number or two of every rank, and which collective it is in: the same, or an error on all."""
 
     __slots__ = ("_function", "_parts", "_rank", "_work")
 
-    def __init__(self, number: bytes, what: str, state: DistState, function: str) -> None:
-        head = bytearray(_HEAD.pack(number, what.encode()[:24]))
+    def __init__(self, numbers: bytes, what: str, state: DistState, function: str) -> None:
+        head = bytearray(_HEAD.pack(numbers, what.encode()[:24]))
         mine = torch.frombuffer(head, dtype=torch.uint8)
         self._parts = [torch.empty_like(mine) for _ in range(state.world_size)]
         self._rank = state.rank

@@ -61,8 +61,14 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
         "gradients": _listed(plan.gradients),
         "update": _update(plan),
         "after": _listed(plan.after),
+        "stop": _stops(plan),
     }
     return {phase: text for phase, text in told.items() if text}
+
+
+def _stops(plan: Plan) -> str:
+    said = " or ".join(map(describe, plan.stops))
+    return f"after this step, where {said} says so on any rank" if said else ""
 
 
 def _ranks(state: DistState) -> str:

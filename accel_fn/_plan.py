@@ -48,6 +48,7 @@ class Report:
 
 GradFn = Callable[[DistState, Any], tuple[DistState, Grads, Report]]
 AfterFn = Callable[[DistState, Report], DistState]
+StopFn = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -75,6 +76,8 @@ class Plan:
         gradients: `(state, grads) -> grads`, in the order listed.
         starts: `state -> state`, once, in `build`.
         after: `(state, report) -> state`, after each update, in the order listed.
+        stops: `() -> bool`, asked as a step begins: should the run end after it? Where one of
+            any rank says so, `report.extras["stop"]` is True on all.
 
     Raises:
         TypeError: one of the four is not what it must be.
@@ -98,6 +101,7 @@ class Plan:
     gradients: tuple[GradientFn, ...] = field(default=(), kw_only=True)
     starts: tuple[StartFn, ...] = field(default=(), kw_only=True)
     after: tuple[AfterFn, ...] = field(default=(), kw_only=True)
+    stops: tuple[StopFn, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         rules = {

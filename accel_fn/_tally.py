@@ -1,4 +1,4 @@
-"""What the micro-batches of all ranks come to: their total weight and their mean loss."""
+"""What the micro-batches of all ranks come to: their total weight, their mean loss, and a word beside."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from accel_fn._state import DistState
 class Tally(Protocol):
     """Kept over the micro-batches of one global batch, by every rank."""
 
+    stop: bool
+    """Once closed: has any rank asked for an end of the run?"""
+
     def share(self, weight: float) -> float:
         """What the backward of a micro-batch of this weight starts from."""
 
@@ -27,7 +30,7 @@ class Tally(Protocol):
 
 
 class SummedTally:
-    """By two all-reduces of one number each: the weight before the first backward, the loss beside the last.
+    """By two small all-reduces: the weight before the first backward, the loss beside the last.
 
     A micro-batch's share is w * world_size / w_total, so that an average over
     the ranks is the mean over the global batch. One rank's failure to count
@@ -35,17 +38,24 @@ class SummedTally:
     """
 
     def __init__(
-        self, state: DistState, weights: Sequence[float], failure: Exception | None
+        self,
+        state: DistState,
+        weights: Sequence[float],
+        failure: Exception | None,
+        *,
+        stop: bool = False,
     ) -> None:
         if failure is not None and state.world_size == 1:
             raise failure
         weight = float("nan") if failure else sum(weights)
         self._state = state
         self._failure = failure
-        self._total = torch.tensor(weight, dtype=torch.float64)  # integers are exact up to 2**53
+        # integers are exact up to 2**53
+        self._totals = torch.tensor([weight, float(stop)], dtype=torch.float64)
         self._mean = torch.zeros((), device=state.device)
-        self._works = [] if state.world_size == 1 else [self._sum(self._total)]
+        self._works = [] if state.world_size == 1 else [self._sum(self._totals)]
         self._known: float | None = None
+        self.stop = stop
 
     def _sum(self, tensor: Tensor) -> _comm.Pending | _comm.PendingTotal:
         return _comm.start_total(tensor, self._state, "step")
@@ -55,7 +65,8 @@ class SummedTally:
         if self._known is None:
             for work in self._works:
                 work.wait()
-            self._known = checked_total(float(self._total), self._failure)
+            total, stops = self._totals.tolist()
+            self._known, self.stop = checked_total(total, self._failure), stops > 0
         return self._known
 
     def share(self, weight: float) -> float:

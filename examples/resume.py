@@ -6,6 +6,9 @@
 With `--kill-at` the last rank kills itself with SIGKILL before these updates, once each. The
 launcher brings the world back, and the run goes on from its newest checkpoint. The last line is
 the SHA-256 of the weights: on as many ranks, it is that of a run that was never killed.
+
+SIGTERM or SIGUSR1 to any rank: all finish the update, save, and leave with exit code 75, which
+the launcher takes for a wish to be started again.
 """
 
 import argparse
@@ -26,11 +29,17 @@ import accel_fn as af
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # layers this small gain nothing from more
+    with af.Preemption() as preemption:
+        train(args, preemption)
+
+
+def train(args: argparse.Namespace, preemption: af.Preemption) -> None:
     state = af.init(device=args.device)
     torch.manual_seed(0)
     model = nn.Sequential(build_model(), nn.Dropout(0.1))  # its draws go on, too
     plan = af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), fused=True))
-    state, step = af.build(state, af.compose(af.place(), af.wrap_ddp(), af.clip(1.0))(plan))
+    recipe = af.compose(af.place(), af.wrap_ddp(), af.clip(1.0), preemption)
+    state, step = af.build(state, recipe(plan))
     loader = af.shard_loader(DataLoader(load_data()[0], batch_size=128, shuffle=True), state)
 
     if af.latest(args.out):
@@ -40,10 +49,13 @@ def main(args: argparse.Namespace) -> None:
         for epoch in loader.epochs(args.epochs, since=state):
             for batch in epoch:
                 kill_once(state, args)
-                state, _ = step(state, batch)
+                state, report = step(state, batch)
                 bar.update()
-                if state.step % args.save_every == 0 or state.step == total:
+                stop = report.extras["stop"]  # the same on every rank
+                if state.step % args.save_every == 0 or state.step == total or stop:
                     af.save(args.out, state, step, keep=2)
+                if stop and state.step < total:
+                    preemption.leave()
     if state.is_main:
         print(f"{state.step} updates, weights {hash_of(model)}")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -105,6 +108,14 @@ class Agent(LocalElasticAgent):
         except SignalException:
             self._impatient = True
             raise
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Handle a signal that is meant for the ranks: whoever leaves for it is not started again here."""
+        self._remaining_restarts = 0
+        if self._pcontext is not None:
+            for pid in self._pcontext.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks; when one has failed, stop the others and note how each ended."""

@@ -21,6 +21,7 @@ _HINTS = {
     "SIGILL": "built for another processor",
     "SIGTERM": "stopped from outside",
 }
+_LEFT = {75: "left to be started again"}
 _CRASHES = {"SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"}
 _LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was likely )?closed|connection refused"
@@ -67,6 +68,8 @@ class Failure:
     @property
     def last_line(self) -> str:
         """What ended it, in a line."""
+        if self.exit_code in _LEFT:
+            return f"exit code {self.exit_code}: {_LEFT[self.exit_code]}"
         if self.exception:
             return self.exception.rstrip()
         name = self.signal_name

@@ -97,6 +97,7 @@ def run(job: Job, machines: Machines) -> int:
 
 def _finish(agent: Agent, handler: RendezvousHandler, machines: Machines) -> int:
     """Let the agent run to its end, and say what that was."""
+    before = signal.signal(signal.SIGUSR1, agent.pass_on)  # as Slurm sends it ahead of its limit
     try:
         result = agent.run()
     except SignalException as stop:
@@ -107,6 +108,7 @@ def _finish(agent: Agent, handler: RendezvousHandler, machines: Machines) -> int
         reason = str(error.__cause__ or error).splitlines()[0]
         raise WorldError(f"launch: the machines could not meet: {reason}") from error
     finally:
+        signal.signal(signal.SIGUSR1, before)
         handler.shutdown()
     if result is not None and not result.is_failed():
         return 0

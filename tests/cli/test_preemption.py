@@ -1,0 +1,109 @@
+"""A run that is asked to go: it saves, leaves, and ends as if it had never been asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.examples.running import EXAMPLES
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = f"""
+import os, runpy, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import accel_fn as af
+import resume
+build = resume.build_model
+
+def told():  # as training begins
+    os.write(1, f"up {{os.environ['RANK']}} {{os.getpid()}}\\n".encode())
+    return build()
+
+resume.build_model = told
+step = af.Step.__call__
+
+def slow(self, state, batch):
+    import time
+    time.sleep(0.02)
+    if state.step == 3:
+        os.write(1, f"third {{state.rank}}\\n".encode())
+    return step(self, state, batch)
+
+af.Step.__call__ = slow
+resume.main(resume.parse_arguments())
+"""
+ARGUMENTS = ["script.py", "--epochs", 3, "--save-every", 1000, "--out", "run"]
+
+
+def start(launchers, folder, *options):
+    """A launcher of two ranks, the fourth update of which has begun; the ranks' processes."""
+    started = launchers.start(folder, "-n", 2, "--cpu", *options, *ARGUMENTS, script=SCRIPT)
+    pids = dict(started.said(r"up (\d) (\d+)", 2))
+    started.said(r"third (\d)", 2)
+    return started, [int(pids[rank]) for rank in "01"]
+
+
+def weights(text):
+    (found,) = re.findall(r"^36 updates, weights ([0-9a-f]{64})$", text, re.MULTILINE)
+    return found
+
+
+def saved(folder):
+    return sorted(path.name for path in (folder / "run").glob("step_*"))
+
+
+@pytest.fixture(scope="module")
+def whole(launchers, tmp_path_factory):
+    """The end of a run that nobody asked to go."""
+    folder = tmp_path_factory.mktemp("whole")
+    ended = launchers.run(folder, "-n", 2, "--cpu", *ARGUMENTS, script=SCRIPT)
+    assert ended.exit_code == 0, ended
+    assert saved(folder) == ["step_00000036"]
+    return weights(ended.stdout)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_is_asked_takes_all_along_and_the_launcher_brings_them_back(
+    launchers, tmp_path, whole, number, rank
+):
+    started, pids = start(launchers, tmp_path, "--max-restarts", 1)
+    os.kill(pids[rank], number)
+    ended = started.wait(timeout_s=90)
+    assert ended.exit_code == 0, ended
+    assert re.findall(r"restart 1 of 1: .*exit code 75: left to be started again", ended.stderr)
+    assert weights(ended.stdout) == whole
+    first, last = saved(tmp_path)
+    assert (last, first < last) == ("step_00000036", True)
+
+
+def test_without_a_restart_the_launcher_ends_with_the_code_of_its_ranks(launchers, tmp_path, whole):
+    started, pids = start(launchers, tmp_path)
+    os.kill(pids[1], signal.SIGTERM)
+    ended = started.wait()
+    assert ended.exit_code == 75, ended
+    assert ended.last_lines[-1] == "exit code 75: left to be started again"
+    (left,) = saved(tmp_path)
+    assert left != "step_00000036"
+    again = launchers.run(tmp_path, "-n", 2, "--cpu", *ARGUMENTS)
+    assert weights(again.stdout.split(ended.stdout)[-1]) == whole
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
+def test_a_launcher_that_is_asked_passes_it_on_and_restarts_nothing(
+    launchers, tmp_path, number, code
+):
+    started, pids = start(launchers, tmp_path, "--max-restarts", 3)
+    ended = started.kill(number).wait()
+    assert ended.exit_code == code, ended
+    assert "restart" not in ended.stderr.replace("to be started again", "")
+    (left,) = saved(tmp_path)
+    assert left != "step_00000036"
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline

@@ -1,0 +1,156 @@
+"""Preemption: asked on one rank, heard on all after the same step, and nothing else changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+RECIPES = {
+    "in the bucket": af.wrap_ddp(),
+    "beside a hook": af.wrap_ddp(comm_hook="bf16"),
+    "micro-batches": af.compose(af.accumulate(3), af.wrap_ddp()),
+    "a gradient function": lambda plan: replace(
+        af.wrap_ddp()(plan), grad_fns=(lambda inner: lambda *given: inner(*given),)
+    ),
+}
+
+
+def train(state, recipe, asked):
+    """Some steps; what each said of an end, and the parameters. `asked` is a set of (step, rank)."""
+    preemption = af.Preemption(())
+    model = ours.regression_model()
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    listening = preemption if asked is not None else af.compose()
+    state, step = af.build(state, af.compose(recipe, listening)(plan))
+    stops = []
+    for number in range(4):
+        if (number, state.rank) in (asked or ()):
+            preemption.ask()
+        inputs = torch.full((state.rank * 2 % 5, 3), 0.1 * number + state.rank).double()
+        state, report = step(state, (inputs, inputs[:, :1] + 1))  # rank 0 has nothing
+        stops.append(report.extras.get("stop"))
+    return stops, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@settings(max_examples=25)
+@given(
+    world_size=st.integers(2, 4),
+    recipe=st.sampled_from(sorted(RECIPES)),
+    asked=st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=2),
+)
+def test_all_ranks_hear_of_it_after_the_same_step_which_is_the_step_it_is(
+    world_size, recipe, asked
+):
+    asked = {(number, rank) for number, rank in asked if rank < world_size}
+    first = min((number for number, _ in asked), default=4)
+    silent = simulate(lambda state: train(state, RECIPES[recipe], None), world_size=world_size)
+    heard = simulate(lambda state: train(state, RECIPES[recipe], asked), world_size=world_size)
+    for (_, expected), (stops, found) in zip(silent, heard, strict=True):
+        assert stops == [number >= first for number in range(4)]
+        ours.assert_identical(found, expected)
+
+
+def test_without_it_a_report_says_nothing_of_an_end():
+    def run(state):
+        return train(state, af.wrap_ddp(), None)[0]
+
+    assert simulate(run, world_size=2) == [[None] * 4] * 2
+
+
+@pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(2)], ids=["whole", "parts"])
+def test_one_rank_hears_itself(recipe):
+    model = ours.regression_model()
+    plan = recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    batch = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
+    with af.Preemption() as preemption:
+        state, step = af.build(af.DistState(), preemption(plan))
+        state, report = step(state, batch)
+        assert report.extras["stop"] is False
+        os.kill(os.getpid(), signal.SIGUSR1)
+        state, report = step(state, batch)
+        assert report.extras["stop"] is True
+    with pytest.raises(SystemExit) as left:
+        preemption.leave()
+    assert left.value.code == 75
+
+
+# Signals.
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_noted_inside_and_obeyed_again_outside(number):
+    before = signal.getsignal(number)
+    with af.Preemption() as preemption:
+        assert not preemption.asked()
+        os.kill(os.getpid(), number)
+        assert preemption.asked()
+    assert signal.getsignal(number) is before
+
+
+def test_a_fork_obeys():
+    """A loader's worker must end when it is told to."""
+    with af.Preemption():
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(5)
+            os._exit(3)
+        os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("signals", "words"),
+    [
+        ((15,), "Preemption: signals must be signals, such as signal.SIGTERM, got 15"),
+        ((signal.SIGKILL,), "Preemption: signals must be some that a process can catch"),
+    ],
+)
+def test_what_is_no_signal_to_be_caught_is_refused(signals, words):
+    with pytest.raises(ValueError, match=words):
+        af.Preemption(signals)
+
+
+def test_another_thread_is_told_that_it_handles_no_signals():
+    caught = []
+
+    def enter():
+        try:
+            af.Preemption().__enter__()
+        except ValueError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "must be () outside of the main thread" in caught[0]
+
+
+def test_a_rank_that_does_not_listen_is_refused():
+    def run(state):
+        model = ours.regression_model()
+        plan = af.wrap_ddp()(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+        with pytest.raises(RuntimeError, match="stops"):
+            af.build(state, af.Preemption(())(plan) if state.rank else plan)
+
+    simulate(run, world_size=2)
+
+
+def test_explain_tells_of_it(capsys):
+    model = ours.regression_model()
+    plan = af.Preemption(())(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    af.explain(plan, af.DistState())
+    line = "  stop       after this step, where asked says so on any rank"
+    assert line in capsys.readouterr().out.splitlines()
