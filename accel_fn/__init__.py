@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accel_fn._weights import num_labels as num_labels
     from accel_fn._world import distributed as distributed
     from accel_fn._world import init as init
+    from accel_fn.checkpoint._accelerate import load_accelerate as load_accelerate
     from accel_fn.checkpoint._listing import Checkpoint as Checkpoint
     from accel_fn.checkpoint._listing import latest as latest
     from accel_fn.checkpoint._listing import list_checkpoints as list_checkpoints
@@ -72,6 +73,7 @@ _MODULES = {
     "_step": ["Step", "build"],
     "_weights": ["num_labels"],
     "_world": ["distributed", "init"],
+    "checkpoint._accelerate": ["load_accelerate"],
     "checkpoint._listing": ["Checkpoint", "latest", "list_checkpoints"],
     "checkpoint._loading": ["load"],
     "checkpoint._saving": ["save"],

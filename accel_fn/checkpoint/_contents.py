@@ -159,15 +159,19 @@ def _put_back_optimizer(
         values |= rest["state"].get(name, {})
         if values:
             state[number] = values
-    plan.optimizer.load_state_dict({**rest["others"], "state": state})
-    _keep_dtypes(plan, order, state)
+    load_optimizer(plan, {**rest["others"], "state": state})
 
 
-def _keep_dtypes(plan: Plan, order: list[str], state: Mapping[int, dict[str, Any]]) -> None:
-    """Torch turns what is kept of a float64 parameter into float64, float32 counters too."""
-    parameters = dict(plan.model.named_parameters())
-    for number, values in state.items():
-        loaded = plan.optimizer.state[parameters[order[number]]]
+def load_optimizer(plan: Plan, saved: Mapping[str, Any]) -> None:
+    """Give the optimizer a `state_dict` back, each tensor in the dtype that it was saved in.
+
+    Torch turns what is kept of a float64 parameter into float64, float32 counters too.
+    """
+    plan.optimizer.load_state_dict(dict(saved))
+    groups = plan.optimizer.param_groups
+    order = list(dict.fromkeys(each for group in groups for each in group["params"]))
+    for number, values in saved["state"].items():
+        loaded = plan.optimizer.state[order[number]]
         for key, value in values.items():
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)

@@ -1,0 +1,186 @@
+"""load_accelerate: a run that was saved by accelerate's `save_state` goes on here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel_fn._collectives import all_or_none
+from accel_fn._errors import ArgumentTypeError, CheckpointError, message
+from accel_fn._state import DistState, LossScale
+from accel_fn._step import Step
+from accel_fn.checkpoint._contents import load_optimizer
+from accel_fn.checkpoint._plain import from_plain
+from accel_fn.checkpoint._weights import load_model
+
+_MODEL = ("model.safetensors", "model.safetensors.index.json")
+_OPTIMIZER, _SCALER = "optimizer.bin", "scaler.pt"
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Options of a group that say how it is computed: those of the running program stay."""
+_OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *_HOW}
+
+_LIKE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
+"""What optimizers keep in the shape of a parameter."""
+
+
+def load_accelerate(
+    folder: str | os.PathLike[str],
+    step: Step,
+    state: DistState,
+    *,
+    schedulers: Sequence[Any] = (),
+) -> DistState:
+    """Go on from a folder that accelerate's `save_state` wrote. Called on every rank.
+
+    Read are the weights, the optimizer, the schedulers and the scale of float16. Everything
+    is checked against the program before anything is overwritten; nothing in the folder can
+    run code. Random generators are left as they are.
+
+    Args:
+        folder: with `model.safetensors` and `optimizer.bin`, of one model.
+        step: over the same model and optimizer, as `build` gave it.
+        state: as `build` gave it.
+        schedulers: to be given `scheduler.bin`, `scheduler_1.bin` and so on: anything with
+            `load_state_dict`. accelerate advances them once for each rank at each update,
+            unless told otherwise.
+
+    Returns:
+        The state; its `step` is the number of updates that the optimizer has counted (0 if it
+        counts none), so that `epochs(since=state)` goes on after them.
+
+    Raises:
+        RuntimeError: on every rank: a file is missing or broken, or of another optimizer.
+        ValueError: on every rank: the weights are another model's, or a scheduler is none.
+
+    Cost: one read of the files on each rank; a few small collectives.
+
+    Source: the layout of accelerate 1.15, `checkpointing.py`.
+
+    >>> import tempfile, torch, accel_fn as af
+    >>> folder = tempfile.mkdtemp()  # as accelerate would fill it
+    >>> af.save_model(model, folder)
+    >>> torch.save(optimizer.state_dict(), f"{folder}/optimizer.bin")
+    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> state = af.load_accelerate(folder, step, state)
+    """
+    path = Path(folder)
+    saved = all_or_none(lambda: _read(path, step, schedulers), state, "load_accelerate")
+    all_or_none(lambda: _fill(path, step, saved, schedulers), state, "load_accelerate")
+    scaler = state.scaler
+    if scaler is not None and saved[_SCALER] is not None:
+        scaler = _scale(saved[_SCALER], scaler)
+    if state.is_main:
+        for line in _left_out(path, saved, scaler, schedulers):
+            print(f"accel_fn: load_accelerate: {line}", file=sys.stderr)
+    return replace(state, step=_num_updates(saved[_OPTIMIZER]), scaler=scaler)
+
+
+def _scheduler(index: int) -> str:
+    return f"scheduler_{index}.bin" if index else "scheduler.bin"
+
+
+def _read(path: Path, step: Step, schedulers: Sequence[Any]) -> dict[str, Any]:
+    """The files but the weights, checked."""
+    for each in schedulers:
+        if not hasattr(each, "load_state_dict"):
+            rule = "have load_state_dict"
+            raise ArgumentTypeError(message("load_accelerate", "schedulers", rule, each))
+    needed = [_OPTIMIZER, *map(_scheduler, range(len(schedulers)))]
+    if not any((path / name).exists() for name in _MODEL):
+        needed.insert(0, _MODEL[0])
+    for name in needed:
+        if not (path / name).exists():
+            raise CheckpointError(
+                f"load_accelerate: folder must be one that save_state wrote, got {path} without {name}"
+            )
+    for other in ("model_1.safetensors", "optimizer_1.bin"):
+        if (path / other).exists():
+            raise CheckpointError(
+                f"load_accelerate: folder must be of one model and one optimizer, got {other} in {path}"
+            )
+    saved = {name: from_plain(path / name) for name in needed if name != _MODEL[0]}
+    saved[_SCALER] = from_plain(path / _SCALER) if (path / _SCALER).exists() else None
+    differences = list(_differences(saved[_OPTIMIZER], step.plan.optimizer))
+    if differences:
+        lines = "".join(f"\n  {line}" for line in differences)
+        raise CheckpointError(
+            f"load_accelerate: {path / _OPTIMIZER} must be of this program, got differences:{lines}"
+        )
+    return saved
+
+
+def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
+    """What of the optimizer's groups and tensors does not fit, in lines."""
+    found = []
+    theirs, ours = saved["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
+    if sizes[0] != sizes[1]:
+        return [f"parameters in each group: {sizes[0]} saved, {sizes[1]} here"]
+    for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+        keys = [sorted(set(group) - _OPTIONAL) for group in (their, our)]
+        if keys[0] != keys[1]:
+            found.append(f"options of group {number}: {keys[0]} saved, {keys[1]} here")
+    parameters = [each for group in ours for each in group["params"]]
+    numbers = [number for group in theirs for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            if key in _LIKE and isinstance(value, Tensor):
+                shapes = [list(each.shape) for each in (value, parameter)]
+                if shapes[0] != shapes[1]:
+                    line = f"{key} of parameter {number}: {shapes[0]} saved, {shapes[1]} here"
+                    found.append(line)
+    return found
+
+
+def _fill(path: Path, step: Step, saved: Mapping[str, Any], schedulers: Sequence[Any]) -> None:
+    """Overwrite: the weights come first, since they may be refused."""
+    load_model(step.plan.model, path)
+    optimizer = saved[_OPTIMIZER]
+    groups = [
+        {**theirs, **{key: ours[key] for key in _HOW if key in ours}}
+        for theirs, ours in zip(
+            optimizer["param_groups"], step.plan.optimizer.param_groups, strict=True
+        )
+    ]
+    load_optimizer(step.plan, {**optimizer, "param_groups": groups})
+    for index, each in enumerate(schedulers):
+        each.load_state_dict(saved[_scheduler(index)])
+
+
+def _scale(saved: Mapping[str, Any], scaler: LossScale) -> LossScale:
+    """Torch's GradScaler as a loss scale."""
+    return replace(
+        scaler,
+        scale=torch.full_like(scaler.scale, saved["scale"]),
+        good_steps=torch.full_like(scaler.good_steps, saved["_growth_tracker"]),
+        growth_factor=saved["growth_factor"],
+        backoff_factor=saved["backoff_factor"],
+        growth_interval=saved["growth_interval"],
+    )
+
+
+def _num_updates(saved: Mapping[str, Any]) -> int:
+    """What the optimizer has counted."""
+    return max((int(each["step"]) for each in saved["state"].values() if "step" in each), default=0)
+
+
+def _left_out(
+    path: Path, saved: Mapping[str, Any], scaler: LossScale | None, schedulers: Sequence[Any]
+) -> list[str]:
+    """What was there and is not used, or was not there."""
+    lines = []
+    if (path / _scheduler(len(schedulers))).exists():
+        lines.append(f"{_scheduler(len(schedulers))} is left out; give schedulers=[...]")
+    if scaler is None and saved[_SCALER]:
+        lines.append(f'{_SCALER} is left out; the plan has no with_amp("fp16")')
+    if scaler is not None and not saved[_SCALER]:
+        lines.append(f"{_SCALER} is not there; the loss scale starts fresh")
+    return lines

@@ -1,0 +1,194 @@
+"""load_accelerate: runs that accelerate saved go on as they would have there."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn._errors import CheckpointError
+from accel_fn.testing import simulate
+from tests.processes import launch
+
+NUM_BEFORE, NUM_AFTER = 3, 4
+
+
+def make(optimizer="AdamW", width=4, seed=0):
+    """Model and optimizer of both sides."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1)).double()
+    options = {"AdamW": {"lr": 0.1}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
+    return model, getattr(torch.optim, optimizer)(model.parameters(), **options)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 3, generator=generator).double() for _ in range(NUM_BEFORE + NUM_AFTER)]
+
+
+def loss_fn(model, batch):
+    return (model(batch) - batch.sum(dim=1, keepdim=True)).square().mean()
+
+
+SCRIPT = """
+import json
+import torch
+from accelerate import Accelerator
+from tests.unit.test_load_accelerate import NUM_BEFORE, batches, loss_fn, make
+
+def train(name):
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = make(name)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    for number, batch in enumerate(batches()):
+        if number == NUM_BEFORE:
+            accelerator.save_state({folder!r} + "/" + name)
+        accelerator.backward(loss_fn(model, batch))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    state = accelerator.unwrap_model(model).state_dict()
+    return {{key: value.tolist() for key, value in state.items()}}
+
+with open({folder!r} + "/ends.json", "w") as file:
+    json.dump({{name: train(name) for name in ("AdamW", "SGD")}}, file)
+say("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder for each optimizer, as accelerate's own code wrote it, and where its runs ended."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    launch(SCRIPT.format(folder=str(folder)), num_processes=1, expect=["done"])
+    return folder, json.loads((folder / "ends.json").read_text())
+
+
+def built(state=None, recipe=None, **options):
+    model, optimizer = make(seed=5, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    plan = af.Plan(loss_fn, model, optimizer)
+    recipe = recipe or af.compose()
+    return *af.build(state or af.DistState(), recipe(plan)), schedule
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_run_ends_where_it_would_have_ended_there(saved, name):
+    folder, ends = saved
+    state, step, schedule = built(optimizer=name)
+    state = af.load_accelerate(folder / name, step, state, schedulers=[schedule])
+    assert state.step == (NUM_BEFORE if name == "AdamW" else 0)  # SGD does not count
+    for batch in batches()[NUM_BEFORE:]:
+        state, _ = step(state, batch)
+        schedule.step()
+    for key, value in step.plan.model.state_dict().items():
+        expected = torch.tensor(ends[name][key], dtype=value.dtype)
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_two_ranks_go_on_from_one(saved):
+    """Batches are cut in half; BatchNorm alone would see that."""
+    folder, _ = saved
+
+    def run(state):
+        state, step, _ = built(state, af.wrap_ddp())
+        step.plan.model.eval()
+        state = af.load_accelerate(folder / "AdamW", step, state)
+        for batch in batches()[NUM_BEFORE:]:
+            state, _ = step(state, batch[state.rank :: state.world_size])
+        return [each.detach().clone() for each in step.plan.model.parameters()]
+
+    (one,), (two, other) = simulate(run, world_size=1), simulate(run, world_size=2)
+    torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(two, other, rtol=0, atol=0)
+
+
+def test_the_scale_of_float16_goes_on(saved, tmp_path):
+    """As accelerate writes it: the state_dict of torch's own scaler."""
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "fp16")
+    scaler = torch.amp.GradScaler(device="cpu", init_scale=512.0, growth_interval=7)
+    torch.save(scaler.state_dict() | {"_growth_tracker": 5}, tmp_path / "fp16" / "scaler.pt")
+    model, optimizer = make()
+    plan = af.with_amp("fp16")(af.Plan(loss_fn, model, optimizer))
+    state, step = af.build(af.DistState(), plan)
+    state = af.load_accelerate(tmp_path / "fp16", step, state)
+    assert (float(state.scaler.scale), int(state.scaler.good_steps)) == (512.0, 5)
+    assert (state.scaler.growth_interval, int(state.scaler.skipped)) == (7, 0)
+
+
+def test_how_updates_are_computed_stays_that_of_the_program(saved):
+    """accelerate's run was not fused; one that is stays so."""
+    model, _ = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=True)
+    state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    state = af.load_accelerate(saved[0] / "AdamW", step, state)
+    (group,) = optimizer.param_groups
+    assert (group["fused"], group["lr"]) == (True, 0.05)
+    step(state, batches()[0])
+
+
+def test_what_is_left_out_is_said(saved, capsys):
+    state, step, _ = built()
+    af.load_accelerate(saved[0] / "AdamW", step, state)
+    assert capsys.readouterr().err == (
+        "accel_fn: load_accelerate: scheduler.bin is left out; give schedulers=[...]\n"
+    )
+
+
+# What does not fit changes nothing.
+
+
+def refused(folder, words, error=CheckpointError, schedulers=(), **options):
+    state, step, _ = built(**options)
+    before = {key: value.clone() for key, value in step.plan.model.state_dict().items()}
+    with pytest.raises(error, match=words):
+        af.load_accelerate(folder, step, state, schedulers=schedulers)
+    torch.testing.assert_close(dict(step.plan.model.state_dict()), before, rtol=0, atol=0)
+    assert not step.plan.optimizer.state
+
+
+def test_another_optimizer_is_refused(saved):
+    refused(
+        saved[0] / "AdamW",
+        r"options of group 0: .*'betas'.* saved, .*'momentum'.* here",
+        optimizer="SGD",
+    )
+
+
+def test_another_model_is_refused(saved):
+    refused(saved[0] / "AdamW", r"exp_avg of parameter 0: \[4, 3\] saved, \[5, 3\] here", width=5)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_a_missing_file_is_named(saved, tmp_path, name):
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
+    (tmp_path / "copy" / name).unlink()
+    refused(tmp_path / "copy", f"save_state wrote, got .* without {name}")
+
+
+def test_several_models_are_refused(saved, tmp_path):
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
+    (tmp_path / "copy" / "model_1.safetensors").touch()
+    refused(tmp_path / "copy", "must be of one model and one optimizer, got model_1.safetensors")
+
+
+def test_a_pickle_runs_nothing(saved, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (tmp_path / "fuse").touch, ()
+
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
+    (tmp_path / "copy" / "optimizer.bin").write_bytes(pickle.dumps(Bomb()))
+    refused(tmp_path / "copy", "must hold tensors and plain data")
+    assert not (tmp_path / "fuse").exists()
+
+
+def test_a_scheduler_that_is_none_is_refused(saved):
+    refused(saved[0] / "AdamW", "schedulers must have load_state_dict", TypeError, schedulers=[3])
