@@ -25,6 +25,7 @@ from tests.benchmarks.report import (
     write_page,
 )
 from tests.benchmarks.results import Table
+from tests.benchmarks.saving import SIZES, compare_saving
 from tests.benchmarks.tasks import ALONE, IN_TWO_RANKS, Scenario
 from tests.benchmarks.worlds import compare_in_world
 
@@ -91,6 +92,12 @@ def run(pattern: str, rounds: int, patience_s: float) -> tuple[ImportCost | None
             print(f"  {name} ...", flush=True)
             tables.append(measure(name, alone(), rounds, patience_s))
             show(tables[-1])
+    for name, num_layers in SIZES.items():
+        if fnmatch(name, pattern):
+            print(f"  {name} ...", flush=True)
+            tables += compare_saving(name, num_layers, rounds)
+            for table in tables[-2:]:
+                show(table)
     in_world = chosen(IN_TWO_RANKS, pattern)
     if in_world:
         of_world = compare_in_world(in_world, rounds, patience_s)

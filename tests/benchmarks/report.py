@@ -16,7 +16,7 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 def render_table(table: Table) -> str:
     several = table.name.startswith("two ranks")
-    head = ["", "CPU us", "ratio", "quartiles", "target"]
+    head = ["", f"{table.clock} us", "ratio", "quartiles", "target"]
     if several:
         head[4:4] = ["wall us", "wall ratio"]
     return _markdown(head, [[row.name, *_figures(row, several)] for row in table.rows])

@@ -51,6 +51,8 @@ class Table:
     rows: tuple[Row, ...]
     disturbed: float
     """The share of blocks that other processes disturbed, and patience did not mend."""
+    clock: str = "CPU"
+    """Which time the rows call theirs: of the process, or on the wall."""
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Table:
