@@ -68,7 +68,8 @@ def load(
         ValueError: on every rank, extras cannot take anything back.
 
     Cost: reads the checkpoint, each rank what it needs, and together once more to check
-        hashes; no memory beside the largest tensor's; a few small collectives.
+        hashes; no memory for tensors that lie on the host as they were saved, else that of the
+        largest for each thread that reads; a few small collectives.
 
     >>> import tempfile, accel_fn as af
     >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
