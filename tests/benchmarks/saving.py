@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -37,16 +37,12 @@ Then = Callable[[], object]
 
 
 class Run:
-    """A model with AdamW's state, and ways to save and load it. All ways share one model."""
+    """A model and AdamW, and ways to save and load them. All ways share them."""
 
     def __init__(self, num_layers: int, folder: Path) -> None:
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)]
         self.model = nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.folder = folder
         plan = af.Plan(lambda model, batch: model(batch).mean(), self.model, self.optimizer)
         self.state, self.step = af.build(af.DistState(), plan)
@@ -56,8 +52,13 @@ class Run:
 
             self.accelerator = Accelerator(cpu=True)
             self.accelerator.prepare(self.model, self.optimizer)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def train(self) -> None:
+        """One update, so that the optimizer has a state."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def ways_to_save(self) -> dict[str, Callable[[], Then | None]]:
         ways: dict[str, Callable[[], Then | None]] = {
@@ -115,45 +116,65 @@ class Run:
             optim_state_dict=saved["optimizer"],
         )
 
-    def spoil(self) -> None:
-        with torch.no_grad():
-            self.model[0].weight[0, :4] = 7.0
-            self.optimizer.state[self.model[0].weight]["exp_avg"][0, :4] = 7.0
-
     def corner(self) -> list[float]:
         weight = self.model[0].weight
         found = [weight[0, :4], self.optimizer.state[weight]["exp_avg"][0, :4]]
         return torch.cat(found).tolist()  # type: ignore[no-any-return]
 
 
-def measure(num_layers: int, rounds: int, folder: Path) -> dict[str, dict[str, list[Block]]]:
-    """Blocks of every way: saving, then loading, in turns."""
-    run = Run(num_layers, folder)
-    before = run.corner()
-    for way in run.ways_to_save().values():
+def measure(num_layers: int, rounds: int, folder: Path) -> dict[str, dict[str, list[Any]]]:
+    """Blocks of every way, in turns: saving in one process, loading in a new one each."""
+    saved = _in_child(lambda: _measure_saving(Run(num_layers, folder), rounds))
+    names = list(saved["load"])
+    blocks: dict[str, list[Any]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            found = _in_child(lambda name=name: _measure_loading(num_layers, folder, name))
+            assert found["corner"] == saved["corner"], name
+            blocks[name].append(found["block"])
+    return {"save": saved["save"], "load": blocks}
+
+
+def _measure_saving(run: Run, rounds: int) -> dict[str, Any]:
+    run.train()
+    ways = run.ways_to_save()
+    for way in ways.values():
         (way() or bool)()  # the first time is another
-    for name, way in run.ways_to_load().items():
-        run.spoil()
-        way()
-        assert run.corner() == before, name
-    found = {}
-    for kind, ways in (("save", run.ways_to_save()), ("load", run.ways_to_load())):
-        found[kind] = _in_turn(ways, rounds)
-    return found
-
-
-def _in_turn(ways: Mapping[str, Callable[[], Then | None]], rounds: int) -> dict[str, list[Block]]:
     names = list(ways)
-    blocks: dict[str, list[Block]] = {name: [] for name in names}
+    blocks: dict[str, list[Any]] = {name: [] for name in names}
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             gc.collect()
             os.sync()  # what others have written is not waited for here
             then: list[Then] = []
-            blocks[name].append(time_block(partial(_call, ways[name], then)))
+            blocks[name].append(asdict(time_block(partial(_call, ways[name], then))))
             then[0]()
-    return blocks
+    return {"save": blocks, "load": list(run.ways_to_load()), "corner": run.corner()}
+
+
+def _measure_loading(num_layers: int, folder: Path, name: str) -> dict[str, Any]:
+    """As a run that is resumed: a new model, an optimizer that has made no update."""
+    run = Run(num_layers, folder)
+    block = time_block(partial(_call, run.ways_to_load()[name], []))
+    return {"block": asdict(block), "corner": run.corner()}
+
+
+def _in_child(work: Callable[[], Any]) -> Any:
+    """What it gives, in a process that has imported all and has nothing in memory yet."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reads)
+        with os.fdopen(writes, "w") as file:
+            json.dump(work(), file)
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as file:
+        told = file.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return json.loads(told)
 
 
 def _call(way: Callable[[], Then | None], then: list[Then]) -> None:
@@ -198,13 +219,10 @@ SIZES = {"checkpoint, 20 M parameters": 5, "checkpoint, 100 M parameters": 24}
 def main(num_layers: str, rounds: str, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    found = measure(int(num_layers), int(rounds), Path(folder))
-    told = {
-        kind: {name: [asdict(block) for block in blocks] for name, blocks in ways.items()}
-        for kind, ways in found.items()
-    }
-    print(json.dumps(told))
-    dist.destroy_process_group()
+    for name in ("accel_fn.checkpoint._saving", "accel_fn.checkpoint._loading", "accelerate"):
+        if find_spec(name):
+            importlib.import_module(name)
+    print(json.dumps(measure(int(num_layers), int(rounds), Path(folder))))
 
 
 if __name__ == "__main__":
