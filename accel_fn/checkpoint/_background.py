@@ -36,12 +36,15 @@ class Background:
         self._room: Room = {}
         self._writing: Writing | None = None
 
-    def start(self, share: Share, draft: Draft, state: DistState, held: object) -> None:
-        """Copy what is to be written, and have it written. `held` lives as long as that takes."""
+    def copy(self, share: Share, draft: Draft, state: DistState) -> Writing:
+        """The writing of a copy of this share, not started yet: another rank may fail to copy its own."""
         self._room = _room_for(share.parts, self._room)
         parts, ready = _copied(share.parts, self._room, state.device)
-        writing = Writing(replace(share, parts=parts), draft, state.world_size, ready, held)
-        writing.start()
+        return Writing(replace(share, parts=parts), draft, state.world_size, ready)
+
+    def start(self, writing: Writing, held: object) -> None:
+        """Have it written. `held` lives as long as that takes."""
+        writing.start(held)
         self._writing = writing
 
     def finish(self, state: DistState, function: str) -> None:
@@ -76,20 +79,20 @@ class Writing:
         draft: Draft,
         world_size: int,
         ready: Callable[[], None],
-        held: object,
     ) -> None:
         self._share = share
         self.draft = draft
         self._world_size = world_size
         self._ready = ready
-        self._held = held
+        self._held: object = None
         self._failure: Exception | None = None
         self._owner = os.getpid()
         # No daemon: Python waits for such a thread before anything at exit.
         self._thread = threading.Thread(target=self._run, name="accel_fn save")
 
-    def start(self) -> None:
-        """Begin to write."""
+    def start(self, held: object) -> None:
+        """Begin to write, and hold this until that ends."""
+        self._held = held
         atexit.register(self._say_at_exit)
         self._thread.start()
 

@@ -2,7 +2,8 @@
 
 The planners know whole and sharded tensors, cut what ranks hold alike into one part for each,
 and read a checkpoint of one world into the shards of another. Their own storage
-keeps its metadata as a pickle, which could run code; here it is in the manifest.
+keeps its metadata as a pickle, which could run code; here it is in the manifest. Importing
+them takes half a second, so that happens when they are used.
 """
 
 from __future__ import annotations
@@ -13,14 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from accel_fn._comm import exchange
 from accel_fn._state import DistState
@@ -41,6 +34,8 @@ def plan_parts(tensors: Mapping[str, Any], state: DistState) -> list[Part]:
 
     Cost: two small collectives.
     """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), is_coordinator=state.is_main)
     plans = exchange(planner.create_local_plan(), state, "save")
@@ -91,6 +86,9 @@ class Reading:
 
 def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> Iterator[Reading]:
     """What this rank reads to fill these tensors."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     metadata = Metadata({name: _metadata(entries[name]) for name in tensors})
     planner.set_up_planner(dict(tensors), metadata)
@@ -106,7 +104,13 @@ def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> I
         yield Reading(chunk, dtype, tuple(item.storage_offsets), target)
 
 
-def _metadata(entry: Entry) -> TensorStorageMetadata:
+def _metadata(entry: Entry) -> Any:
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     return TensorStorageMetadata(
         TensorProperties(dtype=getattr(torch, entry.dtype)),
         torch.Size(entry.shape),

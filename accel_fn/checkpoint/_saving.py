@@ -99,8 +99,8 @@ def save(
         share = _share(state, contents, extras)
         if not wait:
             background = notes.setdefault("background", Background())
-            lock = notes.get("lock")
-            all_or_none(lambda: background.start(share, draft, state, lock), state, "save")
+            writing = all_or_none(lambda: background.copy(share, draft, state), state, "save")
+            background.start(writing, notes.get("lock"))
             return draft.final
         mine = all_or_none(lambda: share.write(draft.path), state, "save")
         written = exchange(mine, state, "save")

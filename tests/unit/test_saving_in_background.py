@@ -11,7 +11,7 @@ import torch
 
 import accel_fn as af
 from accel_fn._errors import CheckpointError
-from accel_fn.checkpoint import _telling
+from accel_fn.checkpoint import _background, _telling
 from accel_fn.checkpoint._writing import Share
 from accel_fn.testing import simulate
 from tests import strategies as ours
@@ -187,6 +187,28 @@ def test_a_failure_is_raised_on_every_rank_by_the_next_call(tmp_path, monkeypatc
         assert "No space left on device" in words
         assert names == [".lock"]
     assert [each.step for each in af.list_checkpoints(tmp_path)] == [4]
+
+
+def test_a_rank_that_has_no_memory_for_a_copy_is_one_of_all_at_once(tmp_path, monkeypatch):
+    copied = _background._copied
+
+    def run(state):
+        state, step = make(state)
+        with pytest.raises((MemoryError, RuntimeError), match="no room"):
+            af.save(tmp_path, state, step, wait=False)
+        af.barrier(state)
+        monkeypatch.setattr(_background, "_copied", copied)
+        af.save(tmp_path, state, step, wait=False)
+        af.load(tmp_path, state, step)
+
+    def failing(parts, room, device):
+        if threading.current_thread().name.startswith("rank 1 "):
+            raise MemoryError("no room")
+        return copied(parts, room, device)
+
+    monkeypatch.setattr(_background, "_copied", failing)
+    simulate(run, world_size=2)
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
