@@ -8,6 +8,7 @@ them takes half a second, so that happens when they are used.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,7 @@ def plan_parts(tensors: Mapping[str, Any], state: DistState) -> list[Part]:
 
     Cost: two small collectives.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner = _dcp("default_planner").DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), is_coordinator=state.is_main)
     plans = exchange(planner.create_local_plan(), state, "save")
     shared, _ = planner.create_global_plan(plans)
@@ -86,16 +85,12 @@ class Reading:
 
 def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> Iterator[Reading]:
     """What this rank reads to fill these tensors."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    metadata = Metadata({name: _metadata(entries[name]) for name in tensors})
+    planner = _dcp("default_planner").DefaultLoadPlanner(flatten_state_dict=False)
+    index_of = _dcp("metadata").MetadataIndex
+    metadata = _dcp("metadata").Metadata({name: _metadata(entries[name]) for name in tensors})
     planner.set_up_planner(dict(tensors), metadata)
     where = {
-        MetadataIndex(name, chunk.offsets): chunk
-        for name in tensors
-        for chunk in entries[name].chunks
+        index_of(name, chunk.offsets): chunk for name in tensors for chunk in entries[name].chunks
     }
     for item in planner.finish_plan(planner.create_local_plan()).items:
         chunk = where[item.storage_index]
@@ -105,17 +100,17 @@ def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> I
 
 
 def _metadata(entry: Entry) -> Any:
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    return TensorStorageMetadata(
-        TensorProperties(dtype=getattr(torch, entry.dtype)),
+    dcp = _dcp("metadata")
+    return dcp.TensorStorageMetadata(
+        dcp.TensorProperties(dtype=getattr(torch, entry.dtype)),
         torch.Size(entry.shape),
         [
-            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
             for chunk in entry.chunks
         ],
     )
+
+
+def _dcp(module: str) -> Any:
+    """A module of torch's distributed checkpoints."""
+    return importlib.import_module(f"torch.distributed.checkpoint.{module}")

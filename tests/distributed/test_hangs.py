@@ -204,7 +204,7 @@ def test_a_step_on_one_rank_is_reported_by_all_with_its_number_and_phase(ended):
 @of("four_steps_against_three_and_an_evaluation")
 def test_numbers_of_another_collective_are_never_taken_for_gradients(ended):
     ranks, place = ended
-    evaluates = f"in collective 5, step of float64 [], at {place('# evaluates')}"
+    evaluates = f"in collective 5, step of float64 [2], at {place('# evaluates')}"
     assert_reports(
         ranks,
         f"  rank 0: at {place('# steps')}; in step 4, backward; last collective 4, step, ",
