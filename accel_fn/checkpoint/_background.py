@@ -25,6 +25,8 @@ from accel_fn.checkpoint._publishing import Draft
 from accel_fn.checkpoint._telling import hear, tell_failure, tell_written
 from accel_fn.checkpoint._writing import Share
 
+_PINS = ("cuda", "xpu")
+"""Devices that copy to pinned memory of the host without waiting."""
 Room = dict[tuple[str, tuple[int, ...]], Tensor]
 """Host memory for the parts that this rank writes, kept from save to save."""
 
@@ -143,7 +145,7 @@ def _room_for(parts: Sequence[Part], room: Room) -> Room:
         key, tensor = (part.name, part.offsets), part.tensor
         old = room.get(key)
         if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
-            pinned = tensor.device.type != "cpu"
+            pinned = tensor.device.type in _PINS
             old = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         found[key] = old
     return found

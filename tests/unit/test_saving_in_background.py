@@ -144,6 +144,27 @@ def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
     assert own <= set(places[3])  # one that waits needs no copy
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_what_an_accelerator_goes_on_to_compute_is_not_saved(tmp_path, held):
+    """The copy is under way when save returns."""
+    device = torch.accelerator.current_accelerator()
+    model = torch.nn.Linear(2048, 2048, device=device)
+    plan = af.Plan(
+        lambda model, batch: model(batch).mean(),
+        model,
+        torch.optim.SGD([*model.parameters()], lr=1.0),
+    )
+    state, step = af.build(af.DistState(device=device), plan)
+    expected = model.weight.detach().clone()
+    af.save(tmp_path, state, step, wait=False)
+    for _ in range(10):
+        state, _ = step(state, torch.ones(8, 2048, device=device))
+    held.set()
+    af.load(tmp_path, state, step)
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=0)
+
+
 # What goes wrong in the background.
 
 
