@@ -59,17 +59,21 @@ class Failure:
     def exit_status(self) -> int:
         """The code as a shell shows it: 128 + signal where it was killed.
 
-        One that raised and then did not end was killed by us: it counts as raised.
+        One that raised, or left, and had not ended when others had was killed by us: it
+        counts as raised, or with the code that it left with.
         """
         if self.exit_code >= 0:
             return self.exit_code
+        left = re.fullmatch(r"exit code (\d+)", self.exception.rstrip())
+        if left:
+            return int(left[1])
         return 1 if self.exception else 128 - self.exit_code
 
     @property
     def last_line(self) -> str:
         """What ended it, in a line."""
-        if self.exit_code in _LEFT:
-            return f"exit code {self.exit_code}: {_LEFT[self.exit_code]}"
+        if self.exit_status in _LEFT:
+            return f"exit code {self.exit_status}: {_LEFT[self.exit_status]}"
         if self.exception:
             return self.exception.rstrip()
         name = self.signal_name

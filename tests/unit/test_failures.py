@@ -52,6 +52,13 @@ def test_of_one_kind_it_is_the_earliest(times, how):
         ({"exit_code": -12}, 140, "SIGUSR2"),
         ({"exit_code": -99}, 227, "signal 99"),
         ({**RAISED, "exit_code": -9}, 1, "ValueError: boom"),  # it did not end, and was ended
+        ({"exit_code": -15, "exception": "exit code 3\n"}, 3, "exit code 3"),  # likewise
+        ({"exit_code": 75}, 75, "exit code 75: left to be started again"),
+        (
+            {"exit_code": -15, "exception": "exit code 75\n"},
+            75,
+            "exit code 75: left to be started again",
+        ),
     ],
 )
 def test_the_exit_status_and_the_last_line(how, status, last_line):
