@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 from accel_fn._errors import ArgumentError, ArgumentTypeError, message
@@ -75,12 +75,7 @@ class Preemption:
             self._before[each] = signal.signal(each, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Obey them again."""
         for each, handler in self._before.items():
             with suppress(TypeError):  # one that was not set from Python cannot be set again

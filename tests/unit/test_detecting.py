@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 from accel_fn.launching._detecting import (
     built_for_cuda,
@@ -68,12 +69,10 @@ def test_of_a_machine_in_parts_one_part_is_visible():
 
 
 def test_the_version_file_says_what_torch_says():
-    torch = pytest.importorskip("torch")
     assert built_for_cuda() == (torch.version.cuda is not None)
 
 
 def test_this_machine_is_what_torch_says_of_it():
-    torch = pytest.importorskip("torch")
     machine = detect()
     assert machine.num_cores == len(os.sched_getaffinity(0))
     present = torch.accelerator.current_accelerator()

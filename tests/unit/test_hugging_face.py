@@ -1,13 +1,12 @@
 """Streams of Hugging Face's `datasets`, as they are."""
 
+import datasets
 import pytest
 from torch.utils.data import DataLoader
 
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests.streams import global_batches, items_of, joined
-
-datasets = pytest.importorskip("datasets")
 
 
 def rows(shards, sizes):

@@ -174,7 +174,7 @@ class TalkingSource:
         return divmod(step, self.size)
 
     def indices(self, epoch, batch):
-        raise NotImplementedError
+        return torch.tensor([epoch * self.size + batch])
 
     global_indices = indices
 

@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import safetensors.torch as st
 import torch
+import transformers
 from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.testing._internal.two_tensor import TwoTensor
@@ -20,8 +22,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 import accel_fn as af
 from accel_fn.checkpoint import _weight_entries, _weight_files, _weight_reading
 from accel_fn.checkpoint._weights import load_model, save_model
-
-st = pytest.importorskip("safetensors.torch")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMES = """
@@ -919,7 +919,6 @@ def test_a_kill_at_any_moment_leaves_a_whole_set(tmp_path):
 
 @pytest.mark.parametrize("limit", ["5GB", "2KB"])
 def test_transformers_reads_what_is_saved(tmp_path, limit):
-    transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=True
     )
@@ -934,7 +933,6 @@ def test_transformers_reads_what_is_saved(tmp_path, limit):
 
 @pytest.mark.parametrize("limit", ["5GB", "2KB"])
 def test_what_transformers_saves_is_read(tmp_path, limit):
-    transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(tmp_path, max_shard_size=limit)
