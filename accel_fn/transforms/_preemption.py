@@ -83,7 +83,12 @@ class Preemption:
         self._before.clear()
 
     def asked(self) -> bool:
-        """Has this rank been asked to go?"""
+        """Has this rank been asked to go? Refused where nobody listens for the signals."""
+        if self._signals and not self._before:
+            rule = "be listened for while steps are made"
+            names = ", ".join(each.name for each in self._signals)
+            repair = "train inside `with preemption:`, or give ()"
+            raise ArgumentError(message("Preemption", "signals", rule, names, repair))
         return self._asked
 
     def ask(self) -> None:

@@ -99,6 +99,15 @@ def test_signals_are_noted_inside_and_obeyed_again_outside(number):
     assert signal.getsignal(number) is before
 
 
+def test_a_step_outside_of_with_is_refused():
+    """Its signals would end the process."""
+    model = ours.regression_model()
+    plan = af.Preemption()(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    state, step = af.build(af.DistState(), plan)
+    with pytest.raises(ValueError, match="train inside `with preemption:`"):
+        step(state, (torch.ones(4, 3).double(), torch.zeros(4, 1).double()))
+
+
 def test_a_fork_obeys():
     """A loader's worker must end when it is told to."""
     up, say_up = os.pipe()
