@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from accel_fn._grads import Grads as Grads
     from accel_fn._launch_options import LaunchOptions as LaunchOptions
     from accel_fn._launch_options import launch_options as launch_options
+    from accel_fn._plan import Kept as Kept
     from accel_fn._plan import Plan as Plan
     from accel_fn._plan import Report as Report
     from accel_fn._plan import Transform as Transform
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from accel_fn.transforms._ddp import wrap_ddp as wrap_ddp
     from accel_fn.transforms._placement import place as place
     from accel_fn.transforms._preemption import Preemption as Preemption
+    from accel_fn.transforms._skipping import skip_nonfinite as skip_nonfinite
+    from accel_fn.transforms._skipping import skip_spikes as skip_spikes
 
 _MODULES = {
     "_batch": ["num_samples"],
@@ -68,7 +71,7 @@ _MODULES = {
     "_gathering": ["gather"],
     "_grads": ["Grads"],
     "_launch_options": ["LaunchOptions", "launch_options"],
-    "_plan": ["Plan", "Report", "Transform", "compose"],
+    "_plan": ["Kept", "Plan", "Report", "Transform", "compose"],
     "_state": ["DistState", "LossScale"],
     "_step": ["Step", "build"],
     "_weights": ["num_labels"],
@@ -90,6 +93,7 @@ _MODULES = {
     "transforms._ddp": ["wrap_ddp"],
     "transforms._placement": ["place"],
     "transforms._preemption": ["Preemption"],
+    "transforms._skipping": ["skip_nonfinite", "skip_spikes"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 _SUBPACKAGES = ("checkpoint", "cli", "data", "launching", "testing", "transforms")

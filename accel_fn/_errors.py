@@ -40,6 +40,10 @@ class ReplicaError(AccelError, RuntimeError):
     """Ranks that must hold the same values do not."""
 
 
+class SkippedError(AccelError, ArithmeticError):
+    """A run leaves out one update after another."""
+
+
 class WorkerError(AccelError, RuntimeError):
     """A process that reads data for a loader has died."""
 

@@ -58,12 +58,18 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
         "forward": _forward(plan),
         "backward": _backward(plan, several),
         "wrapped": _listed(plan.grad_fns),
+        "verdicts": _verdicts(plan),
         "gradients": _listed(plan.gradients),
         "update": _update(plan),
         "after": _listed(plan.after),
         "stop": _stops(plan),
     }
     return {phase: text for phase, text in told.items() if text}
+
+
+def _verdicts(plan: Plan) -> str:
+    said = " and ".join(map(describe, plan.verdicts))
+    return f"an update, where {said} says so" if said else ""
 
 
 def _stops(plan: Plan) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -22,6 +22,7 @@ BatchFn = Callable[[DistState, Any], Any]
 ModuleFn = Callable[[DistState, Any], nn.Module]
 ContextFn = Callable[[DistState], AbstractContextManager[Any]]
 SplitFn = Callable[[Any], Sequence[Any]]
+VerdictFn = Callable[[DistState, Grads], Tensor]
 GradientFn = Callable[[DistState, Grads], Grads]
 StartFn = Callable[[DistState], DistState]
 
@@ -57,7 +58,8 @@ class Plan:
 
     A slot is a tuple of functions, filled by `dataclasses.replace`; the
     built-in transforms do no more than that. The user's objects are held,
-    never changed.
+    never changed. A function that keeps something from step to step stands there
+    as a `Kept`, so that every step has its own.
 
     Attributes:
         loss_fn: `(model, batch) -> Tensor`, [], the *mean* loss over the batch's items.
@@ -73,6 +75,8 @@ class Plan:
         split: `batch -> micro-batches`; at most one.
         grad_fns: `GradFn -> GradFn`, the first listed innermost, with
             `GradFn = (state, batch) -> (state, Grads, Report)`.
+        verdicts: `(state, grads) -> [], bool`, on the gradients as they arrive: should this
+            update be made? It is, where all of them say so.
         gradients: `(state, grads) -> grads`, in the order listed.
         starts: `state -> state`, once, in `build`.
         after: `(state, report) -> state`, after each update, in the order listed.
@@ -98,6 +102,7 @@ class Plan:
     contexts: tuple[ContextFn, ...] = field(default=(), kw_only=True)
     split: tuple[SplitFn, ...] = field(default=(), kw_only=True)
     grad_fns: tuple[Callable[[GradFn], GradFn], ...] = field(default=(), kw_only=True)
+    verdicts: tuple[VerdictFn, ...] = field(default=(), kw_only=True)
     gradients: tuple[GradientFn, ...] = field(default=(), kw_only=True)
     starts: tuple[StartFn, ...] = field(default=(), kw_only=True)
     after: tuple[AfterFn, ...] = field(default=(), kw_only=True)
@@ -138,6 +143,42 @@ class Plan:
 
 
 Transform = Callable[[Plan], Plan]
+
+
+class Kept(partial[Any]):
+    """In a slot: how a function is made that keeps something from step to step.
+
+    `build` calls it as `(state, plan) -> function` once parameters are what they will be, so
+    every step has its own. If the function has `state_dict` and `load_state_dict`,
+    checkpoints hold what it keeps.
+
+    >>> import accel_fn as af
+    >>> from dataclasses import replace
+    >>> def counting(state, plan, *, every):
+    ...     seen = []
+    ...     def count(state, report):
+    ...         seen.append(report.loss)
+    ...         if len(seen) % every == 0:
+    ...             print(len(seen))
+    ...         return state
+    ...     return count
+    >>> plan = replace(af.Plan(loss_fn, model, optimizer), after=(af.Kept(counting, every=2),))
+    >>> state, step = af.build(af.DistState(), plan)
+    >>> for _ in range(3):
+    ...     state, report = step(state, batch)
+    2
+    """
+
+
+def with_kept(plan: Plan, state: DistState) -> Plan:
+    """The plan as one step uses it: with a function of its own for each `Kept`."""
+    slots: dict[str, Any] = {
+        name: tuple(
+            [each(state, plan) if isinstance(each, Kept) else each for each in getattr(plan, name)]
+        )
+        for name in slot_names()
+    }
+    return replace(plan, **slots)
 
 
 def slot_names() -> list[str]:

@@ -18,7 +18,7 @@ from accel_fn._errors import StateError
 from accel_fn._forward import LossModule, run_forward
 from accel_fn._grads import Grads
 from accel_fn._microbatches import cut_or_fail
-from accel_fn._plan import GradFn, Plan, Report
+from accel_fn._plan import GradFn, Plan, Report, with_kept
 from accel_fn._replicas import check_same_gradients, check_same_plan
 from accel_fn._state import DistState
 from accel_fn._tally import SummedTally, mean_loss
@@ -141,7 +141,11 @@ class Step:
 
     def _update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
         plan, scaler = self.plan, state.scaler
-        ok = None if scaler is None else torch.isfinite(grads.norm())
+        finite = None if scaler is None else torch.isfinite(grads.norm())
+        ok = finite
+        for judge in plan.verdicts:
+            verdict = judge(state, grads)
+            ok = verdict if ok is None else ok & verdict
         for transform in plan.gradients:
             grads = transform(state, grads)
         if self._unchecked and self._unchecked.pop():
@@ -155,8 +159,8 @@ class Step:
             applied=self._always if ok is None else ok,
             extras=report.extras,
         )
-        if scaler is not None and ok is not None:
-            scaler = scaler.adjust(ok)
+        if scaler is not None and finite is not None:
+            scaler = scaler.adjust(finite)
         state = state.advanced(scaler)
         for after in plan.after:
             state = after(state, report)
@@ -226,6 +230,7 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
     module: nn.Module = loss_module
     for wrap in (*plan.compile_loss, *plan.own_parameters):
         module = wrap(built, module)
+    plan = with_kept(plan, built)
     grad_fn = _grad_fn(plan, module)
     step = Step(
         plan=plan,

@@ -15,7 +15,7 @@ from accel_fn._step import Step
 from accel_fn.checkpoint._manifest import Entry
 
 Steps = Mapping[str, Step]
-_TELLING = ("contexts", "grad_fns", "gradients", "starts", "after")
+_TELLING = ("contexts", "grad_fns", "verdicts", "gradients", "starts", "after")
 """The slots that decide what is computed; the others decide where, and in how many parts."""
 
 

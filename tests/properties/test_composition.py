@@ -18,6 +18,8 @@ TRANSFORMS = {
     "accumulate": af.accumulate(2),
     "clip": af.clip(0.3),
     "with_amp": af.with_amp("bf16"),
+    "skip_nonfinite": af.skip_nonfinite(),
+    "skip_spikes": af.skip_spikes(),
 }
 
 

@@ -1,0 +1,238 @@
+"""Updates that are left out: the run over the other batches, on all ranks alike."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+from tests import strategies as ours
+from tests.properties.test_scaling import scaled
+
+OPTIMIZERS = {
+    "adamw": ours.adamw,
+    "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+}
+
+
+def with_one_bad(batches, bad, culprit, world_size):
+    """Every batch dealt to the ranks; where it is bad, all of one rank's part is."""
+    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
+    parts = ours.dealt(batches, sizes)
+    for index, value in bad.items():
+        inputs, targets = batches[index]
+        parts[culprit][index] = (inputs * value, targets)
+    return parts
+
+
+def trained_in_a_world(parts, recipe, optimizer=ours.adamw):
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
+        applied = []
+        for part in parts[state.rank]:
+            state, report = step(state, part)
+            applied.append(bool(report.applied))
+        return model.state_dict(), applied
+
+    return simulate(run, world_size=len(parts))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@given(
+    batches=strategies.batches(num_batches=5),
+    poisoned=st.sets(st.integers(0, 4), max_size=4),
+    world_size=st.integers(1, 3),
+    culprit=st.integers(0, 2),
+    bad=st.sampled_from([float("inf"), float("nan")]),
+)
+def test_a_gradient_that_is_not_finite_on_one_rank_is_as_if_the_batch_were_not_there(
+    optimizer, batches, poisoned, world_size, culprit, bad
+):
+    poisoned = {index: bad for index in poisoned if index < len(batches)}
+    parts = with_one_bad(batches, poisoned, culprit % world_size, world_size)
+    clean = [batch for index, batch in enumerate(batches) if index not in poisoned]
+    _, expected = ours.trained_by_hand(
+        ours.regression_model(), clean, optimizer=optimizer, max_norm=0.5
+    )
+    recipe = af.compose(af.clip(0.5), af.skip_nonfinite())
+    for parameters, applied in trained_in_a_world(parts, recipe, optimizer):
+        ours.assert_close(parameters, expected)
+        assert applied == [index not in poisoned for index in range(len(batches))]
+
+
+@given(batches=strategies.batches())
+def test_where_all_is_well_nothing_changes_by_a_bit(batches):
+    watched = af.compose(af.skip_nonfinite(), af.skip_spikes())
+    _, expected = ours.trained(ours.regression_model(), [batches], af.compose())[0]
+    _, actual = ours.trained(ours.regression_model(), [batches], watched)[0]
+    ours.assert_identical(actual, expected)
+
+
+def linear_run(gains):
+    """Batches on which a linear model of zeros has gradients as large as the gains."""
+    inputs = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]).double() / 2
+    return [(inputs * gain, torch.ones(2, 1).double()) for gain in gains]
+
+
+def tiny_sgd(parameters):
+    """So slow that gradients stay as large as the batches make them."""
+    return torch.optim.SGD(parameters, lr=1e-15)
+
+
+def linear_model():
+    model = torch.nn.Linear(3, 1).double()
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    model.bias.requires_grad_(False)
+    return model
+
+
+def outcomes_of(gains, recipe, world_size=1):
+    """Was the update made? By batch, as every rank says."""
+    parts = ours.dealt(linear_run(gains), [[2 // world_size] * world_size] * len(gains))
+
+    def run(state):
+        model = linear_model()
+        plan = af.Plan(ours.mse, model, tiny_sgd([model.weight]))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
+        found = []
+        for part in parts[state.rank]:
+            state, report = step(state, part)
+            found.append(bool(report.applied))
+        return found
+
+    first, *others = simulate(run, world_size=world_size)
+    assert all(other == first for other in others)
+    return first
+
+
+def expected_outcomes(norms, num_sigmas, window):
+    """The rule, as one would write it down."""
+    kept, found = [], []
+    for norm in norms:
+        last = torch.tensor(kept[-window:])
+        calm = len(kept) < window // 2
+        ok = calm or norm <= max(last.mean() + num_sigmas * last.std(), 2 * last.mean())
+        kept += [norm] if ok else []
+        found.append(bool(ok))
+    return found
+
+
+@example(gains=[1.0, 1.0, 1.9, 10.0], num_sigmas=1.0, window=4, world_size=1)
+@given(
+    gains=st.lists(st.sampled_from([1.0, 1.1, 0.9, 1.9, 3.0, 10.0]), min_size=1, max_size=20),
+    num_sigmas=st.sampled_from([1.0, 6.0]),
+    window=st.integers(4, 8),
+    world_size=st.integers(1, 2),
+)
+def test_a_spike_is_far_above_the_norms_before_it(gains, num_sigmas, window, world_size):
+    """The gradient of the mean squared error at zero is as large as the input."""
+    recipe = af.skip_spikes(num_sigmas, window=window, max_consecutive=100)
+    assert outcomes_of(gains, recipe, world_size) == expected_outcomes(gains, num_sigmas, window)
+
+
+@given(batches=strategies.batches(num_batches=6), world_size=st.integers(1, 3))
+def test_a_spike_is_as_if_the_batch_were_not_there(batches, world_size):
+    inputs, targets = batches[0]
+    spike = (inputs, targets + 1e8)
+    calm = [batches[index % len(batches)] for index in range(5)]
+    sizes = [[len(part) for part in each[0].tensor_split(world_size)] for each in [*calm, spike]]
+    _, expected = ours.trained_by_hand(ours.regression_model(), [*calm, calm[0]])
+    parts = ours.dealt([*calm, spike, calm[0]], [*sizes, sizes[0]])
+    for parameters, applied in trained_in_a_world(parts, af.skip_spikes(window=8)):
+        ours.assert_close(parameters, expected)
+        assert applied == [True] * 5 + [False, True]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("recipe", "bad", "rule"),
+    [
+        (af.skip_nonfinite(3), float("nan"), "be finite once in 3 updates, got nan at step 9"),
+        (
+            af.skip_spikes(window=4, max_consecutive=3),
+            1e3,
+            "be in line with those before it once in 3 updates, got 1000 at step 9",
+        ),
+    ],
+    ids=["nonfinite", "spikes"],
+)
+def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule, world_size):
+    """Those before them, in twos, do not."""
+    gains = [1.0, 1.0, bad, bad, 1.0, 1.0, bad, bad, bad]
+
+    def run(state):
+        parts = ours.dealt(linear_run(gains), [[2 // world_size] * world_size] * len(gains))
+        model = linear_model()
+        plan = af.Plan(ours.mse, model, tiny_sgd([model.weight]))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
+        for part in parts[state.rank][:-1]:
+            state, _ = step(state, part)
+        with pytest.raises(ArithmeticError, match=f"step: the gradient norm must {rule}"):
+            step(state, parts[state.rank][-1])
+        return state.step
+
+    assert simulate(run, world_size=world_size) == [8] * world_size
+
+
+def test_a_spike_leaves_the_loss_scale_alone():
+    recipe = af.compose(scaled(1024.0), af.skip_spikes(window=4))
+    model = linear_model()
+    plan = recipe(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
+    state, step = af.build(af.DistState(), plan)
+    for batch in linear_run([1.0, 1.0, 1.0, 1e3]):
+        state, report = step(state, batch)
+    assert (bool(report.applied), float(state.scaler.scale)) == (False, 1024.0)
+
+
+def test_two_steps_of_one_plan_count_for_themselves():
+    model = linear_model()
+    plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
+    bad = linear_run([float("nan")])[0]
+    for _ in range(2):
+        state, step = af.build(af.DistState(), plan)
+        step(state, bad)
+
+
+@pytest.mark.parametrize("saved_after", range(1, 7))
+def test_a_resumed_run_knows_what_it_has_seen(saved_after, tmp_path):
+    """Norms of the window, and how many were left out in a row."""
+    recipe = af.compose(af.skip_spikes(window=4, max_consecutive=3), af.skip_nonfinite(3))
+    nan = float("nan")
+    batches = linear_run([1.0, 1.2, 5.0, 1.0, nan, nan, nan])
+
+    def built():
+        model = linear_model()
+        plan = recipe(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
+        return af.build(af.DistState(), plan)
+
+    state, step = built()
+    for batch in batches[:saved_after]:
+        state, _ = step(state, batch)
+    af.save(tmp_path, state, step)
+    state, step = built()
+    state = af.load(tmp_path, state, step)
+    outcomes = [True, True, False, True, False, False][saved_after:]
+    for batch, expected in zip(batches[saved_after:-1], outcomes, strict=True):
+        state, report = step(state, batch)
+        assert bool(report.applied) == expected
+    with pytest.raises(ArithmeticError, match="got nan at step 7"):
+        step(state, batches[-1])
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: af.skip_nonfinite(0), "skip_nonfinite: max_consecutive must be an integer >= 1"),
+        (lambda: af.skip_spikes(0.0), "skip_spikes: num_sigmas must be a finite number > 0"),
+        (lambda: af.skip_spikes(window=3), "skip_spikes: window must be an integer >= 4, got 3"),
+        (lambda: af.skip_spikes(max_consecutive=True), "max_consecutive must be an integer >= 1"),
+    ],
+)
+def test_what_makes_no_rule_is_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
