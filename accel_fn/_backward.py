@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +49,8 @@ class Backward:
         parts, weights, failure = cut_or_fail(self.plan, batch)
         if state.world_size == 1 and len(parts) == 1:
             return self._one(state, parts[0], weights[0], stop)
-        tally: Tally
-        if self.carrier is None:
-            tally = SummedTally(state, weights, failure, stop=stop)
-        else:
-            tally = CarriedTally(self.carrier, state, weights, failure, stop=stop)
+        begin = SummedTally if self.carrier is None else partial(CarriedTally, self.carrier)
+        tally: Tally = begin(state, weights, failure, stop=stop)
         return self._several(state, parts, weights, tally)
 
     def _one(

@@ -76,7 +76,7 @@ class CarriedTally:
         weights: Sequence[float],
         failure: Exception | None,
         *,
-        stop: bool = False,
+        stop: bool,
     ) -> None:
         self._carrier = carrier
         self._world_size = state.world_size

@@ -128,6 +128,14 @@ def rows(batch: Any, start: int, stop: int) -> Any:
     return tuple(value[start:stop] for value in batch)
 
 
+def kept_tensors(step: af.Step) -> dict[str, Tensor]:
+    """Parameters, buffers and what the optimizer keeps, copied, by name."""
+    tensors = dict(step.plan.model.state_dict())
+    for number, kept in step.plan.optimizer.state_dict()["state"].items():
+        tensors |= {f"{number} {name}": value for name, value in kept.items()}
+    return {name: value.clone() for name, value in tensors.items()}
+
+
 def assert_close(
     actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float
 ) -> None:

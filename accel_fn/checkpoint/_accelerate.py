@@ -17,11 +17,12 @@ from accel_fn._collectives import all_or_none
 from accel_fn._errors import ArgumentTypeError, CheckpointError, message
 from accel_fn._state import DistState, LossScale
 from accel_fn._step import Step
+from accel_fn.checkpoint._comparing import listed
 from accel_fn.checkpoint._contents import load_optimizer
 from accel_fn.checkpoint._plain import from_plain
+from accel_fn.checkpoint._weight_files import INDEX, SINGLE
 from accel_fn.checkpoint._weights import load_model
 
-_MODEL = ("model.safetensors", "model.safetensors.index.json")
 _OPTIMIZER, _SCALER = "optimizer.bin", "scaler.pt"
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of a group that say how it is computed: those of the running program stay."""
@@ -75,7 +76,7 @@ def load_accelerate(
     saved = all_or_none(lambda: _read(path, step, schedulers), state, "load_accelerate")
     all_or_none(lambda: _fill(path, step, saved, schedulers), state, "load_accelerate")
     scaler = state.scaler
-    if scaler is not None and saved[_SCALER] is not None:
+    if scaler is not None and saved[_SCALER]:
         scaler = _scale(saved[_SCALER], scaler)
     if state.is_main:
         for line in _left_out(path, saved, scaler, schedulers):
@@ -93,10 +94,19 @@ def _read(path: Path, step: Step, schedulers: Sequence[Any]) -> dict[str, Any]:
         if not hasattr(each, "load_state_dict"):
             rule = "have load_state_dict"
             raise ArgumentTypeError(message("load_accelerate", "schedulers", rule, each))
-    needed = [_OPTIMIZER, *map(_scheduler, range(len(schedulers)))]
-    if not any((path / name).exists() for name in _MODEL):
-        needed.insert(0, _MODEL[0])
-    for name in needed:
+    names = [_OPTIMIZER, *map(_scheduler, range(len(schedulers)))]
+    _check_folder(path, names)
+    saved = {name: from_plain(path / name, "load_accelerate") for name in names}
+    has_scale = (path / _SCALER).exists()
+    saved[_SCALER] = from_plain(path / _SCALER, "load_accelerate") if has_scale else {}
+    _check_optimizer(path / _OPTIMIZER, saved[_OPTIMIZER], step.plan.optimizer)
+    return saved
+
+
+def _check_folder(path: Path, names: Sequence[str]) -> None:
+    """Refuse one without these files and a model, and one of several models."""
+    model = INDEX if (path / INDEX).exists() else SINGLE
+    for name in (model, *names):
         if not (path / name).exists():
             raise CheckpointError(
                 f"load_accelerate: folder must be one that save_state wrote, got {path} without {name}"
@@ -106,15 +116,20 @@ def _read(path: Path, step: Step, schedulers: Sequence[Any]) -> dict[str, Any]:
             raise CheckpointError(
                 f"load_accelerate: folder must be of one model and one optimizer, got {other} in {path}"
             )
-    saved = {name: from_plain(path / name) for name in needed if name != _MODEL[0]}
-    saved[_SCALER] = from_plain(path / _SCALER) if (path / _SCALER).exists() else None
-    differences = list(_differences(saved[_OPTIMIZER], step.plan.optimizer))
-    if differences:
-        lines = "".join(f"\n  {line}" for line in differences)
+
+
+def _check_optimizer(path: Path, saved: Any, optimizer: Optimizer) -> None:
+    """Refuse what is no optimizer's, or another one's."""
+    try:
+        differences = _differences(saved, optimizer)
+    except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"load_accelerate: {path / _OPTIMIZER} must be of this program, got differences:{lines}"
+            f"load_accelerate: {path} must hold an optimizer's state_dict, got something else; {error!r}"
+        ) from error
+    if differences:
+        raise CheckpointError(
+            f"load_accelerate: {path} must be of this program, got differences:\n{listed(differences)}"
         )
-    return saved
 
 
 def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:

@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,16 +38,19 @@ class Background:
         self._room: Room = {}
         self._writing: Writing | None = None
 
-    def copy(self, share: Share, draft: Draft, state: DistState) -> Writing:
-        """The writing of a copy of this share, not started yet: another rank may fail to copy its own."""
-        self._room = _room_for(share.parts, self._room)
-        parts, ready = _copied(share.parts, self._room, state.device)
-        return Writing(replace(share, parts=parts), draft, state.world_size, ready)
+    def copy(self, share: Share, draft: Draft, state: DistState, held: object) -> Writing:
+        """The writing of a copy of this share, not started yet: another rank may fail to copy its own.
 
-    def start(self, writing: Writing, held: object) -> None:
-        """Have it written. `held` lives as long as that takes."""
-        writing.start(held)
+        `held` lives as long as the writing takes.
+        """
+        self._room = _room_for(share.parts, self._room)
+        parts, ready = _copied(share.parts, self._room)
+        return Writing(replace(share, parts=parts), draft, state.world_size, ready, held)
+
+    def start(self, writing: Writing) -> None:
+        """Have it written."""
         self._writing = writing
+        writing.start()
 
     def finish(self, state: DistState, function: str) -> None:
         """Wait for what is being written; where that failed on one rank, all raise."""
@@ -55,7 +58,7 @@ class Background:
             return
         writing, self._writing = self._writing, None
         failure = writing.finish()
-        said = exchange(None if failure is None else str(failure), state, function)
+        said = exchange(failure and (str(failure) or repr(failure)), state, function)
         failed = [f"on rank {rank}: {words}" for rank, words in enumerate(said) if words]
         if failed:
             if state.is_main:
@@ -80,22 +83,21 @@ class Writing:
         share: Share,
         draft: Draft,
         world_size: int,
-        ready: Callable[[], None],
+        ready: Sequence[torch.Event],
+        held: object,
     ) -> None:
         self._share = share
         self.draft = draft
         self._world_size = world_size
         self._ready = ready
-        self._held: object = None
+        self._held = held
         self._failure: Exception | None = None
         self._owner = os.getpid()
         # No daemon: Python waits for such a thread before anything at exit.
         self._thread = threading.Thread(target=self._run, name="accel_fn save")
 
-    def start(self, held: object) -> None:
-        """Begin to write, and hold this until that ends."""
-        self._held = held
-        atexit.register(self._say_at_exit)
+    def start(self) -> None:
+        """Begin to write."""
         self._thread.start()
 
     def finish(self) -> Exception | None:
@@ -106,16 +108,17 @@ class Writing:
 
     def _run(self) -> None:
         try:
-            self._ready()
+            for copied in self._ready:
+                copied.synchronize()
             written = self._share.write(self.draft.path)
             if self._share.rank:
                 tell_written(self.draft.path, self._share.rank, written)
             else:
                 others = hear(self.draft.path, range(1, self._world_size))
                 self.draft.publish([written, *others])
-            atexit.unregister(self._say_at_exit)
         except Exception as error:
             self._failure = error
+            atexit.register(self._say_at_exit)
             if self._share.rank:
                 tell_failure(self.draft.path, self._share.rank, error)
             else:
@@ -125,14 +128,10 @@ class Writing:
 
     def _say_at_exit(self) -> None:
         """The last chance to tell of a failure: no later call has. The exit code is then 1."""
-        if os.getpid() != self._owner:  # a fork of it, which has no such thread
+        if os.getpid() != self._owner:  # a fork of it, which may end as it likes
             return
-        self._thread.join()
-        if self._failure is None:
-            return
-        print(
-            f"accel_fn: save: {self.draft.final} was not written: {self._failure}", file=sys.stderr
-        )
+        failure = str(self._failure) or repr(self._failure)
+        print(f"accel_fn: save: {self.draft.final} was not written: {failure}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
@@ -151,20 +150,12 @@ def _room_for(parts: Sequence[Part], room: Room) -> Room:
     return found
 
 
-def _copied(
-    parts: Sequence[Part], room: Room, device: torch.device
-) -> tuple[list[Part], Callable[[], None]]:
-    """The parts in host memory, and what waits until they are there."""
+def _copied(parts: Sequence[Part], room: Room) -> tuple[list[Part], list[torch.Event]]:
+    """The parts in host memory, and the events after which they are there."""
     copies = [replace(part, tensor=room[part.name, part.offsets]) for part in parts]
     with torch.no_grad():
         for part, copy in zip(parts, copies, strict=True):
             copy.tensor.copy_(part.tensor, non_blocking=True)
-    if device.type == "cpu":
-        return copies, _nothing
-    event = torch.Event(device)  # later kernels of the run come after it in the same stream
-    event.record()
-    return copies, event.synchronize
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
+    devices = {part.tensor.device for part in parts if not part.tensor.is_cpu}
+    streams = map(torch.accelerator.current_stream, devices)
+    return copies, [stream.record_event() for stream in streams]  # later kernels come after these

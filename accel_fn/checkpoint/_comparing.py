@@ -47,11 +47,12 @@ def fitting(manifest: Manifest, contents: Contents) -> dict[str, Tensor]:
     }
 
 
-def has_optimizer(manifest: Manifest, contents: Contents, step: str) -> bool:
+def has_optimizer(
+    manifest: Manifest, contents: Contents, fits: Mapping[str, Tensor], step: str
+) -> bool:
     """Was that step saved with this optimizer over these parameters, in shapes that fit?"""
     saved, here = manifest.plans.get(step, {}), contents.plans[step]
     prefix = place_of("model", step)
-    fits = fitting(manifest, contents)
     names = {f"{prefix}{name}" for group in here["groups"] for name in group}
     return names <= fits.keys() and all(
         saved.get(key) == here[key] for key in ("optimizer", "groups")

@@ -25,8 +25,8 @@ def named_steps(step: Step | Steps) -> Steps:
 
 
 def notes_of(steps: Steps) -> dict[str, Any]:
-    """What saving and loading have to remember of a run of these steps."""
-    return next(iter(steps.values())).notes
+    """What saving and loading have to remember of a run of these steps, however they are listed."""
+    return steps[min(steps)].notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ def place_of(kind: str, step: str) -> str:
 def signature(plan: Plan) -> dict[str, Any]:
     """What must be the same where a run goes on: not how many ranks, micro-batches or which device."""
     slots = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _TELLING}
+    names = {id(parameter): name for name, parameter in plan.model.named_parameters()}
     return {
         "weight_fn": describe(plan.weight_fn),
-        **{slot: names for slot, names in slots.items() if names},
+        **{slot: told for slot, told in slots.items() if told},
         "optimizer": type(plan.optimizer).__name__,
         "groups": [
-            [_names(plan.model)[id(each)] for each in group["params"]]
-            for group in plan.optimizer.param_groups
+            [names[id(each)] for each in group["params"]] for group in plan.optimizer.param_groups
         ],
     }
 
@@ -147,18 +147,13 @@ def put_back(
 def _put_back_optimizer(
     plan: Plan, prefix: str, tensors: Mapping[str, Tensor], rest: dict[str, Any]
 ) -> None:
-    order = list(dict.fromkeys(name for group in signature(plan)["groups"] for name in group))
-    state: dict[int, dict[str, Any]] = {}
-    for number, name in enumerate(order):
-        start = f"{prefix}{name}/"
-        values = {
-            key.removeprefix(start): value
-            for key, value in tensors.items()
-            if key.startswith(start)
-        }
-        values |= rest["state"].get(name, {})
-        if values:
-            state[number] = values
+    kept = {name: dict(values) for name, values in rest["state"].items()}
+    for where, value in tensors.items():
+        if where.startswith(prefix):
+            name, _, key = where.removeprefix(prefix).rpartition("/")
+            kept.setdefault(name, {})[key] = value
+    order = _order(plan)
+    state = {number: kept[name] for number, name in enumerate(order) if name in kept}
     load_optimizer(plan, {**rest["others"], "state": state})
 
 
@@ -201,7 +196,7 @@ def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]
 def _optimizer_state(plan: Plan) -> tuple[list[tuple[str, str, Tensor]], dict[str, Any]]:
     """Tensors by parameter and key; the rest of the optimizer's `state_dict`."""
     saved = plan.optimizer.state_dict()
-    order = list(dict.fromkeys(name for group in signature(plan)["groups"] for name in group))
+    order = _order(plan)
     tensors, rest = [], dict[str, dict[str, Any]]()
     for number, values in saved["state"].items():
         name = order[number]
@@ -214,8 +209,9 @@ def _optimizer_state(plan: Plan) -> tuple[list[tuple[str, str, Tensor]], dict[st
     return tensors, {"state": rest, "others": others}
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
+def _order(plan: Plan) -> list[str]:
+    """Names of the optimizer's parameters, by the numbers that its `state_dict` gives them."""
+    return list(dict.fromkeys(name for group in signature(plan)["groups"] for name in group))
 
 
 def _name(function: Any) -> str:

@@ -19,8 +19,8 @@ from accel_fn.checkpoint._weight_files import write_set
 def export_model(
     checkpoint: str | os.PathLike[str],
     folder: str | os.PathLike[str],
-    step: str = "",
-    max_shard_size: int = 5 * 10**9,
+    step: str,
+    max_shard_size: int,
 ) -> int:
     """Write the model of a checkpoint as `save_model` would.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import Executor
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from accel_fn._errors import CheckpointError
+from accel_fn.checkpoint._weight_entries import extra
 
 _BLOCK = 1 << 24
 _PIECE = 1 << 18  # is still in the processor's cache when it is hashed
@@ -33,13 +33,7 @@ class FileMark:
 
 def new_hash() -> Any:
     """An XXH3-128: it reads memory faster than a disk does; for damage, not against forgery."""
-    try:
-        return importlib.import_module("xxhash").xxh3_128()
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'save: {error.name} must be installed; pip install "accel-fn[checkpoint]"',
-            name=error.name,
-        ) from None
+    return extra("save", "xxhash").xxh3_128()
 
 
 def hash_of(data: bytes | memoryview) -> str:

@@ -27,11 +27,11 @@ from accel_fn.checkpoint._contents import (
 )
 from accel_fn.checkpoint._listing import check_sizes
 from accel_fn.checkpoint._manifest import Manifest, read_manifest
-from accel_fn.checkpoint._naming import name_of, steps_in
+from accel_fn.checkpoint._naming import file_of, name_of, steps_in
 from accel_fn.checkpoint._plain import from_plain
 from accel_fn.checkpoint._random import derive_random, restore_random
 from accel_fn.checkpoint._reading import check_files, read_tensors
-from accel_fn.checkpoint._saving import COMMON, EXTRA, check_extras, rank_file
+from accel_fn.checkpoint._saving import COMMON, EXTRA, check_extras, check_steps
 
 
 def load(
@@ -80,6 +80,7 @@ def load(
     1
     """
     steps, extras = named_steps(step), extras or {}
+    all_or_none(lambda: check_steps(steps, "load"), state, "load")
     finish_writing(notes_of(steps), state, "load")
     path = all_or_none(lambda: _choose(Path(folder), at, extras), state, "load")
     path = exchange(path, state, "load")[0]
@@ -136,12 +137,13 @@ def _fill(
     strict: bool,
 ) -> DistState:
     """Overwrite: what may refuse comes first."""
-    rest = from_plain(path / COMMON)
+    rest = from_plain(path / COMMON, "load")
     was_there = state.rank < manifest.world_size
-    mine = from_plain(path / rank_file(state.rank if was_there else 0))
+    mine = from_plain(path / file_of("rank", state.rank if was_there else 0, "pt"), "load")
     _load_extras(mine, extras, strict=strict)
-    tensors = fitting(manifest, contents)
-    optimizers = {name for name in steps if has_optimizer(manifest, contents, name)}
+    fits = fitting(manifest, contents)
+    optimizers = {name for name in steps if has_optimizer(manifest, contents, fits, name)}
+    tensors = dict(fits)
     for name in optimizers:
         tensors |= room_for_optimizer(steps[name].plan, name, manifest.entries)
     read_tensors(path, tensors, manifest.entries)

@@ -26,6 +26,11 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match and path.name == name_of(int(match[1])) else None
 
 
+def file_of(kind: str, rank: int, ending: str) -> str:
+    """The name of a file that a rank writes: `tensors_00003.bin`."""
+    return f"{kind}_{rank:05d}.{ending}"
+
+
 def steps_in(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder, in order; none where there is no folder.
 

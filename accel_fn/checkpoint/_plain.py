@@ -28,13 +28,13 @@ def to_plain(values: Mapping[str, Any], function: str) -> bytes:
     return buffer.getvalue()
 
 
-def from_plain(path: Path) -> Any:
+def from_plain(path: Path, function: str) -> Any:
     """What such a file holds, on the host."""
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         raise CheckpointError(
-            f"load: {path} must hold tensors and plain data, got something else; {_first_line(error)}"
+            f"{function}: {path} must hold tensors and plain data, got something else; {_first_line(error)}"
         ) from error
 
 

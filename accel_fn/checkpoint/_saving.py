@@ -28,6 +28,7 @@ from accel_fn.checkpoint._contents import (
 from accel_fn.checkpoint._hashing import hash_of, memory_of, sync
 from accel_fn.checkpoint._locking import FolderLock
 from accel_fn.checkpoint._manifest import Manifest
+from accel_fn.checkpoint._naming import file_of
 from accel_fn.checkpoint._plain import to_plain
 from accel_fn.checkpoint._planning import plan_parts, to_entries
 from accel_fn.checkpoint._publishing import Draft
@@ -94,13 +95,14 @@ def save(
     finish_writing(notes, state, "save")
     head = _head(state, steps, contents)
     draft = Draft(home, head, keep, keep_every, notes.get("resumed_from"))
+    all_or_none(lambda: _begin(draft, state, notes), state, "save")
     try:
-        all_or_none(lambda: _begin(draft, state, notes), state, "save")
         share = _share(state, contents, extras)
         if not wait:
             background = notes.setdefault("background", Background())
-            writing = all_or_none(lambda: background.copy(share, draft, state), state, "save")
-            background.start(writing, notes.get("lock"))
+            lock = notes.get("lock")
+            writing = all_or_none(lambda: background.copy(share, draft, state, lock), state, "save")
+            background.start(writing)
             return draft.final
         mine = all_or_none(lambda: share.write(draft.path), state, "save")
         written = exchange(mine, state, "save")
@@ -119,8 +121,7 @@ def _check(
     keep_every: int | None,
     wait: object,
 ) -> Contents:
-    if not steps or not all(isinstance(each, Step) for each in steps.values()):
-        raise ArgumentTypeError(message("save", "step", "be a Step or a dict of Steps", steps))
+    check_steps(steps, "save")
     for name, count in (("keep", keep), ("keep_every", keep_every)):
         if count is not None:
             check_count("save", name, count)
@@ -128,6 +129,12 @@ def _check(
         raise ArgumentTypeError(message("save", "wait", "be True or False", wait))
     check_extras(extras, "save")
     return contents_of(steps)
+
+
+def check_steps(steps: Mapping[str, Step], function: str) -> None:
+    """There must be one."""
+    if not steps or not all(isinstance(each, Step) for each in steps.values()):
+        raise ArgumentTypeError(message(function, "step", "be a Step or a dict of Steps", steps))
 
 
 def check_extras(extras: Mapping[str, Any], function: str) -> None:
@@ -174,7 +181,7 @@ def _files(
     """What is no tensor of all ranks, by the name of its file."""
     data = {"buffers": own, "random": random_state(state.device)}
     data |= {f"{EXTRA}{name}": extra.state_dict() for name, extra in extras.items()}
-    files = {rank_file(state.rank): to_plain(data, "save")}
+    files = {file_of("rank", state.rank, "pt"): to_plain(data, "save")}
     if state.is_main:
         rest = {"scaler": scale_to_dict(state.scaler), "steps": contents.rest}
         files[COMMON] = to_plain(rest, "save")
@@ -189,11 +196,6 @@ def _own_buffers(contents: Contents, state: DistState) -> dict[str, Tensor]:
     hashes = {name: hash_of(memory_of(buffer)) for name, buffer in buffers.items()}
     theirs = exchange(hashes, state, "save")[0]
     return {name: buffers[name] for name in buffers if hashes[name] != theirs.get(name)}
-
-
-def rank_file(rank: int) -> str:
-    """The file of what a rank has for itself."""
-    return f"rank_{rank:05d}.pt"
 
 
 def _head(state: DistState, steps: Mapping[str, Step], contents: Contents) -> Manifest:

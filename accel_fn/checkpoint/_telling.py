@@ -13,6 +13,7 @@ from typing import Any
 from accel_fn._errors import CheckpointError
 from accel_fn.checkpoint._hashing import FileMark
 from accel_fn.checkpoint._manifest import chunk_from
+from accel_fn.checkpoint._naming import file_of
 from accel_fn.checkpoint._writing import Written, cannot_write
 
 _PATIENCE_S = 600.0
@@ -26,11 +27,11 @@ def tell_written(draft: Path, rank: int, written: Written) -> None:
 
 def tell_failure(draft: Path, rank: int, error: Exception) -> None:
     """This rank could not. What it has written goes: a note may need the room."""
-    for path in draft.glob(f"*_{rank:05d}.*"):
+    for path in draft.glob(file_of("*", rank, "*")):
         with suppress(OSError):
             path.unlink()
     with suppress(CheckpointError):
-        _tell(draft, rank, {"failure": str(error)})
+        _tell(draft, rank, {"failure": str(error) or repr(error)})
 
 
 def hear(draft: Path, ranks: Sequence[int]) -> list[Written]:
@@ -81,7 +82,7 @@ def _read(path: Path, rank: int) -> Written:
 
 
 def _note(draft: Path, rank: int) -> Path:
-    return draft / f"written_{rank:05d}.json"
+    return draft / file_of("written", rank, "json")
 
 
 def _size_of(draft: Path) -> int:

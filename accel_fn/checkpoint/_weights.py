@@ -71,7 +71,7 @@ def save_model(
     >>> os.listdir(folder)
     ['model.safetensors']
     """
-    limit = parse_size(max_shard_size)
+    limit = parse_size("save_model", max_shard_size)
     path = _path("save_model", folder)
     extra("save_model", "safetensors.torch")
     entries = read_entries("save_model", model)
@@ -122,17 +122,17 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             tensor.copy_(stored.tensor(_keys_of(first, entries, stored)[0]))
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(function: str, size: int | str) -> int:
     """Bytes of "5GB", "512MiB" or a number."""
     if not isinstance(size, str):
-        return check_count("save_model", "max_shard_size", size, repair='or give "5GB"')
+        return check_count(function, "max_shard_size", size, repair='or give "5GB"')
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", size)
     if found and found[2] in _UNITS:
         num_bytes = int(Decimal(found[1]) * _UNITS[found[2]])
         if num_bytes >= 1:
             return num_bytes
     rule = f"be a number of bytes >= 1, or one with a unit of {', '.join(_UNITS)}"
-    raise ArgumentError(message("save_model", "max_shard_size", rule, size))
+    raise ArgumentError(message(function, "max_shard_size", rule, size))
 
 
 def _path(function: str, folder: str | os.PathLike[str]) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from accel_fn._errors import CheckpointError
 from accel_fn.checkpoint._hashing import FileMark, memory_of, write_file
 from accel_fn.checkpoint._manifest import Chunk
+from accel_fn.checkpoint._naming import file_of
 from accel_fn.checkpoint._planning import Part
 
 
@@ -31,7 +32,7 @@ class Share:
 
     def write(self, draft: Path) -> Written:
         """Write all of it, to the disk."""
-        file = f"tensors_{self.rank:05d}.bin"
+        file = file_of("tensors", self.rank, "bin")
         chunks: list[tuple[str, Chunk]] = []
         try:
             marks = {name: write_file(draft / name, [data]) for name, data in self.files.items()}

@@ -12,5 +12,5 @@ from accel_fn.cli._output import errors_in_a_line
 def export_to(checkpoint: Path, folder: Path, step: str, max_shard_size: str) -> None:
     """Export, and print what came of it."""
     with errors_in_a_line():
-        count = export_model(checkpoint, folder, step, parse_size(max_shard_size))
+        count = export_model(checkpoint, folder, step, parse_size("export", max_shard_size))
     print(f"{count} tensors written to {folder}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ _HINTS = {
     "SIGILL": "built for another processor",
     "SIGTERM": "stopped from outside",
 }
-_LEFT = {75: "left to be started again"}
 _CRASHES = {"SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"}
 _LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was likely )?closed|connection refused"
@@ -59,21 +59,17 @@ class Failure:
     def exit_status(self) -> int:
         """The code as a shell shows it: 128 + signal where it was killed.
 
-        One that raised, or left, and had not ended when others had was killed by us: it
-        counts as raised, or with the code that it left with.
+        One that raised and had not ended when others had was killed by us: it counts as raised.
         """
         if self.exit_code >= 0:
             return self.exit_code
-        left = re.fullmatch(r"exit code (\d+)", self.exception.rstrip())
-        if left:
-            return int(left[1])
         return 1 if self.exception else 128 - self.exit_code
 
     @property
     def last_line(self) -> str:
         """What ended it, in a line."""
-        if self.exit_status in _LEFT:
-            return f"exit code {self.exit_status}: {_LEFT[self.exit_status]}"
+        if self.exit_status == os.EX_TEMPFAIL:
+            return f"exit code {self.exit_status}: left to be started again"
         if self.exception:
             return self.exception.rstrip()
         name = self.signal_name
@@ -100,13 +96,13 @@ def read_failure(
     stopped: bool,
 ) -> Failure:
     """A failed rank, with what it wrote of its end into its folder, if anything."""
-    stack, exception, time = _read_record(folder, stopped_at)
+    stack, exception, time, left_with = _read_record(folder, stopped_at)
     # One that wrote its end before the world was stopped was not stopped, only slow to leave.
     return Failure(
         rank=rank,
         host=host,
         pid=pid,
-        exit_code=exit_code,
+        exit_code=exit_code if left_with is None else left_with,
         time=time,
         stack=stack,
         exception=exception,
@@ -114,17 +110,20 @@ def read_failure(
     )
 
 
-def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float]:
-    """Stack, exception and time: from the rank's last words, else from the crash of native code."""
+def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int | None]:
+    """Stack, exception, time, and the code of one that left, even if it was killed on its way out.
+
+    From the rank's last words, else from the crash of native code.
+    """
     try:
         record = json.loads((folder / "error.json").read_text())
         if "exception" in record:
-            return record["stack"], record["exception"], record["time"]
+            return record["stack"], record["exception"], record["time"], record.get("left_with")
         extra = record["message"]["extraInfo"]  # by torch's own `record`
         stack, _, exception = extra["py_callstack"].rstrip().rpartition("\n")
-        return stack, exception, float(extra["timestamp"])
+        return stack, exception, float(extra["timestamp"]), None
     except (OSError, ValueError, KeyError, TypeError):
-        return _read_crash(folder / "crash"), "", otherwise
+        return _read_crash(folder / "crash"), "", otherwise, None
 
 
 def _read_crash(path: Path) -> str:

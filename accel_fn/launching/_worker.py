@@ -179,15 +179,18 @@ def record(error: BaseException, frames: TracebackType | None) -> str:
     """Write what ended this rank to the file that torch names; readable for torch too."""
     whole = traceback.TracebackException(type(error), error, frames)
     text, last = "".join(whole.format()), "".join(whole.format_exception_only())
+    left_with = None
     if isinstance(error, SystemExit):
-        last = f"exit code {error.code}\n" if isinstance(error.code, int) else f"{error.code}\n"
-        text = last
+        by_number = isinstance(error.code, int)
+        left_with = error.code if by_number else 1
+        text = last = f"exit code {error.code}\n" if by_number else f"{error.code}\n"
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     content = {
         "message": {"message": last.strip(), "extraInfo": extra},
         "stack": text.removesuffix(last),
         "exception": last,
+        "left_with": left_with,
         "time": now,
     }
     file = os.environ["TORCHELASTIC_ERROR_FILE"]

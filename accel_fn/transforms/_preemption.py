@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 from accel_fn._errors import ArgumentError, ArgumentTypeError, message
 from accel_fn._plan import Plan
 
-_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
-
 
 class Preemption:
     """A transform, and a `with`: signals are noted instead of obeyed, and all ranks hear of them.
@@ -72,7 +70,7 @@ class Preemption:
             raise ArgumentError(message("Preemption", "signals", rule, names))
         self._owner = os.getpid()
         for each in self._signals:
-            self._before[each] = signal.signal(each, self._note)
+            self._before.setdefault(each, signal.signal(each, self._note))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,7 +98,7 @@ class Preemption:
 
         `accel-fn launch --max-restarts` starts the ranks again; without, that is its exit code.
         """
-        raise SystemExit(_EXIT_CODE)
+        raise SystemExit(os.EX_TEMPFAIL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if os.getpid() == self._owner:

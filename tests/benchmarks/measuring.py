@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,24 +60,28 @@ def time_block(work: Work) -> Block:
     return Block(cpu, wall, machine_busy_s() - busy - cpu)
 
 
+def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Every name once per round, starting with another one each time."""
+    for turn in range(rounds):
+        first = turn % len(names)
+        yield from (*names[first:], *names[:first])
+
+
 def time_in_turn(
     works: Mapping[str, Work], rounds: int, station: Station, patience_s: float
 ) -> dict[str, list[Block]]:
-    """Every work once per round, starting with another one each time.
+    """Every work once per round, in turns.
 
     A disturbed block is taken again, for up to `patience_s` in all; the least
     disturbed one counts.
     """
-    names = list(works)
-    blocks: dict[str, list[Block]] = {name: [] for name in names}
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            best = station.time_block(works[name])
-            while best.is_disturbed and patience_s > 0:
-                time.sleep(PAUSE_S)
-                block = station.time_block(works[name])
-                patience_s -= block.wall + PAUSE_S
-                best = min(best, block, key=lambda each: each.others / each.wall)
-            blocks[name].append(best)
+    blocks: dict[str, list[Block]] = {name: [] for name in works}
+    for name in in_turns(list(works), rounds):
+        best = station.time_block(works[name])
+        while best.is_disturbed and patience_s > 0:
+            time.sleep(PAUSE_S)
+            block = station.time_block(works[name])
+            patience_s -= block.wall + PAUSE_S
+            best = min(best, block, key=lambda each: each.others / each.wall)
+        blocks[name].append(best)
     return blocks

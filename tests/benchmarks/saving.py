@@ -12,7 +12,6 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import accel_fn as af
-from tests.benchmarks.measuring import Block, time_block
+from accel_fn.checkpoint._background import finish_writing
+from tests.benchmarks.measuring import Block, Work, in_turns, time_block
 from tests.benchmarks.results import Row, Table, make_row
 
 WIDTH, MOST_ROUNDS = 2048, 7
@@ -31,9 +31,6 @@ ASYNC, OURS_ASYNC = "DCP, async_save", "accel_fn, wait=False"
 SAVING = ("torch.save", "DCP", "accelerate", "accel_fn", ASYNC, OURS_ASYNC)
 LOADING = ("accelerate", "torch.load", "DCP", "accel_fn")
 TARGETS = {("save", OURS_ASYNC): 0.15, ("load", "accel_fn"): 0.40}
-
-Then = Callable[[], object]
-"""What is waited for outside the clock."""
 
 
 class Run:
@@ -46,6 +43,8 @@ class Run:
         self.folder = folder
         plan = af.Plan(lambda model, batch: model(batch).mean(), self.model, self.optimizer)
         self.state, self.step = af.build(af.DistState(), plan)
+        self.writing: Any = None
+        """What DCP writes in the background."""
         self.accelerator: Any = None
         if find_spec("accelerate"):
             from accelerate import Accelerator
@@ -60,31 +59,36 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def ways_to_save(self) -> dict[str, Callable[[], Then | None]]:
-        ways: dict[str, Callable[[], Then | None]] = {
-            "torch.save": lambda: torch.save(self._dicts(), self.folder / "torch.pt"),
-            "DCP": lambda: dcp.save(self._flat(), checkpoint_id=self.folder / "dcp") and None,
-            "accel_fn": lambda: af.save(self.folder / "ours", self.state, self.step) and None,
+    def ways_to_save(self) -> dict[str, Work]:
+        state, step, folder, theirs = self.state, self.step, self.folder, self.accelerator
+        ways: dict[str, Work] = {
+            "torch.save": lambda: torch.save(self._dicts(), folder / "torch.pt"),
+            "DCP": lambda: dcp.save(self._flat(), checkpoint_id=folder / "dcp"),
+            "accelerate": lambda: theirs.save_state(str(folder / "accelerate")),
+            "accel_fn": lambda: af.save(folder / "ours", state, step),
             ASYNC: self._async,
-            OURS_ASYNC: self._ours_async,
+            OURS_ASYNC: lambda: af.save(folder / "ours_async", state, step, wait=False),
         }
-        if self.accelerator is not None:
-            ways["accelerate"] = lambda: (
-                self.accelerator.save_state(str(self.folder / "accelerate")) and None
-            )
-        return {name: ways[name] for name in SAVING if name in ways}
+        return self._installed(ways)
 
-    def ways_to_load(self) -> dict[str, Callable[[], Then | None]]:
-        ways: dict[str, Callable[[], Then | None]] = {
+    def ways_to_load(self) -> dict[str, Work]:
+        theirs = self.accelerator
+        ways: dict[str, Work] = {
+            "accelerate": lambda: theirs.load_state(str(self.folder / "accelerate")),
             "torch.load": self._torch_load,
             "DCP": self._dcp_load,
-            "accel_fn": lambda: af.load(self.folder / "ours", self.state, self.step) and None,
+            "accel_fn": lambda: af.load(self.folder / "ours", self.state, self.step),
         }
-        if self.accelerator is not None:
-            ways["accelerate"] = lambda: (
-                self.accelerator.load_state(str(self.folder / "accelerate")) and None
-            )
-        return {name: ways[name] for name in LOADING if name in ways}
+        return self._installed(ways)
+
+    def finish(self) -> None:
+        """Wait for what is written in the background, outside the clock."""
+        finish_writing(self.step.notes, self.state, "save")
+        if self.writing is not None:
+            self.writing.result()
+
+    def _installed(self, ways: dict[str, Work]) -> dict[str, Work]:
+        return {name: ways[name] for name in ways if name != "accelerate" or self.accelerator}
 
     def _dicts(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -93,13 +97,8 @@ class Run:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def _async(self) -> Then:
-        found: Any = dcp.async_save(self._flat(), checkpoint_id=self.folder / "dcp_async")
-        return found.result  # type: ignore[no-any-return]
-
-    def _ours_async(self) -> Then:
-        af.save(self.folder / "ours_async", self.state, self.step, wait=False)
-        return partial(self.step.notes["background"].finish, self.state, "save")
+    def _async(self) -> None:
+        self.writing = dcp.async_save(self._flat(), checkpoint_id=self.folder / "dcp_async")
 
     def _torch_load(self) -> None:
         saved = torch.load(self.folder / "torch.pt", weights_only=True)
@@ -125,14 +124,11 @@ class Run:
 def measure(num_layers: int, rounds: int, folder: Path) -> dict[str, dict[str, list[Any]]]:
     """Blocks of every way, in turns: saving in one process, loading in a new one each."""
     saved = _in_child(lambda: _measure_saving(Run(num_layers, folder), rounds))
-    names = list(saved["load"])
-    blocks: dict[str, list[Any]] = {name: [] for name in names}
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            found = _in_child(lambda name=name: _measure_loading(num_layers, folder, name))
-            assert found["corner"] == saved["corner"], name
-            blocks[name].append(found["block"])
+    blocks: dict[str, list[Any]] = {name: [] for name in saved["load"]}
+    for name in in_turns(saved["load"], rounds):
+        found = _in_child(lambda name=name: _measure_loading(num_layers, folder, name))
+        assert found["corner"] == saved["corner"], name
+        blocks[name].append(found["block"])
     return {"save": saved["save"], "load": blocks}
 
 
@@ -140,24 +136,21 @@ def _measure_saving(run: Run, rounds: int) -> dict[str, Any]:
     run.train()
     ways = run.ways_to_save()
     for way in ways.values():
-        (way() or bool)()  # the first time is another
-    names = list(ways)
-    blocks: dict[str, list[Any]] = {name: [] for name in names}
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            gc.collect()
-            os.sync()  # what others have written is not waited for here
-            then: list[Then] = []
-            blocks[name].append(asdict(time_block(partial(_call, ways[name], then))))
-            then[0]()
+        way()  # the first time is another
+        run.finish()
+    blocks: dict[str, list[Any]] = {name: [] for name in ways}
+    for name in in_turns(list(ways), rounds):
+        gc.collect()
+        os.sync()  # what others have written is not waited for here
+        blocks[name].append(asdict(time_block(ways[name])))
+        run.finish()
     return {"save": blocks, "load": list(run.ways_to_load()), "corner": run.corner()}
 
 
 def _measure_loading(num_layers: int, folder: Path, name: str) -> dict[str, Any]:
     """As a run that is resumed: a new model, an optimizer that has made no update."""
     run = Run(num_layers, folder)
-    block = time_block(partial(_call, run.ways_to_load()[name], []))
+    block = time_block(run.ways_to_load()[name])
     return {"block": asdict(block), "corner": run.corner()}
 
 
@@ -175,10 +168,6 @@ def _in_child(work: Callable[[], Any]) -> Any:
         told = file.read()
     assert os.waitpid(pid, 0)[1] == 0
     return json.loads(told)
-
-
-def _call(way: Callable[[], Then | None], then: list[Then]) -> None:
-    then.append(way() or bool)
 
 
 def compare_saving(name: str, num_layers: int, rounds: int) -> list[Table]:

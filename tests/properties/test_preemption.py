@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -108,6 +108,14 @@ def test_a_step_outside_of_with_is_refused():
         step(state, (torch.ones(4, 3).double(), torch.zeros(4, 1).double()))
 
 
+def test_one_inside_itself_ends_with_the_outer_one():
+    before = signal.getsignal(signal.SIGTERM)
+    preemption = af.Preemption()
+    with preemption, preemption:
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_fork_obeys():
     """A loader's worker must end when it is told to."""
     up, say_up = os.pipe()
@@ -136,18 +144,11 @@ def test_what_is_no_signal_to_be_caught_is_refused(signals, words):
 
 
 def test_another_thread_is_told_that_it_handles_no_signals():
-    caught = []
-
-    def enter():
-        try:
-            af.Preemption().__enter__()
-        except ValueError as error:
-            caught.append(str(error))
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert "must be () outside of the main thread" in caught[0]
+    with (
+        ThreadPoolExecutor() as pool,
+        pytest.raises(ValueError, match=r"must be \(\) outside of the main thread"),
+    ):
+        pool.submit(af.Preemption().__enter__).result()
 
 
 def test_a_rank_that_does_not_listen_is_refused():

@@ -27,6 +27,7 @@ from accel_fn.checkpoint import _locking
 from accel_fn.checkpoint._hashing import FileMark, hash_of
 from accel_fn.checkpoint._manifest import read_manifest
 from accel_fn.checkpoint._naming import publish
+from tests import strategies as ours
 from tests.processes import ROOT, launch
 
 FILES = ["manifest.json", "common.pt", "rank_00000.pt", "tensors_00000.bin"]
@@ -89,9 +90,7 @@ def run(folder, *steps, saver=None, **options):
 
 def everything(step):
     """Model, optimizer and generators, bit for bit."""
-    tensors = dict(step.plan.model.state_dict())
-    for number, kept in step.plan.optimizer.state_dict()["state"].items():
-        tensors |= {f"{number} {name}": value for name, value in kept.items()}
+    tensors = ours.kept_tensors(step)
     found = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
     found["torch"] = torch.get_rng_state().numpy().tobytes()
     found["numpy"] = pickle.dumps(np.random.get_state())
@@ -384,6 +383,7 @@ def start(tmp_path, script):
     process = subprocess.Popen(
         [sys.executable, "-c", f"import sys\nfolder = sys.argv[1]\n{script}", str(tmp_path)],
         cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -443,10 +443,11 @@ def test_workers_that_outlive_their_run_do_not_hold_its_folder(tmp_path, monkeyp
     script = """
 import multiprocessing
 
-child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-child.start()
-time.sleep(0.2)  # until it is itself
-print("up", child.pid, sep="\\n", flush=True)
+def work():
+    print("up", os.getpid(), sep="\\n", flush=True)
+    time.sleep(60)
+
+multiprocessing.get_context("fork").Process(target=work).start()
 time.sleep(60)
 """
     other = start(tmp_path, LOCKING + script)

@@ -52,13 +52,7 @@ def test_of_one_kind_it_is_the_earliest(times, how):
         ({"exit_code": -12}, 140, "SIGUSR2"),
         ({"exit_code": -99}, 227, "signal 99"),
         ({**RAISED, "exit_code": -9}, 1, "ValueError: boom"),  # it did not end, and was ended
-        ({"exit_code": -15, "exception": "exit code 3\n"}, 3, "exit code 3"),  # likewise
         ({"exit_code": 75}, 75, "exit code 75: left to be started again"),
-        (
-            {"exit_code": -15, "exception": "exit code 75\n"},
-            75,
-            "exit code 75: left to be started again",
-        ),
     ],
 )
 def test_the_exit_status_and_the_last_line(how, status, last_line):
@@ -112,6 +106,21 @@ def test_last_words_that_torch_wrote_are_read(tmp_path):
         "Traceback:\n  here",
         "KeyError: 'x'",
     )
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_one_that_left_and_was_killed_on_its_way_out_ended_with_the_code_it_left_with(
+    tmp_path, code
+):
+    words = {"stack": "", "exception": f"exit code {code}\n", "time": 9.0, "left_with": code}
+    (tmp_path / "error.json").write_text(json.dumps(words))
+    assert read(tmp_path, exit_code=-15).exit_status == code
+
+
+def test_an_exception_that_speaks_of_an_exit_code_is_an_exception(tmp_path):
+    words = {"stack": "", "exception": "exit code 75\n", "time": 9.0, "left_with": None}
+    (tmp_path / "error.json").write_text(json.dumps(words))
+    assert read(tmp_path, exit_code=-15).exit_status == 1
 
 
 def test_one_that_spoke_before_it_was_stopped_is_not_one_that_was_stopped(tmp_path):

@@ -190,5 +190,22 @@ def test_a_pickle_runs_nothing(saved, tmp_path):
     assert not (tmp_path / "fuse").exists()
 
 
+@pytest.mark.parametrize("content", [[1, 2], {"state": {}}, {"state": {}, "param_groups": [{}]}])
+def test_a_file_that_is_no_optimizer_s_is_refused(saved, tmp_path, content):
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
+    torch.save(content, tmp_path / "copy" / "optimizer.bin")
+    refused(tmp_path / "copy", "optimizer.bin must hold an optimizer's state_dict, got something")
+
+
+def test_the_scale_of_a_scaler_that_was_off_is_that_of_the_program(saved, tmp_path):
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
+    torch.save(torch.amp.GradScaler(enabled=False).state_dict(), tmp_path / "copy" / "scaler.pt")
+    model, optimizer = make()
+    plan = af.with_amp("fp16", init_scale=256.0)(af.Plan(loss_fn, model, optimizer))
+    state, step = af.build(af.DistState(), plan)
+    state = af.load_accelerate(tmp_path / "copy", step, state)
+    assert float(state.scaler.scale) == 256.0
+
+
 def test_a_scheduler_that_is_none_is_refused(saved):
     refused(saved[0] / "AdamW", "schedulers must have load_state_dict", TypeError, schedulers=[3])

@@ -33,18 +33,11 @@ def advance(state, step, count=2):
     return state
 
 
-def values(step):
-    tensors = dict(step.plan.model.state_dict())
-    for number, kept in step.plan.optimizer.state_dict()["state"].items():
-        tensors |= {f"{number} {name}": value for name, value in kept.items()}
-    return {name: value.clone() for name, value in tensors.items()}
-
-
 def loaded(folder, at="latest"):
     """What a new program finds."""
     state, step = make(seed=7)
     af.load(folder, state, step, at=at)
-    return values(step)
+    return ours.kept_tensors(step)
 
 
 def wait_for(folder, step):
@@ -74,7 +67,7 @@ def test_what_is_written_is_the_run_as_it_was(tmp_path, held):
     """However far it has gone on, and it is not there before it is whole."""
     state, step = make()
     state = advance(state, step)
-    there, expected = af.save(tmp_path, state, step, wait=False), values(step)
+    there, expected = af.save(tmp_path, state, step, wait=False), ours.kept_tensors(step)
     advance(state, step)
     assert af.list_checkpoints(tmp_path) == []
     held.set()
@@ -115,11 +108,11 @@ def test_load_waits_for_what_is_being_written(tmp_path, held):
     state, step = make()
     state = advance(state, step)
     af.save(tmp_path, state, step, wait=False)
-    expected = values(step)
+    expected = ours.kept_tensors(step)
     state = advance(state, step)
     threading.Timer(0.2, held.set).start()
     assert af.load(tmp_path, state, step).step == 2
-    ours.assert_identical(values(step), expected)
+    ours.assert_identical(ours.kept_tensors(step), expected)
 
 
 def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
@@ -222,10 +215,10 @@ def test_a_rank_that_has_no_memory_for_a_copy_is_one_of_all_at_once(tmp_path, mo
         af.save(tmp_path, state, step, wait=False)
         af.load(tmp_path, state, step)
 
-    def failing(parts, room, device):
+    def failing(parts, room):
         if threading.current_thread().name.startswith("rank 1 "):
             raise MemoryError("no room")
-        return copied(parts, room, device)
+        return copied(parts, room)
 
     monkeypatch.setattr(_background, "_copied", failing)
     simulate(run, world_size=2)
@@ -295,6 +288,37 @@ def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
     assert not found.damage
     assert found.size > 8 * 1024 * 1024 * 4
     assert found.world_size == 2
+
+
+def test_a_failure_without_words_is_told_by_its_name(tmp_path, monkeypatch):
+    def failing(share, draft):
+        raise MemoryError
+
+    state, step = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(Share, "write", failing)
+        af.save(tmp_path, state, step, wait=False)
+        step.notes["background"]._writing._thread.join()
+    with pytest.raises(CheckpointError, match=r"on rank 0: MemoryError\(\)"):
+        af.save(tmp_path, state, step)
+
+
+def test_a_second_run_that_is_refused_leaves_the_first_one_s_draft_alone(tmp_path, held):
+    state, step = make()
+    af.save(tmp_path, state, step, wait=False)
+    others_state, others_step = make()
+    with pytest.raises(CheckpointError, match="by one run at a time"):
+        af.save(tmp_path, others_state, others_step)
+    held.set()
+    assert wait_for(tmp_path, 0)
+
+
+def test_steps_are_one_run_however_they_are_listed(tmp_path, held):
+    (state, first), (_, second) = make(), make()
+    af.save(tmp_path, state, {"a": first, "b": second}, wait=False)
+    held.set()
+    af.save(tmp_path, state, {"b": second, "a": first})
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
 
 
 def test_wait_is_checked(tmp_path):
