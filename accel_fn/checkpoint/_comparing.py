@@ -24,12 +24,12 @@ def differences(manifest: Manifest, contents: Contents, state: DistState) -> lis
     saved = {
         name: f"{entry.dtype} {list(entry.shape)}"
         for name, entry in manifest.entries.items()
-        if not is_optimizer(name)
+        if is_model(name)
     }
     here = {
         name: f"{name_of_dtype(tensor.dtype)} {list(tensor.shape)}"
         for name, tensor in contents.tensors.items()
-        if not is_optimizer(name)
+        if is_model(name)
     }
     return found + _compare(saved, here)
 
@@ -40,7 +40,7 @@ def fitting(manifest: Manifest, contents: Contents) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in contents.tensors.items()
-        if not is_optimizer(name)
+        if is_model(name)
         and name in entries
         and (entries[name].dtype, entries[name].shape)
         == (name_of_dtype(tensor.dtype), tuple(tensor.shape))
@@ -68,9 +68,9 @@ def listed(lines: Iterable[str]) -> str:
     return "\n".join(shown)
 
 
-def is_optimizer(name: str) -> bool:
-    """Does this entry hold what the optimizer keeps of a parameter?"""
-    return name.startswith("optimizer")
+def is_model(name: str) -> bool:
+    """Is this entry the model's, and so a tensor that must be there before it is loaded?"""
+    return name.startswith("model")
 
 
 def _plans(plans: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

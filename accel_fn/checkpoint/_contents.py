@@ -34,7 +34,8 @@ class Contents:
     """Everything of the steps of a run that is the same on all ranks."""
 
     tensors: dict[str, Tensor]
-    """`model/NAME` and `optimizer/NAME/KEY`; of a step with a name, `model@STEP/NAME` and so on."""
+    """`model/NAME`, `optimizer/NAME/KEY` and `transforms/WHERE/KEY`; of a step with a name,
+    `model@STEP/NAME` and so on."""
     rest: dict[str, dict[str, Any]]
     """By step: what of model, optimizer and transforms is no tensor of a parameter."""
     tied: dict[str, str]
@@ -52,7 +53,7 @@ def contents_of(steps: Steps) -> Contents:
         states, rest = _optimizer_state(plan)
         for parameter, key, value in states:
             found.tensors[f"{place_of('optimizer', name)}{parameter}/{key}"] = value
-        kept = {where: each.state_dict() for where, each in stateful_parts(plan)}
+        kept = {where: _add_part(found, place, part) for place, where, part in _parts(plan, name)}
         found.rest[name] = {"model": extra, "optimizer": rest, "transforms": kept}
         found.plans[name] = signature(plan)
     return found
@@ -77,12 +78,21 @@ def signature(plan: Plan) -> dict[str, Any]:
     }
 
 
-def stateful_parts(plan: Plan) -> Iterator[tuple[str, Any]]:
-    """The functions of the plan that keep something, with where they stand."""
+def _parts(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
+    """The functions of the plan that keep something: how their entries begin, where they stand, they."""
     for slot in _TELLING:
         for index, each in enumerate(getattr(plan, slot)):
             if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
-                yield f"{slot}/{index} {_name(each)}", each
+                where = f"{slot}/{index} {_name(each)}"
+                yield f"{place_of('transforms', step)}{where}/", where, each
+
+
+def _add_part(found: Contents, place: str, part: Any) -> dict[str, Any]:
+    """Tensors of what it keeps under their names; gives back the rest."""
+    kept = part.state_dict()
+    tensors = {key: value for key, value in kept.items() if isinstance(value, Tensor)}
+    found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})
+    return {key: value for key, value in kept.items() if key not in tensors}
 
 
 def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:
@@ -110,20 +120,21 @@ def scale_from_dict(saved: Mapping[str, Any] | None, state: DistState) -> LossSc
     return LossScale(**moved)
 
 
-def room_for_optimizer(plan: Plan, step: str, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """A tensor for each that was saved of the optimizer: the one that is there, or a new one."""
-    prefix = place_of("optimizer", step)
-    there = {f"{prefix}{name}/{key}": value for name, key, value in _optimizer_state(plan)[0]}
+def room_for(
+    kind: str, plan: Plan, step: str, there: Mapping[str, Tensor], entries: Mapping[str, Entry]
+) -> dict[str, Tensor]:
+    """A tensor for each that was saved of this kind: the one that is there, or a new one."""
+    prefix = place_of(kind, step)
     parameters = dict(plan.model.named_parameters())
     found = {}
     for entry_name, entry in entries.items():
         if not entry_name.startswith(prefix):
             continue
-        name = entry_name.removeprefix(prefix).rpartition("/")[0]
+        parameter = parameters.get(entry_name.removeprefix(prefix).rpartition("/")[0])
         dtype, shape = getattr(torch, entry.dtype), entry.shape
         old = there.get(entry_name)
         if old is None or old.dtype != dtype or tuple(old.shape) != shape:
-            device = parameters[name].device if shape else "cpu"
+            device = parameter.device if parameter is not None and shape else "cpu"
             old = torch.empty(shape, dtype=dtype, device=device)
         found[entry_name] = old
     return found
@@ -137,9 +148,9 @@ def put_back(
     extra = {key: value for key, value in rest["model"].items() if key in own}
     if extra:
         plan.model.load_state_dict({**own, **extra})
-    for where, part in stateful_parts(plan):
+    for place, where, part in _parts(plan, step):
         if where in rest["transforms"]:
-            part.load_state_dict(rest["transforms"][where])
+            part.load_state_dict({**rest["transforms"][where], **_under(place, tensors)})
     if optimizer:
         _put_back_optimizer(plan, place_of("optimizer", step), tensors, rest["optimizer"])
 
@@ -148,10 +159,9 @@ def _put_back_optimizer(
     plan: Plan, prefix: str, tensors: Mapping[str, Tensor], rest: dict[str, Any]
 ) -> None:
     kept = {name: dict(values) for name, values in rest["state"].items()}
-    for where, value in tensors.items():
-        if where.startswith(prefix):
-            name, _, key = where.removeprefix(prefix).rpartition("/")
-            kept.setdefault(name, {})[key] = value
+    for where, value in _under(prefix, tensors).items():
+        name, _, key = where.rpartition("/")
+        kept.setdefault(name, {})[key] = value
     order = _order(plan)
     state = {number: kept[name] for number, name in enumerate(order) if name in kept}
     load_optimizer(plan, {**rest["others"], "state": state})
@@ -170,6 +180,13 @@ def load_optimizer(plan: Plan, saved: Mapping[str, Any]) -> None:
         for key, value in values.items():
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
+
+
+def _under(place: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose names begin so, without that."""
+    return {
+        name.removeprefix(place): value for name, value in tensors.items() if name.startswith(place)
+    }
 
 
 def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from accel_fn.checkpoint._contents import (
     named_steps,
     notes_of,
     put_back,
-    room_for_optimizer,
+    room_for,
     scale_from_dict,
 )
 from accel_fn.checkpoint._listing import check_sizes
@@ -144,8 +144,9 @@ def _fill(
     fits = fitting(manifest, contents)
     optimizers = {name for name in steps if has_optimizer(manifest, contents, fits, name)}
     tensors = dict(fits)
-    for name in optimizers:
-        tensors |= room_for_optimizer(steps[name].plan, name, manifest.entries)
+    for name, each in steps.items():
+        for kind in ["transforms", "optimizer"] if name in optimizers else ["transforms"]:
+            tensors |= room_for(kind, each.plan, name, contents.tensors, manifest.entries)
     read_tensors(path, tensors, manifest.entries)
     if manifest.world_size == state.world_size:
         for name in mine["buffers"].keys() & tensors.keys():
