@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from accel_fn.transforms._ddp import wrap_ddp as wrap_ddp
     from accel_fn.transforms._placement import place as place
     from accel_fn.transforms._preemption import Preemption as Preemption
+    from accel_fn.transforms._schedule import schedule as schedule
     from accel_fn.transforms._skipping import skip_nonfinite as skip_nonfinite
     from accel_fn.transforms._skipping import skip_spikes as skip_spikes
 
@@ -93,6 +94,7 @@ _MODULES = {
     "transforms._ddp": ["wrap_ddp"],
     "transforms._placement": ["place"],
     "transforms._preemption": ["Preemption"],
+    "transforms._schedule": ["schedule"],
     "transforms._skipping": ["skip_nonfinite", "skip_spikes"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

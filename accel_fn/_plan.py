@@ -222,9 +222,19 @@ def describe(fn: Any) -> str:
     """A function as a reader would name it: `name(argument=value)`."""
     if isinstance(fn, partial):
         arguments = [
-            *map(repr, fn.args),
-            *(f"{name}={value!r}" for name, value in fn.keywords.items()),
+            *map(_told, fn.args),
+            *(f"{name}={_told(value)}" for name, value in fn.keywords.items()),
         ]
         return f"{describe(fn.func)}({', '.join(arguments)})"
     name = getattr(fn, "__qualname__", None)
-    return repr(fn) if name is None else name.replace("<locals>.", "").split(".")[-1]
+    return _told_object(fn) if name is None else name.replace("<locals>.", "").split(".")[-1]
+
+
+def _told(value: Any) -> str:
+    return describe(value) if callable(value) else _told_object(value)
+
+
+def _told_object(value: Any) -> str:
+    """As it tells itself; by its type where that would be an address, another one on every rank."""
+    silent: Any = object.__repr__
+    return type(value).__name__ if type(value).__repr__ is silent else repr(value)

@@ -30,7 +30,7 @@ def apply_update(
     factor = grads.factor
     if factor is not None and factor.is_cpu and factor.item() == 1.0:
         factor = None  # nothing to apply, and on the host it costs nothing to know
-    fused = (factor is not None or ok is not None) and _takes_factor(optimizer)
+    fused = (factor is not None or ok is not None) and takes_factor(optimizer)
     try:
         for parameter, tensor in zip(parameters, grads.tensors, strict=True):
             parameter.grad = tensor
@@ -54,7 +54,7 @@ def apply_update(
             vars(optimizer).pop("found_inf", None)
 
 
-def _takes_factor(optimizer: Optimizer) -> bool:
+def takes_factor(optimizer: Optimizer) -> bool:
     """Does every group run a kernel that takes `grad_scale` and `found_inf`?"""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         group.get("fused", True) for group in optimizer.param_groups

@@ -148,11 +148,11 @@ def put_back(
     extra = {key: value for key, value in rest["model"].items() if key in own}
     if extra:
         plan.model.load_state_dict({**own, **extra})
+    if optimizer:
+        _put_back_optimizer(plan, place_of("optimizer", step), tensors, rest["optimizer"])
     for place, where, part in _parts(plan, step):
         if where in rest["transforms"]:
             part.load_state_dict({**rest["transforms"][where], **_under(place, tensors)})
-    if optimizer:
-        _put_back_optimizer(plan, place_of("optimizer", step), tensors, rest["optimizer"])
 
 
 def _put_back_optimizer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from accel_fn._echo import Echo
 from accel_fn._errors import ArgumentError, ArgumentTypeError, PlanError, message
 from accel_fn._plan import AfterFn, Kept, Plan, Report, Transform
 from accel_fn._state import DistState
+from accel_fn._updating import takes_factor
 
 MultiplierFn = Callable[[int], float]
 MetricFn = Callable[[Report], "Tensor | float"]
@@ -54,11 +55,10 @@ def schedule(
 
     >>> import accel_fn as af
     >>> af.schedule(lambda num_updates: 0.5**num_updates)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after=[scheduled(<lambda>)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after=[scheduled(by=<lambda>)])
     """
     given = scheduler_or_fn
-    is_scheduler = isinstance(given, LRScheduler)
-    if not is_scheduler and not callable(given):
+    if not isinstance(given, LRScheduler) and not callable(given):
         rule = "be a learning-rate scheduler or a function num_updates -> multiplier"
         raise ArgumentTypeError(message("schedule", "scheduler_or_fn", rule, given))
     if metric is not None and not isinstance(given, ReduceLROnPlateau):
@@ -66,11 +66,148 @@ def schedule(
         raise ArgumentError(message("schedule", "metric", rule, type(given).__name__))
 
     def schedule_plan(plan: Plan) -> Plan:
-        if is_scheduler and given.optimizer is not plan.optimizer:
+        if isinstance(given, LRScheduler) and given.optimizer is not plan.optimizer:
             raise PlanError(
                 f"schedule: scheduler_or_fn must be over the plan's optimizer, got a "
                 f"{type(given).__name__} over another {type(given.optimizer).__name__}"
             )
-        return replace(plan, after=(*plan.after, Kept(scheduled, given, metric)))
+        return replace(plan, after=(*plan.after, following))
 
+    following = Kept(scheduled, by=given, **({} if metric is None else {"metric": metric}))
     return schedule_plan
+
+
+def scheduled(
+    state: DistState, plan: Plan, *, by: LRScheduler | MultiplierFn, metric: MetricFn | None = None
+) -> AfterFn:
+    """What advances the schedule of one step."""
+    if isinstance(by, ReduceLROnPlateau):
+        return Plateau(by, metric or (lambda report: report.loss))
+    scheduler = by if isinstance(by, LRScheduler) else LambdaLR(plan.optimizer, _checked(by))
+    always = state.scaler is None and not plan.verdicts
+    if not always and state.device.type != "cpu" and takes_factor(plan.optimizer):
+        return DeviceSchedule(scheduler, state.device, Echo())
+    return Schedule(scheduler, always=always)
+
+
+def _checked(multiplier_fn: MultiplierFn) -> MultiplierFn:
+    def multiplier(num_updates: int) -> float:
+        value = multiplier_fn(num_updates)
+        if not math.isfinite(value):
+            rule = f"give a finite number, after {num_updates} updates"
+            raise ArgumentError(message("schedule", "scheduler_or_fn", rule, value))
+        return value
+
+    return multiplier
+
+
+class Schedule:
+    """Advances a scheduler after every update that was made, as the host sees them."""
+
+    def __init__(self, scheduler: LRScheduler, *, always: bool) -> None:
+        self.scheduler = scheduler
+        self._always = always
+        """Is every update made?"""
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        if self._always or report.applied:
+            self.scheduler.step()
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into checkpoints."""
+        return {"scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what was saved."""
+        self.scheduler.load_state_dict(saved["scheduler"])
+
+    def __repr__(self) -> str:
+        return f"scheduled(by={type(self.scheduler).__name__})"
+
+
+class Plateau(Schedule):
+    """Advances a scheduler by a number that says how well the run goes."""
+
+    def __init__(self, scheduler: ReduceLROnPlateau, metric: MetricFn) -> None:
+        super().__init__(scheduler, always=False)
+        self._plateau = scheduler
+        self._metric = metric
+        self._echo = Echo()
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        assert report.applied is not None
+        metric = torch.as_tensor(
+            self._metric(report),
+            dtype=torch.float64 if state.device.type == "cpu" else torch.float32,
+        )
+        told = torch.stack([metric.to(state.device), report.applied.to(metric.dtype)])
+        self._advance(self._echo(told))
+        return state
+
+    def _advance(self, known: Tensor | None) -> None:
+        if known is not None and known[1]:
+            self._plateau.step(known[0].item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into checkpoints."""
+        self._advance(self._echo.last())
+        return super().state_dict()
+
+
+class DeviceSchedule(Schedule):
+    """Advances a scheduler where only the device knows yet whether the update was made.
+
+    The learning rate is a tensor there: that of an update made, or that of one skipped. What
+    the host has advanced in vain is put back when it hears of it, one update later.
+    """
+
+    def __init__(self, scheduler: LRScheduler, device: torch.device, echo: Echo) -> None:
+        super().__init__(scheduler, always=False)
+        self._echo = echo
+        self._rates = self._shown()
+        """Of the groups, where every update that the host has not heard of was made."""
+        self._held = [torch.tensor(rate, device=device) for rate in self._rates]
+        self._before: tuple[dict[str, Any], list[float]] | None = None
+        """Scheduler and rates before the newest update."""
+        self._show(self._held)
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        assert report.applied is not None
+        self._hear(self._echo(report.applied))
+        rates = self._rates
+        self._before = copy.deepcopy(self.scheduler.state_dict()), rates
+        self._show(rates)
+        self.scheduler.step()
+        self._rates = self._shown()
+        for held, advanced, same in zip(self._held, self._rates, rates, strict=True):
+            held.copy_(torch.where(report.applied, advanced, same))
+        self._show(self._held)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into checkpoints."""
+        self._hear(self._echo.last())
+        return super().state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what was saved."""
+        self._echo.last()
+        super().load_state_dict(saved)
+        self._rates = [float(rate) for rate in self.scheduler.get_last_lr()]
+        for held, rate in zip(self._held, self._rates, strict=True):
+            held.fill_(rate)
+        self._show(self._held)
+
+    def _hear(self, applied: Tensor | None) -> None:
+        if applied is not None and self._before is not None and not applied:
+            saved, self._rates = self._before
+            self.scheduler.load_state_dict(saved)
+        self._before = None
+
+    def _shown(self) -> list[float]:
+        return [float(group["lr"]) for group in self.scheduler.optimizer.param_groups]
+
+    def _show(self, rates: Sequence[float | Tensor]) -> None:
+        for group, rate in zip(self.scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

@@ -1,0 +1,272 @@
+"""Law 10: the learning rate of an update is a function of the number of updates made before it."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler as schedulers
+
+import accel_fn as af
+from accel_fn._plan import Kept
+from accel_fn.testing import simulate, strategies
+from accel_fn.transforms._schedule import DeviceSchedule
+from tests import strategies as ours
+from tests.properties.test_scaling import scaled
+
+SCHEDULERS = {
+    "lambda": lambda o: schedulers.LambdaLR(o, lambda n: 1 / (n + 1)),
+    "steps": lambda o: schedulers.MultiStepLR(o, [1, 3], gamma=0.5),
+    "cosine": lambda o: schedulers.CosineAnnealingLR(o, T_max=4),
+    "one cycle": lambda o: schedulers.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    "chained": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.5, 2), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "sequential": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.ExponentialLR(o, 0.5)], [2]
+    ),
+    "transformers": lambda o: transformers.get_scheduler("cosine", o, 2, 10),
+}
+
+
+def warm_up(num_updates):
+    """Linear over three updates, then falling."""
+    return min((num_updates + 1) / 3, 3 / (num_updates + 1))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def fused(parameters):
+    return torch.optim.AdamW(parameters, lr=0.05, fused=True)
+
+
+def by_hand(batches, skipped, make_scheduler, optimizer):
+    """The rates of the updates that are made, and the parameters, of a plain loop."""
+    model = ours.regression_model()
+    optimizer = optimizer(model.parameters())
+    scheduler = make_scheduler(optimizer)
+    rates = []
+    for index, batch in enumerate(batches):
+        if index in skipped:
+            continue
+        ours.mse(model, batch).backward()
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return rates, model.state_dict()
+
+
+def scheduled(state, parts, skipped, recipe, optimizer):
+    """The same by the library, one part of each batch on this rank, with some updates skipped."""
+    model = ours.regression_model()
+    optimizer = optimizer(model.parameters())
+    plan = af.Plan(ours.mse, model, optimizer)
+    state, step = af.build(state, af.compose(af.wrap_ddp(), recipe(optimizer))(plan))
+    rates = []
+    for index, (inputs, targets) in enumerate(parts):
+        rate = float(optimizer.param_groups[0]["lr"])
+        bad = float("nan") if index in skipped and state.is_main else 1.0
+        state, report = step(state, (inputs * bad, targets))
+        assert bool(report.applied) == (index not in skipped)
+        rates += [rate] if report.applied else []
+    return rates, model.state_dict()
+
+
+@pytest.mark.parametrize("make_scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+@settings(max_examples=15)
+@given(
+    batches=strategies.batches(num_batches=6),
+    skipped=st.sets(st.integers(0, 5), max_size=3),
+    world_size=st.sampled_from([1, 2, 4]),
+    num_microbatches=st.sampled_from([1, 4]),
+)
+def test_the_rate_depends_neither_on_ranks_nor_on_microbatches_nor_on_skipped_updates(
+    make_scheduler, batches, skipped, world_size, num_microbatches
+):
+    expected_rates, expected = by_hand(batches, skipped, make_scheduler, sgd)
+    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
+    parts = ours.dealt(batches, sizes)
+
+    def recipe(optimizer):
+        return af.compose(
+            af.accumulate(num_microbatches),
+            af.schedule(make_scheduler(optimizer)),
+            af.skip_nonfinite(),
+        )
+
+    def run(state):
+        return scheduled(state, parts[state.rank], skipped, recipe, sgd)
+
+    for rates, parameters in simulate(run, world_size=world_size):
+        assert rates == expected_rates
+        ours.assert_close(parameters, expected)
+
+
+@given(batches=strategies.batches(num_batches=5), skipped=st.sets(st.integers(0, 4), max_size=2))
+def test_a_function_is_a_schedule(batches, skipped):
+    make_scheduler = partial(schedulers.LambdaLR, lr_lambda=warm_up)
+    expected = by_hand(batches, skipped, make_scheduler, sgd)
+    recipe = af.compose(af.skip_nonfinite(), af.schedule(warm_up))
+    found = scheduled(af.DistState(), batches, skipped, lambda optimizer: recipe, sgd)
+    assert found[0] == expected[0]
+    ours.assert_identical(found[1], expected[1])
+
+
+@given(batches=strategies.batches(num_batches=6))
+def test_a_plateau_is_seen_in_the_loss(batches):
+    def make(optimizer):
+        return schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
+
+    model = ours.regression_model()
+    optimizer = sgd(model.parameters())
+    scheduler = make(optimizer)
+    for batch in batches:
+        loss = ours.mse(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(loss.float().item())
+    found = scheduled(
+        af.DistState(), batches, (), lambda optimizer: af.schedule(make(optimizer)), sgd
+    )
+    ours.assert_identical(found[1], model.state_dict())
+
+
+def test_a_plateau_is_seen_in_what_the_user_says():
+    said = iter([1.0, 0.5, 0.5, 0.5, 0.4])
+
+    def recipe(optimizer):
+        scheduler = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return af.schedule(scheduler, metric=lambda report: next(said))
+
+    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
+    rates, _ = scheduled(af.DistState(), [batch] * 5, (), recipe, sgd)
+    assert rates == [0.05, 0.05, 0.05, 0.025, 0.0125]
+
+
+# Where only the device knows whether an update was made.
+
+
+class LateEcho:
+    """Tells everything one step late, as an accelerator does."""
+
+    def __init__(self):
+        self.held = None
+
+    def __call__(self, value):
+        known, self.held = self.held, value.clone()
+        return known
+
+    def last(self):
+        known, self.held = self.held, None
+        return known
+
+
+def late(make_scheduler, optimizer):
+    """As `schedule` does on an accelerator."""
+    scheduler = make_scheduler(optimizer)
+
+    def begin(state, plan):
+        return DeviceSchedule(scheduler, state.device, LateEcho())
+
+    return lambda plan: replace(plan, after=(*plan.after, Kept(begin)))
+
+
+LATE = {name: each for name, each in SCHEDULERS.items() if name != "one cycle"}
+"""That one moves momentum too, which is a number on the host."""
+
+
+@pytest.mark.parametrize("make_scheduler", LATE.values(), ids=LATE)
+@given(batches=strategies.batches(num_batches=6), skipped=st.sets(st.integers(0, 5), max_size=4))
+def test_a_rate_on_the_device_is_that_of_the_updates_made(make_scheduler, batches, skipped):
+    expected, _ = by_hand(batches, skipped, make_scheduler, fused)
+
+    def recipe(optimizer):
+        return af.compose(scaled(8.0), late(make_scheduler, optimizer))
+
+    rates, _ = scheduled(af.DistState(), batches, skipped, recipe, fused)
+    torch.testing.assert_close(rates, expected, rtol=1e-7, atol=0.0)  # kept in float32
+
+
+@pytest.mark.parametrize("make", [lambda m, o: af.schedule(m(o)), late], ids=["host", "device"])
+@pytest.mark.parametrize("make_scheduler", LATE.values(), ids=LATE)
+@pytest.mark.parametrize("saved_after", range(6))
+def test_a_resumed_run_goes_on_with_its_schedule(tmp_path, make_scheduler, make, saved_after):
+    """Also where the last update before it was skipped."""
+    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
+    bad = (batch[0] * float("inf"), batch[1])
+    batches = [batch, batch, bad, batch, bad, batch, batch]
+
+    def built():
+        model = ours.regression_model()
+        optimizer = fused(model.parameters())
+        recipe = af.compose(scaled(8.0), make(make_scheduler, optimizer))
+        return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
+
+    def go_on(state, step, optimizer, batches):
+        rates = []
+        for each in batches:
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            state, _ = step(state, each)
+        return state, rates
+
+    whole = built()
+    _, expected = go_on(*whole, batches)
+    state, step, optimizer = built()
+    state, _ = go_on(state, step, optimizer, batches[:saved_after])
+    af.save(tmp_path, state, step)
+    state, step, optimizer = built()
+    state = af.load(tmp_path, state, step)
+    _, rates = go_on(state, step, optimizer, batches[saved_after:])
+    assert rates == expected[saved_after:]
+    ours.assert_identical(step.plan.model.state_dict(), whole[1].plan.model.state_dict())
+
+
+# Mistakes.
+
+
+def refused(given_, text, error=ValueError, **options):
+    model = ours.regression_model()
+    optimizer = sgd(model.parameters())
+    plan = af.Plan(ours.mse, model, optimizer)
+    with pytest.raises(error, match=text):
+        af.build(af.DistState(), af.schedule(given_(optimizer), **options)(plan))
+
+
+def test_a_scheduler_over_another_optimizer_is_refused():
+    other = sgd(ours.regression_model().parameters())
+    text = "must be over the plan's optimizer, got a ExponentialLR over another SGD"
+    refused(lambda optimizer: schedulers.ExponentialLR(other, 0.9), text)
+
+
+def test_what_is_no_schedule_is_refused():
+    refused(lambda optimizer: 0.1, "be a learning-rate scheduler or a function", TypeError)
+
+
+def test_a_metric_is_for_a_plateau_alone():
+    refused(SCHEDULERS["steps"], "metric must be given for ReduceLROnPlateau alone", metric=len)
+
+
+def test_a_multiplier_must_be_a_number():
+    refused(lambda optimizer: lambda n: float("nan"), "a finite number, after 0 updates, got nan")
+
+
+def test_a_plan_with_a_schedule_is_the_same_on_every_rank():
+    """What is compared are names, not addresses."""
+
+    def run(state):
+        model = copy.deepcopy(ours.regression_model())
+        optimizer = sgd(model.parameters())
+        plan = af.schedule(SCHEDULERS["steps"](optimizer))(af.Plan(ours.mse, model, optimizer))
+        return repr(af.wrap_ddp()(plan))
+
+    first, second = simulate(run, world_size=2)
+    assert first == second
+    assert "scheduled(by=MultiStepLR)" in first
