@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from accel_fn.launching._calling import launch as launch
     from accel_fn.transforms._accumulation import accumulate as accumulate
     from accel_fn.transforms._amp import with_amp as with_amp
+    from accel_fn.transforms._averaging import average as average
+    from accel_fn.transforms._averaging import averaged as averaged
     from accel_fn.transforms._clipping import clip as clip
     from accel_fn.transforms._clipping import clip_value as clip_value
     from accel_fn.transforms._ddp import wrap_ddp as wrap_ddp
@@ -90,6 +92,7 @@ _MODULES = {
     "launching._calling": ["launch"],
     "transforms._accumulation": ["accumulate"],
     "transforms._amp": ["with_amp"],
+    "transforms._averaging": ["average", "averaged"],
     "transforms._clipping": ["clip", "clip_value"],
     "transforms._ddp": ["wrap_ddp"],
     "transforms._placement": ["place"],

@@ -20,6 +20,7 @@ TRANSFORMS = {
     "with_amp": af.with_amp("bf16"),
     "skip_nonfinite": af.skip_nonfinite(),
     "skip_spikes": af.skip_spikes(),
+    "average": af.average(0.9),
     "schedule": af.schedule(lambda num_updates: 1 / (num_updates + 1)),
 }
 

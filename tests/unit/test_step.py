@@ -381,9 +381,18 @@ def test_a_step_on_an_accelerator_is_the_step_on_the_cpu(precision):
 def test_no_step_waits_for_the_host_with_a_fused_optimizer():
     model = ours.regression_model().float()
     plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
-    recipe = af.compose(af.place(), af.with_amp("fp16"), af.accumulate(2), af.clip(1.0))
+    recipe = af.compose(
+        af.place(),
+        af.with_amp("fp16"),
+        af.accumulate(2),
+        af.clip(1.0),
+        af.skip_spikes(),
+        af.skip_nonfinite(),
+        af.schedule(lambda num_updates: 1 / (num_updates + 1)),
+        af.average(0.9),
+    )
     state, step = af.build(af.init(), recipe(plan))
-    batches = [tuple(value.float().cuda() for value in BATCH) for _ in range(20)]
+    batches = [tuple(value.float().cuda() for value in BATCH) for _ in range(100)]
     batches[7][0].fill_(float("inf"))
     state, _ = step(state, batches[0])
     torch.cuda.set_sync_debug_mode("error")
@@ -393,3 +402,4 @@ def test_no_step_waits_for_the_host_with_a_fused_optimizer():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert int(state.scaler.skipped) == 1
+    assert float(plan.optimizer.param_groups[0]["lr"]) == pytest.approx(0.01 / 101)
