@@ -58,8 +58,10 @@ if TYPE_CHECKING:
     from accel_fn.transforms._clipping import clip as clip
     from accel_fn.transforms._clipping import clip_value as clip_value
     from accel_fn.transforms._ddp import wrap_ddp as wrap_ddp
+    from accel_fn.transforms._freezing import freeze as freeze
     from accel_fn.transforms._placement import place as place
     from accel_fn.transforms._preemption import Preemption as Preemption
+    from accel_fn.transforms._replication import check_replicas as check_replicas
     from accel_fn.transforms._schedule import schedule as schedule
     from accel_fn.transforms._skipping import skip_nonfinite as skip_nonfinite
     from accel_fn.transforms._skipping import skip_spikes as skip_spikes
@@ -95,8 +97,10 @@ _MODULES = {
     "transforms._averaging": ["average", "averaged"],
     "transforms._clipping": ["clip", "clip_value"],
     "transforms._ddp": ["wrap_ddp"],
+    "transforms._freezing": ["freeze"],
     "transforms._placement": ["place"],
     "transforms._preemption": ["Preemption"],
+    "transforms._replication": ["check_replicas"],
     "transforms._schedule": ["schedule"],
     "transforms._skipping": ["skip_nonfinite", "skip_spikes"],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,24 +68,43 @@ def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
     Cost: one read of the gradients, one small collective, one host synchronisation.
     """
     names = {id(p): name for name, p in plan.model.named_parameters()}
-    prints = {"the factor": fingerprint(grads.factor)}
+    tensors = {"the factor": grads.factor}
     for parameter, tensor in zip(plan.trained(), grads.tensors, strict=True):
-        prints[names[id(parameter)]] = fingerprint(tensor)
-    every = _comm.exchange(prints, state, "step")
-    for rank, theirs in enumerate(every):
-        for name, first in every[0].items():
-            if theirs[name] != first:
-                raise ReplicaError(
-                    f"step: gradients must be equal on all ranks, {name} differs on rank {rank}; average "
-                    "with reduce_mean what is computed by rank, and draw random numbers by state.step"
-                )
+        tensors[names[id(parameter)]] = tensor
+    check_same(
+        tensors,
+        state,
+        "step: gradients must be equal on all ranks, {name} differs on {ranks}; average with "
+        "reduce_mean what is computed by rank, and draw random numbers by state.step",
+    )
 
 
-def fingerprint(tensor: Tensor | None) -> int:
-    """A sum over the bits of a tensor: equal tensors give equal sums."""
-    if tensor is None:
-        return 0
+def check_same(tensors: Mapping[str, Tensor | None], state: DistState, words: str) -> None:
+    """Raise these words on every rank, of the first tensor that is not the same on all.
+
+    Cost: one read of the tensors, one small collective, one host synchronisation.
+    """
+    prints = fingerprints(list(tensors.values()))
+    function = words.partition(":")[0]
+    every = _comm.exchange(dict(zip(tensors, prints, strict=True)), state, function)
+    for name, first in every[0].items():
+        others = [rank for rank, theirs in enumerate(every) if theirs[name] != first]
+        if others:
+            ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            raise ReplicaError(words.format(name=name, ranks=ranks))
+
+
+def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Of each, a sum over its bits: equal tensors give equal sums."""
+    sums = [torch.zeros((), dtype=torch.int64) if each is None else _sum(each) for each in tensors]
+    if len({each.device for each in sums}) > 1:
+        sums = [each.cpu() for each in sums]
+    found: list[int] = torch.stack(sums).tolist()
+    return found
+
+
+def _sum(tensor: Tensor) -> Tensor:
     dense = tensor.coalesce().values() if tensor.is_sparse else tensor
     dense = torch.view_as_real(dense) if dense.is_complex() else dense
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.element_size()]
-    return int(dense.contiguous().view(bits).sum(dtype=torch.int64))
+    return dense.contiguous().view(bits).sum(dtype=torch.int64)

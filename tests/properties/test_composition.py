@@ -20,6 +20,8 @@ TRANSFORMS = {
     "with_amp": af.with_amp("bf16"),
     "skip_nonfinite": af.skip_nonfinite(),
     "skip_spikes": af.skip_spikes(),
+    "freeze": af.freeze("0.weight", until=2),
+    "check_replicas": af.check_replicas(2),
     "average": af.average(0.9),
     "schedule": af.schedule(lambda num_updates: 1 / (num_updates + 1)),
 }

@@ -1,0 +1,125 @@
+"""freeze: the loop in which these parameters have no gradient until then."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+from tests import strategies as ours
+from tests.properties.test_scaling import scaled
+
+FROZEN = {"0": ["0.weight", "0.bias"], "2.bias": ["2.bias"], "0.weight": ["0.weight"]}
+
+
+def by_hand(batches, names, until, max_norm):
+    model = ours.regression_model()
+    optimizer = ours.adamw(model.parameters())
+    for number, batch in enumerate(batches, start=1):
+        ours.mse(model, batch).backward()
+        for name, parameter in model.named_parameters():
+            if name in names and number < until:
+                parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@settings(max_examples=25)
+@given(
+    batches=strategies.batches(num_batches=4),
+    name=st.sampled_from(sorted(FROZEN)),
+    until=st.sampled_from([1, 2, 3, None]),
+    order=st.permutations([af.clip(0.1), af.accumulate(2), af.wrap_ddp(), scaled(8.0)]),
+    place=st.integers(0, 4),
+    world_size=st.integers(1, 3),
+)
+def test_it_is_the_loop_without_these_gradients_in_any_order(
+    batches, name, until, order, place, world_size
+):
+    expected = by_hand(batches, FROZEN[name], until or 99, 0.1)
+    transforms = [*order[:place], af.freeze(name, until=until), *order[place:]]
+    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
+    parts = ours.dealt(batches, sizes)
+    for _, parameters in ours.trained(ours.regression_model(), parts, af.compose(*transforms)):
+        ours.assert_close(parameters, expected)
+
+
+@pytest.mark.parametrize("listed_first", [True, False])
+def test_a_gradient_function_sees_no_such_gradient_wherever_it_is_listed(listed_first):
+    seen = []
+
+    def watching(plan):
+        def wrap(grad_fn):
+            def watched(state, batch):
+                state, grads, report = grad_fn(state, batch)
+                seen.append([each is None for each in grads.tensors])
+                return state, grads, report
+
+            return watched
+
+        return replace(plan, grad_fns=(*plan.grad_fns, wrap))
+
+    transforms = [af.freeze("0"), watching]
+    model = ours.regression_model()
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), af.compose(*transforms[:: 1 - 2 * listed_first])(plan))
+    step(state, (torch.ones(4, 3).double(), torch.zeros(4, 1).double()))
+    assert seen == [[True, True, False, False]]
+
+
+def test_a_resumed_run_thaws_when_it_would_have(tmp_path):
+    batch = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
+
+    def built():
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        return af.build(af.DistState(), af.freeze("0", until=4)(plan))
+
+    state, step = built()
+    for _ in range(2):
+        state, _ = step(state, batch)
+    af.save(tmp_path, state, step)
+    state, step = built()
+    state = af.load(tmp_path, state, step)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    expected = by_hand([batch] * 5, FROZEN["0"], 4, 1e9)
+    ours.assert_close(step.plan.model.state_dict(), expected)
+
+
+def test_ranks_agree_on_what_is_frozen():
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        names = ["0", "2.bias"][state.rank]
+        with pytest.raises(RuntimeError, match="build: plan must be the same on every rank"):
+            af.build(state, af.compose(af.wrap_ddp(), af.freeze(names))(plan))
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("0.wieght", "got '0.wieght'; did you mean 0.weight?"),
+        ("1", "freeze: names must be of parameters or modules of the model, got '1'"),
+        (["0", "2"], r"must leave a parameter to train, got \['0', '2'\]; give until"),
+        ([], "names must be names of parameters or modules"),
+        ([3], "names must be names of parameters or modules"),
+    ],
+)
+def test_what_names_no_parameter_is_refused(names, text):
+    model = ours.regression_model()
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    with pytest.raises(ValueError, match=text):
+        af.freeze(names)(plan)
+
+
+def test_until_is_a_step():
+    with pytest.raises(ValueError, match="freeze: until must be an integer >= 1, got 0"):
+        af.freeze("0", until=0)
