@@ -48,10 +48,10 @@ def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform
         raise ArgumentTypeError(message("freeze", "names", rule, names))
     if until is not None:
         check_count("freeze", "until", until)
+    freezing = Kept(frozen, names=listed, until=until)
 
     def freeze_plan(plan: Plan) -> Plan:
         _check_names(plan, listed, until)
-        freezing = Kept(frozen, names=listed, until=until)
         return replace(
             plan, grad_fns=(freezing, *plan.grad_fns)
         )  # innermost, wherever it is listed
