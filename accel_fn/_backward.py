@@ -41,6 +41,8 @@ class Backward:
     """Takes loss and weight along with the gradients, where that is how they travel."""
     no_sync: Callable[[], AbstractContextManager[Any]]
     """Keeps the gradients of a micro-batch on this rank: the last one's backward averages them all."""
+    agree: Callable[[DistState], None] | None = None
+    """Called when all gradients of this rank are there, before any are averaged."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         for parameter in self.trainable:
@@ -65,14 +67,18 @@ class Backward:
     def _several(
         self, state: DistState, parts: Parts, weights: Weights, tally: Tally
     ) -> tuple[DistState, Grads, Report]:
-        if not parts:
-            parts, weights = (None,), (0,)  # a rank without items still joins every collective
+        if not parts or self.agree:  # a rank without items still joins every collective
+            parts, weights = (*parts, None), (*weights, 0)
         for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             last = index == len(parts) - 1
+            if last and self.agree:
+                if index:
+                    self._check_reached()  # the zeros to come reach all parameters
+                self.agree(state)
             with nullcontext() if last else self.no_sync():
                 loss = run_forward(state, self.plan, self.module, part)
                 tally.add(loss.detach(), weight, last=last)
-                if index == 0:
+                if not index:
                     self._check_graph(loss)
                 seed = backward_seed(loss, tally.share(weight), state.scaler)
                 run_backward(loss, seed, self.trainable)

@@ -44,6 +44,10 @@ class SkippedError(AccelError, ArithmeticError):
     """A run leaves out one update after another."""
 
 
+class RoomError(AccelError, MemoryError):
+    """Memory does not hold what it must."""
+
+
 class WorkerError(AccelError, RuntimeError):
     """A process that reads data for a loader has died."""
 

@@ -17,6 +17,7 @@ from accel_fn._collectives import all_or_none
 from accel_fn._errors import StateError
 from accel_fn._forward import LossModule, run_forward
 from accel_fn._grads import Grads
+from accel_fn._halving import Halving, Retrying, agree
 from accel_fn._microbatches import cut_or_fail
 from accel_fn._plan import GradFn, Plan, Report, with_kept
 from accel_fn._replicas import check_same_gradients, check_same_plan
@@ -231,7 +232,7 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
     for wrap in (*plan.compile_loss, *plan.own_parameters):
         module = wrap(built, module)
     plan = with_kept(plan, built)
-    grad_fn = _grad_fn(plan, module)
+    grad_fn = _grad_fn(built, plan, module)
     step = Step(
         plan=plan,
         _built_with=built,
@@ -244,27 +245,29 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
     return built, step
 
 
-def _grad_fn(plan: Plan, module: nn.Module) -> GradFn:
+def _grad_fn(state: DistState, plan: Plan, module: nn.Module) -> GradFn:
     """Backward, inside what the plan's gradient functions make of it."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     inner = getattr(module, "module", None)
-    grad_fn: GradFn = Backward(
+    halving = next((each for each in plan.split if isinstance(each, Halving)), None)
+    backward = Backward(
         plan,
         module,
         trainable,
         plan.trained(),
         inner if isinstance(inner, Carrier) else None,
         getattr(module, "no_sync", nullcontext),
+        agree if halving and state.world_size > 1 else None,
     )
+    computing: GradFn = backward if halving is None else Retrying(backward, halving)
     if not plan.grad_fns:
-        return grad_fn
-    backward = grad_fn
+        return computing
 
     def kept(state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
-        state, grads, report = backward(state, batch)
+        state, grads, report = computing(state, batch)
         return state, cloned(state, grads), report
 
-    grad_fn = kept
+    grad_fn: GradFn = kept
     for wrap in plan.grad_fns:
         grad_fn = wrap(grad_fn)
     return grad_fn

@@ -12,6 +12,7 @@ from typing import Any
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
 from accel_fn._errors import CheckpointError
+from accel_fn._random import derive_random, restore_random
 from accel_fn._state import DistState
 from accel_fn._step import Step
 from accel_fn.checkpoint._background import finish_writing
@@ -29,7 +30,6 @@ from accel_fn.checkpoint._listing import check_sizes
 from accel_fn.checkpoint._manifest import Manifest, read_manifest
 from accel_fn.checkpoint._naming import file_of, name_of, steps_in
 from accel_fn.checkpoint._plain import from_plain
-from accel_fn.checkpoint._random import derive_random, restore_random
 from accel_fn.checkpoint._reading import check_files, read_tensors
 from accel_fn.checkpoint._saving import COMMON, EXTRA, check_extras, check_steps
 

@@ -15,6 +15,7 @@ from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
 from accel_fn._errors import ArgumentTypeError, check_count, message
 from accel_fn._explain import tell
+from accel_fn._random import random_state
 from accel_fn._state import DistState
 from accel_fn._step import Step
 from accel_fn.checkpoint._background import Background, finish_writing
@@ -32,7 +33,6 @@ from accel_fn.checkpoint._naming import file_of
 from accel_fn.checkpoint._plain import to_plain
 from accel_fn.checkpoint._planning import plan_parts, to_entries
 from accel_fn.checkpoint._publishing import Draft
-from accel_fn.checkpoint._random import random_state
 from accel_fn.checkpoint._retaining import tidy
 from accel_fn.checkpoint._writing import Share, cannot_write
 

@@ -8,14 +8,21 @@ from functools import partial
 from typing import Any, Literal
 
 from accel_fn._batch import split_batch
-from accel_fn._errors import ArgumentTypeError, BatchError, check_count, message
+from accel_fn._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BatchError,
+    check_count,
+    message,
+)
+from accel_fn._halving import Halving
 from accel_fn._launch_options import FromLaunch, Unsaid, launch_options
-from accel_fn._plan import Plan, SplitFn, Transform
+from accel_fn._plan import Kept, Plan, SplitFn, Transform
 from accel_fn._state import DistState
 
 
 def accumulate(
-    num_microbatches: int | None = None,
+    num_microbatches: int | Literal["auto"] | None = None,
     *,
     split: Callable[[Any], Sequence[Any]] | Literal["rows"] | None = "rows",
 ) -> Transform:
@@ -29,7 +36,10 @@ def accumulate(
 
     Args:
         num_microbatches: >= 1; default: what the launch says, by `--num-microbatches` or
-            ACCEL_FN_NUM_MICROBATCHES, and one where it says nothing.
+            ACCEL_FN_NUM_MICROBATCHES, and one where it says nothing. "auto" starts with one; where
+            memory runs out on any rank, the batch is done again on all in twice as many, as if
+            nothing had happened, and so are those after it. `report.extras["num_microbatches"]`
+            says how many.
         split: "rows" cuts along the leading dimension. A function `batch -> micro-batches`
             may give any number of parts. None is for data that cannot be cut: what the step
             is given is a list of at most `num_microbatches` batches, as `window` makes them.
@@ -40,14 +50,19 @@ def accumulate(
     Raises:
         ValueError: `num_microbatches` is no integer >= 1 (TypeError too where it is no integer).
             From the step, on all ranks, with `split=None`: a batch is no list, or too long.
+        MemoryError: from the step, on all ranks, with "auto": one sample is too much.
         TypeError: `split` is none of these.
 
-    Cost: one forward and backward per micro-batch; the ranks talk once, in the last.
+    Cost: one forward and backward per micro-batch; the ranks talk once, in the last. "auto" adds a
+    copy of buffers and of random generators' states, and in a world of several a small
+    collective before gradients are averaged, which then overlaps with no backward.
 
     >>> import accel_fn as af
     >>> af.accumulate(4)(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[split_batch(num_parts=4)])
     """
+    if num_microbatches == "auto":
+        return _automatic(split)
     num_parts, bind = _number(num_microbatches)
     splitting: SplitFn
     if split is None:
@@ -68,6 +83,19 @@ def accumulate(
         return replace(plan, split=(*plan.split, splitting))
 
     return accumulate_plan
+
+
+def _automatic(split: object) -> Transform:
+    if split != "rows":
+        rule = 'be "rows" where num_microbatches is "auto"'
+        raise ArgumentError(message("accumulate", "split", rule, split))
+    fitting = Kept(halving)
+    return lambda plan: replace(plan, split=(*plan.split, fitting))
+
+
+def halving(state: DistState, plan: Plan) -> SplitFn:
+    """As many micro-batches as are found to fit, of one step."""
+    return Halving()
 
 
 def _number(given: int | None) -> tuple[int, type[partial[Any]]]:
