@@ -1,4 +1,4 @@
-"""accumulate("auto") over real processes: random numbers, too, are those of the run that fitted from the start."""
+"""accumulate("auto") over real processes: random numbers, too, are as if it had fitted from the start."""
 
 import json
 
