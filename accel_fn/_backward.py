@@ -16,6 +16,7 @@ from accel_fn._forward import run_forward
 from accel_fn._grads import Grads
 from accel_fn._microbatches import Parts, Weights, cut_or_fail
 from accel_fn._plan import Plan, Report
+from accel_fn._sharding import evened
 from accel_fn._state import DistState, LossScale
 from accel_fn._tally import SummedTally, Tally
 from accel_fn._torch import run_backward
@@ -50,7 +51,8 @@ class Backward:
             return self._one(state, parts[0], weights[0], stop)
         tally: Tally
         if self.carrier is None:
-            tally = SummedTally(state, weights, failure, stop=stop)
+            tally = summed = SummedTally(state, weights, failure, stop=stop)
+            parts, weights = evened(self.module, state, summed, parts, weights)
         else:
             tally = CarriedTally(self.carrier, state, weights, failure, stop=stop)
         return self._several(state, parts, weights, tally)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from accel_fn._errors import PlanError
 from accel_fn._grads import Grads
+from accel_fn._shards import local, shard_like
 from accel_fn._torch import run_optimizer
 
 
@@ -76,6 +78,7 @@ def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """`factor * tensors`, in place. Only an accelerator rounds the factor to half precision first."""
     if not tensors:
         return
+    tensors = [local(each) for each in tensors]
     first = tensors[0]
     alike = all(
         (each.dtype, each.device, each.layout) == (first.dtype, first.device, torch.strided)
@@ -100,3 +103,32 @@ def follow_parameters(optimizer: Optimizer) -> None:
             for name, value in held.items():
                 if isinstance(value, Tensor) and (value.ndim or on_device):
                     held[name] = value.to(parameter.device)
+
+
+def follow_shards(
+    optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module
+) -> None:
+    """Point an optimizer at the parameters that replaced those of before, and cut what it holds of them.
+
+    Its groups, their settings and their order stay.
+    """
+    now = dict(model.named_parameters())
+    replaced = {old: now[name] for name, old in before.items() if now[name] is not old}
+    for group in optimizer.param_groups if replaced else ():
+        group["params"] = [replaced.get(each, each) for each in group["params"]]
+    for old, new in replaced.items():
+        held = optimizer.state.pop(old, None)
+        if held is not None:
+            optimizer.state[new] = {name: _cut(name, each, new) for name, each in held.items()}
+
+
+def _cut(name: str, value: object, parameter: Tensor) -> object:
+    """What an optimizer holds of a parameter, for its shard."""
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    if value.shape != parameter.shape:
+        raise PlanError(
+            f"build: optimizer must hold tensors of its parameters' shapes to be sharded, got {name!r} of "
+            f"shape {list(value.shape)} for one of {list(parameter.shape)}; make the optimizer anew"
+        )
+    return shard_like(value, parameter)

@@ -1,0 +1,88 @@
+"""The repeated blocks of a model: found, or named by the user."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from accel_fn._errors import PlanError
+
+Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Containers that cannot be called."""
+
+
+def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn.Module]:
+    """The modules meant, by name, in the order of the model; without parameters, a module is none.
+
+    Args:
+        model: which may be no block itself.
+        blocks: classes, names of modules (that of a list stands for what is in it), or None:
+            what is repeated, see `repeated`.
+        function: the public one that was given them.
+
+    Returns:
+        Modules by name.
+
+    Raises:
+        ValueError: one of them matches nothing.
+    """
+    if blocks is None:
+        return repeated(model)
+    wanted = [blocks] if isinstance(blocks, type | str) else list(blocks)
+    modules = {name: each for name, each in model.named_modules() if name and _has_any(each)}
+    found: set[str] = set()
+    for each in wanted:
+        matches = _matches(modules, each)
+        if not matches:
+            shown = each if isinstance(each, str) else each.__name__
+            some = sorted({type(module).__name__ for module in modules.values()})
+            raise PlanError(
+                f"build: {function}(blocks) must match modules with parameters, got {shown!r}, which "
+                f"matches none of {type(model).__name__}; there are {', '.join(some)}"
+            )
+        found |= matches
+    return {name: module for name, module in modules.items() if name in found}
+
+
+def _matches(modules: dict[str, nn.Module], wanted: type[nn.Module] | str) -> set[str]:
+    if not isinstance(wanted, str):
+        return {name for name, module in modules.items() if isinstance(module, wanted)}
+    if isinstance(modules.get(wanted), _LISTS):
+        return {name for name in modules if name.rpartition(".")[0] == wanted}
+    return {wanted} & modules.keys()
+
+
+def repeated(model: nn.Module) -> dict[str, nn.Module]:
+    """The most frequent class of modules in the outermost lists and sequences of a model.
+
+    Of two that are as frequent, the one with more parameters; nothing, where nothing is there twice.
+    """
+    items = dict(_items(model, ""))
+    counts = Counter(type(module) for module in items.values())
+    if not counts or max(counts.values()) < 2:
+        return {}
+
+    def weight(kind: type[nn.Module]) -> tuple[int, int]:
+        alike = (module for module in items.values() if type(module) is kind)
+        return counts[kind], sum(p.numel() for module in alike for p in module.parameters())
+
+    most = max(counts, key=weight)
+    return {name: module for name, module in items.items() if type(module) is most}
+
+
+def _items(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """What the outermost lists and sequences hold, with parameters, by name."""
+    lists = nn.Sequential | nn.ModuleList
+    for name, child in module.named_children():
+        if isinstance(module, lists) and not isinstance(child, lists):
+            if _has_any(child):
+                yield f"{prefix}{name}", child
+        else:
+            yield from _items(child, f"{prefix}{name}.")
+
+
+def _has_any(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
