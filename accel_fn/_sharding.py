@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn import _comm
+from accel_fn._batch import map_tensors
 from accel_fn._collectives import broadcast
 from accel_fn._forward import LossModule
 from accel_fn._microbatches import Parts, Weights
@@ -41,6 +42,7 @@ class Sharded(nn.Module):
     def own(self, unit: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
         """Shard the parameters of a part of the model, which keeps its class."""
         kind = type(unit)
+        unit.register_forward_hook(_without_views)
         fully_shard(unit)
         self._kinds[unit], unit.__class__ = type(unit), kind
 
@@ -109,6 +111,15 @@ class Sharded(nn.Module):
         finally:
             for module, kind in own.items():
                 module.__class__ = kind
+
+
+def _without_views(_module: nn.Module, _inputs: object, output: Any) -> Any:
+    """The output, copied where it is a view: written to, that would lose what gathers for the backward."""
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor
+
+    return map_tensors(apart, output)
 
 
 def loss_module_of(module: nn.Module) -> LossModule:

@@ -43,14 +43,13 @@ def norm_over_shards(norm: Tensor, of: Sequence[Tensor]) -> Tensor:
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a whole tensor, cut as another one is."""
     assert is_sharded(like)
-    mesh, placements = like.device_mesh, like.placements
-    parts = value.detach().chunk(mesh.size(mesh.ndim - 1), dim=0)
-    place = mesh.get_local_rank(mesh.ndim - 1)
+    group = like.device_mesh.get_group(like.device_mesh.ndim - 1)
+    parts, place = value.detach().chunk(group.size(), dim=0), group.rank()
     mine = parts[place] if place < len(parts) else value.detach()[:0]
     cut: Tensor = type(like).from_local(
         mine.clone().to(like.to_local().device),
-        mesh,
-        placements,
+        like.device_mesh,
+        like.placements,
         run_check=False,
         shape=value.shape,
         stride=value.stride(),

@@ -15,18 +15,21 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 
 from accel_fn import _comm
 from accel_fn._blocks import Blocks, find_blocks
 from accel_fn._errors import ArgumentTypeError, PlanError, check_count, message
 from accel_fn._meshes import make_mesh
-from accel_fn._plan import Plan, Transform
+from accel_fn._plan import Asked, Plan, Transform
 from accel_fn._sharding import Sharded, loss_module_of
 from accel_fn._shards import is_sharded
 from accel_fn._state import DistState
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 """What FSDP cannot be applied to: it has no forward."""
+_WHOLE_ONLY = (Adafactor, Muon, Rprop)
+_NOT_FUSED = (SGD, Adagrad)
 
 
 def wrap_fsdp(
@@ -101,12 +104,24 @@ def wrap_fsdp(
             raise ArgumentTypeError(message("wrap_fsdp", name, rule, dtype))
     settings: dict[str, Any] = {"blocks": blocks, "replicate": replicate, **flags, **dtypes}
     defaults: Mapping[str, Any] = shard.__kwdefaults__ or {}
-    sharding = partial(shard, **{n: v for n, v in settings.items() if v != defaults[n]})
+    sharding = Sharding(shard, **{n: v for n, v in settings.items() if v != defaults[n]})
 
     def fsdp_plan(plan: Plan) -> Plan:
         return replace(plan, own_parameters=(*plan.own_parameters, sharding))
 
     return fsdp_plan
+
+
+class Sharding(Asked):
+    """`shard` with its settings."""
+
+    def check(self, state: DistState, plan: Plan) -> None:
+        replicate = self.keywords.get("replicate", 1)
+        if state.world_size % replicate:
+            rule = f"divide the number of ranks, {state.world_size}"
+            raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
+        _check_parameters(plan.model, _units(plan.model, self.keywords.get("blocks")))
+        _check_optimizer(plan.optimizer)
 
 
 def _check_blocks(blocks: Any) -> None:
@@ -130,15 +145,10 @@ def shard(
     offload: bool = False,
 ) -> nn.Module:
     """`module` over shards of its model's parameters; itself where there is nothing to do."""
-    if state.world_size % replicate:
-        rule = f"divide the number of ranks, {state.world_size}"
-        raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
     if state.world_size == 1 and param_dtype is None and not offload:
         return module
     model = loss_module_of(module).model
-    tops = dict(_tops(model, ""))
-    units = {**tops, **find_blocks(model, blocks, "wrap_fsdp")}
-    _check_parameters(model, units)
+    tops, units = dict(_tops(model, "")), _units(model, blocks)
     if state.world_size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
             _comm.broadcast(tensor.detach(), state, 0, "build")
@@ -158,6 +168,11 @@ def shard(
     with torch.no_grad():
         sharded(None)  # FSDP takes what runs first for the root
     return sharded
+
+
+def _units(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
+    """What is gathered at a time, by name."""
+    return {**dict(_tops(model, "")), **find_blocks(model, blocks, "wrap_fsdp")}
 
 
 def _tops(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -200,3 +215,16 @@ def _check_parameters(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
 
 def _is_in(name: str, unit: str) -> bool:
     return not unit or name.startswith(f"{unit}.")
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse those of torch's whose update torch cannot compute on shards."""
+    name = type(optimizer).__name__
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if isinstance(optimizer, _WHOLE_ONLY):
+        rule, repair = "be one that can update shards", "use AdamW, say"
+    elif fused and isinstance(optimizer, _NOT_FUSED):
+        rule, repair, name = "have a kernel for shards", "leave out fused", f"{name}(fused=True)"
+    else:
+        return
+    raise PlanError(f"build: wrap_fsdp's optimizer must {rule}, got {name}; {repair}")
