@@ -45,13 +45,7 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     assert is_sharded(like)
     group = like.device_mesh.get_group(like.device_mesh.ndim - 1)
     parts, place = value.detach().chunk(group.size(), dim=0), group.rank()
-    mine = parts[place] if place < len(parts) else value.detach()[:0]
-    cut: Tensor = type(like).from_local(
-        mine.clone().to(like.to_local().device),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )
+    cut = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+    if place < len(parts):
+        local(cut).copy_(parts[place])
     return cut

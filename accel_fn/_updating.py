@@ -85,7 +85,7 @@ def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
         for each in tensors
     )
     if alike:
-        torch._foreach_mul_(list(tensors), factor if first.is_cpu else factor.to(first))
+        torch._foreach_mul_(tensors, factor.to(first.device if first.is_cpu else first))
     else:
         for each in tensors:
             each.mul_(factor.to(each.device))

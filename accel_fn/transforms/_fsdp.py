@@ -153,10 +153,11 @@ def shard(
         for tensor in [*model.parameters(), *model.buffers()]:
             _comm.broadcast(tensor.detach(), state, 0, "build")
     mesh = make_mesh(state, replicate)
+    pinned = state.device.type != "cpu"
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype, _adding(model, param_dtype, reduce_dtype)),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
     sharded = Sharded(module, keeps_whole=not reshard_after_forward)
     for name in sorted(units, key=lambda name: name.count(".") if name else -1, reverse=True):
