@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, _register_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,20 +32,19 @@ _numbers = (
 
 def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
     """The world as `replicate` groups of shards: of one axis, or of two where there are several."""
-    shape: tuple[int, ...] = (state.world_size,)
-    names: tuple[str, ...] = ("shard",)
+    ranks, names = torch.arange(state.world_size), ["shard"]
     if replicate > 1:
-        shape, names = (replicate, state.world_size // replicate), ("replicate", "shard")
+        ranks, names = ranks.view(replicate, -1), ["replicate", "shard"]
     kind = state.device.type
     if state.world_size == 1:
-        alone = ProcessGroup(HashStore(), 0, 1)
-        return _mesh_by_hand(kind, 0, shape, names, [named(alone)] * len(names))
+        alone = named(ProcessGroup(HashStore(), 0, 1))
+        return _MeshByHand(kind, 0, ranks, {"shard": alone})
     group = group_of(state, "build")
     if not _is_known(group):
-        return _mesh_by_hand(kind, state.rank, shape, names, _groups_by_hand(state, group, shape))
+        return _MeshByHand(kind, state.rank, ranks, _groups_by_hand(state, group, ranks))
     if replicate == 1:
-        return DeviceMesh.from_group(group, kind, mesh_dim_names=names)
-    return init_device_mesh(kind, shape, mesh_dim_names=names)
+        return DeviceMesh.from_group(group, kind, mesh_dim_names=tuple(names))
+    return init_device_mesh(kind, tuple(ranks.shape), mesh_dim_names=tuple(names))
 
 
 def _is_known(group: ProcessGroup) -> bool:
@@ -53,29 +54,41 @@ def _is_known(group: ProcessGroup) -> bool:
         return False
 
 
-def _mesh_by_hand(
-    kind: str, rank: int, shape: tuple[int, ...], names: tuple[str, ...], groups: list[ProcessGroup]
-) -> DeviceMesh:
-    ranks = torch.arange(torch.Size(shape).numel()).view(shape)
-    mesh = DeviceMesh(kind, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
-    mesh._dim_group_names = [group.group_name for group in groups]
-    return mesh
+class _MeshByHand(DeviceMesh):
+    """A mesh of the simulated ranks: torch would ask the process which one it is."""
+
+    def __init__(
+        self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]
+    ) -> None:
+        super().__init__(kind, ranks, mesh_dim_names=tuple(groups), _init_backend=False, _rank=rank)
+        self._dim_group_names = [group.group_name for group in groups.values()]
+        self._shards: DeviceMesh = self
+        if ranks.ndim > 1:
+            row = ranks[rank // ranks.size(1)]
+            self._shards = _MeshByHand(kind, rank, row, {"shard": groups["shard"]})
+
+    def __getitem__(self, name: Any) -> DeviceMesh:
+        assert name == "shard"
+        return self._shards
 
 
 def _groups_by_hand(
-    state: DistState, group: ProcessGroup, shape: tuple[int, ...]
-) -> list[ProcessGroup]:
+    state: DistState, group: ProcessGroup, ranks: Tensor
+) -> dict[str, ProcessGroup]:
     """This rank's group along every axis of the mesh."""
-    if len(shape) == 1:
-        return [group]
-    row, column = divmod(state.rank, shape[1])
+    if ranks.ndim == 1:
+        return {"shard": group}
+    row, column = divmod(state.rank, ranks.size(1))
     number, store = torch.tensor(next(_numbers)), group.get_group_store()
     broadcast(number, state, 0, "build")  # rank 0's: another one each time
-    places = [(f"column {column}", row, shape[0]), (f"row {row}", column, shape[1])]
-    return [
-        make_group(PrefixStore(f"{int(number)} {where}", store), place, size, _TIMEOUT_S)
-        for where, place, size in places
-    ]
+
+    def made(where: str, place: int, size: int) -> ProcessGroup:
+        return make_group(PrefixStore(f"{int(number)} {where}", store), place, size, _TIMEOUT_S)
+
+    return {
+        "replicate": made(f"column {column}", row, ranks.size(0)),
+        "shard": made(f"row {row}", column, ranks.size(1)),
+    }
 
 
 def make_group(store: Store, rank: int, world_size: int, timeout_s: float) -> ProcessGroup:

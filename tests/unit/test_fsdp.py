@@ -1,0 +1,307 @@
+"""wrap_fsdp: what stays the user's, which parts are gathered, and what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs):
+        self.calls += 1
+        return inputs + self.inner(inputs)
+
+
+class Stack(nn.Module):
+    """Blocks between two layers that are in none of them."""
+
+    def __init__(self, depth=3, width=5):
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.last = nn.Linear(width, 1)
+
+    def encode(self, inputs):
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+    def forward(self, inputs):
+        return self.last(self.encode(inputs))
+
+
+def stack(seed=0):
+    """A stack in float64, drawn without a seed of the whole process."""
+    model = Stack().double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def batches(num=3, size=7):
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(size, 3, generator=generator).double() for _ in range(num)]
+    return [(each, each.sum(dim=1, keepdim=True)) for each in inputs]
+
+
+def part(batch, state):
+    return tuple(each.tensor_split(state.world_size)[state.rank] for each in batch)
+
+
+def train(state, recipe, *, model=None, loss_fn=ours.mse, optimizer=ours.adamw, before=None):
+    """A few steps; the model, the optimizer and the step."""
+    model = stack() if model is None else model
+    made = optimizer(model.parameters())
+    if before is not None:
+        before(model, made)
+    state, step = af.build(state, recipe(af.Plan(loss_fn, model, made)))
+    for batch in batches():
+        state, _ = step(state, part(batch, state))
+    return model, made, step, state
+
+
+def weights_after(recipe, world_size, **settings):
+    def run(state):
+        return ours.whole(train(state, recipe, **settings)[0].state_dict())
+
+    return simulate(run, world_size=world_size)
+
+
+def assert_trains_as_alone(recipe, world_size=2, **settings):
+    (expected,) = weights_after(af.compose(), 1, **settings)
+    for actual in weights_after(recipe, world_size, **settings):
+        ours.assert_close(
+            {n: v for n, v in actual.items() if "calls" not in n},
+            {n: v for n, v in expected.items() if "calls" not in n},
+        )
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        None,
+        Block,
+        nn.Linear,
+        (Block, nn.Linear),
+        "blocks",
+        ["blocks.0", "blocks.2"],
+        "blocks.1.inner",
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_any_choice_of_blocks_trains_the_same(blocks, reshard):
+    wrap = af.wrap_fsdp(blocks=blocks, reshard_after_forward=reshard)
+    assert_trains_as_alone(af.compose(wrap, af.accumulate(2)))
+
+
+@pytest.mark.parametrize(("world_size", "replicate"), [(2, 2), (4, 2), (4, 4)])
+def test_groups_of_shards_train_the_same(world_size, replicate):
+    assert_trains_as_alone(af.wrap_fsdp(replicate=replicate), world_size)
+
+
+def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state():
+    def run(state):
+        model, optimizer, step, state = train(state, af.wrap_fsdp())
+        _, grads, _ = step.grads(state, part(batches()[0], state))
+        kept = [value for each in optimizer.state.values() for value in each.values() if value.ndim]
+        return [
+            sum(each.to_local().numel() for each in tensors)
+            for tensors in (model.parameters(), grads.tensors, kept)
+        ]
+
+    whole = sum(parameter.numel() for parameter in stack().parameters())
+    found = simulate(run, world_size=4)
+    assert [sum(column) for column in zip(*found, strict=True)] == [whole, whole, 2 * whole]
+    assert (
+        max(rank[0] for rank in found) < whole / 2
+    )  # 1 and 5 rows over 4 ranks: the first has most
+
+
+def test_the_model_keeps_its_class_and_its_keys():
+    def run(state):
+        model, *_ = train(state, af.wrap_fsdp())
+        return [type(each) for each in model.modules()], list(model.state_dict())
+
+    for kinds, keys in simulate(run, world_size=2):
+        assert kinds == [type(each) for each in stack().modules()]
+        assert keys == list(stack().state_dict())
+
+
+def test_the_loss_may_call_methods_and_the_model_twice():
+    def loss_fn(model, batch):
+        inputs, targets = batch
+        once = F.mse_loss(model.last(model.encode(inputs)), targets)
+        return once + F.mse_loss(model(inputs * 2), targets) + model.encode(inputs).square().mean()
+
+    assert_trains_as_alone(af.compose(af.wrap_fsdp(), af.accumulate(3)), loss_fn=loss_fn)
+
+
+def test_a_model_that_is_a_mere_container_trains_the_same():
+    def run(state, recipe):
+        models = nn.ModuleDict({"a": stack(0), "b": nn.ModuleList([stack(1)])})
+        loss_fn = lambda models, batch: (
+            ours.mse(models["a"], batch) + ours.mse(models["b"][0], batch)
+        )
+        return ours.whole(train(state, recipe, model=models, loss_fn=loss_fn)[0].state_dict())
+
+    expected = run(af.DistState(), af.compose())
+    for actual in simulate(lambda state: run(state, af.wrap_fsdp()), world_size=2):
+        for name, value in expected.items():
+            if "calls" not in name:
+                torch.testing.assert_close(actual[name], value, **ours.EXACT)
+
+
+def test_ranks_start_from_the_parameters_of_the_first():
+    def run(state):
+        model = stack(seed=state.rank)
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        af.build(state, af.wrap_fsdp()(plan))
+        return ours.whole(model.state_dict())
+
+    for actual in simulate(run, world_size=2):
+        ours.assert_identical(actual, stack(seed=0).state_dict())
+
+
+def warmed_up(model, optimizer):
+    """A few steps before the model is sharded."""
+    for batch in batches(2):
+        ours.mse(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_two_groups(kind, **settings):
+    def make(parameters):
+        each = list(parameters)
+        groups = [{"params": each[:3], "lr": 0.01}, {"params": each[3:][::-1], "weight_decay": 0.3}]
+        return kind(groups, lr=0.05, **settings)
+
+    return make
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        in_two_groups(torch.optim.AdamW, amsgrad=True),
+        in_two_groups(torch.optim.AdamW, fused=True),
+        in_two_groups(torch.optim.SGD, momentum=0.9),
+        in_two_groups(torch.optim.Adagrad),
+    ],
+    ids=["adamw", "fused adamw", "sgd", "adagrad"],
+)
+def test_an_optimizer_made_before_keeps_its_groups_and_what_it_holds(optimizer, world_size):
+    settings = {"optimizer": optimizer, "before": warmed_up}
+    assert_trains_as_alone(af.wrap_fsdp(), world_size, **settings)
+
+
+def test_the_optimizer_points_at_the_parameters_of_the_model():
+    def run(state):
+        model, optimizer, _, _ = train(
+            state, af.wrap_fsdp(), optimizer=in_two_groups(torch.optim.SGD)
+        )
+        mine = [id(each) for each in model.parameters()]
+        first, second = optimizer.param_groups
+        assert [id(each) for each in (*first["params"], *second["params"][::-1])] == mine
+        assert all(isinstance(each, DTensor) for each in model.parameters())
+        return first["lr"], second["lr"], second["weight_decay"]
+
+    assert simulate(run, world_size=2) == [(0.01, 0.05, 0.3)] * 2
+
+
+def test_frozen_parameters_stay_as_they_are():
+    def freeze(model, _):
+        model.first.requires_grad_(False)
+        model.blocks[1].requires_grad_(False)
+
+    assert_trains_as_alone(af.wrap_fsdp(), before=freeze)
+
+
+def test_another_model_in_the_loss_keeps_its_gradients():
+    def run(state):
+        critic = nn.Linear(1, 1).double()
+        critic.weight.grad = torch.full((1, 1), 7.0).double()
+        loss_fn = lambda model, batch: critic(model(batch[0])).square().mean()
+        train(state, af.wrap_fsdp(), loss_fn=loss_fn)
+        return float(critic.weight.grad), critic.bias.grad
+
+    assert simulate(run, world_size=2) == [(7.0, None)] * 2
+
+
+def test_a_forward_alone_leaves_shards_and_gives_the_loss_of_the_global_batch():
+    batch = batches(1)[0]
+    expected = ours.mse(stack(), batch).item()
+
+    def run(state):
+        model = stack()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.compose(af.wrap_fsdp(), af.accumulate(3))(plan))
+        mine = batch if state.rank == 1 else ours.rows(batch, 0, 0)
+        loss = float(step.forward(state, mine))
+        with torch.no_grad():
+            model(batch[0])
+        return loss, all(isinstance(each, DTensor) for each in model.parameters())
+
+    assert simulate(run, world_size=3) == [(pytest.approx(expected, rel=1e-6), True)] * 3
+
+
+def test_evaluation_counts_every_sample_once():
+    data = torch.utils.data.TensorDataset(*batches(1, size=11)[0])
+
+    def run(state, recipe):
+        model = stack()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, recipe(plan))
+        loader = af.shard_loader(torch.utils.data.DataLoader(data, batch_size=4), state)
+        near = lambda model, batch: {"off": (model(batch[0]) - batch[1]).abs().squeeze(1)}
+        return {**af.evaluate(step, loader, state), **af.evaluate(step, loader, state, near)}
+
+    expected = run(af.DistState(), af.compose())
+    recipe = af.compose(af.wrap_fsdp(), af.accumulate(2))
+    for found in simulate(lambda state: run(state, recipe), world_size=3):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_loss_that_raises_can_be_followed_by_a_step():
+    def flawed():
+        calls = []
+
+        def loss_fn(model, batch):
+            calls.append(None)
+            model(batch[0])
+            if len(calls) == 2:
+                raise ZeroDivisionError
+            return ours.mse(model, batch)
+
+        return loss_fn
+
+    def run(state):
+        model = stack()
+        optimizer = ours.adamw(model.parameters())
+        plan = af.wrap_fsdp()(af.Plan(flawed(), model, optimizer))
+        state, step = af.build(state, plan)
+        for index, batch in enumerate(batches()):
+            if index == 1:
+                with pytest.raises(ZeroDivisionError):
+                    step(state, part(batch, state))
+            state, _ = step(state, part(batch, state))
+        return {n: v for n, v in ours.whole(model.state_dict()).items() if "calls" not in n}
+
+    (expected,) = weights_after(af.compose(), 1)
+    for actual in simulate(run, world_size=2):
+        for name, value in actual.items():
+            torch.testing.assert_close(value, expected[name], **ours.EXACT)
