@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from accel_fn._comm import gather_numbers
+from accel_fn._state import DistState
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -40,12 +41,26 @@ def norm_over_shards(norm: Tensor, of: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def fill(tensor: Tensor, whole: Tensor) -> None:
+    """Overwrite a tensor by a whole one: in shards, this rank's part of it."""
+    if is_sharded(tensor):
+        group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+        parts, place = whole.chunk(group.size(), dim=0), group.rank()
+        if place < len(parts):
+            local(tensor).copy_(parts[place])
+    else:
+        tensor.copy_(whole)
+
+
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a whole tensor, cut as another one is."""
-    assert is_sharded(like)
-    group = like.device_mesh.get_group(like.device_mesh.ndim - 1)
-    parts, place = value.detach().chunk(group.size(), dim=0), group.rank()
     cut = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
-    if place < len(parts):
-        local(cut).copy_(parts[place])
+    fill(cut, value.detach())
     return cut
+
+
+def axes_of(tensor: Tensor) -> list[DistState]:
+    """The ranks that a tensor is spread over, by axis, the one that it is cut along first."""
+    assert is_sharded(tensor)
+    groups = tensor.device_mesh.get_all_groups()[::-1]
+    return [DistState(rank=group.rank(), world_size=group.size(), group=group) for group in groups]

@@ -305,3 +305,40 @@ def test_a_loss_that_raises_can_be_followed_by_a_step():
     for actual in simulate(run, world_size=2):
         for name, value in actual.items():
             torch.testing.assert_close(value, expected[name], **ours.EXACT)
+
+
+@pytest.mark.parametrize(("world_size", "wrap"), [(2, {}), (4, {}), (4, {"replicate": 2})])
+def test_weights_of_shards_are_files_of_whole_tensors(tmp_path, world_size, wrap):
+    def run(state):
+        model, *_ = train(state, af.wrap_fsdp(**wrap))
+        af.save_model(model, tmp_path)
+        assert (tmp_path / "model.safetensors").exists()
+        return ours.whole(model.state_dict())
+
+    trained = simulate(run, world_size=world_size)
+    alone = stack(seed=1)
+    af.load_model(alone, tmp_path)
+    ours.assert_identical(alone.state_dict(), trained[0])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_files_of_whole_tensors_are_read_into_shards(tmp_path, world_size):
+    af.save_model(stack(seed=1), tmp_path)
+
+    def run(state):
+        model, *_ = train(state, af.wrap_fsdp())
+        af.load_model(model, tmp_path)
+        return ours.whole(model.state_dict())
+
+    for found in simulate(run, world_size=world_size):
+        ours.assert_identical(found, stack(seed=1).state_dict())
+
+
+def test_weights_of_shards_cannot_be_saved_by_one_rank_alone(tmp_path):
+    def run(state):
+        model, *_ = train(state, af.wrap_fsdp())
+        af.on_main(lambda: af.save_model(model, tmp_path), state)
+
+    words = "on_main: every rank must be in the same collective, got barrier on rank 0"
+    with pytest.raises(af.AccelError, match=words):
+        simulate(run, world_size=2, timeout_s=2)
