@@ -56,32 +56,38 @@ def _matches(modules: dict[str, nn.Module], wanted: type[nn.Module] | str) -> se
 
 
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """The most frequent class of modules in the outermost lists and sequences of a model.
+    """What the outermost lists and sequences of a model hold again and again.
 
-    Of two that are as frequent, the one with more parameters; nothing, where nothing is there twice.
+    Of each the most frequent class of modules; of two that are as frequent, the one with
+    more parameters. What is there once belongs to it where another list repeats it.
     """
-    items = dict(_items(model, ""))
-    counts = Counter(type(module) for module in items.values())
-    if not counts or max(counts.values()) < 2:
-        return {}
-
-    def weight(kind: type[nn.Module]) -> tuple[int, int]:
-        alike = (module for module in items.values() if type(module) is kind)
-        return counts[kind], sum(p.numel() for module in alike for p in module.parameters())
-
-    most = max(counts, key=weight)
-    return {name: module for name, module in items.items() if type(module) is most}
+    held: dict[str, list[nn.Module]] = {}
+    for within, _, module in _items(model, "", ""):
+        held.setdefault(within, []).append(module)
+    kinds = {_most(modules) for modules in held.values()}
+    return {name: module for _, name, module in _items(model, "", "") if type(module) in kinds}
 
 
-def _items(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """What the outermost lists and sequences hold, with parameters, by name."""
+def _most(modules: Sequence[nn.Module]) -> type[nn.Module] | None:
+    counts = Counter(map(type, modules))
+    sizes = Counter[type[nn.Module]]()
+    for module in modules:
+        sizes[type(module)] += sum(parameter.numel() for parameter in module.parameters())
+    most = max(counts, key=lambda kind: (counts[kind], sizes[kind]))
+    return most if counts[most] > 1 else None
+
+
+def _items(module: nn.Module, prefix: str, within: str) -> Iterator[tuple[str, str, nn.Module]]:
+    """What lists and sequences hold, with parameters: the outermost of these, and its own name."""
     lists = nn.Sequential | nn.ModuleList
+    is_list = isinstance(module, lists)
     for name, child in module.named_children():
-        if isinstance(module, lists) and not isinstance(child, lists):
+        path = f"{prefix}{name}"
+        if is_list and not isinstance(child, lists):
             if _has_any(child):
-                yield f"{prefix}{name}", child
+                yield within, path, child
         else:
-            yield from _items(child, f"{prefix}{name}.")
+            yield from _items(child, f"{path}.", within if is_list else path)
 
 
 def _has_any(module: nn.Module) -> bool:

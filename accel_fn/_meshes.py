@@ -37,7 +37,7 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
         ranks, names = ranks.view(replicate, -1), ["replicate", "shard"]
     kind = state.device.type
     if state.world_size == 1:
-        alone = named(ProcessGroup(HashStore(), 0, 1))
+        alone = make_group(HashStore(), 0, 1, _TIMEOUT_S)
         return _MeshByHand(kind, 0, ranks, {"shard": alone})
     group = group_of(state, "build")
     if not _is_known(group):
@@ -102,11 +102,7 @@ def make_group(store: Store, rank: int, world_size: int, timeout_s: float) -> Pr
     group._register_backend(torch.device("cpu"), kind, gloo)
     # Destroying such a group can deadlock on the GIL: one reference too many keeps it to the end.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    return named(group)
-
-
-def named(group: ProcessGroup) -> ProcessGroup:
-    """The group under a name of its own, by which a mesh finds it."""
+    # A mesh finds it by a name of its own.
     group._set_group_name(cast("Any", f"accel_fn {next(_numbers)}"))
     _register_process_group(group.group_name, group)
     return group
