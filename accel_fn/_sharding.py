@@ -72,7 +72,10 @@ class Sharded(nn.Module):
 
     def reset(self) -> None:
         """Have shards alone, and forget of a forward or backward that was not finished."""
-        self._call("reset_iter_state", [self])
+        forget = getattr(self, "reset_iter_state", None)  # of FSDP, since torch 2.13
+        if forget is not None:
+            forget()
+        self._call("reshard", self._kinds)
 
     def trainable(self) -> list[nn.Parameter]:
         """What a backward may reach: every parameter, whole, and its shard."""

@@ -226,6 +226,61 @@ def test_the_optimizer_points_at_the_parameters_of_the_model():
     assert simulate(run, world_size=2) == [(0.01, 0.05, 0.3)] * 2
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_ranks_talk_of_gradients_in_the_last_micro_batch_alone(reshard):
+    """And blocks that stay whole until their backward do so from one micro-batch to the next."""
+
+    def run(state):
+        model, seen = stack(), []
+        optimizer = ours.sgd(model.parameters())
+
+        def loss_fn(model, batch):
+            held = [each for group in optimizer.param_groups for each in group["params"]]
+            is_whole = not isinstance(model.blocks[0].inner[0].weight, DTensor)
+            seen.append((all(each.grad is None for each in held), is_whole))
+            return ours.mse(model, batch)
+
+        recipe = af.compose(af.wrap_fsdp(reshard_after_forward=reshard), af.accumulate(3))
+        state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+        for batch in batches(2):
+            state, _ = step(state, part(batch, state))
+        return seen
+
+    kept = [(True, False), (True, not reshard), (True, not reshard)]
+    assert simulate(run, world_size=2) == [kept * 2] * 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_trains_and_skips_what_overflows(precision, fused):
+    def run(state):
+        model = stack().float()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
+        recipe = af.compose(af.wrap_fsdp(), af.with_amp(precision, init_scale=2.0**10))
+        state, step = af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+        before = ours.whole(model.state_dict())
+        batch = torch.ones(2, 3), torch.ones(2, 1)
+        if precision == "fp16":
+            far = batch[0] * 1e6 if state.is_main else batch[0]
+            state, report = step(state, (far, batch[1]))
+            assert not report.applied
+            assert float(state.scaler.scale) == 2.0**9
+            for name, parameter in ours.whole(dict(model.named_parameters())).items():
+                assert torch.equal(parameter, before[name])
+        losses = [float(step(state, batch)[1].loss) for _ in range(20)]
+        return losses[-1] < losses[0] / 2
+
+    assert simulate(run, world_size=2) == [True, True]
+
+
+def test_a_bound_on_every_element_is_one_on_shards():
+    recipe = af.clip_value(0.05)
+    (expected,) = weights_after(recipe, 1)
+    for actual in weights_after(af.compose(recipe, af.wrap_fsdp()), 2):
+        for name, _ in stack().named_parameters():
+            torch.testing.assert_close(actual[name], expected[name], **ours.EXACT)
+
+
 def test_frozen_parameters_stay_as_they_are():
     def freeze(model, _):
         model.first.requires_grad_(False)
