@@ -30,6 +30,14 @@ def local(tensor: Tensor) -> Tensor:
     return cast("DTensor", tensor.detach()).to_local()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor. In shards, every rank calls it.
+
+    Cost: for shards, one gather.
+    """
+    return cast("DTensor", tensor.detach()).full_tensor() if is_sharded(tensor) else tensor.detach()
+
+
 def norm_over_shards(norm: Tensor, of: Sequence[Tensor]) -> Tensor:
     """The norm of whole tensors from that of what each rank holds of them.
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import accel_fn as af
+from accel_fn import _shards
 from accel_fn.testing import simulate
 from tests import reference
 
@@ -112,10 +112,7 @@ def trained(
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, gathered where they are in shards: every rank calls it."""
-    return {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in tensors.items()
-    }
+    return {name: _shards.whole(tensor) for name, tensor in tensors.items()}
 
 
 def dealt(batches: Sequence[Any], sizes: Sequence[Sequence[int]]) -> list[list[Any]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accel_fn._collectives import all_or_none, barrier
 from accel_fn._errors import ArgumentError, ArgumentTypeError, check_count, message
-from accel_fn._shards import axes_of, fill, is_sharded
+from accel_fn._shards import axes_of, fill, is_sharded, whole
 from accel_fn._state import DistState
 from accel_fn.checkpoint._weight_entries import (
     Entries,
@@ -138,9 +138,9 @@ def _write_shards(path: Path, entries: Entries, limit: int, axes: list[DistState
     writes = all(axis.is_main for axis in axes)
     tensors = {}
     for name, tensor in entries.tensors.items():
-        whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+        gathered = whole(tensor)
         if writes:
-            tensors[name] = whole.cpu()
+            tensors[name] = gathered.cpu()
 
     def write() -> None:
         if writes:
