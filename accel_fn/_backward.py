@@ -16,7 +16,7 @@ from accel_fn._forward import run_forward
 from accel_fn._grads import Grads
 from accel_fn._microbatches import Parts, Weights, cut_or_fail
 from accel_fn._plan import Plan, Report
-from accel_fn._sharding import evened
+from accel_fn._sharding import Sharded, evened
 from accel_fn._state import DistState, LossScale
 from accel_fn._tally import SummedTally, Tally
 from accel_fn._torch import run_backward
@@ -43,6 +43,12 @@ class Backward:
     """Keeps the gradients of a micro-batch on this rank: the last one's backward averages them all."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
+        if not isinstance(self.module, Sharded):
+            return self._run(state, batch)
+        with self.module.clean():
+            return self._run(state, batch)
+
+    def _run(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         for parameter in self.trainable:
             parameter.grad = None
         stop = any(ask() for ask in self.plan.stops)

@@ -57,11 +57,7 @@ class Sharded(nn.Module):
             zeros = [each.to_local().flatten()[:0].sum() for each in self._shards()]
             return torch.stack(zeros).sum()
         self._call("unshard", self._tops)  # the loss may call any method of the model
-        try:
-            loss: Tensor = self.module(batch)
-        except BaseException:
-            self.reset()
-            raise
+        loss: Tensor = self.module(batch)
         self.free()
         return loss
 
@@ -70,12 +66,17 @@ class Sharded(nn.Module):
         if not torch.is_grad_enabled():
             self._call("reshard", self._kinds)
 
-    def reset(self) -> None:
-        """Have shards alone, and forget of a forward or backward that was not finished."""
-        forget = getattr(self, "reset_iter_state", None)  # of FSDP, since torch 2.13
-        if forget is not None:
-            forget()
-        self._call("reshard", self._kinds)
+    @contextmanager
+    def clean(self) -> Iterator[None]:
+        """Where what is done in it fails, have shards alone, and forget of what was not finished."""
+        try:
+            yield
+        except BaseException:
+            forget = getattr(self, "reset_iter_state", None)  # of FSDP, since torch 2.13
+            if forget is not None:
+                forget()
+            self._call("reshard", self._kinds)
+            raise
 
     def trainable(self) -> list[nn.Parameter]:
         """What a backward may reach: every parameter, whole, and its shard."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_fn._comm import gather_numbers
 from accel_fn._state import DistState
@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+_WHOLE = (Tensor, nn.Parameter)
+"""Told apart by their type, which is quicker."""
+
+
 def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Does a rank hold a part of this tensor only?"""
-    return hasattr(value, "to_local")
+    return type(value) not in _WHOLE and hasattr(value, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from accel_fn._errors import PlanError
 from accel_fn._grads import Grads
 from accel_fn._shards import local, shard_like
 from accel_fn._torch import run_optimizer
@@ -113,22 +112,17 @@ def follow_shards(
     Its groups, their settings and their order stay.
     """
     now = dict(model.named_parameters())
-    replaced = {old: now[name] for name, old in before.items() if now[name] is not old}
+    replaced = {old: now[name] for name, old in before.items() if now.get(name, old) is not old}
     for group in optimizer.param_groups if replaced else ():
         group["params"] = [replaced.get(each, each) for each in group["params"]]
     for old, new in replaced.items():
-        held = optimizer.state.pop(old, None)
-        if held is not None:
-            optimizer.state[new] = {name: _cut(name, each, new) for name, each in held.items()}
+        if old in optimizer.state:
+            held = optimizer.state.pop(old)
+            optimizer.state[new] = {name: _cut(each, new) for name, each in held.items()}
 
 
-def _cut(name: str, value: object, parameter: Tensor) -> object:
+def _cut(value: object, parameter: Tensor) -> object:
     """What an optimizer holds of a parameter, for its shard."""
-    if not isinstance(value, Tensor) or not value.ndim:
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    if value.shape != parameter.shape:
-        raise PlanError(
-            f"build: optimizer must hold tensors of its parameters' shapes to be sharded, got {name!r} of "
-            f"shape {list(value.shape)} for one of {list(parameter.shape)}; make the optimizer anew"
-        )
     return shard_like(value, parameter)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -227,5 +227,16 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     elif fused and isinstance(optimizer, _NOT_FUSED):
         rule, repair, name = "have a kernel for shards", "leave out fused", f"{name}(fused=True)"
     else:
-        return
-    raise PlanError(f"build: wrap_fsdp's optimizer must {rule}, got {name}; {repair}")
+        rule, repair, name = _broken_state(optimizer)
+    if rule:
+        raise PlanError(f"build: wrap_fsdp's optimizer must {rule}, got {name}; {repair}")
+
+
+def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
+    """What it holds of a parameter that cannot be cut with it."""
+    for parameter, held in optimizer.state.items():
+        for name, value in held.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                shapes = f"{name!r} of shape {list(value.shape)} for one of {list(parameter.shape)}"
+                return "hold tensors of its parameters' shapes", "make it anew", shapes
+    return "", "", ""

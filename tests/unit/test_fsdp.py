@@ -334,30 +334,47 @@ def test_evaluation_counts_every_sample_once():
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_loss_that_raises_can_be_followed_by_a_step():
-    def flawed():
-        calls = []
+def failing_in_the_loss(model, batch):
+    model(batch[0])
+    raise ZeroDivisionError
+
+
+def failing_in_a_block(model, batch):
+    handle = model.blocks[1].inner[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    try:
+        return ours.mse(model, batch)
+    finally:
+        handle.remove()
+
+
+def failing_in_the_backward(model, batch):
+    hidden = model.encode(batch[0])
+    hidden.register_hook(lambda gradient: 1 / 0)
+    return F.mse_loss(model.last(hidden), batch[1])
+
+
+@pytest.mark.parametrize(
+    "failing", [failing_in_the_loss, failing_in_a_block, failing_in_the_backward]
+)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
+    def run(state):
+        model, calls = stack(), []
 
         def loss_fn(model, batch):
             calls.append(None)
-            model(batch[0])
-            if len(calls) == 2:
-                raise ZeroDivisionError
-            return ours.mse(model, batch)
+            return (failing if len(calls) == num_microbatches + 1 else ours.mse)(model, batch)
 
-        return loss_fn
-
-    def run(state):
-        model = stack()
-        optimizer = ours.adamw(model.parameters())
-        plan = af.wrap_fsdp()(af.Plan(flawed(), model, optimizer))
+        recipe = af.compose(af.wrap_fsdp(), af.accumulate(num_microbatches))
+        plan = recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
         state, step = af.build(state, plan)
         for index, batch in enumerate(batches()):
             if index == 1:
                 with pytest.raises(ZeroDivisionError):
                     step(state, part(batch, state))
+                assert all(isinstance(each, DTensor) for each in model.parameters())
             state, _ = step(state, part(batch, state))
-        return {n: v for n, v in ours.whole(model.state_dict()).items() if "calls" not in n}
+        return ours.whole(dict(model.named_parameters()))
 
     (expected,) = weights_after(af.compose(), 1)
     for actual in simulate(run, world_size=2):
@@ -628,15 +645,13 @@ def test_optimizers_that_cannot_update_shards_are_refused(name, optimizer):
 
 
 def test_what_an_optimizer_holds_in_other_shapes_is_refused():
-    def run(state):
-        model = stack()
-        optimizer = ours.sgd(model.parameters())
-        optimizer.state[model.first.weight]["rows"] = torch.ones(5).double()
-        words = re.escape("got 'rows' of shape [5] for one of [5, 3]; make the optimizer anew")
-        with pytest.raises(af.AccelError, match=words):
-            af.build(state, af.wrap_fsdp()(af.Plan(ours.mse, model, optimizer)))
+    def with_rows(parameters):
+        optimizer = ours.sgd(parameters)
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["rows"] = torch.ones(5).double()
+        return optimizer
 
-    simulate(run, world_size=2)
+    words = "got 'rows' of shape [5] for one of [5, 3]; make it anew"
+    refused(af.wrap_fsdp(), re.escape(words), optimizer=with_rows)
 
 
 def test_a_model_in_shards_is_refused_a_second_time():
