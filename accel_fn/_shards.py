@@ -39,7 +39,9 @@ def whole(tensor: Tensor) -> Tensor:
 
     Cost: for shards, one gather.
     """
-    return cast("DTensor", tensor.detach()).full_tensor() if is_sharded(tensor) else tensor.detach()
+    if not is_sharded(tensor) or tensor.device_mesh.size() == 1:
+        return local(tensor).detach()
+    return cast("DTensor", tensor.detach()).full_tensor()
 
 
 def norm_over_shards(norm: Tensor, of: Sequence[Tensor]) -> Tensor:

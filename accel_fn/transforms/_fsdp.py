@@ -79,11 +79,11 @@ def wrap_fsdp(
             tied across blocks, 0-dim, not contiguous, sharded already, or of another dtype.
         TypeError: another argument is of the wrong type.
 
-    Cost: two gathers of the parameters and one reduce-scatter of the gradients a step (with
-        accumulation, the gathers of every micro-batch, and gradients that stay whole
-        until the last); beside them two small collectives on the host and one of a number. Where
-        ranks have different numbers of micro-batches, those with fewer compute
-        another rank's with weight 0. The global norm costs one collective of a number.
+    Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients a
+        step (with accumulation, the gathers for every micro-batch, and gradients that stay
+        whole until the last); beside them two small collectives on the host and one of a number.
+        Where ranks have different numbers of micro-batches, those with fewer compute another
+        rank's with weight 0. The global norm costs one collective of a number.
 
     Source: Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054.
 

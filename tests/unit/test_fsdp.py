@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import accel_fn as af
 from accel_fn._blocks import find_blocks
+from accel_fn.checkpoint._exporting import export_model
 from accel_fn.testing import simulate
 from tests import strategies as ours
 
@@ -382,7 +383,11 @@ def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
             torch.testing.assert_close(value, expected[name], **ours.EXACT)
 
 
-@pytest.mark.parametrize(("world_size", "wrap"), [(2, {}), (4, {}), (4, {"replicate": 2})])
+@pytest.mark.parametrize(
+    ("world_size", "wrap"),
+    [(1, {"offload": True}), (2, {}), (4, {}), (4, {"replicate": 2})],
+    ids=str,
+)
 def test_weights_of_shards_are_files_of_whole_tensors(tmp_path, world_size, wrap):
     def run(state):
         model, *_ = train(state, af.wrap_fsdp(**wrap))
@@ -394,6 +399,35 @@ def test_weights_of_shards_are_files_of_whole_tensors(tmp_path, world_size, wrap
     alone = stack(seed=1)
     af.load_model(alone, tmp_path)
     ours.assert_identical(alone.state_dict(), trained[0])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "wrap"),
+    [(1, {"offload": True}), (2, {"offload": True}), (4, {"replicate": 2}), (4, {"replicate": 4})],
+    ids=str,
+)
+def test_what_is_saved_in_shards_of_any_kind_goes_on_in_one_process(tmp_path, world_size, wrap):
+    def start(state):
+        model, _, step, state = train(state, af.wrap_fsdp(**wrap))
+        path = af.save(tmp_path / "run", state, step)
+        saved = {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
+        return path, saved, go_on(model, step, state)
+
+    def go_on(model, step, state):
+        for batch in batches(2):
+            state, _ = step(state, part(batch, state))
+        return ours.whole(dict(model.named_parameters()))
+
+    path, saved, expected = simulate(start, world_size=world_size)[0]
+    alone = stack(seed=1)
+    plan = af.Plan(ours.mse, alone, ours.adamw(alone.parameters()))
+    state, step = af.build(af.DistState(), plan)
+    state = af.load(path.parent, state, step)
+    ours.assert_close(go_on(alone, step, state), expected)
+    other = stack(seed=2)
+    export_model(path, tmp_path / "weights")
+    af.load_model(other, tmp_path / "weights")
+    ours.assert_identical(other.state_dict(), saved)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -696,3 +730,21 @@ def test_the_plan_says_what_was_asked_for():
     plan = af.Plan(ours.mse, stack(), ours.sgd(stack().parameters()))
     told = af.explain(af.wrap_fsdp(blocks="blocks", replicate=2)(plan), af.DistState(world_size=4))
     assert "the mean over the global batch, by shard(blocks='blocks', replicate=2)" in told
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("settings", [{"param_dtype": torch.float32}, {"offload": True}], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_accelerator_trains_as_the_cpu_does(settings, fused):
+    found = []
+    for device, wrap in (("cpu", af.compose()), ("cuda", af.wrap_fsdp(**settings))):
+        model = stack().float()
+        plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
+        recipe = af.compose(af.place(), wrap, af.accumulate(2), af.clip(0.5))
+        state, step = af.build(af.DistState(device=device), recipe(plan))
+        for batch in batches():
+            state, _ = step(state, tuple(each.float() for each in batch))
+        found.append(ours.whole(dict(model.named_parameters())))
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name].cpu(), expected, rtol=1e-4, atol=1e-5)
