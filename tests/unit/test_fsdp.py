@@ -169,15 +169,31 @@ def test_a_model_that_is_a_mere_container_trains_the_same():
                 torch.testing.assert_close(actual[name], value, **ours.EXACT)
 
 
-def test_ranks_start_from_the_parameters_of_the_first():
+def test_ranks_start_from_what_the_first_has():
     def run(state):
         model = stack(seed=state.rank)
+        kinds = [torch.float64, torch.int64, torch.bool, torch.complex64]
+        for kind in kinds:
+            buffer = torch.full((3, 2), state.rank).to(kind).t()
+            model.register_buffer(str(kind).partition(".")[2], buffer)
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
         af.build(state, af.wrap_fsdp()(plan))
         return ours.whole(model.state_dict())
 
-    for actual in simulate(run, world_size=2):
-        ours.assert_identical(actual, stack(seed=0).state_dict())
+    first, *others = simulate(run, world_size=3)
+    ours.assert_identical(first, stack(seed=0).state_dict())
+    for other in others:
+        ours.assert_identical(other, first)
+
+
+def test_what_no_rank_uses_stays_as_it_is():
+    def with_unused(model, optimizer):
+        model.unused = nn.Linear(3, 3, dtype=torch.float64)
+        nn.init.ones_(model.unused.weight)
+        nn.init.ones_(model.unused.bias)
+        optimizer.add_param_group({"params": list(model.unused.parameters())})
+
+    assert_trains_as_alone(af.wrap_fsdp(), before=with_unused)
 
 
 def warmed_up(model, optimizer):
