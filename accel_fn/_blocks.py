@@ -10,8 +10,12 @@ from torch import nn
 from accel_fn._errors import PlanError
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
-_LISTS = (nn.ModuleList, nn.ModuleDict)
-"""Containers that cannot be called."""
+
+
+def is_container(module: nn.Module) -> bool:
+    """Does it only hold modules, and cannot be called?"""
+    holds = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return holds and type(module).forward is nn.Module.forward
 
 
 def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn.Module]:
@@ -49,10 +53,12 @@ def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn
 
 def _matches(modules: dict[str, nn.Module], wanted: type[nn.Module] | str) -> set[str]:
     if not isinstance(wanted, str):
-        return {name for name, module in modules.items() if isinstance(module, wanted)}
-    if isinstance(modules.get(wanted), _LISTS):
-        return {name for name in modules if name.rpartition(".")[0] == wanted}
-    return {wanted} & modules.keys()
+        found = {name for name, module in modules.items() if isinstance(module, wanted)}
+    elif wanted in modules and is_container(modules[wanted]):
+        found = {name for name in modules if name.rpartition(".")[0] == wanted}
+    else:
+        found = {wanted} & modules.keys()
+    return {name for name in found if not is_container(modules[name])}
 
 
 def repeated(model: nn.Module) -> dict[str, nn.Module]:

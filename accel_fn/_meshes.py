@@ -25,9 +25,7 @@ from accel_fn._comm import broadcast, group_of
 from accel_fn._state import DistState
 
 _TIMEOUT_S = 30.0
-_numbers = (
-    itertools.count()
-)  # torch finds a group by its name, and the ranks of threads share a table
+_numbers = itertools.count()  # for names: the ranks of threads share torch's table of groups
 
 
 def make_mesh(state: DistState, replicate: int) -> DeviceMesh:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 
 from accel_fn import _comm
-from accel_fn._blocks import Blocks, find_blocks
+from accel_fn._blocks import Blocks, find_blocks, is_container
 from accel_fn._errors import ArgumentTypeError, PlanError, check_count, message
 from accel_fn._meshes import make_mesh
 from accel_fn._plan import Asked, Plan, Transform
@@ -26,8 +26,6 @@ from accel_fn._sharding import Sharded, loss_module_of
 from accel_fn._shards import is_sharded
 from accel_fn._state import DistState
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)
-"""What FSDP cannot be applied to: it has no forward."""
 _WHOLE_ONLY = (Adafactor, Muon, Rprop)
 _NOT_FUSED = (SGD, Adagrad)
 
@@ -185,7 +183,7 @@ def _units(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
 
 def _tops(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The model, or, where it is a mere container, what is in it."""
-    if not isinstance(module, _LISTS):
+    if not is_container(module):
         yield name, module
         return
     for child_name, child in module.named_children():
@@ -207,18 +205,20 @@ def _check_parameters(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holder = max((each for each in units if _is_in(name, each)), key=len)
         other, elsewhere = holders.setdefault(parameter, (name, holder))
+        alike = parameter.dtype == first.dtype or not parameter.requires_grad
         rules = {
-            "hold parameters whole": not is_sharded(parameter),
-            "tie parameters within a block, or outside of all": elsewhere == holder,
-            "hold parameters with a dimension to cut": parameter.ndim > 0,
-            "hold contiguous parameters": parameter.is_contiguous(),
-            f"train parameters of one dtype, {first.dtype}": parameter.dtype == first.dtype
-            or not parameter.requires_grad,
+            "hold parameters whole; build once": not is_sharded(parameter),
+            "tie parameters within a block, or outside of all; name other blocks": elsewhere
+            == holder,
+            "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
+            "hold contiguous parameters; make it so": parameter.is_contiguous(),
+            f"train parameters of one dtype, {first.dtype}; convert it": alike,
         }
-        broken = [rule for rule, holds in rules.items() if not holds]
-        if broken:
-            got = name if other == name else f"{other} and {name}"
-            raise PlanError(f"build: wrap_fsdp's model must {broken[0]}, got {got}")
+        for told, holds in rules.items():
+            if not holds:
+                rule, repair = told.split("; ")
+                got = name if other == name else f"{other} and {name}"
+                raise PlanError(f"build: wrap_fsdp's model must {rule}, got {got}; {repair}")
 
 
 def _is_in(name: str, unit: str) -> bool:

@@ -49,9 +49,10 @@ def refused(recipe, words, *, model=None, optimizer=ours.sgd, world_size=2):
             "wrap_fsdp(blocks) must match modules with parameters, got 'layers', which matches none of "
             "Stack; there are Block, Linear, ModuleList, Sequential",
         ),
+        (af.wrap_fsdp(blocks=nn.ModuleList), "got 'ModuleList', which matches none of Stack"),
         (af.wrap_fsdp(blocks=(Block, nn.Conv2d)), "got 'Conv2d', which matches none of Stack"),
     ],
-    ids=["wrap_ddp", "replicate", "a name", "a class"],
+    ids=["wrap_ddp", "replicate", "a name", "a list", "a class"],
 )
 def test_what_cannot_be_built_is_refused(recipe, words):
     refused(recipe, f"^build: .*{re.escape(words)}", world_size=3)
@@ -72,16 +73,19 @@ def with_parameter(parameter):
         (
             lambda: Tied(inside=True).double(),
             "tie parameters within a block, or outside of all, got blocks.0.inner.0.weight and "
-            "blocks.1.inner.0.weight",
+            "blocks.1.inner.0.weight; name other blocks",
         ),
-        (with_parameter(nn.Parameter(torch.ones(()))), "with a dimension to cut, got extra"),
+        (
+            with_parameter(nn.Parameter(torch.ones(()))),
+            "hold parameters that can be cut, got extra; give it the shape [1]",
+        ),
         (
             with_parameter(nn.Parameter(torch.ones(2, 3).t())),
-            "hold contiguous parameters, got extra",
+            "hold contiguous parameters, got extra; make it so",
         ),
         (
             with_parameter(nn.Parameter(torch.ones(2, dtype=torch.float32))),
-            "train parameters of one dtype, torch.float32, got first.weight",
+            "train parameters of one dtype, torch.float32, got first.weight; convert it",
         ),
     ],
     ids=["tied", "0-dim", "transposed", "dtype"],
@@ -118,7 +122,7 @@ def test_what_an_optimizer_holds_in_other_shapes_is_refused():
 def test_a_model_in_shards_is_refused_a_second_time():
     def run(state):
         model, optimizer, _, state = train(state, af.wrap_fsdp())
-        words = "wrap_fsdp's model must hold parameters whole, got first.weight"
+        words = "wrap_fsdp's model must hold parameters whole, got first.weight; build once"
         with pytest.raises(af.AccelError, match=words):
             af.build(state, af.wrap_fsdp()(af.Plan(ours.mse, model, optimizer)))
 
