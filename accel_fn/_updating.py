@@ -114,7 +114,7 @@ def follow_shards(
     now = dict(model.named_parameters())
     replaced = {old: now[name] for name, old in before.items() if now.get(name, old) is not old}
     for group in optimizer.param_groups if replaced else ():
-        group["params"] = [replaced.get(each, each) for each in group["params"]]
+        group["params"][:] = [replaced.get(each, each) for each in group["params"]]
     for old, new in replaced.items():
         if old in optimizer.state:
             held = optimizer.state.pop(old)

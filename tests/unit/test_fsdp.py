@@ -208,7 +208,7 @@ def test_one_accelerator_trains_as_the_cpu_does(settings, fused):
         model = stack().float()
         plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
         recipe = af.compose(af.place(), wrap, af.accumulate(2), af.clip(0.5))
-        state, step = af.build(af.DistState(device=device), recipe(plan))
+        state, step = af.build(af.init(device=device), recipe(plan))
         for batch in batches():
             state, _ = step(state, tuple(each.float() for each in batch))
         found.append(ours.whole(dict(model.named_parameters())))
