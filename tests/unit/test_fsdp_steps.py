@@ -52,6 +52,16 @@ def test_an_optimizer_made_before_keeps_its_groups_and_what_it_holds(optimizer, 
     assert_trains_as_alone(af.wrap_fsdp(), world_size, **settings)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"],
+)
+def test_optimizers_of_torch_update_shards_as_they_update_all(kind, foreach):
+    make = lambda parameters: getattr(torch.optim, kind)(parameters, lr=0.01, foreach=foreach)
+    assert_trains_as_alone(af.wrap_fsdp(), 3, optimizer=make)
+
+
 def test_the_optimizer_points_at_the_parameters_of_the_model():
     def run(state):
         model, optimizer, _, _ = train(
