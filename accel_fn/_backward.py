@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from accel_fn._forward import run_forward
 from accel_fn._grads import Grads
 from accel_fn._microbatches import Parts, Weights, cut_or_fail
 from accel_fn._plan import Plan, Report
+from accel_fn._sharding import Sharded, evened
 from accel_fn._state import DistState, LossScale
 from accel_fn._tally import SummedTally, Tally
 from accel_fn._torch import run_backward
@@ -45,14 +45,24 @@ class Backward:
     """Called when all gradients of this rank are there, before any are averaged."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
+        if not isinstance(self.module, Sharded):
+            return self._run(state, batch)
+        with self.module.clean():
+            return self._run(state, batch)
+
+    def _run(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         for parameter in self.trainable:
             parameter.grad = None
         stop = any(ask() for ask in self.plan.stops)
         parts, weights, failure = cut_or_fail(self.plan, batch)
         if state.world_size == 1 and len(parts) == 1:
             return self._one(state, parts[0], weights[0], stop)
-        begin = SummedTally if self.carrier is None else partial(CarriedTally, self.carrier)
-        tally: Tally = begin(state, weights, failure, stop=stop)
+        tally: Tally
+        if self.carrier is None:
+            tally = summed = SummedTally(state, weights, failure, stop=stop)
+            parts, weights = evened(self.module, state, summed, parts, weights)
+        else:
+            tally = CarriedTally(self.carrier, state, weights, failure, stop=stop)
         return self._several(state, parts, weights, tally)
 
     def _one(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_fn._errors import PlanError
-from accel_fn._plan import Plan, describe
+from accel_fn._plan import Asked, Plan, describe, slot_names
 from accel_fn._state import DistState
 
 _SINGLE = ("move_model", "compile_loss", "own_parameters", "split")
@@ -23,6 +23,9 @@ def check_plan(state: DistState, plan: Plan) -> None:
     check_parameters(plan)
     _check_optimizer(plan)
     _check_world(state, plan)
+    for each in (each for slot in slot_names() for each in getattr(plan, slot)):
+        if isinstance(each, Asked):
+            each.check(state, plan)
 
 
 def _check_slots(plan: Plan) -> None:

@@ -113,6 +113,15 @@ def _all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]
     return parts
 
 
+def gather_numbers(number: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's 0-dim tensor, in the order of the group's ranks."""
+    parts = [torch.empty_like(number) for _ in range(group.size())]
+    if len(parts) == 1:
+        return number.reshape(1)
+    group.allgather([parts], [number]).wait()
+    return torch.stack(parts)
+
+
 def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> None:
     """Overwrite `tensor` with rank `source`'s; ranks must have agreed on its shape and dtype."""
     options = dist.BroadcastOptions()
@@ -159,6 +168,17 @@ def exchange(value: Any, state: DistState, function: str, of: Sequence[Any] = ()
     return [
         pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
     ]
+
+
+def exchange_number(number: int, state: DistState, function: str) -> list[int]:
+    """Every rank's whole number, in rank order; refused on all where one is in another collective.
+
+    Cost: one small collective on the host.
+    """
+    with waiting(state, function):
+        heads = _Heads(struct.pack("q", number), f"number of {function}", state, function)
+        heads.wait()
+    return [struct.unpack_from("q", each)[0] for each in heads.numbers()]
 
 
 class _Heads:

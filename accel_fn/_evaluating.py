@@ -20,6 +20,7 @@ from accel_fn._errors import ArgumentError, ArgumentTypeError, BatchError, messa
 from accel_fn._forward import run_forward, run_placed
 from accel_fn._metrics import Totals, added, means, totals_of, widest
 from accel_fn._microbatches import cut
+from accel_fn._sharding import evened, loss_module_of
 from accel_fn._state import DistState
 from accel_fn._step import Step
 from accel_fn.data._loader import Epoch, ShardedLoader
@@ -128,18 +129,23 @@ def _measured(
     """Sums and counts of every micro-batch."""
     plan = step.plan
     if metric_fn is None:
-        parts, weights = cut(plan, batch)
+        parts, weights = evened(step._module, state, None, *cut(plan, batch))
         for part, weight in zip(parts, weights, strict=True):
             loss = widest(run_forward(state, plan, step._module, part))
+            if not weight:
+                continue
             assert loss is not None  # the forward checks it
             yield totals_of({"loss": (loss * weight, weight)}, None)
         if not parts:
             yield totals_of({"loss": (0, 0)}, None)
         return
-    model = step._module.model
-    for part in plan.split[0](batch) if plan.split else (batch,):
+    model = loss_module_of(step._module).model
+    parts = plan.split[0](batch) if plan.split else (batch,)
+    parts, mine = evened(step._module, state, None, parts, [1] * len(parts))
+    for part, is_mine in zip(parts, mine, strict=True):
         found = run_placed(state, plan, lambda placed: metric_fn(model, placed), part)
-        yield totals_of(found, _num_rows(part))
+        if is_mine:
+            yield totals_of(found, _num_rows(part))
 
 
 def _num_rows(part: Any) -> int | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from accel_fn._shards import is_sharded, local, norm_over_shards
+
 _DOUBLE = (torch.float64, torch.complex128)
 
 
@@ -91,7 +93,12 @@ class Grads:
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all tensors, summed in at least float32."""
+    """L2 norm over all tensors, on all ranks where they are sharded, summed in at least float32."""
+    sharded = [each for each in tensors if is_sharded(each)]
+    if sharded:
+        whole = [each for each in tensors if not is_sharded(each)]
+        norm = norm_over_shards(global_norm([local(each) for each in sharded]), sharded)
+        return torch.linalg.vector_norm(torch.stack([norm, global_norm(whole)])) if whole else norm
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     if not dense:
         return torch.zeros(())

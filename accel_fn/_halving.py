@@ -16,7 +16,7 @@ from accel_fn._batch import num_samples, split_batch
 from accel_fn._comm import exchange, start_total
 from accel_fn._errors import RoomError
 from accel_fn._grads import Grads
-from accel_fn._plan import Report
+from accel_fn._plan import Kept, Report
 from accel_fn._random import random_state, restore_random
 from accel_fn._state import DistState
 
@@ -34,6 +34,10 @@ class Halving:
 
     def __repr__(self) -> str:
         return f"halving(num_parts={self.num_parts})"
+
+
+class Fitting(Kept):
+    """What makes a `Halving` for each step: by this a plan is known to ask for one."""
 
 
 @dataclass(frozen=True, slots=True)

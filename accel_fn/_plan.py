@@ -181,6 +181,13 @@ def with_kept(plan: Plan, state: DistState) -> Plan:
     return replace(plan, **slots)
 
 
+class Asked(partial[Any]):
+    """A function for a slot that `build` asks, before anything is moved, whether the plan can be built."""
+
+    def check(self, state: DistState, plan: Plan) -> None:
+        """Raise, on every rank alike, where it cannot."""
+
+
 def slot_names() -> list[str]:
     """The slots of a plan, in the order in which a step comes to them."""
     return [each.name for each in fields(Plan)[4:]]

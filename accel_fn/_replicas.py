@@ -13,6 +13,7 @@ from accel_fn import _comm
 from accel_fn._errors import ReplicaError
 from accel_fn._grads import Grads
 from accel_fn._plan import Plan, describe, slot_names
+from accel_fn._shards import is_sharded
 from accel_fn._state import DistState
 
 
@@ -95,8 +96,9 @@ def check_same(tensors: Mapping[str, Tensor | None], state: DistState, words: st
 
 
 def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Of each, a sum over its bits: equal tensors give equal sums."""
-    sums = [torch.zeros((), dtype=torch.int64) if each is None else _sum(each) for each in tensors]
+    """Of each, a sum over its bits: equal tensors give equal sums. 0 for one in shards."""
+    nothing = torch.zeros((), dtype=torch.int64)
+    sums = [nothing if each is None or is_sharded(each) else _sum(each) for each in tensors]
     if len({each.device for each in sums}) > 1:
         sums = [each.cpu() for each in sums]
     found: list[int] = torch.stack(sums).tolist()

@@ -21,9 +21,10 @@ from accel_fn._halving import Halving, Retrying, agree
 from accel_fn._microbatches import cut_or_fail
 from accel_fn._plan import GradFn, Plan, Report, with_kept
 from accel_fn._replicas import check_same_gradients, check_same_plan
+from accel_fn._sharding import Sharded, evened
 from accel_fn._state import DistState
 from accel_fn._tally import SummedTally, mean_loss
-from accel_fn._updating import apply_update, follow_parameters
+from accel_fn._updating import apply_update, follow_parameters, follow_shards
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -43,7 +44,8 @@ class Step:
 
     plan: Plan
     _built_with: DistState
-    _module: LossModule
+    _module: nn.Module
+    """The loss, as a forward alone runs it."""
     _grad_fn: GradFn
     _parameters: Sequence[nn.Parameter]
     _always: Tensor
@@ -91,6 +93,7 @@ class Step:
         self._check_state(state)
         parts, weights, failure = cut_or_fail(self.plan, batch)
         tally = SummedTally(state, weights, failure)
+        parts, weights = evened(self._module, state, tally, parts, weights)
         with torch.no_grad():
             losses = [run_forward(state, self.plan, self._module, part) for part in parts]
         return mean_loss(state, tally, losses, weights)
@@ -229,14 +232,16 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
         follow_parameters(plan.optimizer)
     loss_module = LossModule(plan.loss_fn, model)
     module: nn.Module = loss_module
+    parameters = dict(plan.model.named_parameters())
     for wrap in (*plan.compile_loss, *plan.own_parameters):
         module = wrap(built, module)
+    follow_shards(plan.optimizer, parameters, plan.model)
     plan = with_kept(plan, built)
     grad_fn = _grad_fn(built, plan, module)
     step = Step(
         plan=plan,
         _built_with=built,
-        _module=loss_module,
+        _module=module if isinstance(module, Sharded) else loss_module,
         _grad_fn=grad_fn,
         _parameters=plan.trained(),
         _always=torch.ones((), dtype=torch.bool, device=built.device),
@@ -247,7 +252,11 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
 
 def _grad_fn(state: DistState, plan: Plan, module: nn.Module) -> GradFn:
     """Backward, inside what the plan's gradient functions make of it."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    trainable = (
+        module.trainable()
+        if isinstance(module, Sharded)
+        else [p for p in module.parameters() if p.requires_grad]
+    )
     inner = getattr(module, "module", None)
     halving = next((each for each in plan.split if isinstance(each, Halving)), None)
     backward = Backward(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from accel_fn._grads import Grads
+from accel_fn._shards import local, shard_like
 from accel_fn._torch import run_optimizer
 
 
@@ -76,13 +77,14 @@ def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """`factor * tensors`, in place. Only an accelerator rounds the factor to half precision first."""
     if not tensors:
         return
+    tensors = [local(each) for each in tensors]
     first = tensors[0]
     alike = all(
         (each.dtype, each.device, each.layout) == (first.dtype, first.device, torch.strided)
         for each in tensors
     )
     if alike:
-        torch._foreach_mul_(list(tensors), factor if first.is_cpu else factor.to(first))
+        torch._foreach_mul_(tensors, factor.to(first.device if first.is_cpu else first))
     else:
         for each in tensors:
             each.mul_(factor.to(each.device))
@@ -100,3 +102,27 @@ def follow_parameters(optimizer: Optimizer) -> None:
             for name, value in held.items():
                 if isinstance(value, Tensor) and (value.ndim or on_device):
                     held[name] = value.to(parameter.device)
+
+
+def follow_shards(
+    optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module
+) -> None:
+    """Point an optimizer at the parameters that replaced those of before, and cut what it holds of them.
+
+    Its groups, their settings and their order stay.
+    """
+    now = dict(model.named_parameters())
+    replaced = {old: now[name] for name, old in before.items() if now.get(name, old) is not old}
+    for group in optimizer.param_groups if replaced else ():
+        group["params"][:] = [replaced.get(each, each) for each in group["params"]]
+    for old, new in replaced.items():
+        if old in optimizer.state:
+            held = optimizer.state.pop(old)
+            optimizer.state[new] = {name: _cut(each, new) for name, each in held.items()}
+
+
+def _cut(value: object, parameter: Tensor) -> object:
+    """What an optimizer holds of a parameter, for its shard."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return shard_like(value, parameter)

@@ -44,6 +44,7 @@ _IMPORTS = (
     "accel_fn._world",
     "accel_fn._step",
     "accel_fn.transforms._ddp",
+    "accel_fn.transforms._fsdp",
     "sklearn.datasets",
     "matplotlib.figure",
 )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accel_fn as af
+from accel_fn import _shards
 from accel_fn.testing import simulate
 from tests import reference
 
@@ -104,9 +105,14 @@ def trained(
         for batch in parts[state.rank]:
             state, report = step(state, batch)
             losses.append(float(report.loss))
-        return losses, mine.state_dict()
+        return losses, whole(mine.state_dict())
 
     return simulate(run, world_size=len(parts))
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, gathered where they are in shards: every rank calls it."""
+    return {name: _shards.whole(tensor) for name, tensor in tensors.items()}
 
 
 def dealt(batches: Sequence[Any], sizes: Sequence[Sequence[int]]) -> list[list[Any]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn._plan import Plan, describe
+from accel_fn._shards import is_sharded
 from accel_fn._state import DistState, LossScale
 from accel_fn._step import Step
 from accel_fn.checkpoint._manifest import Entry
@@ -134,8 +135,11 @@ def room_for(
         dtype, shape = getattr(torch, entry.dtype), entry.shape
         old = there.get(entry_name)
         if old is None or old.dtype != dtype or tuple(old.shape) != shape:
-            device = parameter.device if parameter is not None and shape else "cpu"
-            old = torch.empty(shape, dtype=dtype, device=device)
+            if parameter is not None and is_sharded(parameter) and tuple(parameter.shape) == shape:
+                old = torch.empty_like(parameter.detach(), dtype=dtype)
+            else:
+                device = parameter.device if parameter is not None and shape else "cpu"
+                old = torch.empty(shape, dtype=dtype, device=device)
         found[entry_name] = old
     return found
 
@@ -199,7 +203,7 @@ def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]
             extra[key] = value
             continue
         name = f"{prefix}{key}"
-        place = (value.device, value.data_ptr(), value.shape, value.stride())
+        place = _place(value, trained.get(key))
         if value.numel() and place in first:
             found.tied[name] = first[place]
         else:
@@ -208,6 +212,13 @@ def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]
             if key not in trained:
                 found.buffers.append(name)
     return extra
+
+
+def _place(value: Tensor, parameter: nn.Parameter | None) -> tuple[Any, ...]:
+    """Equal for what is one tensor; a rank may hold nothing of one in shards."""
+    if is_sharded(value):
+        return (id(parameter),)
+    return value.device, value.data_ptr(), value.shape, value.stride()
 
 
 def _optimizer_state(plan: Plan) -> tuple[list[tuple[str, str, Tensor]], dict[str, Any]]:

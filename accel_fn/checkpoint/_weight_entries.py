@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn._errors import ArgumentError, ArgumentTypeError, message
+from accel_fn._shards import is_sharded, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,19 @@ def read_entries(function: str, model: nn.Module) -> Entries:
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     firsts: dict[object, str] = {}
-    for name, value in _plain(model).state_dict().items():
+    plain = _plain(model)
+    saved = plain.state_dict()
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    for name, value in saved.items():
         _check_dense(function, name, value)
-        first = firsts.setdefault(_view(value), name) if value.numel() else name
+        # A rank may hold nothing of two tensors in shards.
+        mark = parameters.get(name) if is_sharded(value) else _view(value)
+        first = firsts.setdefault(mark, name) if value.numel() else name
         if first == name:
             tensors[name] = value.detach()
         else:
             tied[name] = first
-    _check_apart(function, tensors)
+    _check_apart(function, {name: local(tensor) for name, tensor in tensors.items()})
     return Entries(tensors, tied)
 
 
@@ -103,6 +109,7 @@ def _check_dense(function: str, name: str, value: object) -> None:
         raise ArgumentError(_broken(function, "hold nothing but tensors in state_dict", name, what))
     if nn.parameter.is_lazy(value):
         raise ArgumentError(_broken(function, "hold values", name, "a parameter without a shape"))
+    value = local(value)
     if value.layout is not torch.strided or hasattr(value, "__tensor_flatten__"):
         what = f"a {type(value).__name__} of layout {value.layout}"
         raise ArgumentError(_broken(function, "hold dense tensors", name, what))
@@ -124,6 +131,7 @@ def _has_code(dtype: torch.dtype, *, is_number: bool) -> bool:
 
 def _view(tensor: Tensor) -> object:
     """Equal for two tensors that are one: same elements, read in the same way."""
+    tensor = local(tensor)
     strides = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return tensor.device, tensor.data_ptr(), tensor.shape, tuple(strides), *marks

@@ -6,12 +6,16 @@ import os
 import re
 from contextlib import ExitStack
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from accel_fn._collectives import all_or_none, barrier
 from accel_fn._errors import ArgumentError, ArgumentTypeError, check_count, message
+from accel_fn._shards import axes_of, fill, is_sharded, whole
+from accel_fn._state import DistState
 from accel_fn.checkpoint._weight_entries import (
     Entries,
     check_storable,
@@ -48,7 +52,8 @@ def save_model(
     other file of the folder is touched. One process at a time may write to a folder; one that
     reads meanwhile gets one of the two sets, or an error.
 
-    Call it on one rank: `af.on_main(lambda: af.save_model(model, folder), state)`.
+    Call it on one rank: `af.on_main(lambda: af.save_model(model, folder), state)`. A model in shards,
+    of `wrap_fsdp`, needs the call on every rank: the first gathers it on the host, and writes.
 
     Args:
         model: with dense tensors of the dtypes that safetensors knows, on any device.
@@ -76,7 +81,11 @@ def save_model(
     extra("save_model", "safetensors.torch")
     entries = read_entries("save_model", model)
     check_storable(entries)
-    write_set(path, entries, limit)
+    shards = [each for each in entries.tensors.values() if is_sharded(each)]
+    if shards:
+        _write_shards(path, entries, limit, axes_of(shards[0]))
+    else:
+        write_set(path, entries, limit)
 
 
 def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -86,7 +95,8 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     that the files are whole. Where both are there, `model.safetensors` goes before the
     index, as elsewhere. A name that the file ties to another gets its value, tied
     in the model or not. Names that are tied in the model need one of them in the file; if there are
-    several, they must be equal to the bit. Devices, `requires_grad` and ties of the model stay.
+    several, they must be equal to the bit. Devices, `requires_grad` and ties of the model stay. Of a model
+    in shards, a rank reads its part; call it on every rank.
 
     An index names files in its folder only, and links must stay in it or lead to
     the blobs of a hub's cache.
@@ -119,7 +129,29 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         if differences:
             raise ArgumentError(_told(path, differences))
         for first, tensor in entries.tensors.items():  # detached: autograd does not see it
-            tensor.copy_(stored.tensor(_keys_of(first, entries, stored)[0]))
+            fill(tensor, stored.tensor(_keys_of(first, entries, stored)[0]))
+
+
+def _write_shards(path: Path, entries: Entries, limit: int, axes: list[DistState]) -> None:
+    """Gather on all ranks, one tensor after another, and write on the first."""
+    barrier(axes[0])
+    writes = all(axis.is_main for axis in axes)
+    tensors = {}
+    for name, tensor in entries.tensors.items():
+        gathered = whole(tensor)
+        if writes:
+            tensors[name] = gathered.cpu()
+
+    def write() -> None:
+        if writes:
+            write_set(path, Entries(tensors, entries.tied), limit)
+
+    done = write
+    for (
+        axis
+    ) in axes:  # ranks along the first axis hear of the one that writes; then all others of those
+        done = partial(all_or_none, done, axis, "save_model")
+    done()
 
 
 def parse_size(function: str, size: int | str) -> int:

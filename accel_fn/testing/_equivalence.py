@@ -13,6 +13,7 @@ from torch import Tensor
 from accel_fn._batch import take_part
 from accel_fn._errors import AccelError
 from accel_fn._plan import Plan
+from accel_fn._shards import whole
 from accel_fn._state import DistState
 from accel_fn._step import build
 from accel_fn.testing._simulation import simulate
@@ -46,7 +47,8 @@ def assert_equivalent(
         plan_a: one plan. Its `loss_fn` must use the model that it is given.
         plan_b: the other; often the same plan with a transform more.
         batches: global batches, trees of tensors [num_samples, ...] on the CPU.
-        world_sizes: ranks for `plan_a` and for `plan_b`; more than one needs `wrap_ddp`.
+        world_sizes: ranks for `plan_a` and for `plan_b`; more than one needs `wrap_ddp` or
+            `wrap_fsdp`.
         rtol: largest difference, relative to the values; for float64.
         atol: largest difference where values are near 0.
         timeout_s: how long a collective waits for a rank.
@@ -85,7 +87,7 @@ def train(
             part = take_part(batch, state.rank, state.world_size)
             state, _ = step(state, part)
             values = {**dict(mine.model.named_parameters()), **dict(mine.model.named_buffers())}
-            trace.append({name: value.detach().clone() for name, value in values.items()})
+            trace.append({name: whole(value).clone() for name, value in values.items()})
         return trace
 
     return simulate(run, world_size=world_size, timeout_s=timeout_s)

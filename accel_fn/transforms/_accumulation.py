@@ -15,9 +15,9 @@ from accel_fn._errors import (
     check_count,
     message,
 )
-from accel_fn._halving import Halving
+from accel_fn._halving import Fitting, Halving
 from accel_fn._launch_options import FromLaunch, Unsaid, launch_options
-from accel_fn._plan import Kept, Plan, SplitFn, Transform
+from accel_fn._plan import Plan, SplitFn, Transform
 from accel_fn._state import DistState
 
 
@@ -89,7 +89,7 @@ def _automatic(split: object) -> Transform:
     if split != "rows":
         rule = 'be "rows" where num_microbatches is "auto"'
         raise ArgumentError(message("accumulate", "split", rule, split))
-    fitting = Kept(halving)
+    fitting = Fitting(halving)
     return lambda plan: replace(plan, split=(*plan.split, fitting))
 
 

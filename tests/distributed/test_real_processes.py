@@ -16,7 +16,7 @@ from tests.distributed.test_real_processes import batches, shard
 state = af.init(device="cpu", timeout_s=60)
 model = ours.{model}()
 plan = af.Plan(ours.{loss}, model, ours.adamw(model.parameters()), {weight_fn})
-state, step = af.build(state, af.compose(af.place(), af.wrap_ddp(), {transforms})(plan))
+state, step = af.build(state, af.compose(af.place(), {wrap}, {transforms})(plan))
 losses, applied = [], []
 for index, batch in enumerate(batches("{loss}")):
     part = shard(batch, state, index)
@@ -26,7 +26,7 @@ for index, batch in enumerate(batches("{loss}")):
     losses.append(float(report.loss))
     applied.append(bool(report.applied))
 scale = None if state.scaler is None else float(state.scaler.scale)
-parameters = {{name: value.tolist() for name, value in model.state_dict().items()}}
+parameters = {{name: value.tolist() for name, value in ours.whole(model.state_dict()).items()}}
 say(json.dumps([losses, applied, scale, parameters]))
 """
 
@@ -66,6 +66,7 @@ def run(num_processes, **settings):
     import torch
 
     defaults = {"model": "regression_model", "loss": "mse", "weight_fn": "", "poisoned": -1}
+    defaults["wrap"] = "af.wrap_ddp()"
     output = launch(TRAIN.format(**{**defaults, **settings}), num_processes=num_processes)
     results = [json.loads(line) for line in output.splitlines()]
     assert len(results) == num_processes
@@ -76,18 +77,30 @@ def run(num_processes, **settings):
     return results
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_and_microbatches_are_one_process_and_one_batch(num_processes):
+WORLDS = [
+    (2, "af.wrap_ddp()"),
+    (3, "af.wrap_ddp()"),
+    (2, "af.wrap_fsdp()"),
+    (4, "af.wrap_fsdp()"),
+    (4, "af.wrap_fsdp(replicate=2, reshard_after_forward=False)"),
+    (2, "af.wrap_fsdp(offload=True, blocks='0')"),
+]
+worlds = pytest.mark.parametrize(("num_processes", "wrap"), WORLDS)
+
+
+@worlds
+def test_processes_and_microbatches_are_one_process_and_one_batch(num_processes, wrap):
     losses, expected = ours.trained_by_hand(ours.regression_model(), batches("mse"), max_norm=0.5)
     for found, applied, scale, parameters in run(
-        num_processes, transforms="af.accumulate(2), af.clip(0.5)"
+        num_processes, wrap=wrap, transforms="af.accumulate(2), af.clip(0.5)"
     ):
         ours.assert_close(parameters, expected)
         assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
         assert (applied, scale) == ([True] * 5, None)
 
 
-def test_processes_are_one_process_by_tokens():
+@pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
+def test_processes_are_one_process_by_tokens(wrap):
     losses, expected = ours.trained_by_hand(
         ours.token_model(), batches("token_loss"), loss_fn=ours.token_loss
     )
@@ -96,6 +109,7 @@ def test_processes_are_one_process_by_tokens():
         model="token_model",
         loss="token_loss",
         weight_fn='af.num_labels("labels")',
+        wrap=wrap,
         transforms="af.accumulate(3)",
     )
     for found, _, _, parameters in results:
@@ -103,15 +117,17 @@ def test_processes_are_one_process_by_tokens():
         assert found == pytest.approx(losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_an_overflow_in_one_process_skips_the_update_in_all(num_processes):
+@worlds
+def test_an_overflow_in_one_process_skips_the_update_in_all(num_processes, wrap):
     clean = [batch for index, batch in enumerate(batches("mse")) if index != 2]
     _, expected = ours.trained_by_hand(ours.regression_model(), clean)
     scaling = (
         "lambda plan: __import__('dataclasses').replace(plan, starts=(lambda state: "
         "__import__('dataclasses').replace(state, scaler=af.LossScale.start(256.0)),))"
     )
-    for _, applied, scale, parameters in run(num_processes, transforms=scaling, poisoned=2):
+    for _, applied, scale, parameters in run(
+        num_processes, wrap=wrap, transforms=scaling, poisoned=2
+    ):
         assert applied == [True, True, False, True, True]
         assert scale == 128.0
         ours.assert_close(parameters, expected)

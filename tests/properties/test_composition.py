@@ -29,15 +29,17 @@ TRANSFORMS = {
 
 @given(
     order=st.permutations(list(TRANSFORMS)),
+    wrap=st.sampled_from([af.wrap_ddp(), af.wrap_fsdp()]),
     batches=strategies.batches(num_batches=2),
     world_size=st.integers(1, 3),
 )
-def test_any_order_of_transforms_is_the_same_step_to_the_bit(order, batches, world_size):
+def test_any_order_of_transforms_is_the_same_step_to_the_bit(order, wrap, batches, world_size):
+    transforms = {**TRANSFORMS, "wrap_ddp": wrap}
     sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
     parts = ours.dealt(batches, sizes)
-    listed = ours.trained(ours.regression_model(), parts, af.compose(*TRANSFORMS.values()))
+    listed = ours.trained(ours.regression_model(), parts, af.compose(*transforms.values()))
     permuted = ours.trained(
-        ours.regression_model(), parts, af.compose(*[TRANSFORMS[name] for name in order])
+        ours.regression_model(), parts, af.compose(*[transforms[name] for name in order])
     )
     for (losses, parameters), (expected_losses, expected) in zip(permuted, listed, strict=True):
         ours.assert_identical(parameters, expected)

@@ -20,6 +20,7 @@ from tests import strategies as ours
 RECIPES = {
     "in the bucket": af.wrap_ddp(),
     "beside a hook": af.wrap_ddp(comm_hook="bf16"),
+    "in shards": af.wrap_fsdp(),
     "micro-batches": af.compose(af.accumulate(3), af.wrap_ddp()),
     "a gradient function": lambda plan: replace(
         af.wrap_ddp()(plan), grad_fns=(lambda inner: lambda *given: inner(*given),)
@@ -41,7 +42,8 @@ def train(state, recipe, asked):
         inputs = torch.full((state.rank * 2 % 5, 3), 0.1 * number + state.rank).double()
         state, report = step(state, (inputs, inputs[:, :1] + 1))  # rank 0 has nothing
         stops.append(report.extras.get("stop"))
-    return stops, {name: value.clone() for name, value in model.state_dict().items()}
+    tensors = ours.whole(model.state_dict())
+    return stops, {name: value.clone() for name, value in tensors.items()}
 
 
 @settings(max_examples=25)

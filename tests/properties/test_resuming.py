@@ -26,10 +26,14 @@ class Life:
     lost: int
     waits: bool = True
     """For its save; else that ends while the lost updates are made."""
+    sharded: bool = False
+    """Parameters and optimizer state, over the ranks; else each holds all of them."""
 
 
 lives = st.lists(
-    st.builds(Life, st.integers(1, 4), st.integers(0, 4), st.integers(0, 3), st.booleans()),
+    st.builds(
+        Life, st.integers(1, 4), st.integers(0, 4), st.integers(0, 3), st.booleans(), st.booleans()
+    ),
     max_size=4,
 )
 
@@ -57,14 +61,16 @@ def live(folder, life, data, *, last=False):
     def run(state):
         model = ours.regression_model(seed=5 + life.kept)  # other values than those saved
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        recipe = af.compose(af.wrap_ddp(), scaled, af.accumulate(2), af.clip(0.5))
+        wrap = af.wrap_fsdp() if life.sharded else af.wrap_ddp()
+        recipe = af.compose(wrap, scaled, af.accumulate(2), af.clip(0.5))
         state, step = af.build(state, recipe(plan))
         state = af.load(folder, state, step)
         stop = len(data) if last else min(state.step + life.kept, len(data))
         while state.step < stop:
             state, _ = step(state, part(data, state))
         path = af.save(folder, state, step, keep=2, wait=life.waits)
-        result = {name: value.clone() for name, value in model.state_dict().items()}, state
+        tensors = ours.whole(model.state_dict())
+        result = {name: value.clone() for name, value in tensors.items()}, state
         for _ in range(min(life.lost, len(data) - state.step)):
             state, _ = step(state, part(data, state))
         while af.latest(folder) != path:
@@ -95,6 +101,10 @@ def begin(folder):
 @settings(max_examples=10)
 @given(lives=lives, spoilt=st.frozensets(st.integers(0, NUM_BATCHES - 1), max_size=3))
 @example(lives=[Life(2, 3, 2), Life(4, 2, 1, False), Life(1, 1, 3)], spoilt=frozenset({1, 4}))
+@example(
+    lives=[Life(2, 1, 2), Life(4, 2, 1, False, True), Life(3, 1, 0, True, True), Life(2, 2, 0)],
+    spoilt=frozenset({1, 4}),
+)
 def test_any_stops_at_any_worlds_are_the_run_by_hand(lives, spoilt):
     data = batches(spoilt)
     clean = [batch for index, batch in enumerate(data) if index not in spoilt]
@@ -113,16 +123,18 @@ def test_any_stops_at_any_worlds_are_the_run_by_hand(lives, spoilt):
 @settings(max_examples=6)
 @given(
     world_size=st.integers(1, 4),
+    sharded=st.booleans(),
     stops=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=4),
 )
-def test_stops_at_one_world_size_change_no_bit(world_size, stops):
+def test_stops_at_one_world_size_change_no_bit(world_size, sharded, stops):
     data = batches(frozenset({2}))
     ends = []
-    for lives in ([], [Life(world_size, kept, 2, waits) for kept, waits in stops]):
+    stopped = [Life(world_size, kept, 2, waits, sharded) for kept, waits in stops]
+    for lives in ([], stopped):
         with tempfile.TemporaryDirectory() as folder:
             begin(folder)
             for life in lives:
                 live(folder, life, data)
-            ends.append(live(folder, Life(world_size, 0, 0), data, last=True))
-    for (whole, _), (stopped, _) in zip(*ends, strict=True):
-        ours.assert_identical(stopped, whole)
+            ends.append(live(folder, Life(world_size, 0, 0, True, sharded), data, last=True))
+    for (whole, _), (found, _) in zip(*ends, strict=True):
+        ours.assert_identical(found, whole)

@@ -80,7 +80,12 @@ def test_worlds_are_joined_and_talk_in_one_module_each_beside_the_simulated_grou
     }
     types_only = {"_state.py", "testing/_simulation.py"}  # the type of a group
     stores_only = {"launching/_meeting.py"}  # where machines meet before there is a world
-    assert users - types_only - stores_only == {"_comm.py", "_joining.py", "testing/_threads.py"}
+    assert users - types_only - stores_only == {
+        "_comm.py",
+        "_joining.py",
+        "_meshes.py",
+        "testing/_threads.py",
+    }
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -20,6 +21,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 import accel_fn as af
 from accel_fn import _torch
+from accel_fn._meshes import make_mesh
 from accel_fn._torch import run_backward, run_optimizer
 from accel_fn.data._reading import shown
 from accel_fn.data._workers import end_workers, lost_workers
@@ -58,11 +60,15 @@ def sgd(parameters):
         "torch._C._distributed_c10d:HashStore",
         "torch._C._distributed_c10d:PrefixStore",
         "torch._C._distributed_c10d:TCPStore",
+        "torch._C._distributed_c10d:_register_process_group",
+        "torch:Tensor._is_view",
         "torch:_foreach_mul_",
         "torch:_foreach_norm",
         "torch.autograd.graph:_engine_run_backward",
         "torch.distributed:ProcessGroup._register_backend",
         "torch.distributed:ProcessGroup._set_default_backend",
+        "torch.distributed:ProcessGroup._set_group_name",
+        "torch.distributed:ProcessGroup.get_group_store",
         "torch.distributed.distributed_c10d:_world.pg_map",
         "torch.optim:Optimizer.profile_hook_step",
         "torch.optim.optimizer:_global_optimizer_post_hooks",
@@ -366,6 +372,68 @@ def test_group_of_a_thread_is_one_that_ddp_takes():
         return float(model.module.weight.grad)
 
     assert simulate(run, world_size=2) == [0.5, 0.5]
+
+
+def in_shards(state, replicate=1):
+    """A layer, and the class that FSDP has made for it."""
+    layer = nn.Linear(2, 3)
+    nn.init.ones_(layer.weight)
+    fully_shard(layer, mesh=make_mesh(state, replicate))
+    return layer
+
+
+def test_mesh_by_hand_is_one_that_fsdp_takes():
+    def run(state):
+        layer = in_shards(state, replicate=2)
+        layer(torch.full((1, 2), float(state.rank))).sum().backward()
+        mesh = layer.weight.device_mesh
+        shards = mesh["shard"]
+        return (
+            layer.weight.grad.full_tensor().tolist(),
+            [group.rank() for group in mesh.get_all_groups()],
+            (shards.ndim, shards.get_group() is mesh.get_group("shard")),
+        )
+
+    found = simulate(run, world_size=4)
+    assert [gradient for gradient, _, _ in found] == [[[1.5, 1.5]] * 3] * 4
+    assert [places for _, places, _ in found] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert {shards for _, _, shards in found} == {(1, True)}
+
+
+def test_fsdp_works_by_its_hooks_also_where_a_module_has_its_own_class_again():
+    def run(state):
+        layer = in_shards(state)
+        made, layer.__class__ = type(layer), nn.Linear
+        assert issubclass(made, FSDPModule)
+        assert issubclass(made, nn.Linear)
+        layer(torch.full((1, 2), float(state.rank))).sum().backward()
+        return layer.weight.grad.full_tensor().tolist()
+
+    assert simulate(run, world_size=2) == [[[0.5, 0.5]] * 3] * 2
+
+
+def test_a_parameter_that_fsdp_gathers_is_the_same_object_each_time():
+    def run(state):
+        layer = in_shards(state)
+        found = []
+        for _ in range(2):
+            layer.unshard()
+            found.append(id(layer.weight))
+            layer.reshard()
+        layer(torch.ones(1, 2))
+        return found == [id(layer.weight)] * 2
+
+    assert simulate(run, world_size=2) == [True, True]
+
+
+def test_backward_into_gathered_parameters_alone_is_averaged_over_the_ranks():
+    def run(state):
+        layer, other = in_shards(state), nn.Parameter(torch.ones(1))
+        loss = (layer(torch.full((1, 2), float(state.rank))) * other).sum()
+        run_backward(loss, None, list(layer.parameters()))
+        return layer.weight.grad.full_tensor().tolist(), other.grad
+
+    assert simulate(run, world_size=2) == [([[0.5, 0.5]] * 3, None)] * 2
 
 
 def test_get_worker_info_gives_what_its_module_holds():

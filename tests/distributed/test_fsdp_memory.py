@@ -1,0 +1,58 @@
+"""A rank of W holds 1/W of parameters, gradients and optimizer state: of 100 million, over processes."""
+
+import json
+
+import pytest
+
+from tests.processes import launch
+
+WIDTH, DEPTH = 1024, 12
+SCRIPT = """
+import ctypes, json, re, torch
+from pathlib import Path
+from torch import nn
+import accel_fn as af
+
+def resident():
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the allocator only keeps
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+def held(tensors):
+    local = [getattr(each, "to_local", lambda: each)() for each in tensors]
+    storages = [each.untyped_storage() for each in local]
+    return sum({{each.data_ptr(): each.nbytes() for each in storages}}.values())
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear({width}, 4 * {width}), nn.Linear(4 * {width}, {width})
+    def forward(self, inputs):
+        return inputs + self.down(self.up(inputs).relu())
+
+state = af.init(device="cpu", timeout_s=200)
+before = resident()
+model = nn.Sequential(*[Block() for _ in range({depth})])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+plan = af.Plan(lambda model, batch: model(batch).square().mean(), model, optimizer)
+state, step = af.build(state, af.wrap_fsdp()(plan))
+state, _ = step(state, torch.ones(2, {width}))
+_, grads, _ = step.grads(state, torch.ones(2, {width}))
+kept = [value for each in optimizer.state.values() for value in each.values() if value.ndim]
+sizes = [held(tensors) for tensors in (model.parameters(), grads.tensors, kept)]
+say(json.dumps([sum(each.numel() for each in model.parameters()), sizes, resident() - before]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_holds_its_part_of_a_hundred_million_parameters(world_size):
+    script = SCRIPT.format(width=WIDTH, depth=DEPTH)
+    output = launch(script, num_processes=world_size, timeout_s=300)
+    for line in output.splitlines():
+        number, (parameters, gradients, optimizer), resident = json.loads(line)
+        assert number > 100e6
+        part = 4 * number / world_size  # float32; rows of 1024 and 4096 are cut evenly
+        assert parameters == part
+        assert gradients == part
+        assert optimizer == 2 * part
+        assert resident < 4 * part + 150e6  # modules that torch loads, and one block, whole

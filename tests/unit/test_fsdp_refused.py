@@ -1,0 +1,163 @@
+"""What wrap_fsdp refuses, on every rank, before anything is changed."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.stacks import (
+    Block,
+    Tied,
+    stack,
+    train,
+)
+
+
+def refused(recipe, words, *, model=None, optimizer=ours.sgd, world_size=2):
+    """Refused on every rank, before anything is changed."""
+    models = [stack() if model is None else model() for _ in range(world_size)]
+
+    def run(state):
+        mine = models[state.rank]
+        before = {name: id(each) for name, each in mine.named_parameters(remove_duplicate=False)}
+        with pytest.raises(ValueError, match=words) as caught:
+            af.build(state, recipe(af.Plan(ours.mse, mine, optimizer(mine.parameters()))))
+        after = {name: id(each) for name, each in mine.named_parameters(remove_duplicate=False)}
+        assert after == before
+        return isinstance(caught.value, af.AccelError)
+
+    assert simulate(run, world_size=world_size) == [True] * world_size
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (
+            af.compose(af.wrap_ddp(), af.wrap_fsdp()),
+            "own_parameters, got replicate() and shard(); leave out one",
+        ),
+        (
+            af.wrap_fsdp(replicate=2),
+            "wrap_fsdp(replicate) must divide the number of ranks, 3, got 2",
+        ),
+        (
+            af.wrap_fsdp(blocks="layers"),
+            "wrap_fsdp(blocks) must match modules with parameters, got 'layers', which matches none of "
+            "Stack; there are Block, Linear, ModuleList, Sequential",
+        ),
+        (af.wrap_fsdp(blocks=nn.ModuleList), "got 'ModuleList', which matches none of Stack"),
+        (af.wrap_fsdp(blocks=(Block, nn.Conv2d)), "got 'Conv2d', which matches none of Stack"),
+    ],
+    ids=["wrap_ddp", "replicate", "a name", "a list", "a class"],
+)
+def test_what_cannot_be_built_is_refused(recipe, words):
+    refused(recipe, f"^build: .*{re.escape(words)}", world_size=3)
+
+
+def with_parameter(parameter):
+    def make():
+        model = stack()
+        model.extra = parameter
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            lambda: Tied(inside=True).double(),
+            "tie parameters within a block, or outside of all, got blocks.0.inner.0.weight and "
+            "blocks.1.inner.0.weight; name other blocks",
+        ),
+        (
+            with_parameter(nn.Parameter(torch.ones(()))),
+            "hold parameters that can be cut, got extra; give it the shape [1]",
+        ),
+        (
+            with_parameter(nn.Parameter(torch.ones(2, 3).t())),
+            "hold contiguous parameters, got extra; make it so",
+        ),
+        (
+            with_parameter(nn.Parameter(torch.ones(2, dtype=torch.float32))),
+            "train parameters of one dtype, torch.float32, got first.weight; convert it",
+        ),
+    ],
+    ids=["tied", "0-dim", "transposed", "dtype"],
+)
+def test_what_cannot_be_sharded_is_refused_by_name(model, words):
+    refused(af.wrap_fsdp(), f"^build: wrap_fsdp's model must .*{re.escape(words)}$", model=model)
+
+
+WHOLE_ONLY = {
+    "Adafactor": torch.optim.Adafactor,
+    "Rprop": torch.optim.Rprop,
+    "Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2]),
+    "SGD(fused=True)": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "Adagrad(fused=True)": lambda parameters: torch.optim.Adagrad(parameters, fused=True),
+}
+
+
+@pytest.mark.parametrize(("name", "optimizer"), WHOLE_ONLY.items(), ids=WHOLE_ONLY)
+def test_optimizers_that_cannot_update_shards_are_refused(name, optimizer):
+    words = f"^build: wrap_fsdp's optimizer must .*, got {re.escape(name)}; "
+    refused(af.wrap_fsdp(), words, optimizer=optimizer)
+
+
+def test_what_an_optimizer_holds_in_other_shapes_is_refused():
+    def with_rows(parameters):
+        optimizer = ours.sgd(parameters)
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["rows"] = torch.ones(5).double()
+        return optimizer
+
+    words = "got 'rows' of shape [5] for one of [5, 3]; make it anew"
+    refused(af.wrap_fsdp(), re.escape(words), optimizer=with_rows)
+
+
+def test_a_model_in_shards_is_refused_a_second_time():
+    def run(state):
+        model, optimizer, _, state = train(state, af.wrap_fsdp())
+        words = "wrap_fsdp's model must hold parameters whole, got first.weight; build once"
+        with pytest.raises(af.AccelError, match=words):
+            af.build(state, af.wrap_fsdp()(af.Plan(ours.mse, model, optimizer)))
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"blocks": 3},
+            "blocks must be a class of modules, a name of a module, several of these, or None",
+        ),
+        ({"blocks": [int]}, "blocks must be a class of modules"),
+        ({"replicate": 0}, "replicate must be an integer >= 1, got 0"),
+        ({"replicate": 1.5}, "replicate must be an integer >= 1, got 1.5"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward must be True or False, got 2"),
+        ({"offload": "cpu"}, "offload must be True or False, got 'cpu'"),
+        (
+            {"param_dtype": "bf16"},
+            "param_dtype must be a floating-point torch.dtype or None, got 'bf16'",
+        ),
+        (
+            {"reduce_dtype": torch.int32},
+            "reduce_dtype must be a floating-point torch.dtype or None",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_are_checked_when_they_are_given(settings, words):
+    with pytest.raises(ValueError, match=f"^wrap_fsdp: {re.escape(words)}"):
+        af.wrap_fsdp(**settings)
+
+
+def test_the_plan_says_what_was_asked_for():
+    plan = af.Plan(ours.mse, stack(), ours.sgd(stack().parameters()))
+    told = af.explain(af.wrap_fsdp(blocks="blocks", replicate=2)(plan), af.DistState(world_size=4))
+    assert "the mean over the global batch, by shard(blocks='blocks', replicate=2)" in told

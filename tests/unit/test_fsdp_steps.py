@@ -1,0 +1,232 @@
+"""wrap_fsdp beside what else makes a step: optimizers, autocast, micro-batches, evaluation, failures."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.stacks import (
+    assert_trains_as_alone,
+    batches,
+    part,
+    stack,
+    train,
+    weights_after,
+)
+
+
+def warmed_up(model, optimizer):
+    """A few steps before the model is sharded."""
+    for batch in batches(2):
+        ours.mse(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_two_groups(kind, **settings):
+    def make(parameters):
+        each = list(parameters)
+        groups = [{"params": each[:3], "lr": 0.01}, {"params": each[3:][::-1], "weight_decay": 0.3}]
+        return kind(groups, lr=0.05, **settings)
+
+    return make
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        in_two_groups(torch.optim.AdamW, amsgrad=True),
+        in_two_groups(torch.optim.AdamW, fused=True),
+        in_two_groups(torch.optim.SGD, momentum=0.9),
+        in_two_groups(torch.optim.Adagrad),
+    ],
+    ids=["adamw", "fused adamw", "sgd", "adagrad"],
+)
+def test_an_optimizer_made_before_keeps_its_groups_and_what_it_holds(optimizer, world_size):
+    settings = {"optimizer": optimizer, "before": warmed_up}
+    assert_trains_as_alone(af.wrap_fsdp(), world_size, **settings)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"],
+)
+def test_optimizers_of_torch_update_shards_as_they_update_all(kind, foreach):
+    make = lambda parameters: getattr(torch.optim, kind)(parameters, lr=0.01, foreach=foreach)
+    assert_trains_as_alone(af.wrap_fsdp(), 3, optimizer=make)
+
+
+def test_the_optimizer_points_at_the_parameters_of_the_model():
+    def run(state):
+        model, optimizer, _, _ = train(
+            state, af.wrap_fsdp(), optimizer=in_two_groups(torch.optim.SGD)
+        )
+        mine = [id(each) for each in model.parameters()]
+        first, second = optimizer.param_groups
+        assert [id(each) for each in (*first["params"], *second["params"][::-1])] == mine
+        assert all(isinstance(each, DTensor) for each in model.parameters())
+        return first["lr"], second["lr"], second["weight_decay"]
+
+    assert simulate(run, world_size=2) == [(0.01, 0.05, 0.3)] * 2
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_ranks_talk_of_gradients_in_the_last_micro_batch_alone(reshard):
+    """And blocks that stay whole until their backward do so from one micro-batch to the next."""
+
+    def run(state):
+        model, seen = stack(), []
+        optimizer = ours.sgd(model.parameters())
+
+        def loss_fn(model, batch):
+            held = [each for group in optimizer.param_groups for each in group["params"]]
+            is_whole = not isinstance(model.blocks[0].inner[0].weight, DTensor)
+            seen.append((all(each.grad is None for each in held), is_whole))
+            return ours.mse(model, batch)
+
+        recipe = af.compose(af.wrap_fsdp(reshard_after_forward=reshard), af.accumulate(3))
+        state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+        for batch in batches(2):
+            state, _ = step(state, part(batch, state))
+        return seen
+
+    kept = [(True, False), (True, not reshard), (True, not reshard)]
+    assert simulate(run, world_size=2) == [kept * 2] * 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_trains_and_skips_what_overflows(precision, fused):
+    def run(state):
+        model = stack().float()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
+        recipe = af.compose(af.wrap_fsdp(), af.with_amp(precision, init_scale=2.0**10))
+        state, step = af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+        before = ours.whole(model.state_dict())
+        batch = torch.ones(2, 3), torch.ones(2, 1)
+        if precision == "fp16":
+            far = batch[0] * 1e6 if state.is_main else batch[0]
+            state, report = step(state, (far, batch[1]))
+            assert not report.applied
+            assert float(state.scaler.scale) == 2.0**9
+            for name, parameter in ours.whole(dict(model.named_parameters())).items():
+                assert torch.equal(parameter, before[name])
+        losses = [float(step(state, batch)[1].loss) for _ in range(20)]
+        return losses[-1] < losses[0] / 2
+
+    assert simulate(run, world_size=2) == [True, True]
+
+
+def test_a_bound_on_every_element_is_one_on_shards():
+    recipe = af.clip_value(0.05)
+    (expected,) = weights_after(recipe, 1)
+    for actual in weights_after(af.compose(recipe, af.wrap_fsdp()), 2):
+        for name, _ in stack().named_parameters():
+            torch.testing.assert_close(actual[name], expected[name], **ours.EXACT)
+
+
+def test_frozen_parameters_stay_as_they_are():
+    def freeze(model, _):
+        model.first.requires_grad_(False)
+        model.blocks[1].requires_grad_(False)
+
+    assert_trains_as_alone(af.wrap_fsdp(), before=freeze)
+
+
+def test_another_model_in_the_loss_keeps_its_gradients():
+    def run(state):
+        critic = nn.Linear(1, 1).double()
+        critic.weight.grad = torch.full((1, 1), 7.0).double()
+        loss_fn = lambda model, batch: critic(model(batch[0])).square().mean()
+        train(state, af.wrap_fsdp(), loss_fn=loss_fn)
+        return float(critic.weight.grad), critic.bias.grad
+
+    assert simulate(run, world_size=2) == [(7.0, None)] * 2
+
+
+def test_a_forward_alone_leaves_shards_and_gives_the_loss_of_the_global_batch():
+    batch = batches(1)[0]
+    expected = ours.mse(stack(), batch).item()
+
+    def run(state):
+        model = stack()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.compose(af.wrap_fsdp(), af.accumulate(3))(plan))
+        mine = batch if state.rank == 1 else ours.rows(batch, 0, 0)
+        loss = float(step.forward(state, mine))
+        with torch.no_grad():
+            model(batch[0])
+        return loss, all(isinstance(each, DTensor) for each in model.parameters())
+
+    assert simulate(run, world_size=3) == [(pytest.approx(expected, rel=1e-6), True)] * 3
+
+
+def test_evaluation_counts_every_sample_once():
+    data = torch.utils.data.TensorDataset(*batches(1, size=11)[0])
+
+    def run(state, recipe):
+        model = stack()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, recipe(plan))
+        loader = af.shard_loader(torch.utils.data.DataLoader(data, batch_size=4), state)
+        near = lambda model, batch: {"off": (model(batch[0]) - batch[1]).abs().squeeze(1)}
+        return {**af.evaluate(step, loader, state), **af.evaluate(step, loader, state, near)}
+
+    expected = run(af.DistState(), af.compose())
+    recipe = af.compose(af.wrap_fsdp(), af.accumulate(2))
+    for found in simulate(lambda state: run(state, recipe), world_size=3):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def failing_in_the_loss(model, batch):
+    model(batch[0])
+    raise ZeroDivisionError
+
+
+def failing_in_a_block(model, batch):
+    handle = model.blocks[1].inner[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    try:
+        return ours.mse(model, batch)
+    finally:
+        handle.remove()
+
+
+def failing_in_the_backward(model, batch):
+    hidden = model.encode(batch[0])
+    hidden.register_hook(lambda gradient: 1 / 0)
+    return F.mse_loss(model.last(hidden), batch[1])
+
+
+@pytest.mark.parametrize(
+    "failing", [failing_in_the_loss, failing_in_a_block, failing_in_the_backward]
+)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
+    def run(state):
+        model, calls = stack(), []
+
+        def loss_fn(model, batch):
+            calls.append(None)
+            return (failing if len(calls) == num_microbatches + 1 else ours.mse)(model, batch)
+
+        recipe = af.compose(af.wrap_fsdp(), af.accumulate(num_microbatches))
+        plan = recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+        state, step = af.build(state, plan)
+        for index, batch in enumerate(batches()):
+            if index == 1:
+                with pytest.raises(ZeroDivisionError):
+                    step(state, part(batch, state))
+                assert all(isinstance(each, DTensor) for each in model.parameters())
+            state, _ = step(state, part(batch, state))
+        return ours.whole(dict(model.named_parameters()))
+
+    (expected,) = weights_after(af.compose(), 1)
+    for actual in simulate(run, world_size=2):
+        for name, value in actual.items():
+            torch.testing.assert_close(value, expected[name], **ours.EXACT)
