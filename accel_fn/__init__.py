@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from accel_fn.transforms._amp import with_amp as with_amp
     from accel_fn.transforms._clipping import clip as clip
     from accel_fn.transforms._clipping import clip_value as clip_value
+    from accel_fn.transforms._compilation import compiled as compiled
     from accel_fn.transforms._ddp import wrap_ddp as wrap_ddp
     from accel_fn.transforms._placement import place as place
     from accel_fn.transforms._preemption import Preemption as Preemption
@@ -87,6 +88,7 @@ _MODULES = {
     "transforms._accumulation": ["accumulate"],
     "transforms._amp": ["with_amp"],
     "transforms._clipping": ["clip", "clip_value"],
+    "transforms._compilation": ["compiled"],
     "transforms._ddp": ["wrap_ddp"],
     "transforms._placement": ["place"],
     "transforms._preemption": ["Preemption"],

@@ -14,7 +14,7 @@ from accel_fn._errors import PlanError
 from accel_fn._plan import Plan, describe
 from accel_fn._state import DistState
 
-_SINGLE = ("move_model", "compile_loss", "own_parameters", "split")
+_SINGLE = ("move_model", "compile_loss", "compile_step", "own_parameters", "split")
 
 
 def check_plan(state: DistState, plan: Plan) -> None:
@@ -23,6 +23,7 @@ def check_plan(state: DistState, plan: Plan) -> None:
     check_parameters(plan)
     _check_optimizer(plan)
     _check_world(state, plan)
+    _check_compiled(state, plan)
 
 
 def _check_slots(plan: Plan) -> None:
@@ -84,6 +85,26 @@ def _check_world(state: DistState, plan: Plan) -> None:
         raise PlanError(
             "build: wrap_ddp(static_graph=True) must not be combined with accumulate, whose first "
             "micro-batches DDP does not see; leave out one"
+        )
+
+
+def _check_compiled(state: DistState, plan: Plan) -> None:
+    if not plan.compile_step:
+        return
+    whole = describe(plan.compile_step[0])
+    if plan.compile_loss:
+        names = f"{describe(plan.compile_loss[0])} and {whole}"
+        raise PlanError(f"build: plan must be compiled once, got {names}; leave out one")
+    if state.world_size > 1:
+        raise PlanError(
+            f'build: compiled(scope="step") must have a world of one, got {state.world_size} ranks, '
+            'whose gradients no graph can average; use scope="loss"'
+        )
+    if plan.grad_fns:
+        names = ", ".join(map(describe, plan.grad_fns))
+        raise PlanError(
+            f'build: compiled(scope="step") must compute the gradients itself, got {names}; '
+            'use scope="loss"'
         )
 
 

@@ -65,8 +65,18 @@ def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> T
 
 def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:
     """`call` on one micro-batch, where the plan places it and in the plan's contexts."""
+    return in_contexts(state, plan, call, placed(state, plan, part))
+
+
+def placed(state: DistState, plan: Plan, part: Any) -> Any:
+    """A micro-batch where the plan places it."""
     for place_batch in plan.place_batch:
         part = place_batch(state, part)
+    return part
+
+
+def in_contexts(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:
+    """`call` on what is placed already, in the plan's contexts."""
     if not plan.contexts:
         return call(part)
     with ExitStack() as stack:

@@ -1,0 +1,58 @@
+"""torch.compile as the library calls it, and whether this machine has what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_fn._errors import PlanError
+
+MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+
+
+def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """`torch.compile(fn, **settings)`, whose graphs are counted apart from those of any other."""
+    compiled: Callable[..., Any] = torch.compile(_with_own_code(fn), **settings)
+    return compiled
+
+
+def compile_in_place(modules: Sequence[nn.Module], **settings: Any) -> None:
+    """`module.compile(**settings)` for modules of one class, which share their graphs with no other.
+
+    torch keeps graphs by the code that they were made of, which is the same for all
+    modules of a process, and stops compiling at a small number of them.
+    """
+    call = _with_own_code(nn.Module._call_impl)
+    for module in modules:
+        module._compiled_call_impl = torch.compile(MethodType(call, module), **settings)
+
+
+def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+    assert isinstance(fn, FunctionType)
+    code = fn.__code__.replace()
+    return FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile next to nothing.
+
+    Raises:
+        PlanError: this machine cannot.
+    """
+    start = torch.zeros(2, device=device)
+    try:
+        torch.compile(_increment, fullgraph=True, options={"fx_graph_cache": False})(start)
+    except Exception as error:
+        text = str(error).strip().split("\n")
+        raise PlanError(
+            f"build: compiled must have a compiler for {device.type} on this machine, got "
+            f"{text[0]}; install one (a C++ compiler for a CPU, Triton for a GPU), or leave out compiled"
+        ) from error
+
+
+def _increment(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1
