@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from accel_fn._compiling import compile_function
 from accel_fn._errors import LossError, PlanError
 
-Memory = Mapping[Tensor, dict[str, Any]]
+Memory = dict[str, Any]
 Group = dict[str, Any]
 
 _IMPLEMENTATIONS = ("foreach", "fused")
@@ -32,66 +32,75 @@ class Captured:
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self.kind = methods_of(type(optimizer))
-        held = ("state", "param_groups")
-        self.attributes = {
-            name: value
-            for name, value in vars(optimizer).items()
-            if name not in held and not name.endswith("hooks") and not callable(value)
-        }
-        self.optimizer = optimizer
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._optimizer = optimizer
+        self._kind = methods_of(optimizer)
         groups = optimizer.param_groups
-        self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in groups]
-        self._given = [float("nan")] * len(groups)
+        numbers = {p: n for n, p in enumerate(p for group in groups for p in group["params"])}
+        self._members = [[numbers[each] for each in group["params"]] for group in groups]
+        self._parameters: list[Tensor] = list(numbers)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.rates = torch.zeros(len(groups), dtype=dtype, device=device)
+        """The learning rates of the groups: numbers in a tensor, so that they can change without a new graph."""
+        self._seen: list[Group] = [{} for _ in groups]
+        self._settings: list[Group] = [{} for _ in groups]
 
     def settings(self) -> list[Group]:
-        """The hyperparameters of the groups as they are now, learning rates as tensors."""
-        return [self._of(index, group) for index, group in enumerate(self.optimizer.param_groups)]
+        """The hyperparameters of the groups as they are now, but for the learning rates.
 
-    def _of(self, index: int, group: Group) -> Group:
-        settings = group.copy()
-        for name in _IMPLEMENTATIONS:
-            if name in settings:
-                settings[name] = False
-        rate = group.get("lr")
-        if isinstance(rate, float | int):
-            if rate != self._given[index]:
-                self._rates[index].fill_(rate)
-                self._given[index] = rate
-            settings["lr"] = self._rates[index]
-        return settings
+        A dict that has not changed is the same one as before, which guards are quick to see.
+        """
+        for index, group in enumerate(self._optimizer.param_groups):
+            if group != self._seen[index]:
+                self._follow(index, group)
+        return self._settings
+
+    def _follow(self, index: int, group: Group) -> None:
+        settings, seen = self._settings[index], self._seen[index]
+        for name, value in group.items():
+            if name in seen and seen[name] is value:
+                continue
+            seen[name] = value
+            if name == "lr" and isinstance(value, float | int):
+                self.rates[index] = value
+            elif name != "params":
+                settings[name] = False if name in _IMPLEMENTATIONS else value
+
+    def memory(self) -> list[Memory]:
+        """What the optimizer remembers now, of each parameter."""
+        state = self._optimizer.state
+        return [state.get(each, {}) for each in self._parameters]
 
     def update(
         self,
         groups: Sequence[Group],
-        memory: Memory,
-        gradients: Mapping[Tensor, Tensor],
+        rates: Tensor,
+        memory: Sequence[Memory],
+        gradients: Sequence[Tensor | None],
         ok: Tensor | None,
     ) -> None:
         """Parameters and memory as after the optimizer's step; as they were where `ok` is False."""
-        running = self.kind()
-        for name, value in self.attributes.items():
-            setattr(running, name, value)
-        running.state = {
-            each: {name: _widened(value) for name, value in memory[each].items()}
-            for each in gradients
-        }
-        running.param_groups = [
-            {**group, "params": [each for each in group["params"] if each in gradients]}
-            for group in groups
-        ]
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        old = {} if ok is None else {each: each.clone() for each in gradients}
+        running = self._kind()
+        reached = []
+        running.state, running.param_groups = {}, []
+        for group, rate, numbers in zip(groups, rates, self._members, strict=True):
+            members = []
+            for number in numbers:
+                parameter, gradient = self._parameters[number], gradients[number]
+                if gradient is not None:
+                    parameter.grad = gradient
+                    held = {name: _widened(value) for name, value in memory[number].items()}
+                    running.state[parameter] = held
+                    members.append(parameter)
+                    reached.append((parameter, parameter.clone(), held, memory[number]))
+            running.param_groups.append({"lr": rate, **group, "params": members})
         running.step()
-        for parameter, held in running.state.items():
+        for parameter, old, held, remembered in reached:
             parameter.grad = None
             if ok is not None:
-                parameter.copy_(torch.where(ok, parameter, old[parameter]))
+                parameter.copy_(torch.where(ok, parameter, old))
             for name, value in held.items():
-                kept = memory[parameter][name]
                 if isinstance(value, Tensor):
+                    kept = remembered[name]
                     kept.copy_(value if ok is None else torch.where(ok, value, kept))
 
 
@@ -102,13 +111,14 @@ def _widened(value: Any) -> Any:
     return value.double() if not value.ndim and value.dtype == torch.float32 else value.clone()
 
 
-def methods_of(kind: type[Optimizer]) -> Any:
-    """A class with the methods of an optimizer's, that is none to the compiler."""
+def methods_of(optimizer: Optimizer) -> Any:
+    """A class with all of an optimizer but its state and groups, that is none to the compiler."""
     own: dict[str, Any] = {}
-    for each in reversed(kind.__mro__[:-1]):
+    for each in reversed(type(optimizer).__mro__[:-1]):
         own |= {name: _bare(v) for name, v in vars(each).items() if not name.startswith("__")}
+    own |= {name: v for name, v in vars(optimizer).items() if name not in own}
     checks = [name for name in own if name.endswith("_graph_capture_health_check")]
-    return type(kind.__name__, (), {**own, **dict.fromkeys(checks, _nothing)})
+    return type(type(optimizer).__name__, (), {**own, **dict.fromkeys(checks, _nothing)})
 
 
 def _bare(member: Any) -> Any:
@@ -190,14 +200,14 @@ def _compare(trial: Optimizer, device: torch.device) -> None:
     gradient = parameter.grad
     captured = Captured(trial, device)
 
-    def update(groups: Sequence[Group], memory: Memory) -> None:
-        captured.update(groups, memory, {parameter: gradient}, None)
+    def update(groups: Sequence[Group], rates: Tensor, memory: Sequence[Memory]) -> None:
+        captured.update(groups, rates, memory, [gradient], None)
 
     changed = [parameter, *(v for v in trial.state[parameter].values() if isinstance(v, Tensor))]
     start = [each.detach().clone() for each in changed]
     ends = []
     compiled = compile_function(update, backend="eager", fullgraph=True)
-    for run in (lambda: compiled(captured.settings(), trial.state), trial.step):
+    for run in (lambda: compiled(captured.settings(), captured.rates, captured.memory()), trial.step):
         with torch.no_grad():
             for tensor, value in zip(changed, start, strict=True):
                 tensor.copy_(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,6 +19,12 @@ def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., A
     """`torch.compile(fn, **settings)`, whose graphs are counted apart from those of any other."""
     compiled: Callable[..., Any] = torch.compile(_with_own_code(fn), **settings)
     return compiled
+
+
+def without_clock() -> AbstractContextManager[Any]:
+    """Graphs that are made in it do not measure, whenever they are run, how long finding them took."""
+    settings = torch._dynamo.config
+    return settings.patch(record_runtime_overhead=False) if hasattr(settings, "record_runtime_overhead") else nullcontext()
 
 
 def compile_in_place(modules: Sequence[nn.Module], **settings: Any) -> None:

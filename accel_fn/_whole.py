@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn._capturing import Captured, Group, Memory, gradients_of, keeps_tensors
+from accel_fn._compiling import without_clock
 from accel_fn._errors import LossError
 from accel_fn._forward import LossModule, in_contexts, placed
 from accel_fn._grads import Grads
@@ -29,6 +30,8 @@ class Whole:
     """What `applied` says where nothing is checked."""
     stateless: bool
     """Does the optimizer remember nothing between two updates?"""
+    fresh: list[bool]
+    """Holds an entry until there is a graph."""
 
     def is_ready(self) -> bool:
         """Does the optimizer have the state that its first update makes?"""
@@ -36,20 +39,21 @@ class Whole:
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         plan = self.plan
-        stop = any(ask() for ask in plan.stops)
+        extras = {"stop": any(ask() for ask in plan.stops)} if plan.stops else {}
         parts, weights = cut(plan, batch)
         total = sum(weights)
+        shares = _shares(state, weights) if len(weights) != 1 else None
         if not parts:
-            parts, weights = (None,), (0,)  # nothing that counts: a gradient of zero
-        loss, norm, ok, scale = self._compiled(
-            state, [placed(state, plan, part) for part in parts], _shares(state, weights)
-        )
+            parts = (None,)  # nothing that counts: a gradient of zero
+        if plan.place_batch:
+            parts = [placed(state, plan, part) for part in parts]
+        loss, norm, ok, scale = self._compiled(state, parts, shares)
         report = Report(
             loss=loss,
             weight=total,
             grad_norm=norm,
             applied=self.always if ok is None else ok,
-            extras={"stop": stop} if plan.stops else {},
+            extras=extras,
         )
         scaler = state.scaler
         if scaler is not None and scale is not None:
@@ -60,10 +64,14 @@ class Whole:
         return state, report
 
     def _compiled(self, state: DistState, parts: Parts, shares: Tensor | None) -> Any:
+        held = self.captured
+        inputs = state, parts, shares, held.memory(), held.settings(), held.rates
         try:
-            return self.run(
-                state, parts, shares, self.plan.optimizer.state, self.captured.settings()
-            )
+            if not self.fresh:
+                return self.run(*inputs)
+            self.fresh.clear()
+            with without_clock():
+                return self.run(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().split("\n")[0]
             raise LossError(
@@ -72,12 +80,10 @@ class Whole:
             ) from error
 
 
-def _shares(state: DistState, weights: Weights) -> Tensor | None:
-    """What each micro-batch counts for, None for a single one: all."""
+def _shares(state: DistState, weights: Weights) -> Tensor:
+    """What each micro-batch counts for; zero where there is none."""
     total = sum(weights)
-    if len(weights) == 1 and total:
-        return None
-    shares = [weight / total if total else 0.0 for weight in weights]
+    shares = [weight / total for weight in weights] or [0.0]
     dtype = torch.float32 if state.device.type == "mps" else torch.float64
     return torch.tensor(shares, dtype=dtype, device=state.device)
 
@@ -88,7 +94,7 @@ def whole_step(state: DistState, plan: Plan, module: LossModule) -> Whole:
     stateless = not keeps_tensors(plan.optimizer, state.device)
     run = plan.compile_step[0](state, _function(plan, module, captured))
     always = torch.ones((), dtype=torch.bool, device=state.device)
-    return Whole(plan, captured, run, always, stateless)
+    return Whole(plan, captured, run, always, stateless, [True])
 
 
 def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
@@ -99,8 +105,9 @@ def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
         state: DistState,
         parts: Parts,
         shares: Tensor | None,
-        memory: Memory,
+        memory: Sequence[Memory],
         groups: Sequence[Group],
+        rates: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, LossScale | None]:
         scaler = state.scaler
         tensors: list[Tensor | None] = []
@@ -116,9 +123,7 @@ def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
             ok = None if scaler is None else torch.isfinite(grads.norm())
             for transform in plan.gradients:
                 grads = transform(state, grads)
-            values = zip(parameters, grads.values(), strict=True)
-            reached = {each: value for each, value in values if value is not None}
-            captured.update(groups, memory, reached, ok)
+            captured.update(groups, rates, memory, grads.values(), ok)
             norm = grads.norm_read
             scale = None
             if scaler is not None and ok is not None:
