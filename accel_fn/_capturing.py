@@ -18,8 +18,8 @@ from accel_fn._errors import LossError, PlanError
 Memory = dict[str, Any]
 Group = dict[str, Any]
 
-_IMPLEMENTATIONS = ("foreach", "fused")
-"""Options that choose one: the compiler is one of its own."""
+_IN_A_GRAPH = {"foreach": False, "fused": False, "capturable": True}
+"""Options that choose an implementation: plain operations on tensors alone are what a compiler wants."""
 
 
 class Captured:
@@ -63,7 +63,7 @@ class Captured:
             if name == "lr" and isinstance(value, float | int):
                 self.rates[index] = value
             elif name != "params":
-                settings[name] = False if name in _IMPLEMENTATIONS else value
+                settings[name] = _IN_A_GRAPH.get(name, value)
 
     def memory(self) -> list[Memory]:
         """What the optimizer remembers now, of each parameter."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FunctionType, MethodType
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,9 +34,13 @@ def compile_in_place(modules: Sequence[nn.Module], **settings: Any) -> None:
     torch keeps graphs by the code that they were made of, which is the same for all
     modules of a process, and stops compiling at a small number of them.
     """
-    call = _with_own_code(nn.Module._call_impl)
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    compiled = compile_function(call, **settings)
     for module in modules:
-        module._compiled_call_impl = torch.compile(MethodType(call, module), **settings)
+        module._compiled_call_impl = partial(compiled, module)
 
 
 def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -113,7 +113,7 @@ def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
         tensors: list[Tensor | None] = []
         mean: Tensor | None = None
         for index, part in enumerate(parts):
-            loss = in_contexts(state, plan, module.forward, part)
+            loss = in_contexts(state, plan.contexts, module.forward, part)
             share = None if shares is None else shares[index]
             found = gradients_of(loss, _seed(loss, share, scaler), parameters)
             tensors = [_sum(*pair) for pair in zip(tensors, found, strict=True)] if index else list(found)
