@@ -14,6 +14,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     a perceptron are no blocks, and one that stands there once is not repeated. Of two classes
     as frequent, the one with more parameters; a block inside of another is not listed apart.
 
+    Args:
+        model: any module.
+
     Returns:
         The blocks in the order of `model.modules()`; empty where nothing is repeated.
     """

@@ -31,16 +31,18 @@ class Captured:
     what it then remembers is written back.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[Tensor], device: torch.device
+    ) -> None:
         self._optimizer = optimizer
         self._kind = methods_of(optimizer)
         groups = optimizer.param_groups
-        numbers = {p: n for n, p in enumerate(p for group in groups for p in group["params"])}
-        self._members = [[numbers[each] for each in group["params"]] for group in groups]
-        self._parameters: list[Tensor] = list(numbers)
+        numbers = {each: number for number, each in enumerate(parameters)}
+        self._members = [[numbers[p] for p in group["params"] if p in numbers] for group in groups]
+        self._parameters = parameters
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.rates = torch.zeros(len(groups), dtype=dtype, device=device)
-        """The learning rates of the groups: numbers in a tensor, so that they can change without a new graph."""
+        """Learning rates of the groups: as numbers, a change of them would take another graph."""
         self._seen: list[Group] = [{} for _ in groups]
         self._settings: list[Group] = [{} for _ in groups]
 
@@ -75,6 +77,7 @@ class Captured:
         groups: Sequence[Group],
         rates: Tensor,
         memory: Sequence[Memory],
+        parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         ok: Tensor | None,
     ) -> None:
@@ -85,7 +88,7 @@ class Captured:
         for group, rate, numbers in zip(groups, rates, self._members, strict=True):
             members = []
             for number in numbers:
-                parameter, gradient = self._parameters[number], gradients[number]
+                parameter, gradient = parameters[number], gradients[number]
                 if gradient is not None:
                     parameter.grad = gradient
                     held = {name: _widened(value) for name, value in memory[number].items()}
@@ -144,18 +147,14 @@ def gradients_of(
 
 
 def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
-    """Try an optimizer on a matrix of its own: does it remember tensors between two updates?
-
-    Raises:
-        PlanError: it cannot be a part of a graph.
-    """
+    """Does an optimizer remember tensors between two updates? Refuses one that fits into no graph."""
     try:
         trial = _trial(optimizer, device)
         trial.step()
         first = _plain(trial)
         trial.step()
         if first != _plain(trial):
-            raise TypeError("it counts in Python's numbers")  # noqa: TRY301
+            raise TypeError("it counts in Python's numbers")
         _compare(trial, device)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
@@ -198,16 +197,19 @@ def _compare(trial: Optimizer, device: torch.device) -> None:
     """Hold the captured update of a trial against its step, from the same start."""
     (parameter,) = trial.param_groups[0]["params"]
     gradient = parameter.grad
-    captured = Captured(trial, device)
+    captured = Captured(trial, [parameter], device)
 
     def update(groups: Sequence[Group], rates: Tensor, memory: Sequence[Memory]) -> None:
-        captured.update(groups, rates, memory, [gradient], None)
+        captured.update(groups, rates, memory, [parameter], [gradient], None)
 
     changed = [parameter, *(v for v in trial.state[parameter].values() if isinstance(v, Tensor))]
     start = [each.detach().clone() for each in changed]
     ends = []
     compiled = compile_function(update, backend="eager", fullgraph=True)
-    for run in (lambda: compiled(captured.settings(), captured.rates, captured.memory()), trial.step):
+    for run in (
+        lambda: compiled(captured.settings(), captured.rates, captured.memory()),
+        trial.step,
+    ):
         with torch.no_grad():
             for tensor, value in zip(changed, start, strict=True):
                 tensor.copy_(value)

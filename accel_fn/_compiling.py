@@ -25,7 +25,11 @@ def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., A
 def without_clock() -> AbstractContextManager[Any]:
     """Graphs that are made in it do not measure, whenever they are run, how long finding them took."""
     settings = torch._dynamo.config
-    return settings.patch(record_runtime_overhead=False) if hasattr(settings, "record_runtime_overhead") else nullcontext()
+    return (
+        settings.patch(record_runtime_overhead=False)
+        if hasattr(settings, "record_runtime_overhead")
+        else nullcontext()
+    )
 
 
 def compile_in_place(modules: Sequence[nn.Module], **settings: Any) -> None:
@@ -36,7 +40,7 @@ def compile_in_place(modules: Sequence[nn.Module], **settings: Any) -> None:
     """
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     compiled = compile_function(call, **settings)
     for module in modules:
@@ -50,11 +54,7 @@ def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile next to nothing.
-
-    Raises:
-        PlanError: this machine cannot.
-    """
+    """Compile next to nothing, and refuse a machine that cannot."""
     start = torch.zeros(2, device=device)
     try:
         torch.compile(_increment, fullgraph=True, options={"fx_graph_cache": False})(start)

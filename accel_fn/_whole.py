@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_fn._capturing import Captured, Group, Memory, gradients_of, keeps_tensors
 from accel_fn._compiling import without_clock
@@ -90,7 +90,7 @@ def _shares(state: DistState, weights: Weights) -> Tensor:
 
 def whole_step(state: DistState, plan: Plan, module: LossModule) -> Whole:
     """The step of a plan that has something in `compile_step`."""
-    captured = Captured(plan.optimizer, state.device)
+    captured = Captured(plan.optimizer, plan.trained(), state.device)
     stateless = not keeps_tensors(plan.optimizer, state.device)
     run = plan.compile_step[0](state, _function(plan, module, captured))
     always = torch.ones((), dtype=torch.bool, device=state.device)
@@ -99,7 +99,8 @@ def whole_step(state: DistState, plan: Plan, module: LossModule) -> Whole:
 
 def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
     """All of a step that is arithmetic."""
-    parameters = plan.trained()
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    trained = [names[each] for each in plan.trained()]
 
     def whole(
         state: DistState,
@@ -110,25 +111,29 @@ def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
         rates: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, LossScale | None]:
         scaler = state.scaler
+        parameters = [module.get_parameter(name) for name in trained]
         tensors: list[Tensor | None] = []
-        mean: Tensor | None = None
+        losses: list[Tensor] = []
         for index, part in enumerate(parts):
             loss = in_contexts(state, plan.contexts, module.forward, part)
             share = None if shares is None else shares[index]
             found = gradients_of(loss, _seed(loss, share, scaler), parameters)
-            tensors = [_sum(*pair) for pair in zip(tensors, found, strict=True)] if index else list(found)
-            mean = _sum(mean, _times(loss.detach().float(), share))
+            tensors = (
+                [_sum(*pair) for pair in zip(tensors, found, strict=True)] if index else list(found)
+            )
+            losses.append(_times(loss.detach().float(), share))
         with torch.no_grad():
             grads = Grads(tuple(tensors), _factor(tensors, scaler))
             ok = None if scaler is None else torch.isfinite(grads.norm())
             for transform in plan.gradients:
                 grads = transform(state, grads)
-            captured.update(groups, rates, memory, grads.values(), ok)
+            captured.update(groups, rates, memory, parameters, grads.values(), ok)
             norm = grads.norm_read
             scale = None
             if scaler is not None and ok is not None:
                 scale = scaler.adjust(ok)
-            return mean.float(), None if norm is None else norm.float(), ok, scale
+            mean = torch.stack(losses).sum().float()
+            return mean, None if norm is None else norm.float(), ok, scale
 
     return whole
 

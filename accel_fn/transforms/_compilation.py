@@ -56,15 +56,16 @@ fullgraph=False, dynamic=None)])
         raise ArgumentError(message("compiled", "mode", f"be one of {', '.join(MODES)}", mode))
     settings: dict[str, Any] = {"mode": mode, "fullgraph": fullgraph, "dynamic": dynamic}
     slots = {
-        "loss": {"compile_loss": (partial(compile_loss, **settings),)},
-        "blocks": {"compile_loss": (partial(compile_blocks, **settings),)},
-        "step": {"compile_step": (partial(compile_step, mode=mode, dynamic=dynamic),)},
+        "loss": ("compile_loss", partial(compile_loss, **settings)),
+        "blocks": ("compile_loss", partial(compile_blocks, **settings)),
+        "step": ("compile_step", partial(compile_step, mode=mode, dynamic=dynamic)),
     }
     if scope not in slots:
         raise ArgumentError(message("compiled", "scope", f"be one of {', '.join(slots)}", scope))
+    slot, function = slots[scope]
 
     def compiled_plan(plan: Plan) -> Plan:
-        filled = {name: (*getattr(plan, name), *added) for name, added in slots[scope].items()}
+        filled: dict[str, Any] = {slot: (*getattr(plan, slot), function)}
         return replace(plan, **filled)
 
     return compiled_plan
@@ -90,9 +91,7 @@ def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.M
     return module
 
 
-def compile_step(
-    state: DistState, whole: WholeFn, *, mode: str, dynamic: bool | None
-) -> WholeFn:
+def compile_step(state: DistState, whole: WholeFn, *, mode: str, dynamic: bool | None) -> WholeFn:
     """The function compiled into one graph, without the checks of sizes that its guards make anyway."""
     _check_machine(state)
     options = {**torch._inductor.list_mode_options(mode), "size_asserts": False}
