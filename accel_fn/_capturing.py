@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel_fn._compiling import compile_function
+from accel_fn._compiling import compile_function, first_line
 from accel_fn._errors import LossError, PlanError
 
 Memory = dict[str, Any]
@@ -72,6 +72,13 @@ class Captured:
         state = self._optimizer.state
         return [state.get(each, {}) for each in self._parameters]
 
+    def settle(self) -> None:
+        """Tell the compiler that what an optimizer remembers stays in place, as CUDA graphs need it."""
+        for held in self.memory():
+            for value in held.values():
+                if isinstance(value, Tensor) and value.is_cuda:
+                    torch._dynamo.mark_static_address(value)
+
     def update(
         self,
         groups: Sequence[Group],
@@ -103,6 +110,8 @@ class Captured:
                 parameter.copy_(torch.where(ok, parameter, old))
             for name, value in held.items():
                 if isinstance(value, Tensor):
+                    if name not in remembered:
+                        raise LossError("loss_fn reaches a parameter that it did not at first")
                     kept = remembered[name]
                     kept.copy_(value if ok is None else torch.where(ok, value, kept))
 
@@ -150,6 +159,8 @@ def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
     """Does an optimizer remember tensors between two updates? Refuses one that fits into no graph."""
     try:
         trial = _trial(optimizer, device)
+        if device.type != "cpu" and any(map(_counts_on_host, optimizer.param_groups)):
+            raise TypeError("it counts on the host; make it with capturable=True or fused=True")
         trial.step()
         first = _plain(trial)
         trial.step()
@@ -157,10 +168,9 @@ def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
             raise TypeError("it counts in Python's numbers")
         _compare(trial, device)
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
         raise PlanError(
             f'build: compiled(scope="step") must have an optimizer that fits into a graph, got '
-            f"{type(optimizer).__name__}: {reason}; use one of torch.optim, such as AdamW, or "
+            f"{type(optimizer).__name__}: {first_line(error)}; use one of torch.optim, such as AdamW, or "
             'scope="loss"'
         ) from error
     (memory,) = trial.state.values() or ({},)
@@ -179,6 +189,10 @@ def _trial(optimizer: Optimizer, device: torch.device) -> Optimizer:
     trial.state = defaultdict(dict)
     trial.param_groups = [{**group, "params": [parameter]}]
     return trial
+
+
+def _counts_on_host(group: Group) -> bool:
+    return "capturable" in group and not (group["capturable"] or group.get("fused"))
 
 
 def _plain(trial: Optimizer) -> list[str]:

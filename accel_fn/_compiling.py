@@ -9,11 +9,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from accel_fn._errors import PlanError
 
 MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -32,8 +34,10 @@ def without_clock() -> AbstractContextManager[Any]:
     )
 
 
-def compile_in_place(modules: Sequence[nn.Module], **settings: Any) -> None:
-    """`module.compile(**settings)` for modules of one class, which share their graphs with no other.
+def compile_in_place(
+    modules: Sequence[nn.Module], *, mode: str, outermost: bool, **settings: Any
+) -> None:
+    """`module.compile(...)` for modules of one class, which share their graphs with no other.
 
     torch keeps graphs by the code that they were made of, which is the same for all
     modules of a process, and stops compiling at a small number of them.
@@ -42,7 +46,9 @@ def compile_in_place(modules: Sequence[nn.Module], **settings: Any) -> None:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    compiled = compile_function(call, **settings)
+    compiled = compile_function(call, mode=mode, **settings)
+    if outermost:
+        compiled = keep_outputs(compiled, mode)
     for module in modules:
         module._compiled_call_impl = partial(compiled, module)
 
@@ -53,17 +59,36 @@ def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
 
 
+def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """`call`, whose outputs stay what they are: the next run of a CUDA graph overwrites its own."""
+    if mode not in _CUDA_GRAPHS:
+        return call
+
+    def kept(*inputs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return tree_map_only(Tensor, Tensor.clone, call(*inputs))
+
+    return kept
+
+
 def check_compiler(device: torch.device) -> None:
     """Compile next to nothing, and refuse a machine that cannot."""
     start = torch.zeros(2, device=device)
     try:
         torch.compile(_increment, fullgraph=True, options={"fx_graph_cache": False})(start)
     except Exception as error:
-        text = str(error).strip().split("\n")
+        cause = error.__cause__ or error
         raise PlanError(
             f"build: compiled must have a compiler for {device.type} on this machine, got "
-            f"{text[0]}; install one (a C++ compiler for a CPU, Triton for a GPU), or leave out compiled"
+            f"{first_line(cause)}; install one (for a CPU a C++ compiler, for a GPU Triton), or "
+            "leave out compiled"
         ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the pages that the compiler adds: "backend='...' raised:" is no reason."""
+    lines = [line for line in str(error).split("\n") if line and not line.endswith("raised:")]
+    return lines[0] if lines else type(error).__name__
 
 
 def _increment(tensor: torch.Tensor) -> torch.Tensor:

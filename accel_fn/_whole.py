@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel_fn._capturing import Captured, Group, Memory, gradients_of, keeps_tensors
-from accel_fn._compiling import without_clock
+from accel_fn._compiling import first_line, without_clock
 from accel_fn._errors import LossError
 from accel_fn._forward import LossModule, in_contexts, placed
 from accel_fn._grads import Grads
 from accel_fn._microbatches import Parts, Weights, cut
 from accel_fn._plan import Plan, Report, WholeFn
 from accel_fn._state import DistState, LossScale
+
+_MOVING = ("scale", "good_steps", "skipped")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +45,10 @@ class Whole:
         parts, weights = cut(plan, batch)
         total = sum(weights)
         shares = _shares(state, weights) if len(weights) != 1 else None
-        if not parts:
-            parts = (None,)  # nothing that counts: a gradient of zero
         if plan.place_batch:
             parts = [placed(state, plan, part) for part in parts]
+        if not parts:
+            parts = (None,)  # nothing that counts: a gradient of zero
         loss, norm, ok, scale = self._compiled(state, parts, shares)
         report = Report(
             loss=loss,
@@ -57,7 +59,7 @@ class Whole:
         )
         scaler = state.scaler
         if scaler is not None and scale is not None:
-            scaler = scale
+            scaler = replace(scaler, **dict(zip(_MOVING, scale, strict=True)))
         state = state.advanced(scaler)
         for after in plan.after:
             state = after(state, report)
@@ -70,13 +72,13 @@ class Whole:
             if not self.fresh:
                 return self.run(*inputs)
             self.fresh.clear()
+            held.settle()
             with without_clock():
                 return self.run(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).strip().split("\n")[0]
             raise LossError(
                 'step: compiled(scope="step") must hold the step in one graph, got '
-                f'{reason}; use scope="loss"'
+                f'{first_line(error)}; use scope="loss"'
             ) from error
 
 
@@ -109,7 +111,7 @@ def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
         memory: Sequence[Memory],
         groups: Sequence[Group],
         rates: Tensor,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, LossScale | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...] | None]:
         scaler = state.scaler
         parameters = [module.get_parameter(name) for name in trained]
         tensors: list[Tensor | None] = []
@@ -131,7 +133,8 @@ def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
             norm = grads.norm_read
             scale = None
             if scaler is not None and ok is not None:
-                scale = scaler.adjust(ok)
+                moved = scaler.adjust(ok)
+                scale = tuple(getattr(moved, name) for name in _MOVING)
             mean = torch.stack(losses).sum().float()
             return mean, None if norm is None else norm.float(), ok, scale
 

@@ -11,7 +11,13 @@ from torch import nn
 
 from accel_fn._blocks import find_blocks
 from accel_fn._collectives import all_or_none
-from accel_fn._compiling import MODES, check_compiler, compile_function, compile_in_place
+from accel_fn._compiling import (
+    MODES,
+    check_compiler,
+    compile_function,
+    compile_in_place,
+    keep_outputs,
+)
 from accel_fn._errors import ArgumentError, PlanError, message
 from accel_fn._plan import Plan, Transform, WholeFn
 from accel_fn._state import DistState
@@ -74,20 +80,20 @@ fullgraph=False, dynamic=None)])
 def compile_loss(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:
     """`module`, which runs compiled from now on."""
     _check_machine(state)
-    compile_in_place([module], **settings)
+    compile_in_place([module], outermost=True, **settings)
     return module
 
 
 def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:
     """`module`, the repeated blocks of which run compiled from now on."""
-    _check_machine(state)
     blocks = find_blocks(module)
     if not blocks:
         raise PlanError(
             'build: compiled(scope="blocks") must find modules of one class repeated in an '
             'nn.ModuleList or nn.Sequential, got none; use scope="loss"'
         )
-    compile_in_place(blocks, **settings)
+    _check_machine(state)
+    compile_in_place(blocks, outermost=False, **settings)
     return module
 
 
@@ -95,7 +101,8 @@ def compile_step(state: DistState, whole: WholeFn, *, mode: str, dynamic: bool |
     """The function compiled into one graph, without the checks of sizes that its guards make anyway."""
     _check_machine(state)
     options = {**torch._inductor.list_mode_options(mode), "size_asserts": False}
-    return compile_function(whole, fullgraph=True, dynamic=dynamic, options=options)
+    run = compile_function(whole, fullgraph=True, dynamic=dynamic, options=options)
+    return keep_outputs(run, mode)
 
 
 def _check_machine(state: DistState) -> None:
