@@ -19,6 +19,9 @@ from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.unit.test_blocks import Block
 
+# torch's compiler looks at the gradients of tensors that have none.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -54,6 +57,13 @@ def num_breaks():
     return sum(counters["graph_break"].values())
 
 
+@pytest.fixture
+def forgetful():
+    """torch remembers which shapes have varied, by where the code stands."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("optimizer", [ours.adamw, ours.sgd], ids=["adamw", "sgd"])
 def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(optimizer):
     """The learning rate is another in every step; every tenth batch is shorter, and two of them differ."""
@@ -124,6 +134,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are():
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
+@pytest.mark.usefixtures("forgetful")
 def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation():
     eager, plan = make_plan(), af.compiled(fullgraph=True)(make_plan())
     keys = list(plan.model.state_dict())
@@ -131,7 +142,7 @@ def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation():
     run(eager, batches)
     graphs = num_graphs()
     state, step, _ = run(plan, batches)
-    assert num_graphs() - graphs == 2  # of the machine's check, and of the loss
+    assert num_graphs() - graphs == 2  # of the check of the machine, and of the loss
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
     assert list(plan.model.state_dict()) == keys
     assert torch.allclose(step.forward(state, batches[0]), ours.mse(plan.model, batches[0]).float())
@@ -139,9 +150,11 @@ def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation():
 
 def stack_of_blocks():
     blocks = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)]
-    return nn.Sequential(*blocks, nn.Linear(3, 1)).double()
+    # a first block whose input needs no gradient would be a graph of its own
+    return nn.Sequential(nn.Linear(3, 3), *blocks, nn.Linear(3, 1)).double()
 
 
+@pytest.mark.usefixtures("forgetful")
 def test_blocks_are_compiled_once_with_plain_keys():
     torch.manual_seed(0)
     model = stack_of_blocks()
@@ -152,7 +165,7 @@ def test_blocks_are_compiled_once_with_plain_keys():
     run(eager, batches)
     graphs = num_graphs()
     run(plan, batches)
-    assert num_graphs() - graphs == 2  # of the machine's check, and of all four blocks
+    assert num_graphs() - graphs == 2  # of the check of the machine, and of all four blocks
     assert list(model.state_dict()) == keys
     ours.assert_close(model.state_dict(), eager.model.state_dict())
 
@@ -180,6 +193,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["loss", "step"])
 def test_a_machine_without_a_compiler_is_refused_before_training(scope, tmp_path):
     environment = {
@@ -216,14 +230,17 @@ def test_unknown_settings_are_refused_when_given(settings, text):
 @pytest.mark.parametrize(
     ("scopes", "text"),
     [
-        (("loss", "blocks"), "at most one function in compile_loss, got compile_loss.*compile_blo"),
-        (("loss", "step"), "must be compiled once, got compile_loss.* and compile_step"),
-        (("step", "step"), "at most one function in compile_step, got compile_step"),
+        (
+            ("loss", "blocks"),
+            "have at most one function in compile_loss, got compile_loss.*compile_blo",
+        ),
+        (("loss", "step"), "be compiled once, got compile_loss.* and compile_step"),
+        (("step", "step"), "have at most one function in compile_step, got compile_step"),
     ],
 )
 def test_compiling_twice_is_refused(scopes, text):
     plan = af.compose(*[af.compiled(scope=scope) for scope in scopes])(make_plan())
-    with pytest.raises(ValueError, match=f"build: plan must .*{text}.*leave out one"):
+    with pytest.raises(ValueError, match=f"build: plan must {text}.*leave out one"):
         af.build(af.DistState(), plan)
 
 
@@ -254,15 +271,13 @@ def test_a_whole_step_with_a_gradient_function_is_refused():
         (torch.optim.SparseAdam, "SparseAdam does not support dense gradients"),
         (torch.optim.Adafactor, "Could not guard on data-dependent"),
         (torch_optimizer.AdaBelief, "it counts in Python's numbers"),
-        (ours_lookahead := "lookahead", "it runs another optimizer"),
+        (torch_optimizer.Lookahead, "it runs another optimizer"),
     ],
-    ids=str,
 )
 def test_an_optimizer_that_fits_into_no_graph_is_refused_by_name(kind, reason):
     def make(parameters):
-        if kind == ours_lookahead:
-            return torch_optimizer.Lookahead(torch.optim.SGD(parameters, lr=0.1))
-        return kind(parameters)
+        around = kind is torch_optimizer.Lookahead
+        return kind(torch.optim.SGD(parameters, lr=0.1) if around else parameters)
 
     plan = af.compiled(scope="step")(make_plan(optimizer=make))
     name = type(plan.optimizer).__name__
