@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel_fn._compiling import compile_function, first_line
+from accel_fn._compiling import compile_function, reason_of
 from accel_fn._errors import LossError, PlanError
 
 Memory = dict[str, Any]
@@ -170,7 +170,7 @@ def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
     except Exception as error:
         raise PlanError(
             f'build: compiled(scope="step") must have an optimizer that fits into a graph, got '
-            f"{type(optimizer).__name__}: {first_line(error)}; use one of torch.optim, such as AdamW, or "
+            f"{type(optimizer).__name__}: {reason_of(error)}; use one of torch.optim, such as AdamW, or "
             'scope="loss"'
         ) from error
     (memory,) = trial.state.values() or ({},)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -80,14 +81,18 @@ def check_compiler(device: torch.device) -> None:
         cause = error.__cause__ or error
         raise PlanError(
             f"build: compiled must have a compiler for {device.type} on this machine, got "
-            f"{first_line(cause)}; install one (for a CPU a C++ compiler, for a GPU Triton), or "
+            f"{reason_of(cause)}; install one (for a CPU a C++ compiler, for a GPU Triton), or "
             "leave out compiled"
         ) from error
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, without the pages that the compiler adds: "backend='...' raised:" is no reason."""
-    lines = [line for line in str(error).split("\n") if line and not line.endswith("raised:")]
+def reason_of(error: BaseException) -> str:
+    """What an error of the compiler's says, in a line: pages of hints come with it."""
+    text = str(error)
+    raised = re.search(r"raised exception (.*)", text)
+    if raised:
+        return raised.group(1)
+    lines = [line for line in text.split("\n") if line and not line.endswith("raised:")]
     return lines[0] if lines else type(error).__name__
 
 

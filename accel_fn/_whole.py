@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel_fn._capturing import Captured, Group, Memory, gradients_of, keeps_tensors
-from accel_fn._compiling import first_line, without_clock
+from accel_fn._compiling import reason_of, without_clock
 from accel_fn._errors import LossError
 from accel_fn._forward import LossModule, in_contexts, placed
 from accel_fn._grads import Grads
@@ -78,7 +78,7 @@ class Whole:
         except torch._dynamo.exc.TorchDynamoException as error:
             raise LossError(
                 'step: compiled(scope="step") must hold the step in one graph, got '
-                f'{first_line(error)}; use scope="loss"'
+                f'{reason_of(error)}; use scope="loss"'
             ) from error
 
 

@@ -17,6 +17,7 @@ import accel_fn as af
 from accel_fn._compiling import MODES
 from accel_fn.testing import simulate
 from tests import strategies as ours
+from tests.compiled_optimizers import PAGE, split_page, table
 from tests.unit.test_blocks import Block
 
 # torch's compiler looks at the gradients of tensors that have none.
@@ -135,8 +136,9 @@ def test_frozen_and_unused_parameters_stay_as_they_are():
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation():
-    eager, plan = make_plan(), af.compiled(fullgraph=True)(make_plan())
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation(mode):
+    eager, plan = make_plan(), af.compiled(fullgraph=True, mode=mode)(make_plan())
     keys = list(plan.model.state_dict())
     batches = make_batches(4, 4, 4)
     run(eager, batches)
@@ -304,6 +306,36 @@ def test_a_loss_that_breaks_the_graph_is_refused_by_the_step():
         ValueError, match=r'must hold the step in one graph, got .*; use scope="los'
     ):
         step(state, make_batches(4)[0])
+
+
+def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
+    def loss_fn(model, batch):
+        used = model["late"] if len(batch[0]) == 5 else model["early"]
+        return ours.mse(used, batch)
+
+    model = nn.ModuleDict({"early": ours.regression_model(), "late": ours.regression_model(1)})
+    plan = af.compiled(scope="step")(make_plan(model, loss_fn=loss_fn))
+    state, step, _ = run(plan, make_batches(4, 4))
+    with pytest.raises(ValueError, match="loss_fn reaches a parameter that it did not at first"):
+        step(state, make_batches(5)[0])
+
+
+def test_a_hyperparameter_that_changes_is_followed():
+    eager, plan = make_plan(optimizer=ours.sgd), make_plan(optimizer=ours.sgd)
+    states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
+    for batch, momentum in zip(make_batches(4, 4, 4), (0.9, 0.9, 0.5), strict=True):
+        for index, each in enumerate((eager, plan)):
+            state, step = states[index]
+            each.optimizer.param_groups[0]["momentum"] = momentum
+            states[index] = step(state, batch)[0], step
+    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
+def test_the_page_holds_the_table_of_what_fits_into_a_graph():
+    _, written, _ = split_page(PAGE.read_text(encoding="utf-8"))
+    assert written.strip() == table().strip(), "anew: python -m tests.compiled_optimizers"
 
 
 @pytest.mark.gpu
