@@ -65,7 +65,9 @@ def forgetful():
 
 
 @pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize("optimizer", [ours.adamw, ours.sgd], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", [ours.adamw, pytest.param(ours.sgd, marks=pytest.mark.slow)], ids=["adamw", "sgd"]
+)
 def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(optimizer):
     """The learning rate is another in every step; every tenth batch is shorter, and two of them differ."""
     eager, plan = make_plan(optimizer=optimizer), make_plan(optimizer=optimizer)
@@ -109,6 +111,7 @@ def test_a_run_of_compiled_steps_goes_on_from_a_checkpoint_with_the_same_bits(tm
     torch.testing.assert_close(kept, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_batch_that_weighs_nothing_is_a_gradient_of_zero():
     batches = [*make_batches(4, 4), (torch.zeros(0, 3).double(), torch.zeros(0, 1).double())]
     eager, plan = make_plan(), af.compiled(scope="step")(make_plan())
@@ -118,6 +121,7 @@ def test_a_batch_that_weighs_nothing_is_a_gradient_of_zero():
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
+@pytest.mark.slow
 def test_frozen_and_unused_parameters_stay_as_they_are():
     def start():
         model = nn.ModuleDict({"used": ours.regression_model(), "unused": ours.regression_model(1)})
@@ -308,6 +312,7 @@ def test_a_loss_that_breaks_the_graph_is_refused_by_the_step():
         step(state, make_batches(4)[0])
 
 
+@pytest.mark.slow
 def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
     def loss_fn(model, batch):
         used = model["late"] if len(batch[0]) == 5 else model["early"]
@@ -320,6 +325,7 @@ def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
         step(state, make_batches(5)[0])
 
 
+@pytest.mark.slow
 def test_a_hyperparameter_that_changes_is_followed():
     eager, plan = make_plan(optimizer=ours.sgd), make_plan(optimizer=ours.sgd)
     states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
