@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from accel_fn.transforms._averaging import averaged as averaged
     from accel_fn.transforms._clipping import clip as clip
     from accel_fn.transforms._clipping import clip_value as clip_value
+    from accel_fn.transforms._compilation import compiled as compiled
     from accel_fn.transforms._ddp import wrap_ddp as wrap_ddp
     from accel_fn.transforms._freezing import freeze as freeze
     from accel_fn.transforms._fsdp import wrap_fsdp as wrap_fsdp
@@ -97,6 +98,7 @@ _MODULES = {
     "transforms._amp": ["with_amp"],
     "transforms._averaging": ["average", "averaged"],
     "transforms._clipping": ["clip", "clip_value"],
+    "transforms._compilation": ["compiled"],
     "transforms._ddp": ["wrap_ddp"],
     "transforms._freezing": ["freeze"],
     "transforms._fsdp": ["wrap_fsdp"],

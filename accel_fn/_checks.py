@@ -14,7 +14,7 @@ from accel_fn._errors import PlanError
 from accel_fn._plan import Asked, Plan, describe, slot_names
 from accel_fn._state import DistState
 
-_SINGLE = ("move_model", "compile_loss", "own_parameters", "split")
+_SINGLE = ("move_model", "compile_loss", "compile_step", "own_parameters", "split")
 
 
 def check_plan(state: DistState, plan: Plan) -> None:

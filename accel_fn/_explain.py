@@ -51,7 +51,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
     several = state.world_size > 1
     told = {
         "start": _listed(plan.starts),
-        "model": _listed([*plan.move_model, *plan.compile_loss]),
+        "model": _listed([*plan.move_model, *plan.compile_loss, *plan.compile_step]),
         "split": _listed(plan.split) or "the whole batch of the rank",
         "weigh": describe(plan.weight_fn) + (f", summed over {_ranks(state)}" if several else ""),
         "place": _listed(plan.place_batch) or "batches stay where they are",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_fn._errors import LossError
-from accel_fn._plan import LossFn, Plan
+from accel_fn._plan import ContextFn, LossFn, Plan
 from accel_fn._state import DistState
 
 T = TypeVar("T")
@@ -65,11 +64,21 @@ def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> T
 
 def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:
     """`call` on one micro-batch, where the plan places it and in the plan's contexts."""
+    return in_contexts(state, plan.contexts, call, placed(state, plan, part))
+
+
+def placed(state: DistState, plan: Plan, part: Any) -> Any:
+    """A micro-batch where the plan places it."""
     for place_batch in plan.place_batch:
         part = place_batch(state, part)
-    if not plan.contexts:
+    return part
+
+
+def in_contexts(
+    state: DistState, contexts: Sequence[ContextFn], call: Callable[[Any], T], part: Any
+) -> T:
+    """`call` in contexts of a plan, the first of them outermost."""
+    if not contexts:
         return call(part)
-    with ExitStack() as stack:
-        for context in plan.contexts:
-            stack.enter_context(context(state))
-        return call(part)
+    with contexts[0](state):
+        return in_contexts(state, contexts[1:], call, part)

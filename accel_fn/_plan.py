@@ -23,6 +23,8 @@ ModuleFn = Callable[[DistState, Any], nn.Module]
 ContextFn = Callable[[DistState], AbstractContextManager[Any]]
 SplitFn = Callable[[Any], Sequence[Any]]
 VerdictFn = Callable[[DistState, Grads], Tensor]
+WholeFn = Callable[..., Any]
+CompileFn = Callable[[DistState, WholeFn], WholeFn]
 GradientFn = Callable[[DistState, Grads], Grads]
 StartFn = Callable[[DistState], DistState]
 
@@ -69,7 +71,9 @@ class Plan:
         place_batch: `(state, batch) -> batch`, in the order listed.
         move_model: `(state, model) -> model`; at most one.
         compile_loss: `(state, module) -> module`, a module that maps a batch to its loss; at most one.
-        own_parameters: `(state, module) -> module`, likewise, and averages gradients over the
+        compile_step: `(state, function) -> function`, of all of a step that is arithmetic, from
+            placed micro-batches to the update; at most one, and in a world of one.
+        own_parameters: `(state, module) -> module`, as `compile_loss`, and averages gradients over the
             ranks; at most one.
         contexts: `state -> context manager`, around forward and loss.
         split: `batch -> micro-batches`; at most one.
@@ -98,6 +102,7 @@ class Plan:
     place_batch: tuple[BatchFn, ...] = field(default=(), kw_only=True)
     move_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
     compile_loss: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
+    compile_step: tuple[CompileFn, ...] = field(default=(), kw_only=True)
     own_parameters: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
     contexts: tuple[ContextFn, ...] = field(default=(), kw_only=True)
     split: tuple[SplitFn, ...] = field(default=(), kw_only=True)

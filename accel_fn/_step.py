@@ -25,6 +25,7 @@ from accel_fn._sharding import Sharded, evened
 from accel_fn._state import DistState
 from accel_fn._tally import SummedTally, mean_loss
 from accel_fn._updating import apply_update, follow_parameters, follow_shards
+from accel_fn._whole import Whole, whole_step
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -52,6 +53,8 @@ class Step:
     """What `applied` says where nothing is checked."""
     _unchecked: list[bool]
     """Holds an entry until the gradients of a first update were compared over the ranks."""
+    _whole: Whole | None = None
+    """All of a call as one compiled function."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What saving and loading have to remember of this run; nothing that a step reads."""
 
@@ -72,6 +75,8 @@ class Step:
         Cost: the sum of its transforms'. No host synchronisation of its own.
         """
         self._check_state(state)
+        if self._whole is not None and self._whole.is_ready():
+            return self._whole(state, batch)
         state, grads, report = self._run(state, batch)
         return self._update(state, grads, report)
 
@@ -246,6 +251,7 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
         _parameters=plan.trained(),
         _always=torch.ones((), dtype=torch.bool, device=built.device),
         _unchecked=[True] if built.world_size > 1 else [],
+        _whole=whole_step(built, plan, loss_module) if plan.compile_step else None,
     )
     return built, step
 

@@ -215,14 +215,16 @@ def trained(
     return simulate(run, world_size=len(parts))
 
 
-def assert_alike(row: Row, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def assert_alike(
+    row: Row, actual: Sequence[Tensor], expected: Sequence[Tensor], rtol: float | None = None
+) -> None:
     """Equal to rounding, measured by how far training moved."""
     start = row.start(expected[0].dtype)[0].parameters()
     for before, have, want in zip(start, actual, expected, strict=True):
         moved = float((want - before).detach().abs().max())
         assert 0 < moved < torch.inf
         rounding = 4 * torch.finfo(want.dtype).eps * float(want.detach().abs().max())
-        atol = RTOL[want.dtype] * moved + rounding
+        atol = (rtol or RTOL[want.dtype]) * moved + rounding
         torch.testing.assert_close(have, want, rtol=0, atol=atol)
 
 
@@ -385,7 +387,7 @@ def table() -> str:
 def split_page(text: str) -> tuple[str, str, str]:
     """What stands before the table, the table, and what stands after it."""
     head, rest = text.split(FENCES[0])
-    body, tail = rest.split(FENCES[1])
+    body, tail = rest.split(FENCES[1], 1)
     return head + FENCES[0], body, FENCES[1] + tail
 
 

@@ -111,8 +111,13 @@ class Schedule:
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         if self._always or report.applied:
-            self.scheduler.step()
+            self._advance()
         return state
+
+    def _advance(self) -> None:
+        # The scheduler warns unless the optimizer's step was called, as a compiled step does not.
+        self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """What goes into checkpoints."""
@@ -142,16 +147,16 @@ class Plateau(Schedule):
             dtype=torch.float64 if state.device.type == "cpu" else torch.float32,
         )
         told = torch.stack([metric.to(state.device), report.applied.to(metric.dtype)])
-        self._advance(self._echo(told))
+        self._heed(self._echo(told))
         return state
 
-    def _advance(self, known: Tensor | None) -> None:
+    def _heed(self, known: Tensor | None) -> None:
         if known is not None and known[1]:
             self._plateau.step(known[0].item())
 
     def state_dict(self) -> dict[str, Any]:
         """What goes into checkpoints."""
-        self._advance(self._echo.last())
+        self._heed(self._echo.last())
         return super().state_dict()
 
 
@@ -178,7 +183,7 @@ class DeviceSchedule(Schedule):
         rates = self._rates
         self._before = copy.deepcopy(self.scheduler.state_dict()), rates
         self._show(rates)
-        self.scheduler.step()
+        self._advance()
         self._rates = self._shown()
         for held, advanced, same in zip(self._held, self._rates, rates, strict=True):
             held.copy_(torch.where(report.applied, advanced, same))

@@ -6,7 +6,7 @@ import gc
 from functools import partial
 
 from tests.benchmarks.checking import Checked, check, repeat
-from tests.benchmarks.loops import OURS, loops
+from tests.benchmarks.loops import COMPILED, OURS, loops
 from tests.benchmarks.measuring import Station, time_in_turn
 from tests.benchmarks.results import Row, Table, make_row
 from tests.benchmarks.tasks import Scenario
@@ -28,9 +28,10 @@ def compare(scenario: Scenario, station: Station, rounds: int, patience_s: float
     gc.freeze()  # what the libraries brought along is no garbage of the steps to come
     blocks = time_in_turn(works, rounds, station, patience_s)
     first, *_ = blocks.values()
+    targets = {OURS: scenario.way.target, COMPILED: scenario.way.compiled_target}
     rows = []
     for name, variant in variants.items():
-        target = scenario.way.target if name == OURS else None
+        target = targets.get(name)
         if name in blocks:
             row = make_row(name, blocks[name], first, num_updates, variant.difference, target)
         else:

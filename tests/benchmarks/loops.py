@@ -126,9 +126,9 @@ def with_fabric(task: Task) -> Update:
     return update if num_parts == 1 else update_in_parts
 
 
-def with_accel_fn(task: Task) -> Update:
+def with_accel_fn(task: Task, *added: af.Transform) -> Update:
     way, batches = task.scenario.way, task.batches
-    transforms = [af.place()]
+    transforms = [af.place(), *added]
     if task.scenario.world_size > 1:
         transforms.append(af.wrap_ddp())
     if way.bf16:
@@ -147,11 +147,16 @@ def with_accel_fn(task: Task) -> Update:
     return update
 
 
+def with_accel_fn_compiled(task: Task) -> Update:
+    return with_accel_fn(task, af.compiled(scope="step"))
+
+
 PEERS = {
     "accelerate": ("accelerate", with_accelerate),
     "Fabric": ("lightning", with_fabric),
 }
 OURS = "accel_fn"
+COMPILED = "accel_fn compiled"
 
 
 def loops(world_size: int) -> dict[str, Loop | None]:
@@ -160,4 +165,7 @@ def loops(world_size: int) -> dict[str, Loop | None]:
     hand: dict[str, Loop | None] = {"by hand": by_hand}
     if world_size > 1:
         hand = {"by hand, DDP tuned": by_hand_tuned_ddp, "by hand, DDP": by_hand_ddp}
-    return {**hand, **peers, OURS: with_accel_fn}
+    ours: dict[str, Loop | None] = {COMPILED: with_accel_fn_compiled, OURS: with_accel_fn}
+    if world_size > 1:
+        del ours[COMPILED]
+    return {**hand, **peers, **ours}

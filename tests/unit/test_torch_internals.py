@@ -21,6 +21,8 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 import accel_fn as af
 from accel_fn import _torch
+from accel_fn._capturing import methods_of
+from accel_fn._compiling import MODES, without_clock
 from accel_fn._meshes import make_mesh
 from accel_fn._torch import run_backward, run_optimizer
 from accel_fn.data._reading import shown
@@ -64,12 +66,16 @@ def sgd(parameters):
         "torch:Tensor._is_view",
         "torch:_foreach_mul_",
         "torch:_foreach_norm",
+        "torch._dynamo.exc:TorchDynamoException",
+        "torch._dynamo:mark_static_address",
+        "torch._inductor:list_mode_options",
         "torch.autograd.graph:_engine_run_backward",
         "torch.distributed:ProcessGroup._register_backend",
         "torch.distributed:ProcessGroup._set_default_backend",
         "torch.distributed:ProcessGroup._set_group_name",
         "torch.distributed:ProcessGroup.get_group_store",
         "torch.distributed.distributed_c10d:_world.pg_map",
+        "torch.nn:Module._call_impl",
         "torch.optim:Optimizer.profile_hook_step",
         "torch.optim.optimizer:_global_optimizer_post_hooks",
         "torch.optim.optimizer:_global_optimizer_pre_hooks",
@@ -83,6 +89,32 @@ def sgd(parameters):
 )
 def test_private_name_is_where_we_look_for_it(name):
     assert resolve_name(name) is not None
+
+
+def test_a_module_calls_what_stands_for_it_compiled():
+    assert nn.Module._compiled_call_impl is None
+    module = nn.Linear(1, 1)
+    module._compiled_call_impl = lambda *inputs: inputs
+    assert module(2) == (2,)
+
+
+def test_modes_of_the_compiler_are_those_that_we_know():
+    assert set(MODES) == set(torch._inductor.list_mode_options())
+
+
+def test_compiler_can_leave_its_clock_out():
+    assert torch._dynamo.config.record_runtime_overhead
+    with without_clock():
+        assert not torch._dynamo.config.record_runtime_overhead
+
+
+def test_every_optimizer_of_torch_checks_for_cuda_graphs_by_a_name_that_we_know():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    methods = vars(methods_of(optimizer))
+    checks = [name for name in methods if name.endswith("_graph_capture_health_check")]
+    assert checks
+    assert "_graph_capture_health_check()" in inspect.getsource(torch.optim.AdamW.step)
+    assert len({methods[name] for name in checks}) == 1  # all are ours, that does nothing
 
 
 @pytest.mark.parametrize("seed", [None, 0.25], ids=["from one", "from a seed"])

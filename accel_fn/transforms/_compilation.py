@@ -1,0 +1,130 @@
+"""compiled: the loss, the repeated blocks or the whole step through torch's compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_fn._blocks import repeated
+from accel_fn._collectives import all_or_none
+from accel_fn._compiling import (
+    MODES,
+    check_compiler,
+    compile_function,
+    compile_in_place,
+    keep_outputs,
+)
+from accel_fn._errors import ArgumentError, PlanError, message
+from accel_fn._halving import Fitting
+from accel_fn._plan import Asked, Plan, Transform, WholeFn, describe
+from accel_fn._state import DistState
+
+
+def compiled(
+    *,
+    scope: str = "loss",
+    mode: str = "default",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+) -> Transform:
+    """Compile with `torch.compile`.
+
+    Args:
+        scope: "loss" compiles forward and loss. "blocks" compiles each of the model's
+            repeated blocks, in place: they share one graph, so it takes a fraction of the
+            time. "step" compiles micro-batches, loss scale, gradient transforms and
+            optimizer into one graph, in a world of one.
+        mode: torch.compile's: "default", "reduce-overhead" (CUDA graphs), "max-autotune", ...
+        fullgraph: refuse a graph break, which "step" always does.
+        dynamic: as for torch.compile: None compiles for the shapes that come, and anew
+            for any shape once a second one has come; True for any from the start; False for each.
+
+    Returns:
+        A transform.
+
+    Raises:
+        ValueError: an argument is unknown. In `build`: no compiler on this machine, no
+            repeated blocks, an optimizer or a plan that does not fit into a graph.
+
+    Law: the identity, to rounding. Random numbers that the loss draws are others.
+
+    Cost: compiling, in the first steps. No host synchronisation.
+
+    >>> import accel_fn as af
+    >>> af.compiled()(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, compile_loss=[compile_loss(mode='default', \
+fullgraph=False, dynamic=None)])
+    """
+    if mode not in MODES:
+        raise ArgumentError(message("compiled", "mode", f"be one of {', '.join(MODES)}", mode))
+    settings: dict[str, Any] = {"mode": mode, "fullgraph": fullgraph, "dynamic": dynamic}
+    slots = {
+        "loss": ("compile_loss", partial(compile_loss, **settings)),
+        "blocks": ("compile_loss", partial(compile_blocks, **settings)),
+        "step": ("compile_step", Compiling(compile_step, mode=mode, dynamic=dynamic)),
+    }
+    if scope not in slots:
+        raise ArgumentError(message("compiled", "scope", f"be one of {', '.join(slots)}", scope))
+    slot, function = slots[scope]
+
+    def compiled_plan(plan: Plan) -> Plan:
+        filled: dict[str, Any] = {slot: (*getattr(plan, slot), function)}
+        return replace(plan, **filled)
+
+    return compiled_plan
+
+
+class Compiling(Asked):
+    """`compile_step` with its settings."""
+
+    def check(self, state: DistState, plan: Plan) -> None:
+        """Refuse what one graph cannot hold."""
+        if state.world_size > 1:
+            raise PlanError(
+                f'build: compiled(scope="step") must have a world of one, got {state.world_size} ranks, '
+                'whose gradients no graph can average; use scope="loss"'
+            )
+        fitting = [each for each in plan.split if isinstance(each, Fitting)]
+        outside = [*plan.compile_loss, *fitting, *plan.grad_fns, *plan.verdicts]
+        if outside:
+            names = ", ".join(map(describe, outside))
+            raise PlanError(
+                'build: compiled(scope="step") must hold all from micro-batches to the update, got '
+                f'{names}; leave it out, or use scope="loss"'
+            )
+
+
+def compile_loss(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:
+    """`module`, which runs compiled from now on."""
+    _check_machine(state)
+    compile_in_place([module], outermost=True, **settings)
+    return module
+
+
+def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:
+    """`module`, the repeated blocks of which run compiled from now on."""
+    blocks = repeated(module)
+    if not blocks:
+        raise PlanError(
+            'build: compiled(scope="blocks") must find modules of one class repeated in an '
+            'nn.ModuleList or nn.Sequential, got none; use scope="loss"'
+        )
+    _check_machine(state)
+    compile_in_place(list(blocks.values()), outermost=False, **settings)
+    return module
+
+
+def compile_step(state: DistState, whole: WholeFn, *, mode: str, dynamic: bool | None) -> WholeFn:
+    """The function compiled into one graph, without the checks of sizes that its guards make anyway."""
+    _check_machine(state)
+    options = {**torch._inductor.list_mode_options(mode), "size_asserts": False}
+    run = compile_function(whole, fullgraph=True, dynamic=dynamic, options=options)
+    return keep_outputs(run, mode)
+
+
+def _check_machine(state: DistState) -> None:
+    all_or_none(lambda: check_compiler(state.device), state, "build")

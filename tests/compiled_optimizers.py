@@ -1,0 +1,75 @@
+"""Which optimizers fit into the graph of a compiled step.
+
+`python -m tests.compiled_optimizers` writes the table of docs/optimizers.md.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import torch
+
+import accel_fn as af
+from tests.optimizers import (
+    MAX_NORM,
+    PAGE,
+    ROWS,
+    Row,
+    assert_alike,
+    batches,
+    trained,
+    trained_by_hand,
+)
+
+FENCES = ("<!-- table: python -m tests.compiled_optimizers -->\n", "<!-- end of table -->\n")
+
+# A graph rounds less often what these hold in less than float64: a product of momenta in float32,
+# once in each of four updates; an orthogonal matrix in bfloat16, in five rounds. Relative to how
+# far training moved.
+RTOL = {"torch.optim.NAdam": 4 * 2.0**-24, "torch.optim.Muon": 5 * 2.0**-8}
+
+
+def outcome(row: Row) -> str:
+    """Empty where training with it in a graph is training by hand; else why it is refused."""
+    recipe = af.compose(af.clip(MAX_NORM), af.compiled(scope="step"))
+    try:
+        (parameters,) = trained(row, recipe, torch.float64, [batches(torch.float64)])
+    except ValueError as error:
+        reason = re.search(
+            r"(?:into a graph|from gradients alone), got \w+[:,] (.*?); use", str(error)
+        )
+        if reason is None:
+            raise
+        return reason.group(1)
+    expected = trained_by_hand(row, torch.float64, MAX_NORM)
+    assert_alike(row, parameters, expected, RTOL.get(row.name))
+    return ""
+
+
+def table() -> str:
+    """A row per optimizer."""
+    lines = ["| optimizer | in a graph | why not |", "|---|---|---|"]
+    for name, row in ROWS.items():
+        reason = outcome(row)
+        lines.append(f"| `{name}` | {'no' if reason else 'yes'} | {reason.replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def split_page(text: str) -> tuple[str, str, str]:
+    """What stands before the table, the table, and what stands after it."""
+    head, rest = text.split(FENCES[0])
+    body, tail = rest.split(FENCES[1], 1)
+    return head + FENCES[0], body, FENCES[1] + tail
+
+
+def write_table() -> None:
+    """Put the table of this torch into the page."""
+    head, _, tail = split_page(PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(head + "\n" + table() + "\n" + tail, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    write_table()

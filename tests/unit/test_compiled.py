@@ -1,0 +1,387 @@
+"""compiled: what it computes, how many graphs it takes, what it leaves alone, and what it refuses."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch_optimizer
+from torch import nn
+from torch._dynamo.utils import counters
+
+import accel_fn as af
+from accel_fn._compiling import MODES
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.compiled_optimizers import PAGE, split_page, table
+from tests.stacks import stack
+
+# torch's compiler looks at the gradients of tensors that have none.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def make_batches(*sizes):
+    return [
+        (
+            torch.randn(size, 3, generator=GENERATOR).double(),
+            torch.randn(size, 1, generator=GENERATOR).double(),
+        )
+        for size in sizes
+    ]
+
+
+def make_plan(model=None, optimizer=ours.adamw, loss_fn=ours.mse):
+    model = model or ours.regression_model()
+    return af.Plan(loss_fn, model, optimizer(model.parameters()))
+
+
+def plain_sgd(parameters):
+    """It remembers nothing, so that even its first update is compiled."""
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def run(plan, batches):
+    state, step = af.build(af.DistState(), plan)
+    reports = []
+    for batch in batches:
+        state, report = step(state, batch)
+        reports.append(report)
+    return state, step, reports
+
+
+def num_graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def num_breaks():
+    return sum(counters["graph_break"].values())
+
+
+@pytest.fixture
+def forgetful():
+    """torch remembers which shapes have varied, by where the code stands."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize(
+    "optimizer", [ours.adamw, pytest.param(ours.sgd, marks=pytest.mark.slow)], ids=["adamw", "sgd"]
+)
+def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(optimizer):
+    """The learning rate is another in every step; every tenth batch is shorter, and two of them differ."""
+    eager, plan = make_plan(optimizer=optimizer), make_plan(optimizer=optimizer)
+    states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
+    graphs, breaks = num_graphs(), num_breaks()
+    for number, batch in enumerate(make_batches(*[8] * 9, 5, *[8] * 9, 3, *[8] * 80)):
+        for index, each in enumerate((eager, plan)):
+            state, step = states[index]
+            each.optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+            states[index] = step(state, batch)[0], step
+    assert num_graphs() - graphs == 2
+    assert num_breaks() == breaks
+    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
+
+
+def test_the_parts_of_a_compiled_step_run_without_the_compiler():
+    plan = af.compiled(scope="step")(make_plan(optimizer=torch.optim.SGD))
+    state, step = af.build(af.DistState(), plan)
+    graphs = num_graphs()
+    batch = make_batches(8)[0]
+    loss = step.forward(state, batch)
+    _, grads, report = step.grads(state, batch)
+    step.update(state, grads, report)
+    assert loss == report.loss
+    assert num_graphs() == graphs
+
+
+def test_a_run_of_compiled_steps_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
+    recipe = af.compose(af.clip(0.5), af.compiled(scope="step"))
+    batches = make_batches(*[8] * 5)
+    whole, stopped, resumed = (recipe(make_plan()) for _ in range(3))
+    run(whole, batches)
+    state, step, _ = run(stopped, batches[:3])
+    af.save(tmp_path, state, step)
+    state, step = af.build(af.DistState(), resumed)
+    state = af.load(tmp_path, state, step)
+    for batch in batches[state.step :]:
+        state, _ = step(state, batch)
+    ours.assert_identical(resumed.model.state_dict(), whole.model.state_dict())
+    kept, expected = resumed.optimizer.state_dict(), whole.optimizer.state_dict()
+    torch.testing.assert_close(kept, expected, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_batch_that_weighs_nothing_is_a_gradient_of_zero():
+    batches = [*make_batches(4, 4), (torch.zeros(0, 3).double(), torch.zeros(0, 1).double())]
+    eager, plan = make_plan(), af.compiled(scope="step")(make_plan())
+    run(eager, batches)
+    _, _, reports = run(plan, batches)
+    assert (reports[-1].loss, reports[-1].weight) == (0, 0)
+    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
+
+
+@pytest.mark.slow
+def test_frozen_and_unused_parameters_stay_as_they_are():
+    def start():
+        model = nn.ModuleDict({"used": ours.regression_model(), "unused": ours.regression_model(1)})
+        model["used"][0].bias.requires_grad_(False)
+        return model
+
+    def loss_fn(model, batch):
+        return ours.mse(model["used"], batch)
+
+    batches = make_batches(4, 4, 4)
+    eager = make_plan(start(), loss_fn=loss_fn)
+    plan = af.compiled(scope="step")(make_plan(start(), loss_fn=loss_fn))
+    run(eager, batches)
+    run(plan, batches)
+    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation(mode):
+    eager, plan = make_plan(), af.compiled(fullgraph=True, mode=mode)(make_plan())
+    keys = list(plan.model.state_dict())
+    batches = make_batches(4, 4, 4)
+    run(eager, batches)
+    graphs = num_graphs()
+    state, step, _ = run(plan, batches)
+    assert num_graphs() - graphs == 2  # of the check of the machine, and of the loss
+    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
+    assert list(plan.model.state_dict()) == keys
+    assert torch.allclose(step.forward(state, batches[0]), ours.mse(plan.model, batches[0]).float())
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_blocks_are_compiled_once_with_plain_keys():
+    model = stack()
+    eager = make_plan(copy.deepcopy(model))
+    plan = af.compiled(scope="blocks", fullgraph=True)(make_plan(model))
+    keys = list(model.state_dict())
+    batches = make_batches(4, 4, 4)
+    run(eager, batches)
+    graphs = num_graphs()
+    run(plan, batches)
+    assert num_graphs() - graphs == 2  # of the check of the machine, and of all three blocks
+    assert list(model.state_dict()) == keys
+    ours.assert_close(model.state_dict(), eager.model.state_dict())
+
+
+def test_more_models_than_torch_keeps_graphs_for_are_compiled_all_the_same():
+    """torch counts graphs by the code that they were made of, and stops at 8."""
+    batches = make_batches(4)
+    for number in range(10):
+        graphs = num_graphs()
+        run(af.compiled(fullgraph=True)(make_plan(ours.regression_model(number))), batches)
+        assert num_graphs() > graphs
+
+
+NO_COMPILER = """
+import json, sys, torch
+import accel_fn as af
+from tests import strategies as ours
+
+model = ours.regression_model()
+plan = af.compiled(scope=sys.argv[1])(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+try:
+    af.build(af.DistState(), plan)
+except ValueError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+@pytest.mark.parametrize("optimizer", [ours.adamw, ours.sgd, plain_sgd])
+def test_what_comes_after_a_compiled_step_comes_after_it(optimizer):
+    """A schedule, and an average of the parameters."""
+    recipe = af.compose(af.schedule(lambda num_updates: 1 / (num_updates + 1)), af.average(0.5))
+    batches = make_batches(4, 4, 4)
+    found = []
+    for each in (recipe, af.compose(recipe, af.compiled(scope="step"))):
+        plan = each(make_plan(optimizer=optimizer))
+        _, step, _ = run(plan, batches)
+        with af.averaged(step):
+            means = {f"mean {name}": v.clone() for name, v in plan.model.state_dict().items()}
+        rate = torch.tensor(plan.optimizer.param_groups[0]["lr"])
+        found.append({**plan.model.state_dict(), **means, "rate": rate})
+    ours.assert_close(found[1], found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["loss", "step"])
+def test_a_machine_without_a_compiler_is_refused_before_training(scope, tmp_path):
+    environment = {
+        **os.environ,
+        "CXX": str(tmp_path / "none"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", NO_COMPILER, scope],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    text = json.loads(done.stdout)
+    assert text.startswith("build: compiled must have a compiler for cpu on this machine, got ")
+    assert "No working C++ compiler found" in text
+    assert text.endswith("or leave out compiled")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"scope": "model"}, "compiled: scope must be one of loss, blocks, step, got 'model'"),
+        ({"mode": "fast"}, f"compiled: mode must be one of {', '.join(MODES)}, got 'fast'"),
+    ],
+)
+def test_unknown_settings_are_refused_when_given(settings, text):
+    with pytest.raises(ValueError, match=text):
+        af.compiled(**settings)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "text"),
+    [
+        (
+            ("loss", "blocks"),
+            "have at most one function in compile_loss, got compile_loss.*compile_blo",
+        ),
+        (("step", "step"), "have at most one function in compile_step, got compile_step"),
+    ],
+)
+def test_compiling_twice_is_refused(scopes, text):
+    plan = af.compose(*[af.compiled(scope=scope) for scope in scopes])(make_plan())
+    with pytest.raises(ValueError, match=f"build: plan must {text}.*leave out one"):
+        af.build(af.DistState(), plan)
+
+
+def test_a_whole_step_of_several_ranks_is_refused():
+    def refused(state):
+        recipe = af.compose(af.wrap_ddp(), af.compiled(scope="step"))
+        with pytest.raises(ValueError, match="must have a world of one, got 2 ranks") as raised:
+            af.build(state, recipe(make_plan()))
+        return str(raised.value)
+
+    for text in simulate(refused, world_size=2):
+        assert text.endswith('use scope="loss"')
+
+
+def twice(plan):
+    def compute_twice(grad_fn):
+        return grad_fn
+
+    return replace(plan, grad_fns=(compute_twice,))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        (twice, "compute_twice"),
+        (af.freeze("0.weight", until=3), "frozen"),
+        (af.skip_nonfinite(), "finite_norm"),
+        (af.accumulate("auto"), "halving"),
+        (af.compiled(), "compile_loss"),
+    ],
+)
+def test_a_whole_step_with_what_is_in_no_graph_is_refused(recipe, name):
+    plan = af.compose(recipe, af.compiled(scope="step"))(make_plan())
+    text = rf"must hold all from micro-batches to the update, got .*{name}.*; leave it out, or"
+    with pytest.raises(ValueError, match=text):
+        af.build(af.DistState(), plan)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (torch.optim.SparseAdam, "SparseAdam does not support dense gradients"),
+        (torch.optim.Adafactor, "Could not guard on data-dependent"),
+        (torch_optimizer.AdaBelief, "it counts in Python's numbers"),
+        (torch_optimizer.Lookahead, "it runs another optimizer"),
+    ],
+)
+def test_an_optimizer_that_fits_into_no_graph_is_refused_by_name(kind, reason):
+    def make(parameters):
+        around = kind is torch_optimizer.Lookahead
+        return kind(torch.optim.SGD(parameters, lr=0.1) if around else parameters)
+
+    plan = af.compiled(scope="step")(make_plan(optimizer=make))
+    name = type(plan.optimizer).__name__
+    text = rf"must have an optimizer that fits into a graph, got {name}: {reason}.*such as AdamW"
+    before = copy.deepcopy(plan.model.state_dict())
+    with pytest.raises(ValueError, match=text):
+        af.build(af.DistState(), plan)
+    ours.assert_identical(plan.model.state_dict(), before)
+
+
+def test_a_model_without_repeated_blocks_is_refused():
+    text = r"must find modules of one class repeated in .*, got none; use scope=\"loss\""
+    with pytest.raises(ValueError, match=text):
+        af.build(af.DistState(), af.compiled(scope="blocks")(make_plan(nn.Linear(3, 1).double())))
+
+
+def test_a_loss_that_breaks_the_graph_is_refused_by_the_step():
+    def loss_fn(model, batch):
+        return ours.mse(model, batch) * float(batch[0].sum() > 0)
+
+    plan = af.compiled(scope="step")(make_plan(optimizer=torch.optim.SGD, loss_fn=loss_fn))
+    state, step = af.build(af.DistState(), plan)
+    with pytest.raises(
+        ValueError, match=r'must hold the step in one graph, got .*; use scope="los'
+    ):
+        step(state, make_batches(4)[0])
+
+
+@pytest.mark.slow
+def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
+    def loss_fn(model, batch):
+        used = model["late"] if len(batch[0]) == 5 else model["early"]
+        return ours.mse(used, batch)
+
+    model = nn.ModuleDict({"early": ours.regression_model(), "late": ours.regression_model(1)})
+    plan = af.compiled(scope="step")(make_plan(model, loss_fn=loss_fn))
+    state, step, _ = run(plan, make_batches(4, 4))
+    with pytest.raises(ValueError, match="loss_fn reaches a parameter that it did not at first"):
+        step(state, make_batches(5)[0])
+
+
+@pytest.mark.slow
+def test_a_hyperparameter_that_changes_is_followed():
+    eager, plan = make_plan(optimizer=ours.sgd), make_plan(optimizer=ours.sgd)
+    states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
+    for batch, momentum in zip(make_batches(4, 4, 4), (0.9, 0.9, 0.5), strict=True):
+        for index, each in enumerate((eager, plan)):
+            state, step = states[index]
+            each.optimizer.param_groups[0]["momentum"] = momentum
+            states[index] = step(state, batch)[0], step
+    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
+def test_the_page_holds_the_table_of_what_fits_into_a_graph():
+    _, written, _ = split_page(PAGE.read_text(encoding="utf-8"))
+    assert written.strip() == table().strip(), "anew: python -m tests.compiled_optimizers"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, for its graphs")
+@pytest.mark.parametrize("scope", ["loss", "step"])
+def test_cuda_graphs_compute_the_same_and_keep_reports(scope):
+    ends = []
+    for recipe in (af.compose(), af.compiled(scope=scope, mode="reduce-overhead")):
+        plan = make_plan(optimizer=lambda p: torch.optim.AdamW(p, lr=0.05, capturable=True))
+        state, step = af.build(af.init(), af.compose(af.place(), recipe)(plan))
+        reports = []
+        for batch in make_batches(4)[:1] * 12:
+            state, report = step(state, batch)
+            reports.append(report)
+        ends.append([float(report.loss) for report in reports])
+    assert ends[0] == pytest.approx(ends[1], rel=1e-9)
