@@ -65,7 +65,7 @@ def shard_loader(
 
     Cost: in a world of several, two small collectives, once. Per batch, this
     rank's samples alone are read, in one read where the data set is of tensors or
-    arrays. With a sampler of your own, two messages to every rank per some thousand samples.
+    arrays. With a sampler of your own, four messages a rank per some thousand samples.
     Of a stream, turns read all items on every rank and say nothing; of one that is split,
     a rank reads its own, and says every few batches how much it holds.
 

@@ -113,22 +113,18 @@ class Shard:
         self._blocks = blocks
         self._items: list[Any] = []
         self.ended = False
-        self.failure: Exception | None = None
 
     def __len__(self) -> int:
         return len(self._items)
 
     def fill(self, count: int) -> None:
-        """Read until `count` items are held, or the shard ends or fails."""
-        try:
-            while len(self) < count and not self.ended:
-                block = next(self._blocks, None)
-                if block is None:
-                    self.ended = True
-                else:
-                    self._items += unpack(block) if isinstance(block, Tensor) else block
-        except Exception as error:  # for all ranks to hear of
-            self.ended, self.failure = True, error
+        """Read until `count` items are held, or the shard ends."""
+        while len(self) < count and not self.ended:
+            block = next(self._blocks, None)
+            if block is None:
+                self.ended = True
+            else:
+                self._items += unpack(block) if isinstance(block, Tensor) else block
 
     def take(self, count: int) -> list[Any]:
         """The oldest items."""

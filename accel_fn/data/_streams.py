@@ -6,7 +6,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -166,7 +165,6 @@ class SplitSource(_StreamSource):
         super().__init__(loader, sharing, channel.state.rank)
         data: Any = loader.dataset
         self._channel = channel
-        self._num_passes = 0
         splits_itself = split.way == "workers"
         init = partial(
             WorkerInit,
@@ -188,9 +186,10 @@ class SplitSource(_StreamSource):
         self._passes = Passes(stream, options)
 
     def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        batches = _collated(self._count(epoch), first_batch, self._collate)
+        channel = self._channel.another()
+        batches = _collated(self._parts(channel, epoch), first_batch, self._collate)
         if not self._pinning["pin_memory"]:
-            return batches
+            return channel.telling(batches)
         pinning: DataLoader[Any] = DataLoader(
             _Given(batches),
             batch_size=None,
@@ -198,11 +197,13 @@ class SplitSource(_StreamSource):
             generator=torch.Generator(),
             **self._pinning,
         )
-        return iter(pinning)
+        return channel.telling(iter(pinning))
 
     def _count(self, epoch: int) -> Iterator[Any]:
-        self._num_passes += 1
-        channel = replace(self._channel, tag=self._channel.tag + self._num_passes)
+        channel = self._channel.another()
+        return channel.telling(self._parts(channel, epoch))
+
+    def _parts(self, channel: Channel, epoch: int) -> Iterator[list[Any]]:
         return _parts(self._passes.start(epoch, 0), self._cut, channel)
 
 

@@ -560,7 +560,7 @@ def test_an_error_in_one_shard_reaches_all_ranks(num_workers):
     assert set(multiprocessing.active_children()) <= before  # though the errors are kept
     assert count == same
     assert type(elsewhere) is ReplicaError
-    assert "shard_loader: the stream failed on rank 1: RuntimeError(" in str(elsewhere)
+    assert "shard_loader: failed on rank 1: RuntimeError(" in str(elsewhere)
     assert "the disk is gone" in str(elsewhere)
     assert type(there) is RuntimeError
     assert "the disk is gone" in str(there)
