@@ -31,6 +31,7 @@ def main():
 main()
 """
 RAISES = 'raise ValueError("rotten")'
+DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 CASES = [
     (talker, fails, ahead)
     for talker in ("own_sampler", "talking_stream")
@@ -52,8 +53,9 @@ def worlds(ending, num_workers):
     ("ending", "num_workers", "there", "elsewhere"),
     [
         (RAISES, 0, "rotten", r"ValueError\('rotten'\)"),
+        (DIES, 1, "killed by SIGKILL", "WorkerError.*killed by SIGKILL"),
     ],
-    ids=["raises"],
+    ids=["raises", "dies"],
 )
 def test_all_ranks_raise_where_the_data_of_one_fail(
     ending, num_workers, there, elsewhere, tmp_path

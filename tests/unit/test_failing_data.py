@@ -139,6 +139,23 @@ def test_a_loop_that_catches_the_error_goes_on_with_all_ranks(talker, fails, ahe
     assert len({num_batches for _, num_batches in found}) == 1
 
 
+@talkers
+@ahead_or_not
+def test_a_worker_that_is_killed_on_one_rank_ends_an_evaluation_on_all(talker, ahead):
+    def run(state):
+        make = partial(talker, in_data, num_workers=1)
+        loader = sharded(make, partial(killed, state.rank, 1), state, ahead)
+        state, step = make_step(state)
+        return said_by(af.evaluate, step, loader, state)
+
+    first, second = simulate(run, world_size=2, timeout_s=25)
+    assert "worker 0 (process " in second
+    assert "killed by SIGKILL" in second
+    assert first.startswith(
+        "shard_loader: failed on rank 1: WorkerError('shard_loader: workers must"
+    )
+
+
 @pytest.mark.parametrize("sizes", [[2, 60], [30, 60]])
 def test_a_failure_is_heard_where_all_shards_have_ended(sizes):
     """What is held there then goes from rank to rank."""
