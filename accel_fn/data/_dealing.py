@@ -37,16 +37,18 @@ class DealtSource:
         self._rank = state.rank
         self._world_size = state.world_size
         self._channel = channel
+        self._num_batches: int | None = None  # once it was asked for
 
     def num_batches(self) -> int:
         """Batches of an epoch, where the sampler says it."""
-        known = self._sampling.num_batches()
-        if known is None:
+        if self._num_batches is None:
+            self._num_batches = self._sampling.num_batches()
+        if self._num_batches is None:
             name = type(self._sampling.batch_sampler).__name__
             repair = "iterate without asking for it, or give the sampler a __len__"
             rule = "have a length to be asked for"
             raise ArgumentTypeError(message("len", "the loader's sampler", rule, name, repair))
-        return known
+        return self._num_batches
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """From batch `first_batch` of an epoch to its end. All ranks go through it together."""
@@ -56,12 +58,12 @@ class DealtSource:
         found = self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
         return found if channel is None else channel.telling(found)
 
-    def locate(self, step: int) -> tuple[int, int]:
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
         """By arithmetic where the sampler says its length, else by running it: then all ranks call this."""
         if self._sampling.cut is not None or self._channel is None:
-            return self._sampling.locate(step)
+            return self._sampling.locate(step, window)
         place: tuple[int, int] = self._channel.another().meet(
-            None, lambda _: [self._sampling.locate(step)] * self._world_size
+            None, lambda _: [self._sampling.locate(step, window)] * self._world_size
         )
         return place
 

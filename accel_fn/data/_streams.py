@@ -19,6 +19,7 @@ from accel_fn._comm import exchange
 from accel_fn._errors import ArgumentError, ArgumentTypeError, ReplicaError, message
 from accel_fn._state import DistState
 from accel_fn.data._evening import even_parts
+from accel_fn.data._locating import locate_by_counting
 from accel_fn.data._order import Order
 from accel_fn.data._passes import Passes, as_it_is, options_of
 from accel_fn.data._reading import WorkerInit
@@ -102,23 +103,11 @@ class _StreamSource(ABC):
                 stacklevel=2,
             )
 
-    def locate(self, step: int) -> tuple[int, int]:
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
         """By arithmetic, or by reading from the start."""
         if self._num_items is not None and self.num_batches() > 0:
-            return divmod(step, self.num_batches())
-        epoch = 0
-        while step > 0:
-            count = 0
-            for _ in self._count(epoch):
-                count += 1
-                if count > step:
-                    return epoch, step
-            if count == 0:
-                rule = f"be at most at the end of epoch {epoch}, which is empty"
-                raise ArgumentError(message("epochs", "since", rule, f"{step} steps beyond it"))
-            step -= count
-            epoch += 1
-        return epoch, step
+            return divmod(step, -(-self.num_batches() // window))
+        return locate_by_counting(step, self._count, window)
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """Refused: items of a stream have no numbers."""

@@ -362,8 +362,43 @@ def test_the_length_is_known_where_the_sampler_has_one(num_samples, drop_last, w
     assert len(every) == (num_samples // 5 * 5 if drop_last else num_samples)
 
 
-def test_a_batch_sampler_says_its_length():
-    assert len(shard(batch_sampler=batches_of(3, 4, 5))) == 3
+@pytest.mark.parametrize("sizes", [(3, 4, 5), (4, 4, 1), (4, 4, 2), (4,)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_length_of_a_batch_sampler_is_the_number_of_its_batches(sizes, world_size):
+    """On a rank that asks alone, too."""
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(DATA, batch_sampler=batches_of(*sizes)), state)
+        num_batches = len(list(loader))
+        if state.is_main:
+            assert len(loader) == len(next(loader.epochs(1))) == num_batches
+            assert len(af.window(loader, 2)) == -(-num_batches // 2)
+
+    simulate(run, world_size=world_size)
+
+
+def test_the_length_of_a_batch_sampler_is_counted_once():
+    sampler = batches_of(4, 4, 1)
+    loader = shard(world_size=3, batch_sampler=sampler)
+    assert (len(loader), len(loader), sampler.runs) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 1), (4, 4, 4, 2), (5,)])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_resuming_in_windows_of_a_joined_tail_is_going_on(world_size, k, sizes):
+    def run(state):
+        loader = af.shard_loader(DataLoader(DATA, batch_sampler=batches_of(*sizes)), state)
+        windows = af.window(loader, k)
+
+        def of_epochs(step):
+            epochs = windows.epochs(3, since=af.DistState(step=step))
+            return [[b[0].tolist() for b in batches] for epoch in epochs for batches in epoch]
+
+        whole = of_epochs(0)
+        return all(of_epochs(step) == whole[step:] for step in range(len(whole) + 1))
+
+    assert all(simulate(run, world_size=world_size))
 
 
 @pytest.mark.parametrize(("size", "word"), [(SIZE - 3, "more"), (SIZE + 5, "fewer")])
