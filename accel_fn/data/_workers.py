@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import struct
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import wait
 from pickle import UnpicklingError
 from typing import Any
@@ -105,21 +107,52 @@ def start_workers(loader: DataLoader[Any]) -> Any:
     if getattr(running, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
         running._worker_pids_set = False
-        running._try_get_data = partial(_try_get_data, weakref.ref(running))
+        watch = _Watch(weakref.ref(running))
+        running._try_get_data = watch.try_get_data
+        running._worker_result_queue._recv_bytes = watch.receive
     return running
 
 
-def _try_get_data(running_of: Callable[[], Any], timeout: float = _LOOK_S) -> tuple[bool, Any]:
-    """Torch's, looking often, and first, whether all workers live: what one has half sent has no end."""
-    running = running_of()
-    deadline = time.monotonic() + timeout
-    while True:
-        if lost := lost_workers(running):
+class _Watch:
+    """Looks whether the workers live while somebody waits for what they read."""
+
+    def __init__(self, running_of: Callable[[], Any]) -> None:
+        self._running_of = running_of
+        self._reader = running_of()._worker_result_queue._reader
+        self._arriving = select.poll()
+        self._arriving.register(self._reader.fileno(), select.POLLIN)
+
+    def look(self) -> None:
+        """Raise if one has died."""
+        if lost := lost_workers(self._running_of()):
             raise RuntimeError(lost)
-        left = deadline - time.monotonic()
-        found: tuple[bool, Any] = type(running)._try_get_data(running, max(0, min(left, _LOOK_S)))
-        if found[0] or time.monotonic() >= deadline:
-            return found
+
+    def try_get_data(self, timeout: float = _LOOK_S) -> tuple[bool, Any]:
+        """Torch's, which itself looks every five seconds."""
+        running = self._running_of()
+        deadline = time.monotonic() + timeout
+        while True:
+            self.look()
+            wait_s = max(0, min(deadline - time.monotonic(), _LOOK_S))
+            found: tuple[bool, Any] = type(running)._try_get_data(running, wait_s)
+            if found[0] or time.monotonic() >= deadline:
+                return found
+
+    def receive(self) -> bytes:
+        """The next message in the pipe, as Python's connections do; one that is half sent may have no end."""
+        (size,) = struct.unpack("!i", self._read(4))
+        if size == -1:
+            (size,) = struct.unpack("!Q", self._read(8))
+        return self._read(size)
+
+    def _read(self, size: int) -> bytes:
+        found: bytes = self._reader._recv(size, self._read_some).getvalue()
+        return found
+
+    def _read_some(self, handle: int, size: int) -> bytes:
+        while not self._arriving.poll(_LOOK_S * 1000):
+            self.look()
+        return os.read(handle, size)
 
 
 def end_workers(running: Any, *, at_once: bool = False) -> None:

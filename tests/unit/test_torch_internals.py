@@ -412,6 +412,29 @@ def test_a_worker_that_was_started_here_is_watched_by_us_alone():
     end_workers(running, at_once=True)
 
 
+class Sizes(IterableDataset):
+    def __iter__(self):
+        for size in (0, 1, 20_000, 3_000_000):
+            yield "x" * size
+
+
+def test_messages_of_workers_are_received_as_python_sends_them():
+    """By a method of its queue, from a connection whose reads can be given."""
+    running = start_workers(
+        DataLoader(Sizes(), batch_size=None, num_workers=1, collate_fn=lambda item: item)
+    )
+    receive, sizes = running._worker_result_queue._recv_bytes, []
+
+    def noting():
+        message = receive()
+        sizes.append(len(message))
+        return message
+
+    running._worker_result_queue._recv_bytes = noting
+    assert [len(item) for item in running] == [0, 1, 20_000, 3_000_000]
+    assert max(sizes) > 3_000_000
+
+
 @pytest.mark.parametrize("timeout", [0, 1])
 def test_data_of_workers_come_by_a_method_that_can_be_replaced(timeout):
     running = start_workers(DataLoader(WhoReads(), batch_size=None, num_workers=1, timeout=timeout))
