@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     RandomSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 import accel_fn as af
@@ -603,6 +606,67 @@ def test_ranks_must_give_the_same_loader(make):
             af.shard_loader(make(state.rank), state)
 
     simulate(run, world_size=2)
+
+
+def split_with(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return random_split(DATA, [12, 8], generator=generator)[0]
+
+
+OWN = {
+    "subset": lambda rank: Subset(DATA, range(10 * rank, 10 * rank + 10)),
+    "subset of tensors": lambda rank: Subset(DATA, torch.arange(10) + 10 * rank),
+    "subset of a subset": lambda rank: Subset(Subset(DATA, range(rank, 18)), [0, 3, 4, 5]),
+    "random_split": split_with,
+    "joined": lambda rank: ConcatDataset([DATA, split_with(rank)]),
+    "names": lambda rank: Subset({"a": 0, "b": 1, "c": 2}, ["abc"[rank], "c", "c", "c"]),
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["in order", "own sampler"])
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+def test_samples_of_a_ranks_own_are_refused(make, sampled):
+    def loader(rank):
+        options = {"sampler": [0, 1, 2, 3]} if sampled else {}
+        return DataLoader(make(rank), batch_size=4, **options)
+
+    def run(state):
+        with pytest.raises(
+            RuntimeError, match="data set must be the same on every rank, got other"
+        ):
+            af.shard_loader(loader(state.rank), state)
+        af.shard_loader(loader(0), state)
+
+    simulate(run, world_size=2)
+
+
+class Wrapping:
+    """Holds another sampler, by a name that nobody knows."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        Wrapping,
+        lambda sampler: Wrapping(Wrapping(sampler)),
+        lambda sampler: Wrapping([sampler, range(3)]),
+        lambda sampler: BatchSampler(Wrapping(sampler), 4, False),
+    ],
+    ids=["held", "held twice", "in a list", "in a batch sampler"],
+)
+def test_a_distributed_sampler_is_found_wherever_it_is_held(wrap):
+    sampler = wrap(torch.utils.data.DistributedSampler(DATA, 2, 0))
+    options = {"batch_sampler" if isinstance(sampler, BatchSampler) else "sampler": sampler}
+    with pytest.raises(
+        ValueError, match="shared out among ranks already, got 'DistributedSampler'"
+    ):
+        shard(**options)
 
 
 class Counted(torch.utils.data.Dataset):
