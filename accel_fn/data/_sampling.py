@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from accel_fn._errors import ArgumentError
+from accel_fn.data._epochs import Told
 from accel_fn.data._generators import Generators, held_by
 from accel_fn.data._locating import locate_by_counting
 from accel_fn.data._order import Order, mix
@@ -76,15 +77,13 @@ class Sampling:
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
         generators = _generators(sampler, seed)
-        with generators:
-            for each in nest(sampler):
-                if hasattr(each, "set_epoch"):
-                    each.set_epoch(epoch)
+        told = [Told(each, epoch) for each in nest(sampler)]
+        with generators, _all(told):
             batches = map(plain, iter(sampler))
             several = take_several(batches)
         while several:
             yield from several
-            with generators:
+            with generators, _all(told):
                 several = take_several(batches)
 
     def _joined(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
@@ -164,6 +163,14 @@ def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
         return nullcontext()
     own = {id(held): held for each in foreign for held in held_by(each)}
     return Generators(seed, list(own.values()))
+
+
+@contextmanager
+def _all(told: list[Told]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in told:
+            stack.enter_context(each)
+        yield
 
 
 def plain(batch: Iterable[Any]) -> Batch:

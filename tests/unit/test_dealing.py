@@ -210,6 +210,20 @@ def test_a_sampler_is_told_the_epoch():
     assert [samples(epoch)[0][0] for epoch in loader.epochs(3)] == [0, 1, 2]
 
 
+def test_loaders_over_one_sampler_are_each_in_their_own_epoch():
+    """Though it looks at the epoch for every sample, and is read in pieces."""
+    size = 10_000
+    data = TensorDataset(torch.arange(size))
+    sampler = Epochal(lambda self: (self.epoch for _ in range(size)), size=size)
+    loaders = [shard(data=data, sampler=sampler, batch_size=100) for _ in range(2)]
+    first, second = [
+        list(loader.epochs(3))[epoch] for loader, epoch in zip(loaders, (2, 0), strict=True)
+    ]
+    for (late,), (early,) in zip(first, second, strict=True):
+        assert set(late.tolist()) == {2}
+        assert set(early.tolist()) == {0}
+
+
 def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch():
     class Halves:
         def __init__(self):

@@ -206,6 +206,42 @@ def test_workers_may_be_spawned(split):
     assert pickle.loads(pickle.dumps(init)) == init
 
 
+class Looking(Counting):
+    """Looks at the epoch for every item."""
+
+    times = 0
+
+    def set_epoch(self, epoch):
+        self.times += 1
+        super().set_epoch(epoch)
+
+    def __iter__(self):
+        for item in range(self.size):
+            yield 100 * self.epoch + item
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("split", ["turns", "auto"])
+def test_loaders_over_one_stream_are_each_in_their_own_epoch(split, ahead):
+    data = Looking(40)
+    loaders = [by_hand(data, split=split, batch_size=4) for _ in range(2)]
+    if ahead:
+        loaders = [af.prefetch(loader, af.DistState()) for loader in loaders]
+    first, second = [
+        list(loader.epochs(3))[epoch] for loader, epoch in zip(loaders, (2, 0), strict=True)
+    ]
+    for late, early in zip(first, second, strict=True):
+        assert set(late.tolist()) <= set(range(200, 240))
+        assert set(early.tolist()) <= set(range(40))
+
+
+def test_a_stream_is_told_its_epoch_once_a_pass():
+    data = Looking(200)
+    for epoch in by_hand(data).epochs(3):
+        ids(epoch)
+    assert data.times == 3
+
+
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_data_set_is_told_the_epoch(num_workers, persistent_workers):
