@@ -182,6 +182,14 @@ def _bar(
         return nullcontext()
     tqdm = importlib.import_module("tqdm").tqdm
     bar: AbstractContextManager[Any] = tqdm(
-        total=length_hint(loader) or None, desc="evaluate", unit="batch", leave=False
+        total=_num_batches(loader), desc="evaluate", unit="batch", leave=False
     )
     return bar
+
+
+def _num_batches(loader: Iterable[Any]) -> int | None:
+    """As far as the loader says; what one rank asks for a bar alone must not fail there."""
+    try:
+        return length_hint(loader) or None
+    except Exception:
+        return None

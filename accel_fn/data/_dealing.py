@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -18,9 +17,6 @@ from accel_fn._state import DistState
 from accel_fn.data._loading import Loading
 from accel_fn.data._order import mix
 from accel_fn.data._sampling import Batch, Sampling, take_several
-
-Tell = Callable[[Callable[[], Sequence[Any]]], Any]
-"""Takes what computes a value for every rank; gives this rank's."""
 
 
 class DealtSource:
@@ -41,29 +37,33 @@ class DealtSource:
         self._rank = state.rank
         self._world_size = state.world_size
         self._channel = channel
+        self._num_batches: int | None = None  # once it was asked for
 
     def num_batches(self) -> int:
         """Batches of an epoch, where the sampler says it."""
-        known = self._sampling.num_batches()
-        if known is None:
+        if self._num_batches is None:
+            self._num_batches = self._sampling.num_batches()
+        if self._num_batches is None:
             name = type(self._sampling.batch_sampler).__name__
             repair = "iterate without asking for it, or give the sampler a __len__"
             rule = "have a length to be asked for"
             raise ArgumentTypeError(message("len", "the loader's sampler", rule, name, repair))
-        return known
+        return self._num_batches
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """From batch `first_batch` of an epoch to its end. All ranks go through it together."""
-        parts = _parts(self._sampling, self._tell(), self._world_size, epoch, first_batch)
+        channel = None if self._channel is None else self._channel.another()
+        parts = self._parts(channel, epoch, first_batch)
         seed = mix(mix(mix(self._sampling.seed) + epoch) + self._rank)
-        return self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
+        found = self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
+        return found if channel is None else channel.telling(found)
 
-    def locate(self, step: int) -> tuple[int, int]:
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
         """By arithmetic where the sampler says its length, else by running it: then all ranks call this."""
-        if self._sampling.cut is not None:
-            return self._sampling.locate(step)
-        place: tuple[int, int] = self._tell()(
-            lambda: [self._sampling.locate(step)] * self._world_size
+        if self._sampling.cut is not None or self._channel is None:
+            return self._sampling.locate(step, window)
+        place: tuple[int, int] = self._channel.another().meet(
+            None, lambda _: [self._sampling.locate(step, window)] * self._world_size
         )
         return place
 
@@ -86,36 +86,30 @@ class DealtSource:
             raise ArgumentError(message("indices", "batch", f"be one of epoch {epoch}", batch))
         return found
 
-    def _tell(self) -> Tell:
-        channel, rank = self._channel, self._rank
+    def _parts(self, channel: Channel | None, epoch: int, first_batch: int) -> Iterator[Batch]:
+        """This rank's samples, batch by batch."""
+        batches = islice(self._sampling.batches(epoch), first_batch, None)
         if channel is None:
-            return lambda values_of: values_of()[rank]
-        return lambda values_of: deal_from_main(channel, values_of)
+            return (_part(batch, self._rank, self._world_size) for batch in batches)
+        return _dealt(batches, channel, (epoch, first_batch))
 
 
-def _parts(
-    sampling: Sampling, tell: Tell, world_size: int, epoch: int, first_batch: int
-) -> Iterator[Batch]:
-    """This rank's samples, batch by batch. Holds no more of the source than that."""
-    batches = islice(sampling.batches(epoch), first_batch, None)
-    place = (epoch, first_batch)
+def _dealt(batches: Iterator[Batch], channel: Channel, place: tuple[int, int]) -> Iterator[Batch]:
+    """What rank 0 deals this rank, whose own `batches` are read there alone."""
+    ranks = range(channel.state.world_size)
 
-    def deal() -> list[tuple[tuple[int, int], list[Batch]]]:
+    def deal(places: list[tuple[int, int]]) -> list[list[Batch]]:
+        for rank, other in enumerate(places):
+            if other != place:
+                raise ReplicaError(
+                    "shard_loader: ranks must go through the same epochs together, got epoch "
+                    f"{other[0]} from batch {other[1]} on rank {rank}, and epoch {place[0]} from "
+                    f"batch {place[1]} on rank 0"
+                )
         several = take_several(batches)
-        return [
-            (place, [_part(batch, rank, world_size) for batch in several])
-            for rank in range(world_size)
-        ]
+        return [[_part(batch, rank, len(ranks)) for batch in several] for rank in ranks]
 
-    while True:
-        theirs, parts = tell(deal)
-        if theirs != place:
-            raise ReplicaError(
-                f"shard_loader: ranks must go through the same epochs together, got epoch {theirs[0]} "
-                f"from batch {theirs[1]} on rank 0, and epoch {epoch} from batch {first_batch} here"
-            )
-        if not parts:
-            return
+    while parts := channel.meet(place, deal):
         yield from parts
 
 
@@ -132,24 +126,3 @@ def _numbers(batch: Batch) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         rule = "name samples by whole numbers"
         raise ArgumentError(message("indices", "sampler", rule, batch[0])) from error
-
-
-def deal_from_main(channel: Channel, values_of: Callable[[], Sequence[Any]]) -> Any:
-    """This rank's of the values that rank 0 computes, one a rank; where that fails, all ranks raise."""
-    if not channel.state.is_main:
-        kind, value = channel.deal(None)
-        if kind == "refused":
-            raise ArgumentError(value)
-        if kind == "failed":
-            raise ReplicaError(f"shard_loader: the sampler failed on rank 0: {value}")
-        return pickle.loads(value)
-    try:
-        values = values_of()
-        sent: list[tuple[str, Any]] = [("value", pickle.dumps(value)) for value in values]
-    except Exception as error:
-        ours = isinstance(error, ArgumentError)
-        verdict = ("refused", str(error)) if ours else ("failed", repr(error))
-        channel.deal([verdict] * channel.state.world_size)
-        raise
-    channel.deal(sent)
-    return values[0]

@@ -8,7 +8,6 @@ from typing import Any
 
 from accel_fn._batch import part_sizes
 from accel_fn._channel import Channel
-from accel_fn._errors import ReplicaError
 from accel_fn.data._packing import pack, unpack
 from accel_fn.data._shards import Shard
 from accel_fn.data._turns import Cut
@@ -22,7 +21,6 @@ class _Holding:
 
     count: int
     ended: bool
-    failure: str | None
 
 
 def even_parts(shard: Shard, cut: Cut, channel: Channel) -> Iterator[list[Any]]:
@@ -33,17 +31,17 @@ def even_parts(shard: Shard, cut: Cut, channel: Channel) -> Iterator[list[Any]]:
     fill its part from its own shard, nothing moves, and only every few batches the
     ranks say how much they hold.
 
-    Raises on all ranks where one shard fails.
+    Raises on all ranks where one has come to `channel.fail`.
     """
-    most, held, num_reading = 1, [0], cut.world_size
+    most, num_reading = 1, cut.world_size
     while True:
-        if num_reading:  # else all is known
-            held, num_reading = _agree(shard, cut, channel, most, num_reading)
+        # where all shards have ended, too: before a rank waits for what another gives, it hears of failures
+        held, num_reading = _agree(shard, cut, channel, most, num_reading)
         num_batches, size = _next_batches(sum(held), cut, most)
         if num_batches == 0:
             return
         sizes = part_sizes(size, cut.world_size)
-        moves, held = plan_moves(held, [num_batches * part for part in sizes])
+        moves, _ = plan_moves(held, [num_batches * part for part in sizes])
         _move(shard, moves, channel)
         for _ in range(num_batches):
             yield shard.take(sizes[channel.state.rank])
@@ -66,12 +64,10 @@ def _agree(
     """What every rank holds, once that makes so many batches or is all there is; how many read on?"""
     size = part_sizes(cut.batch_size, cut.world_size)[channel.state.rank]
     enough = num_batches * cut.batch_size + cut.num_ahead
-    wanted = max((num_batches + 1) * size, -(-enough // num_reading))
+    wanted = max((num_batches + 1) * size, -(-enough // max(1, num_reading)))
     while True:
         shard.fill(wanted)
-        failure = None if shard.failure is None else repr(shard.failure)
-        said: list[_Holding] = channel.exchange(_Holding(len(shard), shard.ended, failure))
-        _raise_alike(shard.failure, [each.failure for each in said])
+        said: list[_Holding] = channel.exchange(_Holding(len(shard), shard.ended))
         held = [each.count for each in said]
         num_reading = sum(not each.ended for each in said)
         if sum(held) >= enough or not num_reading:
@@ -100,7 +96,7 @@ def plan_moves(
 
 
 def _move(shard: Shard, moves: Sequence[tuple[int, int, int]], channel: Channel) -> None:
-    """Send and receive as planned; where an item cannot travel, raise on all ranks."""
+    """Send and receive as planned; where an item cannot travel, raise on all ranks before one is used."""
     if not moves:
         return
     rank, failure, sent = channel.state.rank, None, []
@@ -122,14 +118,6 @@ def _move(shard: Shard, moves: Sequence[tuple[int, int, int]], channel: Channel)
                 failure = error
     for work in sent:
         work.wait()
-    said = channel.exchange(None if failure is None else repr(failure))
-    _raise_alike(failure, said)
-
-
-def _raise_alike(failure: Exception | None, said: Sequence[str | None]) -> None:
-    """Raise on every rank where one has failed: its own exception there, its words elsewhere."""
     if failure is not None:
         raise failure
-    for rank, words in enumerate(said):
-        if words is not None:
-            raise ReplicaError(f"shard_loader: the stream failed on rank {rank}: {words}")
+    channel.exchange(None)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from accel_fn.data._progress import Progress
 from accel_fn.data._seeding import reading
 
 _SHOWN = 8  # samples that an error lists
@@ -19,32 +20,52 @@ _SHOWN = 8  # samples that an error lists
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The samples of a batch, and the epoch that they are read in: some draw otherwise in each."""
+    """The samples of a batch, and the epoch that they are read in: some draw otherwise in each.
+
+    Attributes:
+        epoch: from 0.
+        batch: its number in the epoch.
+        numbers: of the samples.
+    """
 
     epoch: int
+    batch: int
     numbers: Tensor | list[Any]
 
     def listed(self) -> Part:
         """For a process elsewhere: a list travels at less cost than a tensor."""
         numbers = self.numbers
-        return Part(self.epoch, numbers.tolist() if isinstance(numbers, Tensor) else numbers)
+        return Part(
+            self.epoch, self.batch, numbers.tolist() if isinstance(numbers, Tensor) else numbers
+        )
 
 
 class Fetcher(Dataset[Any]):
     """Reads and collates the samples of a batch, as torch's DataLoader would.
 
     To the DataLoader whose workers run it, it is a data set whose items are batches.
-
+    They write down the number of the batch, and the place in it of the sample.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any], progress: Progress | None = None
+    ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
+        self.progress = progress
         self._at_once = _stacks_plainly(collate_fn) and has_rows(dataset)
         self._together = _gives_many(dataset)
 
     def __getitem__(self, part: Part) -> Any:
         """The batch of the samples of a part."""
+        if self.progress is None:
+            return self._read(part)
+        self.progress.begin(part.batch)
+        found = self._read(part)
+        self.progress.end()
+        return found
+
+    def _read(self, part: Part) -> Any:
         if self._at_once:  # no code of the user's, which alone would ask for the epoch
             return self.fetch(part.numbers)
         with reading(part.epoch):
@@ -67,12 +88,14 @@ class Fetcher(Dataset[Any]):
         return self._collated(self._samples(numbers), numbers)
 
     def _samples(self, numbers: list[Any]) -> Any:
-        number: Any = _listed(numbers)
+        number: Any = listed(numbers)
         try:
             if self._together:
                 return self.dataset.__getitems__(numbers)
             samples = []
-            for number in numbers:  # an error names the one it was at
+            for place, number in enumerate(numbers):  # an error names the one it was at
+                if self.progress is not None:
+                    self.progress.at(place)
                 samples.append(self.dataset[number])
             return samples
         except Exception as error:
@@ -83,7 +106,7 @@ class Fetcher(Dataset[Any]):
         try:
             return self.collate_fn(samples)
         except Exception as error:
-            error.add_note(f"shard_loader: collate_fn failed on samples {_listed(numbers)}")
+            error.add_note(f"shard_loader: collate_fn failed on samples {listed(numbers)}")
             raise
 
 
@@ -94,7 +117,7 @@ def _gives_many(dataset: Any) -> bool:
     return bool(getattr(dataset, "__getitems__", None))
 
 
-def _listed(numbers: list[Any]) -> str:
+def listed(numbers: list[Any]) -> str:
     """The first of them, and how many there are."""
     more = f", ... {len(numbers)} in all" if len(numbers) > _SHOWN else ""
     return f"{', '.join(map(str, numbers[:_SHOWN]))}{more}"

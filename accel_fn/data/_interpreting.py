@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,18 +12,21 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
 )
 
 from accel_fn._errors import ArgumentError, ArgumentTypeError, check_count, message
 from accel_fn._state import DistState
+from accel_fn.data._comparing import checksum_of_numbers
 from accel_fn.data._loader import ShardedLoader
 from accel_fn.data._order import Order, check_batch_size, check_sizes, mix
-from accel_fn.data._sampling import Sampling, nest, plain
+from accel_fn.data._sampling import Sampling, nest
 
 _SHARE = (("num_replicas", "rank"), ("num_processes", "process_index"))
 """By what attributes samplers that know of ranks can be told."""
+_SEVERAL = 100  # of a long list, which may be one of samples, so many are looked at
 
 
 def read_order(loader: Any, state: DistState, batch: str) -> Order | Sampling:
@@ -74,7 +77,7 @@ def _check(loader: Any) -> None:
         rule, got = "have a batch_size or a batch_sampler", f"batch_size={loader.batch_size}"
         repair = "let the data set give samples, and the DataLoader batches of them"
         raise ArgumentError(message("shard_loader", "loader", rule, got, repair))
-    for sampler in nest(loader.batch_sampler):
+    for sampler in [*nest(loader.batch_sampler), *_held(loader.batch_sampler)]:
         if isinstance(sampler, DistributedSampler) or any(
             all(hasattr(sampler, name) for name in names) for names in _SHARE
         ):
@@ -87,6 +90,27 @@ def _check(loader: Any) -> None:
     if _length(loader.dataset) is None and _is_of(loader.sampler, SequentialSampler):
         rule, name = "have a length, or a sampler", type(loader.dataset).__name__
         raise ArgumentTypeError(message("shard_loader", "data set", rule, name))
+
+
+def _held(sampler: Any) -> list[Sampler[Any]]:
+    """The samplers that a sampler holds, under whatever name and at any depth."""
+    found: list[Any] = [sampler]
+    for each in found:  # which grows
+        for value in getattr(each, "__dict__", {}).values():
+            several = list(islice(value, _SEVERAL)) if isinstance(value, list | tuple) else [value]
+            found += [one for one in several if _may_sample(one) and not _is_among(one, found)]
+    return [each for each in found if isinstance(each, Sampler)]
+
+
+def _may_sample(value: Any) -> bool:
+    """Is it iterated for its samples, and not a data set, which is indexed?"""
+    kind = type(value)
+    is_sampler = isinstance(value, Sampler)
+    return is_sampler or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
+
+
+def _is_among(value: Any, found: list[Any]) -> bool:
+    return any(value is each for each in found)
 
 
 def _is_of(sampler: Any, kind: type) -> bool:
@@ -146,7 +170,7 @@ def describe(loader: DataLoader[Any], sampling: Sampling) -> Described:
     samplers = nest(sampling.batch_sampler)
     checksum = None
     if type(samplers[-1]) is SubsetRandomSampler:  # a subset of each rank's own would be lost
-        checksum = zlib.crc32(repr(plain(samplers[-1].indices)).encode())
+        checksum = checksum_of_numbers(samplers[-1].indices)
     return Described(
         samplers=tuple(type(each).__name__ for each in samplers),
         num_samples=_length(loader.dataset),

@@ -25,8 +25,11 @@ class Source(Protocol):
         gives may be read in another thread.
         """
 
-    def locate(self, step: int) -> tuple[int, int]:
-        """The epoch and the batch in it that come after `step` batches."""
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+        """The epoch and the window in it that come after `step` windows of so many batches each.
+
+        No window spans two epochs.
+        """
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of this rank in a batch: int64; ArgumentError where they have no numbers."""

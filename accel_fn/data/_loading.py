@@ -48,7 +48,7 @@ class Loading:
         Returns:
             An iterator. Workers start with its first batch.
         """
-        of_epoch = (Part(epoch, numbers) for numbers in parts)
+        of_epoch = (Part(epoch, batch, numbers) for batch, numbers in enumerate(parts, first_batch))
         if self._options["num_workers"]:
             return self._by_workers(of_epoch, epoch, first_batch, seed)
         return self._here(of_epoch, epoch, first_batch)
@@ -76,7 +76,7 @@ class Loading:
                 batch += 1
         except Exception as error:
             failed = True
-            if lost := crew.lost():
+            if lost := crew.lost(after=error):
                 raise WorkerError(
                     f"shard_loader: workers must live until the loop ends, got {lost} while "
                     f"{_where(batch, epoch)} was waited for; was there memory enough? "

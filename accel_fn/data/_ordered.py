@@ -34,9 +34,9 @@ class OrderedSource:
         seed = mix(mix(mix(self.order.seed) + epoch) + self.rank)
         return self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
 
-    def locate(self, step: int) -> tuple[int, int]:
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
         """By arithmetic."""
-        return divmod(step, self.num_batches())
+        return divmod(step, -(-self.num_batches() // window))
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """Of this rank."""

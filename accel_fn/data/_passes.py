@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from accel_fn._errors import ArgumentError, WorkerError, message
+from accel_fn._errors import ArgumentError, WorkerError
+from accel_fn.data._progress import Progress
 from accel_fn.data._reading import WorkerInit
-from accel_fn.data._workers import end_workers, lost_workers
+from accel_fn.data._workers import end_workers, lost_workers, start_workers
 
 # Simulated ranks are threads: a worker that one of them forks while another forks its own holds
 # what says of that other that it has ended, and would have to end first.
@@ -52,9 +54,7 @@ class Passes:
     through shared memory; they serve one pass at a time.
     """
 
-    def __init__(
-        self, stream_of: Callable[[Tensor], IterableDataset[Any]], options: dict[str, Any]
-    ) -> None:
+    def __init__(self, stream_of: Callable[[Tensor], Any], options: dict[str, Any]) -> None:
         self._running: Any = None
         self._stream_of = stream_of
         self._options = options
@@ -70,13 +70,16 @@ class Passes:
         self._newest += 1
         with _STARTING:
             if not self._shares:
-                place = torch.tensor([epoch, first_batch])
-                return self._items(iter(self._loader(place)), self._newest)
+                loader = self._loader(torch.tensor([epoch, first_batch]))
+                return self._items(start_workers(loader), loader.dataset, epoch, self._newest)
+            if lost_workers(self._running):  # while nobody waited for them
+                end_workers(self._running, at_once=True)
+                self._shared = None
             self._place[0], self._place[1] = epoch, first_batch
             if self._shared is None:
                 self._shared = self._loader(self._place)
-            self._running = iter(self._shared)
-            return self._items(self._running, self._newest)
+            self._running = start_workers(self._shared)
+            return self._items(self._running, self._shared.dataset, epoch, self._newest)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """End persistent workers: torch waits seconds for them where they are found by garbage collection.
@@ -88,9 +91,11 @@ class Passes:
 
     def _loader(self, place: Tensor) -> DataLoader[Any]:
         stream = self._stream_of(place)
+        if self._options["num_workers"]:
+            stream.progress = Progress(self._options["num_workers"])
         return DataLoader(stream, batch_size=None, collate_fn=as_it_is, **self._options)
 
-    def _items(self, running: Any, number: int) -> Iterator[Any]:
+    def _items(self, running: Any, stream: Any, epoch: int, number: int) -> Iterator[Any]:
         """Item by item. Workers are not left to Python to end: an error that somebody keeps keeps them."""
         failed = False
         try:
@@ -102,11 +107,11 @@ class Passes:
                 yield item
         except Exception as error:
             failed, self._shared = True, None  # persistent workers too: the next pass starts others
-            broken = isinstance(error, OSError | EOFError)
-            if lost := lost_workers(running, patience_s=1.0 if broken else 0.0):
-                rule = "live until the loop ends"
-                repair = "was there memory enough? fewer workers take less"
-                raise WorkerError(message("shard_loader", "workers", rule, lost, repair)) from error
+            if lost := lost_workers(running, partial(stream.where, epoch=epoch), after=error):
+                raise WorkerError(
+                    f"shard_loader: workers must live until the loop ends, got {lost}; "
+                    "was there memory enough? fewer workers take less"
+                ) from error
             raise
         finally:
             if (failed or not self._shares) and hasattr(running, "_workers"):

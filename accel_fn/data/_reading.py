@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -17,14 +17,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
+from accel_fn.data._epochs import Told
 from accel_fn.data._generators import Generators
 from accel_fn.data._order import mix
 from accel_fn.data._prefetch import Reader
 
 _BLOCK = 1024
-# Simulated ranks are threads that share torch's global, and their data set.
-_INFO_LOCK = threading.RLock()
-_EPOCH_LOCK = threading.Lock()
+_INFO_LOCK = threading.RLock()  # simulated ranks are threads that share torch's global
 
 
 @contextmanager
@@ -71,6 +70,7 @@ class Stream:
         self._seed = mix(mix(seed) + epoch)
         self._info = info
         self._in_worker = in_worker
+        self._told = Told(data, epoch, alone=in_worker)
         self._draws = Generators(self._seed)
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []
@@ -119,9 +119,10 @@ class Stream:
         if self._ended:  # some iterators begin anew when asked again
             return found
         try:
-            if self._items is None:
-                self._items = self._open()
-            found.extend(islice(self._items, count))
+            with self._told:
+                if self._items is None:
+                    self._items = iter(self._data)
+                found.extend(islice(self._items, count))
         except Exception as error:
             where = f"after {self._num_read + len(found)} items of epoch {self._epoch}"
             error.add_note(f"shard_loader: the stream failed {where}")
@@ -129,13 +130,6 @@ class Stream:
         self._num_read += len(found)
         self._ended = len(found) < count
         return found
-
-    def _open(self) -> Iterator[Any]:
-        if hasattr(self._data, "set_epoch"):
-            # a lock of the main process: in a forked worker nobody would let go of it
-            with nullcontext() if self._in_worker else _EPOCH_LOCK:
-                self._data.set_epoch(self._epoch)
-        return iter(self._data)
 
 
 @dataclass(frozen=True, slots=True)

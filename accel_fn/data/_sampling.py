@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from torch.utils.data import (
 )
 
 from accel_fn._errors import ArgumentError
+from accel_fn.data._epochs import Told
 from accel_fn.data._generators import Generators, held_by
+from accel_fn.data._locating import locate_by_counting
 from accel_fn.data._order import Order, mix
 
 _SAMPLES_AT_ONCE = 4096
@@ -49,39 +51,39 @@ class Sampling:
     length: int | None = None
 
     def num_batches(self) -> int | None:
-        """Of an epoch, as far as it says."""
-        return self.length if self.cut is None else self.cut.num_batches()
+        """Of an epoch, as far as it says. Of a batch sampler in a world of several its epoch 0 is run."""
+        if self.cut is not None:
+            return self.cut.num_batches()
+        if self.length is None or self.world_size == 1:  # else a tail may join the batch before
+            return self.length
+        some = islice(self._read(0), self.length + 1)  # one without an end may say a length too
+        sizes = [len(batch) for batch in some]
+        joins = len(sizes) > 1 and sizes[-1] < self.world_size
+        return len(sizes) - joins
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """The global batches of an epoch; the sampler is some thousand samples ahead."""
         joined = self._joined(self._read(epoch), epoch)
         return joined if self.cut is None else self._counted(joined, epoch)
 
-    def locate(self, step: int) -> tuple[int, int]:
-        """The epoch and the batch after `step` batches: by arithmetic, else by running the sampler."""
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+        """The epoch and the window after `step` windows: by arithmetic, else by running the sampler."""
         if self.cut is not None:
-            return divmod(step, self.cut.num_batches())
-        for epoch in count():
-            num_seen = sum(1 for _ in islice(self.batches(epoch), step + 1))
-            if num_seen > step:
-                return epoch, step
-            step -= num_seen
-        raise AssertionError
+            return divmod(step, -(-self.cut.num_batches() // window))
+        return locate_by_counting(step, self.batches, window)
 
     def _read(self, epoch: int) -> Iterator[Batch]:
         """What the sampler gives, as it is."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
         generators = _generators(sampler, seed)
-        with generators:
-            for each in nest(sampler):
-                if hasattr(each, "set_epoch"):
-                    each.set_epoch(epoch)
+        told = [Told(each, epoch) for each in nest(sampler)]
+        with generators, _all(told):
             batches = map(plain, iter(sampler))
             several = take_several(batches)
         while several:
             yield from several
-            with generators:
+            with generators, _all(told):
                 several = take_several(batches)
 
     def _joined(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
@@ -161,6 +163,14 @@ def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
         return nullcontext()
     own = {id(held): held for each in foreign for held in held_by(each)}
     return Generators(seed, list(own.values()))
+
+
+@contextmanager
+def _all(told: list[Told]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in told:
+            stack.enter_context(each)
+        yield
 
 
 def plain(batch: Iterable[Any]) -> Batch:

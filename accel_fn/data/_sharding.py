@@ -11,6 +11,7 @@ from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
 from accel_fn._errors import ArgumentError, ReplicaError, message
 from accel_fn._state import DistState
+from accel_fn.data._comparing import checksum_of
 from accel_fn.data._dealing import DealtSource
 from accel_fn.data._interpreting import describe, read_order
 from accel_fn.data._loader import ShardedLoader
@@ -65,7 +66,7 @@ def shard_loader(
 
     Cost: in a world of several, two small collectives, once. Per batch, this
     rank's samples alone are read, in one read where the data set is of tensors or
-    arrays. With a sampler of your own, two messages to every rank per some thousand samples.
+    arrays. With a sampler of your own, four messages a rank per some thousand samples.
     Of a stream, turns read all items on every rank and say nothing; of one that is split,
     a rank reads its own, and says every few batches how much it holds.
 
@@ -97,7 +98,14 @@ def _agreed(loader: Any, state: DistState, batch: str) -> tuple[Order | Sampling
         return read_order(loader, state, batch), None
     asked = all_or_none(lambda: read_order(loader, state, batch), state, "shard_loader")
     mine = asked if isinstance(asked, Order) else describe(loader, asked)
-    for rank, other in enumerate(exchange(mine, state, "shard_loader")):
+    data = checksum_of(loader.dataset)
+    for rank, (other, theirs) in enumerate(exchange((mine, data), state, "shard_loader")):
+        if theirs != data and other == mine:
+            raise ReplicaError(
+                f"shard_loader: data set must be the same on every rank, got other samples on rank {rank} "
+                f"than on rank {state.rank}; give every rank the whole (and random_split one seed): ranks "
+                "are shared out here"
+            )
         if other != mine:
             raise ReplicaError(
                 f"shard_loader: loader must be the same on every rank, got {other} on rank {rank} "

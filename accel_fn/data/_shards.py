@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 from accel_fn._errors import ArgumentTypeError, message
 from accel_fn.data._order import mix
 from accel_fn.data._packing import pack, unpack
+from accel_fn.data._progress import Progress
 from accel_fn.data._reading import Stream, worker_over
 
 
@@ -74,6 +76,8 @@ def shard_of(data: Any, num_shards: int, index: int) -> IterableDataset[Any]:
 class ShardStream(IterableDataset[Any]):
     """What a loader's workers read: items in blocks, from a worker as bytes."""
 
+    progress: Progress | None = None  # where workers write how many items they have read
+
     def __init__(
         self,
         place: Tensor,
@@ -98,12 +102,19 @@ class ShardStream(IterableDataset[Any]):
 
     def _blocks(self, epoch: int, reader: int, *, in_worker: bool) -> Iterator[Any]:
         stream = self.split.open(self.data, reader, epoch, seed=self.seed, in_worker=in_worker)
-        while True:
+        for num_read in count(step=self.block_size):
+            if self.progress is not None and in_worker:
+                self.progress.begin(num_read)
             with stream.reading():
                 items = stream.take(self.block_size)
             if not items:
                 return
             yield pack(items) if in_worker else items
+
+    def where(self, worker: int, epoch: int) -> str:
+        """In words, what a worker reads."""
+        at = None if self.progress is None else self.progress.of(worker)
+        return f" after {at[0]} items of epoch {epoch}" if at else ""
 
 
 class Shard:
@@ -113,22 +124,18 @@ class Shard:
         self._blocks = blocks
         self._items: list[Any] = []
         self.ended = False
-        self.failure: Exception | None = None
 
     def __len__(self) -> int:
         return len(self._items)
 
     def fill(self, count: int) -> None:
-        """Read until `count` items are held, or the shard ends or fails."""
-        try:
-            while len(self) < count and not self.ended:
-                block = next(self._blocks, None)
-                if block is None:
-                    self.ended = True
-                else:
-                    self._items += unpack(block) if isinstance(block, Tensor) else block
-        except Exception as error:  # for all ranks to hear of
-            self.ended, self.failure = True, error
+        """Read until `count` items are held, or the shard ends."""
+        while len(self) < count and not self.ended:
+            block = next(self._blocks, None)
+            if block is None:
+                self.ended = True
+            else:
+                self._items += unpack(block) if isinstance(block, Tensor) else block
 
     def take(self, count: int) -> list[Any]:
         """The oldest items."""

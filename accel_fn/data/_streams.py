@@ -6,7 +6,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from accel_fn._comm import exchange
 from accel_fn._errors import ArgumentError, ArgumentTypeError, ReplicaError, message
 from accel_fn._state import DistState
 from accel_fn.data._evening import even_parts
+from accel_fn.data._locating import locate_by_counting
 from accel_fn.data._order import Order
 from accel_fn.data._passes import Passes, as_it_is, options_of
 from accel_fn.data._reading import WorkerInit
@@ -103,23 +103,11 @@ class _StreamSource(ABC):
                 stacklevel=2,
             )
 
-    def locate(self, step: int) -> tuple[int, int]:
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
         """By arithmetic, or by reading from the start."""
         if self._num_items is not None and self.num_batches() > 0:
-            return divmod(step, self.num_batches())
-        epoch = 0
-        while step > 0:
-            count = 0
-            for _ in self._count(epoch):
-                count += 1
-                if count > step:
-                    return epoch, step
-            if count == 0:
-                rule = f"be at most at the end of epoch {epoch}, which is empty"
-                raise ArgumentError(message("epochs", "since", rule, f"{step} steps beyond it"))
-            step -= count
-            epoch += 1
-        return epoch, step
+            return divmod(step, -(-self.num_batches() // window))
+        return locate_by_counting(step, self._count, window)
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """Refused: items of a stream have no numbers."""
@@ -166,7 +154,6 @@ class SplitSource(_StreamSource):
         super().__init__(loader, sharing, channel.state.rank)
         data: Any = loader.dataset
         self._channel = channel
-        self._num_passes = 0
         splits_itself = split.way == "workers"
         init = partial(
             WorkerInit,
@@ -188,9 +175,10 @@ class SplitSource(_StreamSource):
         self._passes = Passes(stream, options)
 
     def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        batches = _collated(self._count(epoch), first_batch, self._collate)
+        channel = self._channel.another()
+        batches = _collated(self._parts(channel, epoch), first_batch, self._collate)
         if not self._pinning["pin_memory"]:
-            return batches
+            return channel.telling(batches)
         pinning: DataLoader[Any] = DataLoader(
             _Given(batches),
             batch_size=None,
@@ -198,11 +186,13 @@ class SplitSource(_StreamSource):
             generator=torch.Generator(),
             **self._pinning,
         )
-        return iter(pinning)
+        return channel.telling(iter(pinning))
 
     def _count(self, epoch: int) -> Iterator[Any]:
-        self._num_passes += 1
-        channel = replace(self._channel, tag=self._channel.tag + self._num_passes)
+        channel = self._channel.another()
+        return channel.telling(self._parts(channel, epoch))
+
+    def _parts(self, channel: Channel, epoch: int) -> Iterator[list[Any]]:
         return _parts(self._passes.start(epoch, 0), self._cut, channel)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from accel_fn._errors import ArgumentError
+from accel_fn.data._progress import Progress
 from accel_fn.data._reading import Stream, worker_over
 
 _BLOCK = 16
@@ -111,6 +113,8 @@ class TurnsStream(IterableDataset[Any]):
     Each of them reads the whole stream, and the data set takes itself for alone.
     """
 
+    progress: Progress | None = None  # where workers write which batch they read
+
     def __init__(
         self,
         place: Tensor,
@@ -132,7 +136,22 @@ class TurnsStream(IterableDataset[Any]):
         info = worker_over(self)
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         stream = Stream(self.data, epoch, seed=self.seed, in_worker=info is not None)
-        parts = turns(
-            stream, self.cut, self.rank, first_batch=first_batch + worker, stride=num_workers
-        )
-        return map(self.collate_fn, parts)
+        first_batch += worker
+        parts = turns(stream, self.cut, self.rank, first_batch=first_batch, stride=num_workers)
+        batches = map(self.collate_fn, parts)
+        return batches if info is None else self._noted(batches, count(first_batch, num_workers))
+
+    def _noted(self, batches: Iterator[Any], numbers: Iterator[int]) -> Iterator[Any]:
+        assert self.progress is not None
+        for number in numbers:
+            self.progress.begin(number)
+            batch = next(batches, self)  # which is no batch
+            self.progress.end()
+            if batch is self:
+                return
+            yield batch
+
+    def where(self, worker: int, epoch: int) -> str:
+        """In words, what a worker reads."""
+        at = None if self.progress is None else self.progress.of(worker)
+        return f" in batch {at[0]} of epoch {epoch}" if at else ""

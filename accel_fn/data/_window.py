@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from accel_fn._errors import ArgumentError, ArgumentTypeError, check_count, message
+from accel_fn._errors import ArgumentTypeError, check_count, message
 from accel_fn.data._loader import ShardedLoader, Source
 
 
@@ -90,30 +90,9 @@ class WindowedSource:
         """From window `first_batch` of an epoch to its end."""
         return _lists(self._source.batches(epoch, first_batch * self._k), self._k)
 
-    def locate(self, step: int) -> tuple[int, int]:
-        """The epoch and the window in it that come after `step` windows.
-
-        By arithmetic; by reading from the start where no epoch has a known length.
-        """
-        try:
-            num_windows = self.num_batches()
-        except ArgumentTypeError:
-            return self._locate_by_reading(step)
-        return divmod(step, num_windows) if num_windows else (0, step)
-
-    def _locate_by_reading(self, step: int) -> tuple[int, int]:
-        epoch = 0
-        while step > 0:
-            count = 0
-            for count, _ in enumerate(self.batches(epoch, 0), 1):
-                if count > step:
-                    return epoch, step
-            if count == 0:
-                rule = f"be at most at the end of epoch {epoch}, which is empty"
-                raise ArgumentError(message("epochs", "since", rule, f"{step} steps beyond it"))
-            step -= count
-            epoch += 1
-        return epoch, 0
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+        """As the source does, in windows of its batches."""
+        return self._source.locate(step, window * self._k)
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """Of this rank, batch after batch."""

@@ -1,6 +1,7 @@
 """Streams over real processes: every item once, batches equal in number, and training as by one process."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -92,6 +93,8 @@ for batch in af.shard_loader(source, state):
 def test_a_collate_fn_that_fails_on_one_rank_of_a_split_stream_ends_the_others_at_once(tmp_path):
     waiting, failing = run_worlds({"failing": FAILING}, tmp_path)["failing"]
     assert "ValueError: cannot collate" in failing.stderr
-    assert "rank 1: has left by ValueError: cannot collate" in waiting.stderr
+    # by its message, or, where that was not under way yet, by its leaving
+    text = r"rank 1: (ValueError\('|has left by ValueError: )cannot collate"
+    assert re.search(text, waiting.stderr)
     assert (waiting.exit_code, failing.exit_code) == (1, 1)
     assert waiting.seconds < 10  # the group's timeout is 30

@@ -1,5 +1,7 @@
 """Law 8: shards are the global batch, which does not depend on the world; seeking is iterating."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -13,11 +15,11 @@ from tests import strategies as ours
 
 
 @st.composite
-def orders(draw, max_world=8):
+def orders(draw, max_world=8, max_samples=200, max_batch=64):
     """Any order that a loader may ask for."""
     world_size = draw(st.integers(1, max_world))
-    num_samples = draw(st.integers(world_size, 200))
-    batch_size = draw(st.integers(world_size, 64))
+    num_samples = draw(st.integers(world_size, max_samples))
+    batch_size = draw(st.integers(world_size, max_batch))
     drop_last = draw(st.booleans()) and num_samples >= batch_size
     return Order(
         num_samples, batch_size, world_size, draw(st.booleans()), drop_last, draw(st.integers(0, 9))
@@ -51,12 +53,11 @@ def test_the_parts_of_the_ranks_are_the_global_batch_in_order(order, epoch):
 @given(order=orders(), epoch=st.integers(0, 5), other=st.integers(1, 8))
 def test_a_global_batch_does_not_depend_on_the_world(order, epoch, other):
     """Full batches; a tail joins the batch before where it is smaller than the world."""
-    alone = Order(
-        order.num_samples, order.batch_size, 1, order.shuffle, order.drop_last, order.seed
-    )
+    elsewhere = replace(order, world_size=other)
     for batch in range(order.num_samples // order.batch_size):
         mine = order.global_indices(epoch, batch)[: order.batch_size]
-        torch.testing.assert_close(mine, alone.global_indices(epoch, batch)[: order.batch_size])
+        theirs = elsewhere.global_indices(epoch, batch)[: order.batch_size]
+        torch.testing.assert_close(mine, theirs)
 
 
 def loader_of(num_samples, batch_size, **options):
@@ -92,22 +93,17 @@ def test_workers_change_nothing(order, epoch):
     check_loaders(order, epoch, num_workers=2)
 
 
-@given(
-    num_samples=st.integers(1, 40),
-    batch_size=st.integers(1, 12),
-    shuffle=st.booleans(),
-    position=st.integers(0, 60),
-)
-def test_resuming_at_any_batch_is_going_on(num_samples, batch_size, shuffle, position):
-    loader = af.shard_loader(
-        loader_of(num_samples, batch_size, shuffle=shuffle), af.DistState(seed=3)
-    )
-    whole = [batch[0].tolist() for epoch in loader.epochs(3) for batch in epoch]
-    start = min(position, len(whole))
-    resumed = loader.epochs(3, since=af.DistState(step=start))
-    rest = [batch[0].tolist() for epoch in resumed for batch in epoch]
-    assert rest == whole[start:]
-    assert len(whole) == 3 * len(loader)
+@given(order=orders(max_samples=40, max_batch=12, max_world=4), position=st.integers(0, 60))
+def test_resuming_at_any_batch_is_going_on(order, position):
+    for rank in range(order.world_size):
+        state = af.DistState(rank=rank, world_size=order.world_size, seed=order.seed)
+        options = {"shuffle": order.shuffle, "drop_last": order.drop_last}
+        loader = af.shard_loader(loader_of(order.num_samples, order.batch_size, **options), state)
+        whole = [batch[0].tolist() for epoch in loader.epochs(3) for batch in epoch]
+        start = min(position, len(whole))
+        resumed = loader.epochs(3, since=af.DistState(step=start))
+        assert [batch[0].tolist() for epoch in resumed for batch in epoch] == whole[start:]
+        assert len(whole) == 3 * len(loader)
 
 
 @given(batch_size=st.integers(4, 16), num_samples=st.integers(8, 40), world_size=st.integers(1, 4))

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from accel_fn._channel import open_channel
+from accel_fn._errors import AccelError, ArgumentError, ReplicaError
 from accel_fn.testing import simulate
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_deal_gives_every_rank_its_own(world_size):
+def test_where_ranks_meet_rank_0_answers_every_one(world_size):
     def fn(state):
         channel = open_channel(state)
         values = [f"for {rank}" * rank for rank in range(world_size)]
-        return channel.deal(values if state.is_main else None)
+        return channel.meet(state.rank, lambda ranks: [values[rank] for rank in ranks])
 
     assert simulate(fn, world_size=world_size) == [f"for {r}" * r for r in range(world_size)]
 
@@ -28,6 +29,80 @@ def test_exchange_gives_all_to_all(world_size):
         assert [(rank, len(tensor)) for rank, tensor in every] == [
             (r, r) for r in range(world_size)
         ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_who_fails_waits_for_nobody_and_is_heard_by_all(world_size, fails):
+    ended = threading.Event()
+
+    def fn(state):
+        first = open_channel(state)
+        channel = first.another()
+        assert channel.exchange(state.rank) == list(range(world_size))
+        if state.rank == fails:
+            channel.fail(OSError("gone"))
+            ended.set()
+            return first.another().exchange("on")
+        assert ended.wait(10)
+        with pytest.raises(ReplicaError) as caught:
+            channel.exchange(state.rank)
+        assert str(caught.value) == f"shard_loader: failed on rank {fails}: OSError('gone')"
+        return first.another().exchange("on")
+
+    assert simulate(fn, world_size=world_size) == [["on"] * world_size] * world_size
+
+
+def test_several_may_fail_at_once():
+    def fn(state):
+        channel = open_channel(state)
+        if state.rank in (1, 2):
+            channel.fail(OSError("gone"))
+            return ""
+        with pytest.raises(ReplicaError) as caught:
+            channel.exchange(state.rank)
+        return str(caught.value)
+
+    text = "shard_loader: failed on rank 1: OSError('gone')"
+    assert simulate(fn, world_size=4) == [text, "", "", text]
+
+
+def test_an_answer_that_fails_is_raised_on_all():
+    """A rule of ours as it is; anything else as what rank 0 has met."""
+
+    def fn(state):
+        said = []
+        for error in (ArgumentError("shard_loader: no"), KeyError("lost"), None):
+            channel = open_channel(state)
+
+            def answers_of(values, error=error):
+                if error is not None:
+                    raise error
+                return [Opaque()] * state.world_size
+
+            with pytest.raises((AccelError, KeyError, TypeError)) as caught:
+                channel.meet(None, answers_of)
+            said.append(repr(caught.value))
+        return said
+
+    first, second = simulate(fn, world_size=2)
+    assert first == [
+        "ArgumentError('shard_loader: no')",
+        "KeyError('lost')",
+        "TypeError('opaque')",
+    ]
+    assert second == [
+        first[0],
+        "ReplicaError(\"shard_loader: failed on rank 0: KeyError('lost')\")",
+        "ReplicaError(\"shard_loader: failed on rank 0: TypeError('opaque')\")",
+    ]
+
+
+class Opaque:
+    """Cannot be sent."""
+
+    def __reduce__(self):
+        raise TypeError("opaque")
 
 
 def test_channels_and_collectives_of_many_threads_do_not_meet():

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     RandomSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 import accel_fn as af
@@ -207,6 +210,20 @@ def test_a_sampler_is_told_the_epoch():
     assert [samples(epoch)[0][0] for epoch in loader.epochs(3)] == [0, 1, 2]
 
 
+def test_loaders_over_one_sampler_are_each_in_their_own_epoch():
+    """Though it looks at the epoch for every sample, and is read in pieces."""
+    size = 10_000
+    data = TensorDataset(torch.arange(size))
+    sampler = Epochal(lambda self: (self.epoch for _ in range(size)), size=size)
+    loaders = [shard(data=data, sampler=sampler, batch_size=100) for _ in range(2)]
+    first, second = [
+        list(loader.epochs(3))[epoch] for loader, epoch in zip(loaders, (2, 0), strict=True)
+    ]
+    for (late,), (early,) in zip(first, second, strict=True):
+        assert set(late.tolist()) == {2}
+        assert set(early.tolist()) == {0}
+
+
 def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch():
     class Halves:
         def __init__(self):
@@ -281,7 +298,7 @@ def test_a_sampler_that_fails_fails_on_every_rank():
 
     first, *others = simulate(run, world_size=3)
     assert first == "'lost'"
-    assert others == ["shard_loader: the sampler failed on rank 0: KeyError('lost')"] * 2
+    assert others == ["shard_loader: failed on rank 0: KeyError('lost')"] * 2
 
 
 class Opaque:
@@ -362,8 +379,43 @@ def test_the_length_is_known_where_the_sampler_has_one(num_samples, drop_last, w
     assert len(every) == (num_samples // 5 * 5 if drop_last else num_samples)
 
 
-def test_a_batch_sampler_says_its_length():
-    assert len(shard(batch_sampler=batches_of(3, 4, 5))) == 3
+@pytest.mark.parametrize("sizes", [(3, 4, 5), (4, 4, 1), (4, 4, 2), (4,)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_length_of_a_batch_sampler_is_the_number_of_its_batches(sizes, world_size):
+    """On a rank that asks alone, too."""
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(DATA, batch_sampler=batches_of(*sizes)), state)
+        num_batches = len(list(loader))
+        if state.is_main:
+            assert len(loader) == len(next(loader.epochs(1))) == num_batches
+            assert len(af.window(loader, 2)) == -(-num_batches // 2)
+
+    simulate(run, world_size=world_size)
+
+
+def test_the_length_of_a_batch_sampler_is_counted_once():
+    sampler = batches_of(4, 4, 1)
+    loader = shard(world_size=3, batch_sampler=sampler)
+    assert (len(loader), len(loader), sampler.runs) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 1), (4, 4, 4, 2), (5,)])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_resuming_in_windows_of_a_joined_tail_is_going_on(world_size, k, sizes):
+    def run(state):
+        loader = af.shard_loader(DataLoader(DATA, batch_sampler=batches_of(*sizes)), state)
+        windows = af.window(loader, k)
+
+        def of_epochs(step):
+            epochs = windows.epochs(3, since=af.DistState(step=step))
+            return [[b[0].tolist() for b in batches] for epoch in epochs for batches in epoch]
+
+        whole = of_epochs(0)
+        return all(of_epochs(step) == whole[step:] for step in range(len(whole) + 1))
+
+    assert all(simulate(run, world_size=world_size))
 
 
 @pytest.mark.parametrize(("size", "word"), [(SIZE - 3, "more"), (SIZE + 5, "fewer")])
@@ -443,11 +495,9 @@ def test_ranks_in_different_epochs_are_told_so():
     def run(state):
         loader = af.shard_loader(DataLoader(DATA, sampler=Own(globally), batch_size=4), state)
         epoch = list(loader.epochs(2))[state.rank]
-        if state.is_main:
-            next(iter(epoch))
-            return
         with pytest.raises(
-            RuntimeError, match="got epoch 0 from batch 0 on rank 0, and epoch 1 from batch 0 here"
+            RuntimeError,
+            match="got epoch 1 from batch 0 on rank 1, and epoch 0 from batch 0 on rank 0",
         ):
             next(iter(epoch))
 
@@ -570,6 +620,67 @@ def test_ranks_must_give_the_same_loader(make):
             af.shard_loader(make(state.rank), state)
 
     simulate(run, world_size=2)
+
+
+def split_with(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return random_split(DATA, [12, 8], generator=generator)[0]
+
+
+OWN = {
+    "subset": lambda rank: Subset(DATA, range(10 * rank, 10 * rank + 10)),
+    "subset of tensors": lambda rank: Subset(DATA, torch.arange(10) + 10 * rank),
+    "subset of a subset": lambda rank: Subset(Subset(DATA, range(rank, 18)), [0, 3, 4, 5]),
+    "random_split": split_with,
+    "joined": lambda rank: ConcatDataset([DATA, split_with(rank)]),
+    "names": lambda rank: Subset({"a": 0, "b": 1, "c": 2}, ["abc"[rank], "c", "c", "c"]),
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["in order", "own sampler"])
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+def test_samples_of_a_ranks_own_are_refused(make, sampled):
+    def loader(rank):
+        options = {"sampler": [0, 1, 2, 3]} if sampled else {}
+        return DataLoader(make(rank), batch_size=4, **options)
+
+    def run(state):
+        with pytest.raises(
+            RuntimeError, match="data set must be the same on every rank, got other"
+        ):
+            af.shard_loader(loader(state.rank), state)
+        af.shard_loader(loader(0), state)
+
+    simulate(run, world_size=2)
+
+
+class Wrapping:
+    """Holds another sampler, by a name that nobody knows."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        Wrapping,
+        lambda sampler: Wrapping(Wrapping(sampler)),
+        lambda sampler: Wrapping([sampler, range(3)]),
+        lambda sampler: BatchSampler(Wrapping(sampler), 4, False),
+    ],
+    ids=["held", "held twice", "in a list", "in a batch sampler"],
+)
+def test_a_distributed_sampler_is_found_wherever_it_is_held(wrap):
+    sampler = wrap(torch.utils.data.DistributedSampler(DATA, 2, 0))
+    options = {"batch_sampler" if isinstance(sampler, BatchSampler) else "sampler": sampler}
+    with pytest.raises(
+        ValueError, match="shared out among ranks already, got 'DistributedSampler'"
+    ):
+        shard(**options)
 
 
 class Counted(torch.utils.data.Dataset):

@@ -2,6 +2,7 @@
 
 import datasets
 import pytest
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
 import accel_fn as af
@@ -84,3 +85,36 @@ def test_a_stream_that_is_split_by_node_already_is_refused():
     data = split_dataset_by_node(stream(20), rank=0, world_size=2)
     with pytest.raises(ValueError, match="leave out split_dataset_by_node"):
         af.shard_loader(DataLoader(data, batch_size=6), af.DistState(rank=0, world_size=2))
+
+
+ROWS = datasets.Dataset.from_dict({"x": list(range(12))})
+OWN = {
+    "split by node": lambda rank: split_dataset_by_node(ROWS, rank=rank, world_size=2),
+    "every second": lambda rank: ROWS.select(range(rank, 12, 2)),
+    "shuffled": lambda rank: ROWS.shuffle(seed=rank),
+    "first and last alike": lambda rank: ROWS.select([0, 3 + rank, 11]),
+}
+
+
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+def test_rows_of_a_ranks_own_are_refused(make):
+    def run(state):
+        with pytest.raises(
+            RuntimeError, match="data set must be the same on every rank, got other"
+        ):
+            af.shard_loader(DataLoader(make(state.rank), batch_size=2), state)
+        af.shard_loader(DataLoader(make(0), batch_size=2), state)
+
+    simulate(run, world_size=2)
+
+
+def test_rows_that_each_rank_has_made_are_the_same():
+    """Hugging Face's own fingerprints may differ then."""
+
+    def run(state):
+        data = datasets.Dataset.from_dict({"x": list(range(12))})
+        data = data.map(lambda row: {"x": 11 - row["x"]}).shuffle(seed=3)
+        return [b["x"].tolist() for b in af.shard_loader(DataLoader(data, batch_size=4), state)]
+
+    parts = simulate(run, world_size=2)
+    assert items_of(parts) == list(range(12))

@@ -170,7 +170,7 @@ class TalkingSource:
         for batch in range(first_batch, self.size):
             yield self.channel.exchange((epoch, batch, self.rank))
 
-    def locate(self, step):
+    def locate(self, step, window=1):
         return divmod(step, self.size)
 
     def indices(self, epoch, batch):

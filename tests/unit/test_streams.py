@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import threading
 import time
@@ -203,6 +204,42 @@ def test_workers_may_be_spawned(split):
     found = [list(each) for each in (stream, pickle.loads(pickle.dumps(stream)))]
     assert str(found[0]) == str(found[1])
     assert pickle.loads(pickle.dumps(init)) == init
+
+
+class Looking(Counting):
+    """Looks at the epoch for every item."""
+
+    times = 0
+
+    def set_epoch(self, epoch):
+        self.times += 1
+        super().set_epoch(epoch)
+
+    def __iter__(self):
+        for item in range(self.size):
+            yield 100 * self.epoch + item
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("split", ["turns", "auto"])
+def test_loaders_over_one_stream_are_each_in_their_own_epoch(split, ahead):
+    data = Looking(40)
+    loaders = [by_hand(data, split=split, batch_size=4) for _ in range(2)]
+    if ahead:
+        loaders = [af.prefetch(loader, af.DistState()) for loader in loaders]
+    first, second = [
+        list(loader.epochs(3))[epoch] for loader, epoch in zip(loaders, (2, 0), strict=True)
+    ]
+    for late, early in zip(first, second, strict=True):
+        assert set(late.tolist()) <= set(range(200, 240))
+        assert set(early.tolist()) <= set(range(40))
+
+
+def test_a_stream_is_told_its_epoch_once_a_pass():
+    data = Looking(200)
+    for epoch in by_hand(data).epochs(3):
+        ids(epoch)
+    assert data.times == 3
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
@@ -560,7 +597,7 @@ def test_an_error_in_one_shard_reaches_all_ranks(num_workers):
     assert set(multiprocessing.active_children()) <= before  # though the errors are kept
     assert count == same
     assert type(elsewhere) is ReplicaError
-    assert "shard_loader: the stream failed on rank 1: RuntimeError(" in str(elsewhere)
+    assert "shard_loader: failed on rank 1: RuntimeError(" in str(elsewhere)
     assert "the disk is gone" in str(elsewhere)
     assert type(there) is RuntimeError
     assert "the disk is gone" in str(there)
@@ -594,24 +631,31 @@ class Dying(Sharded):
         return multiprocessing.parent_process() is None
 
 
+KILLED = (
+    r"shard_loader: workers must live until the loop ends, "
+    r"got worker \d \(process \d+\) killed by SIGKILL"
+)
+
+
 def test_a_killed_worker_is_an_error():
     loader = by_hand(Dying([12, 12]), split="turns", num_workers=2)
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"worker.*(killed|exited)") as caught:
+    with pytest.raises(RuntimeError, match=KILLED + r" in batch [56] of epoch 0[;,]") as caught:
         list(loader)
-    assert "shard_loader" in str(caught.value) + "".join(caught.value.__notes__)
+    assert "while waiting for batch" in "".join(caught.value.__notes__)
     assert time.monotonic() - start < 15
 
 
 def test_a_killed_worker_is_an_error_on_all_ranks():
     def run(state):
-        loader = af.shard_loader(
-            DataLoader(Dying([40, 40]), batch_size=4, num_workers=1, timeout=1), state
-        )
-        with pytest.raises(RuntimeError, match=r"worker.*(killed|exited)"):
-            list(loader)
+        source = DataLoader(Dying([40, 40]), batch_size=4, num_workers=1, timeout=1)
+        with pytest.raises(RuntimeError) as caught:
+            list(af.shard_loader(source, state))
+        return str(caught.value)
 
-    simulate(run, world_size=2, timeout_s=30)
+    first, second = simulate(run, world_size=2, timeout_s=30)
+    assert re.match(KILLED + r" after 8 items of epoch 0;", second)
+    assert re.search(r"failed on rank 1: WorkerError.*" + KILLED, first)
 
 
 def test_a_loop_goes_on_after_an_error_with_persistent_workers():

@@ -5,6 +5,7 @@ import functools
 import inspect
 import re
 import threading
+import time
 from pkgutil import resolve_name
 
 import pytest
@@ -26,7 +27,7 @@ from accel_fn._compiling import MODES, without_clock
 from accel_fn._meshes import make_mesh
 from accel_fn._torch import run_backward, run_optimizer
 from accel_fn.data._reading import shown
-from accel_fn.data._workers import end_workers, lost_workers
+from accel_fn.data._workers import end_workers, lost_workers, start_workers
 from accel_fn.testing import simulate
 from accel_fn.testing._threads import make_group, make_store
 from tests.optimizers import ROWS, batches, kinds
@@ -81,6 +82,8 @@ def sgd(parameters):
         "torch.optim.optimizer:_global_optimizer_pre_hooks",
         "torch.utils.data._utils.signal_handling:_remove_worker_pids",
         "torch.utils.data._utils.worker:WorkerInfo",
+        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers",
+        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_get_data",
         "torch.utils._pytree:tree_leaves",
         "torch.utils._pytree:tree_map_only",
         "torch.utils._pytree:tree_flatten",
@@ -487,6 +490,58 @@ class WhoReads(IterableDataset):
 def test_worker_knows_itself_by_the_data_set_that_its_loader_reads():
     found = list(DataLoader(WhoReads(), batch_size=None, num_workers=2))
     assert found == [[0, 2, True, None], [1, 2, True, None]]
+
+
+class Waiting(IterableDataset):
+    def __iter__(self):
+        yield 0
+        time.sleep(60)
+
+
+def test_a_worker_that_was_started_here_is_watched_by_us_alone():
+    """Its death is told by `next`, within a time much shorter than torch's 5 s, and nowhere else."""
+    running = start_workers(DataLoader(Waiting(), batch_size=None, num_workers=1))
+    assert not running._worker_pids_set
+    assert next(running) == 0
+    running._workers[0].kill()
+    running._workers[0].join()  # where torch's handler would raise
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"worker 0 \(process \d+\) killed by SIGKILL"):
+        next(running)
+    assert time.monotonic() - started < 2
+    end_workers(running, at_once=True)
+
+
+class Sizes(IterableDataset):
+    def __iter__(self):
+        for size in (0, 1, 20_000, 3_000_000):
+            yield "x" * size
+
+
+def test_messages_of_workers_are_received_as_python_sends_them():
+    """By a method of its queue, from a connection whose reads can be given."""
+    running = start_workers(
+        DataLoader(Sizes(), batch_size=None, num_workers=1, collate_fn=lambda item: item)
+    )
+    receive, sizes = running._worker_result_queue._recv_bytes, []
+
+    def noting():
+        message = receive()
+        sizes.append(len(message))
+        return message
+
+    running._worker_result_queue._recv_bytes = noting
+    assert [len(item) for item in running] == [0, 1, 20_000, 3_000_000]
+    assert max(sizes) > 3_000_000
+
+
+@pytest.mark.parametrize("timeout", [0, 1])
+def test_data_of_workers_come_by_a_method_that_can_be_replaced(timeout):
+    running = start_workers(DataLoader(WhoReads(), batch_size=None, num_workers=1, timeout=timeout))
+    replaced, asked = running._try_get_data, []
+    running._try_get_data = lambda *args: asked.append(args) or replaced(*args)
+    assert len(list(running)) == 1
+    assert asked[0] == ((timeout,) if timeout else ())
 
 
 @pytest.mark.parametrize("at_once", [False, True])

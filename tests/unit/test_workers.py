@@ -12,7 +12,13 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
 
 import accel_fn as af
 from accel_fn._errors import WorkerError
@@ -132,16 +138,20 @@ def test_a_worker_that_is_killed_is_told_at_once(persistent):
     with pytest.raises(WorkerError) as caught:
         ids(loader_of(Failing(13, killed), num_workers=2, persistent=persistent))
     assert time.monotonic() - start < 15  # torch alone looks every 5 s, if nobody tells it
-    text = str(caught.value)
-    assert "worker 1 (process " in text
-    assert re.search(r"killed by SIGKILL while batch [0-3] of epoch 0 was waited for", text)
+    assert re.fullmatch(
+        r"shard_loader: workers must live until the loop ends, got worker 1 \(process \d+\) "
+        r"killed by SIGKILL in sample 13 of batch 3 of epoch 0 while batch [0-3] of epoch 0 was waited for; "
+        r"was there memory enough\? fewer workers take less",
+        str(caught.value),
+    )
     assert isinstance(caught.value, RuntimeError)
     assert not processes()  # though the error is still held
 
 
 def test_a_worker_that_leaves_is_told():
     with pytest.raises(
-        WorkerError, match=r"worker 0 \(process \d+\) ended with exit code 7 while batch [0-2]"
+        WorkerError,
+        match=r"worker 0 \(process \d+\) ended with exit code 7 in sample 9 of batch 2 of epoch 0 while",
     ):
         ids(loader_of(Failing(9, lambda index: os._exit(7)), num_workers=2))
 
@@ -210,17 +220,99 @@ def test_after_a_failure_there_are_new_workers(tmp_path):
     assert [index for batch in ids(loader) for index in batch] == list(range(24))
 
 
-def test_persistent_workers_that_died_while_idle_are_replaced():
-    loader = loader_of(Failing(0, pid_of), 1, persistent=True, batch_size=1)
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_persistent_workers_that_died_while_idle_are_replaced(kind):
+    """And nobody is told, in whatever the program does meanwhile."""
+    data = Failing(0, pid_of) if kind == "map" else Pids()
+    loader = loader_of(data, 1, persistent=True, batch_size=1)
     first = next(iter(loader)).item()
-
-    def kill():
-        os.kill(first, signal.SIGKILL)
-        time.sleep(5)
-
-    with pytest.raises(RuntimeError, match="killed by signal"):  # torch tells whoever runs
-        kill()
+    os.kill(first, signal.SIGKILL)
+    time.sleep(0.5)
     assert next(iter(loader)).item() not in (first, os.getpid())
+
+
+class Pids(IterableDataset):
+    """Says who reads it."""
+
+    def __iter__(self):
+        yield os.getpid()
+
+
+class Counted(IterableDataset):
+    """The numbers of a data set, in turn."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return (self.data[index] for index in range(len(self.data)))
+
+
+WAYS = {
+    "map": (lambda data: loader_of(data, 2), "in sample 37 of batch 9 of epoch 0"),
+    "at once": (
+        lambda data: loader_of(Together(data), 2),
+        "in samples 36, 37, 38, 39 of batch 9 of epoch 0",
+    ),
+    "own sampler": (
+        lambda data: loader_of(data, 2, sampler=list(range(len(data)))),
+        "in sample 37 of batch 9 of epoch 0",
+    ),
+    "stream": (lambda data: loader_of(Counted(data), 2), r"in batch (9|10) of epoch 0"),
+}
+
+
+class Together(Dataset):
+    """Asked for all samples of a batch in one call."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitems__(self, indices):
+        return [self.data[index] for index in indices]
+
+
+@pytest.mark.parametrize("work_s", [0.0, 0.02], ids=["reads", "works"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_worker_is_told_where_its_loop_asks_for_a_batch(way, ahead, work_s):
+    """Never in the middle of what the loop does with one; and with worker, signal and what it read."""
+    make, where = WAYS[way]
+    loader = make(Failing(37, killed, size=64))
+    loader = af.prefetch(loader, af.DistState()) if ahead else loader
+    batches, worked = iter(loader), True
+    with pytest.raises(WorkerError) as caught:  # noqa: PT012  # the test is where in it
+        while True:
+            batch = next(batches)
+            worked = False
+            end = time.monotonic() + work_s
+            while time.monotonic() < end:
+                batch.sum()
+            worked = True
+    assert worked
+    text = str(caught.value)
+    assert re.search(rf"worker [01] \(process \d+\) killed by SIGKILL {where}", text)
+    told = text + "".join(getattr(caught.value, "__notes__", []))
+    assert re.search(r"batch \d+ of epoch 0 (was waited for|on rank 0)", told)
+
+
+class Big(Failing):
+    """Its batches do not fit into a pipe, so that a worker may die in the midst of sending one."""
+
+    def __getitem__(self, index):
+        return "x" * 200_000 if super().__getitem__(index) is not None else ""
+
+
+def test_a_worker_that_dies_in_the_midst_of_sending_is_told():
+    loader = loader_of(Big(9, killed), 1, batch_size=1, collate_fn=list, prefetch_factor=8)
+    batches = iter(loader)
+    next(batches)
+    time.sleep(1)  # meanwhile the worker fills the pipe, reads on, and dies
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        list(batches)
 
 
 def test_passes_at_the_same_time_have_workers_of_their_own():

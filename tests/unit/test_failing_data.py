@@ -1,0 +1,191 @@
+"""Data that fail on one rank of a loader whose ranks talk: every rank raises, and nobody waits."""
+
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import accel_fn as af
+from accel_fn.testing import simulate
+
+SIZE, BATCH_SIZE = 600, 4
+NUM_SHARDS = 4
+
+
+class Rows(Dataset):
+    """Its samples are rows of one number; `act` sees each number that is read."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        self.act(index)
+        return torch.tensor([float(index)])
+
+
+class Shards(IterableDataset):
+    """The same as a stream that can be split."""
+
+    num_shards = NUM_SHARDS
+
+    def __init__(self, act, numbers=range(SIZE)):
+        self.act, self.numbers = act, numbers
+
+    def shard(self, num_shards, index):
+        return Shards(self.act, self.numbers[index::num_shards])
+
+    def __iter__(self):
+        for number in self.numbers:
+            self.act(number)
+            yield torch.tensor([float(number)])
+
+
+def rotten(rank, fails, number):
+    """On one rank, by the first of its samples that is far enough."""
+    if rank == fails and number >= 20:
+        raise ValueError("rotten")
+
+
+def killed(rank, fails, number):
+    if rank == fails and number >= 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_data(kind, act, **options):
+    return kind(act), options
+
+
+def in_collate_fn(kind, act, **options):
+    def collate_fn(rows):
+        act(int(rows[0][0]))
+        return torch.stack(rows)
+
+    return kind(lambda number: None), {**options, "collate_fn": collate_fn}
+
+
+def own_sampler(where, act, **options):
+    data, options = where(Rows, act, **options)
+    # reads on after the batch that fails: 4096 samples are dealt at once
+    order = [index % SIZE for index in range(8 * SIZE)]
+    return DataLoader(data, batch_size=BATCH_SIZE, sampler=order, **options)
+
+
+def talking_stream(where, act, **options):
+    data, options = where(Shards, act, **options)
+    return DataLoader(data, batch_size=BATCH_SIZE, **options)
+
+
+def sharded(make, act, state, ahead):
+    loader = af.shard_loader(make(act), state)
+    return af.prefetch(loader, state) if ahead else loader
+
+
+def make_step(state):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = af.Plan(lambda model, rows: model(rows).mean(), model, optimizer)
+    return af.build(state, af.wrap_ddp()(plan))
+
+
+def said_by(fn, *arguments):
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        fn(*arguments)
+    return str(caught.value)
+
+
+ahead_or_not = pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
+talkers = pytest.mark.parametrize("talker", [own_sampler, talking_stream])
+
+
+@pytest.mark.parametrize("where", [in_data, in_collate_fn])
+@talkers
+@pytest.mark.parametrize("fails", [0, 1])
+@ahead_or_not
+def test_an_evaluation_raises_on_all_ranks(where, talker, fails, ahead):
+    def run(state):
+        loader = sharded(partial(talker, where), partial(rotten, state.rank, fails), state, ahead)
+        state, step = make_step(state)
+        return said_by(af.evaluate, step, loader, state)
+
+    found = simulate(run, world_size=2, timeout_s=10)
+    assert found[fails] == "rotten"
+    assert found[1 - fails].endswith(f": failed on rank {fails}: ValueError('rotten')")
+
+
+@pytest.mark.parametrize("talker", [own_sampler, talking_stream])
+@pytest.mark.parametrize("fails", [0, 2])
+@ahead_or_not
+def test_a_loop_that_catches_the_error_goes_on_with_all_ranks(talker, fails, ahead):
+    """With the next pass, whose conversation is another."""
+
+    def run(state):
+        make = partial(talker, in_data)
+        failing = sharded(make, partial(rotten, state.rank, fails), state, ahead)
+        said = [said_by(list, failing), said_by(list, failing)]
+        well = sharded(make, partial(rotten, state.rank, None), state, ahead)
+        return said, len(list(well))
+
+    found = simulate(run, world_size=3, timeout_s=10)
+    for rank, (said, _) in enumerate(found):
+        other = f"shard_loader: failed on rank {fails}: ValueError('rotten')"
+        assert said == ["rotten" if rank == fails else other] * 2
+    assert len({num_batches for _, num_batches in found}) == 1
+
+
+@talkers
+@ahead_or_not
+def test_a_worker_that_is_killed_on_one_rank_ends_an_evaluation_on_all(talker, ahead):
+    def run(state):
+        make = partial(talker, in_data, num_workers=1)
+        loader = sharded(make, partial(killed, state.rank, 1), state, ahead)
+        state, step = make_step(state)
+        return said_by(af.evaluate, step, loader, state)
+
+    first, second = simulate(run, world_size=2, timeout_s=25)
+    assert "worker 0 (process " in second
+    assert "killed by SIGKILL" in second
+    assert first.startswith(
+        "shard_loader: failed on rank 1: WorkerError('shard_loader: workers must"
+    )
+
+
+@pytest.mark.parametrize("sizes", [[2, 60], [30, 60]])
+def test_a_failure_is_heard_where_all_shards_have_ended(sizes):
+    """What is held there then goes from rank to rank."""
+
+    class Uneven(Shards):
+        num_shards = 2
+
+        def shard(self, num_shards, index):
+            return Shards(self.act, range(sizes[index]))
+
+    def run(state):
+        def collate_fn(rows):
+            count.append(len(rows))
+            if state.rank == 1 and len(count) == fails_at:
+                raise ValueError("rotten")
+
+        count = []
+        data = Uneven(lambda number: None)
+        loader = DataLoader(data, batch_size=BATCH_SIZE, collate_fn=collate_fn)
+        try:
+            list(af.shard_loader(loader, state))
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    num_batches = -(-sum(sizes) // BATCH_SIZE)
+    for fails_at in range(1, num_batches + 1):
+        first, second = simulate(run, world_size=2, timeout_s=10)
+        assert second == "rotten"
+        # nobody asks any more after the last few batches
+        assert first == "shard_loader: failed on rank 1: ValueError('rotten')" or (
+            first == "" and fails_at > num_batches - 4
+        )
