@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from accel_fn.transforms._amp import with_amp as with_amp
     from accel_fn.transforms._averaging import average as average
     from accel_fn.transforms._averaging import averaged as averaged
+    from accel_fn.transforms._checkpointing import checkpointed as checkpointed
     from accel_fn.transforms._clipping import clip as clip
     from accel_fn.transforms._clipping import clip_value as clip_value
     from accel_fn.transforms._compilation import compiled as compiled
@@ -97,6 +98,7 @@ _MODULES = {
     "transforms._accumulation": ["accumulate"],
     "transforms._amp": ["with_amp"],
     "transforms._averaging": ["average", "averaged"],
+    "transforms._checkpointing": ["checkpointed"],
     "transforms._clipping": ["clip", "clip_value"],
     "transforms._compilation": ["compiled"],
     "transforms._ddp": ["wrap_ddp"],

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
-from accel_fn._errors import PlanError
+from accel_fn._errors import ArgumentTypeError, PlanError, message
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 
@@ -16,6 +17,16 @@ def is_container(module: nn.Module) -> bool:
     """Does it only hold modules, and cannot be called?"""
     holds = isinstance(module, nn.ModuleList | nn.ModuleDict)
     return holds and type(module).forward is nn.Module.forward
+
+
+def check_blocks(function: str, blocks: Any) -> None:
+    """Refuse what can be no choice of blocks."""
+    several = blocks if isinstance(blocks, list | tuple) else (blocks,)
+    for each in several:
+        is_kind = isinstance(each, type) and issubclass(each, nn.Module)
+        if not (is_kind or isinstance(each, str) or blocks is None):
+            rule = "be a class of modules, a name of a module, several of these, or None"
+            raise ArgumentTypeError(message(function, "blocks", rule, blocks))
 
 
 def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn.Module]:

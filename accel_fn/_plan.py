@@ -174,6 +174,9 @@ class Kept(partial[Any]):
     2
     """
 
+    def __init__(self, fn: Callable[..., Any], **settings: Any) -> None:
+        """`fn(state, plan, **settings)` makes the function."""
+
 
 def with_kept(plan: Plan, state: DistState) -> Plan:
     """The plan as one step uses it: with a function of its own for each `Kept`."""

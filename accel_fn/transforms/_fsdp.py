@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 
 from accel_fn import _comm
-from accel_fn._blocks import Blocks, find_blocks, is_container
+from accel_fn._blocks import Blocks, check_blocks, find_blocks, is_container
 from accel_fn._errors import ArgumentTypeError, PlanError, check_count, message
 from accel_fn._halving import Fitting
 from accel_fn._meshes import make_mesh
@@ -90,7 +90,7 @@ def wrap_fsdp(
     >>> af.wrap_fsdp(replicate=2)(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, own_parameters=[shard(replicate=2)])
     """
-    _check_blocks(blocks)
+    check_blocks("wrap_fsdp", blocks)
     check_count("wrap_fsdp", "replicate", replicate)
     flags = {"reshard_after_forward": reshard_after_forward, "offload": offload}
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
@@ -126,15 +126,6 @@ class Sharding(Asked):
             )
         _check_parameters(plan.model, _units(plan.model, self.keywords.get("blocks")))
         _check_optimizer(plan.optimizer)
-
-
-def _check_blocks(blocks: Any) -> None:
-    several = blocks if isinstance(blocks, list | tuple) else (blocks,)
-    for each in several:
-        is_kind = isinstance(each, type) and issubclass(each, nn.Module)
-        if not (is_kind or isinstance(each, str) or blocks is None):
-            rule = "be a class of modules, a name of a module, several of these, or None"
-            raise ArgumentTypeError(message("wrap_fsdp", "blocks", rule, blocks))
 
 
 def shard(

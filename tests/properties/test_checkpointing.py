@@ -1,0 +1,168 @@
+"""checkpointed: the identity, bit for bit, in less memory."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+from tests import strategies as ours
+from tests.stacks import Block, stack, weights_after
+
+
+class Noisy(nn.Module):
+    """Dropout, and a running mean that its output depends on."""
+
+    def __init__(self, width, *, dropout=0.5):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.dropout = dropout
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, inputs):
+        found = nn.functional.dropout(self.norm(self.layer(inputs)), self.dropout, self.training)
+        self.mean.lerp_(found.detach().mean(dim=0), 0.5)
+        return inputs + found * (found - self.mean.clone()).tanh()
+
+
+def noisy_model(**options):
+    torch.manual_seed(0)
+    blocks = [Noisy(5, **options) for _ in range(3)]
+    return nn.Sequential(nn.Linear(3, 5), nn.Sequential(*blocks), nn.Linear(5, 1)).double()
+
+
+def train(model, recipe, batches):
+    torch.manual_seed(1)
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), recipe(plan))
+    losses = []
+    for batch in batches:
+        state, report = step(state, batch)
+        losses.append(float(report.loss))
+    return losses, model.state_dict(), torch.get_rng_state()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"blocks": Noisy}, {"offload": True}, {"blocks": "1.1"}], ids=str
+)
+@settings(max_examples=10)
+@given(
+    sizes=st.lists(st.integers(4, 9), min_size=1, max_size=3),
+    num_microbatches=st.integers(1, 2),
+)
+def test_random_numbers_and_running_statistics_are_those_of_the_run_without_it(
+    options, sizes, num_microbatches
+):
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        tuple(torch.randn(size, width, generator=generator).double() for width in (3, 1))
+        for size in sizes
+    ]
+    plain = af.accumulate(num_microbatches)
+    expected = train(noisy_model(), plain, batches)
+    found = train(noisy_model(), af.compose(plain, af.checkpointed(**options)), batches)
+    assert found[0] == expected[0]
+    ours.assert_identical(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_is_the_same_step_over_ranks(wrap, offload):
+    recipe = af.compose(wrap, af.accumulate(2), af.clip(0.1))
+    expected = weights_after(recipe, 2)
+    found = weights_after(af.compose(recipe, af.checkpointed(offload=offload)), 2)
+    for each, plain in zip(found, expected, strict=True):
+        ours.assert_identical(each, plain)
+
+
+def saved_bytes(recipe):
+    """Of what a step keeps for its backward, in the forward."""
+    sizes = []
+    model = stack()
+    model.blocks.extend(copy.deepcopy(model.blocks[0]) for _ in range(9))
+
+    def loss_fn(model, batch):
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            return ours.mse(model, batch)
+
+    def keep(tensor):
+        sizes.append(tensor.nbytes if tensor.data_ptr() not in held else 0)
+        return tensor
+
+    held = {each.data_ptr() for each in model.parameters()}
+    plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), recipe(plan))
+    step(state, (torch.ones(64, 3).double(), torch.ones(64, 1).double()))
+    return sum(sizes)
+
+
+def test_it_keeps_what_goes_into_each_block_and_no_more():
+    """12 blocks keep three activations each otherwise: two inputs of layers, and what tanh gives."""
+    plain, found = saved_bytes(af.compose()), saved_bytes(af.checkpointed())
+    assert found <= 0.6 * plain
+
+
+@given(batches=strategies.batches(num_batches=1))
+def test_outside_of_a_step_the_model_is_as_it_was(batches):
+    model = stack()
+    forwards = [block.forward for block in model.blocks]
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), af.checkpointed()(plan))
+    step(state, batches[0])
+    with torch.no_grad():
+        step.forward(state, batches[0])
+    assert [block.forward for block in model.blocks] == forwards
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
+def test_a_forward_of_an_instance_s_own_stays():
+    model = stack()
+    own = model.blocks[0].forward
+    model.blocks[0].forward = lambda inputs: own(inputs) * 2
+    held = vars(model.blocks[0])["forward"]
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), af.checkpointed()(plan))
+    step(state, (torch.ones(4, 3).double(), torch.ones(4, 1).double()))
+    assert vars(model.blocks[0])["forward"] is held
+
+
+def test_blocks_that_match_nothing_are_refused_on_every_rank():
+    def run(state):
+        for blocks, text in ((nn.Conv2d, "got 'Conv2d'"), ("absent", "got 'absent'")):
+            model = stack()
+            plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+            recipe = af.compose(af.wrap_ddp(), af.checkpointed(blocks=blocks))
+            with pytest.raises(ValueError, match=rf"checkpointed\(blocks\) must match .*{text}"):
+                af.build(state, recipe(plan))
+
+    simulate(run, world_size=2)
+
+
+def test_a_model_that_repeats_nothing_must_name_them():
+    model = Block(3).inner[0].double()
+    plan = af.Plan(
+        lambda model, batch: model(batch[0]).mean(), model, ours.adamw(model.parameters())
+    )
+    with pytest.raises(
+        ValueError, match="repeated in a list or sequence, got none in Linear; name"
+    ):
+        af.build(af.DistState(), af.checkpointed()(plan))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"blocks": 3}, "checkpointed: blocks must be a class of modules, a name"),
+        ({"offload": "yes"}, "checkpointed: offload must be True or False, got 'yes'"),
+    ],
+)
+def test_what_is_no_choice_is_refused(options, text):
+    with pytest.raises(TypeError, match=text):
+        af.checkpointed(**options)
