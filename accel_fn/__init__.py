@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from accel_fn._weights import num_labels as num_labels
     from accel_fn._world import distributed as distributed
     from accel_fn._world import init as init
+    from accel_fn._wrapping import wrap as wrap
     from accel_fn.checkpoint._accelerate import load_accelerate as load_accelerate
     from accel_fn.checkpoint._listing import Checkpoint as Checkpoint
     from accel_fn.checkpoint._listing import latest as latest
@@ -84,6 +85,7 @@ _MODULES = {
     "_step": ["Step", "build"],
     "_weights": ["num_labels"],
     "_world": ["distributed", "init"],
+    "_wrapping": ["wrap"],
     "checkpoint._accelerate": ["load_accelerate"],
     "checkpoint._listing": ["Checkpoint", "latest", "list_checkpoints"],
     "checkpoint._loading": ["load"],

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, get_args
 
 from accel_fn._errors import ArgumentError, check_count, check_positive, message
 
 Precision = Literal["no", "fp16", "bf16"]
+Wrapper = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,18 +20,20 @@ class LaunchOptions:
     Attributes:
         mixed_precision: what `with_amp()` without an argument does.
         num_microbatches: what `accumulate()` without an argument does.
+        wrap: what `wrap()` does.
         timeout_s: how long `init()` and any collective wait, unless `init` is given another.
     """
 
     mixed_precision: Precision | None = None
     num_microbatches: int | None = None
+    wrap: Wrapper | None = None
     timeout_s: float | None = None
 
 
 def launch_options() -> LaunchOptions:
     """What the launch of this process says of training.
 
-    Reads ACCEL_FN_MIXED_PRECISION, ACCEL_FN_NUM_MICROBATCHES and
+    Reads ACCEL_FN_MIXED_PRECISION, ACCEL_FN_NUM_MICROBATCHES, ACCEL_FN_WRAP and
     ACCEL_FN_TIMEOUT_S, which `accel-fn launch` sets from its options of these
     names. One that is absent or empty says nothing.
 
@@ -40,24 +43,27 @@ def launch_options() -> LaunchOptions:
     Raises:
         ValueError: a variable holds what its option cannot be.
 
-    Cost: three look-ups in the environment.
+    Cost: four look-ups in the environment.
 
     >>> import accel_fn as af
     >>> af.launch_options()
-    LaunchOptions(mixed_precision=None, num_microbatches=None, timeout_s=None)
+    LaunchOptions(mixed_precision=None, num_microbatches=None, wrap=None, timeout_s=None)
     """
     return LaunchOptions(
-        mixed_precision=_precision("ACCEL_FN_MIXED_PRECISION"),
+        mixed_precision=_one_of(get_args(Precision), "ACCEL_FN_MIXED_PRECISION"),
         num_microbatches=_count("ACCEL_FN_NUM_MICROBATCHES"),
+        wrap=_one_of(get_args(Wrapper), "ACCEL_FN_WRAP"),
         timeout_s=_seconds("ACCEL_FN_TIMEOUT_S"),
     )
 
 
-def _precision(name: str) -> Precision | None:
+def _one_of(words: tuple[str, ...], name: str) -> Any:
     said = os.environ.get(name) or None
-    if said not in (None, "no", "fp16", "bf16"):
-        raise ArgumentError(message("launch_options", name, 'be "no", "fp16" or "bf16"', said))
-    return cast("Precision | None", said)
+    if said not in (None, *words):
+        *others, last = [f'"{word}"' for word in words]
+        rule = f"be {', '.join(others)} or {last}"
+        raise ArgumentError(message("launch_options", name, rule, said))
+    return said
 
 
 def _count(name: str) -> int | None:

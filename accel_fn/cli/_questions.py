@@ -57,9 +57,11 @@ def answered(ask: Ask, machine: Machine) -> Settings:
     cpu = put("cpu", "Train on the CPU, whatever accelerators there are", False)
     if not cpu and machine.num_devices > 1:
         put("gpu_ids", "Which accelerators, such as 0,1", "all")
-    count, _ = default_processes(check_settings(answers, _where(answers)), machine)
-    put("num_processes", "How many processes, over all machines", count)
+    detected, _ = default_processes(check_settings(answers, _where(answers)), machine)
+    count = put("num_processes", "How many processes, over all machines", detected)
     put("mixed_precision", "Mixed precision (no, fp16, bf16)", "no")
+    if count != 1:
+        put("wrap", "Replicas of the model on all ranks, or shards (ddp, fsdp)", "ddp")
     put("num_microbatches", "In how many micro-batches each rank computes its part", 1)
     return check_settings(answers, _where(answers))
 

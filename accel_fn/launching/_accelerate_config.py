@@ -25,7 +25,8 @@ _NOTHING_TO_DO = ("compute_environment", "same_network", "debug", "enable_cpu_af
 
 _DEVICES = ("GPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
 _PLAIN = ("NO", "MULTI_CPU", *(f"MULTI_{device}" for device in _DEVICES))
-_OTHER_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
+_SHARDS = "FSDP"
+_OTHER_TYPES = ("DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
 """Types that ask for more than processes with replicas."""
 
 _DEFAULTS: Mapping[str, object] = MappingProxyType(
@@ -91,6 +92,8 @@ def translate(given: Mapping[str, Given]) -> Layer:
         values["cpu"] = cpu
     values |= dict(_precision(given))
     values |= dict(_microbatches(given))
+    if kind.value == _SHARDS:
+        values["wrap"] = Given("fsdp", kind.source, kind.line)
     unused = list(_unused(given, kind, values))
     if unused:
         source = next(iter(given.values())).source
@@ -115,7 +118,7 @@ def _distributed_type(given: Mapping[str, Given]) -> Given:
         raise SettingsError(f"{source}: distributed_type must be given, as accelerate does")
     each = given["distributed_type"]
     kind = Given("NO" if each.value is False else each.value, each.source, each.line)
-    types = (*_PLAIN, *_OTHER_TYPES)
+    types = (*_PLAIN, _SHARDS, *_OTHER_TYPES)
     if kind.value not in types:
         meant = nearest_type(str(kind.value), types)
         repair = f"did you mean {meant}?" if meant else ""

@@ -51,6 +51,7 @@ def launch(
     gpu_ids: Sequence[int] | None = None,
     mixed_precision: str | None = None,
     num_microbatches: int | None = None,
+    wrap: str | None = None,
     threads_per_process: int | None = None,
     timeout_s: float | None = None,
 ) -> list[T]:
@@ -74,6 +75,7 @@ def launch(
         gpu_ids: accelerators to use, by index.
         mixed_precision: what `with_amp()` without an argument does.
         num_microbatches: what `accumulate()` without an argument does.
+        wrap: what `wrap()` does, "ddp" or "fsdp".
         threads_per_process: CPU threads of each; default: the cores, divided.
         timeout_s: seconds that a collective may take before all ranks report and end.
 
@@ -106,6 +108,7 @@ def launch(
         gpu_ids=None if gpu_ids is None else tuple(gpu_ids),
         mixed_precision=mixed_precision,
         num_microbatches=num_microbatches,
+        wrap=wrap,
         threads_per_process=threads_per_process,
         timeout_s=timeout_s,
     )

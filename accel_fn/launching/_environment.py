@@ -92,7 +92,7 @@ def _devices(settings: Settings) -> Iterator[Variable]:
 
 
 def _training(settings: Settings) -> Iterator[Variable]:
-    for name in ("mixed_precision", "num_microbatches", "timeout_s"):
+    for name in ("mixed_precision", "num_microbatches", "wrap", "timeout_s"):
         value = getattr(settings, name)
         if value is not None:
             yield Variable(f"ACCEL_FN_{name.upper()}", f"{value}", name)

@@ -96,6 +96,9 @@ class Settings(BaseModel):
     num_microbatches: Integer | None = Field(
         None, ge=1, description="what accumulate() without an argument does"
     )
+    wrap: Literal["ddp", "fsdp"] | None = Field(
+        None, description="what wrap() does: replicas on all ranks (ddp), or shards (fsdp)"
+    )
     max_restarts: Integer = Field(
         0, ge=0, description="times to start the world again after a failure"
     )

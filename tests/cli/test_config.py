@@ -184,6 +184,7 @@ def test_the_answers_are_what_is_written(place):
             ("num_processes must be a multiple of num_machines=2, got 3; it counts", None),
             ("How many processes, over all machines [2]: ", "6"),
             ("Mixed precision (no, fp16, bf16) [no]: ", "bf16"),
+            ("Replicas of the model on all ranks, or shards (ddp, fsdp) [ddp]: ", "fsdp"),
             ("In how many micro-batches each rank computes its part [1]: ", "4"),
         ):
             terminal.read_until(question)
@@ -198,6 +199,7 @@ def test_the_answers_are_what_is_written(place):
         "main_process_port": 29500,
         "cpu": True,
         "mixed_precision": "bf16",
+        "wrap": "fsdp",
         "num_microbatches": 4,
     }
 

@@ -73,12 +73,13 @@ def test_ranks_have_what_a_launch_sets():
         cpu=True,
         mixed_precision="bf16",
         num_microbatches=3,
+        wrap="fsdp",
         threads_per_process=1,
         timeout_s=20,
     )
     for number, (variables, options) in enumerate(found):
         assert options == af.LaunchOptions(
-            mixed_precision="bf16", num_microbatches=3, timeout_s=20.0
+            mixed_precision="bf16", num_microbatches=3, wrap="fsdp", timeout_s=20.0
         )
         expected = {
             "RANK": str(number),

@@ -36,7 +36,7 @@ USED = {
         f"multi_{kind}": {**TWO, "mixed_precision": "bf16"}
         for kind in ("xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron")
     },
-    "fsdp": {**TWO, "mixed_precision": "bf16"},
+    "fsdp": {**TWO, "mixed_precision": "bf16", "wrap": "fsdp"},
     "deepspeed": {**TWO, "mixed_precision": "bf16", "num_microbatches": 4},
     "deepspeed_file": TWO,
     "megatron_lm": {**TWO, "num_processes": 4, "mixed_precision": "bf16", "num_microbatches": 2},
@@ -45,7 +45,7 @@ USED = {
 }
 LEFT_OUT = {
     "multi_cpu_mpirun": "mpirun_config (mpirun_hostfile)",
-    "fsdp": "distributed_type FSDP, fsdp_config (fsdp_auto_wrap_policy, "
+    "fsdp": "fsdp_config (fsdp_auto_wrap_policy, "
     "fsdp_cpu_ram_efficient_loading, fsdp_reshard_after_forward, fsdp_state_dict_type, "
     "fsdp_transformer_layer_cls_to_wrap, fsdp_version), parallelism_config "
     "(parallelism_config_cp_size, parallelism_config_dp_replicate_size, "

@@ -10,16 +10,17 @@ from accel_fn._plan import slot_names
 from accel_fn.testing import strategies
 from tests import strategies as ours
 
-PRECISION, NUMBER, TIMEOUT = (
+PRECISION, NUMBER, WRAP, TIMEOUT = (
     "ACCEL_FN_MIXED_PRECISION",
     "ACCEL_FN_NUM_MICROBATCHES",
+    "ACCEL_FN_WRAP",
     "ACCEL_FN_TIMEOUT_S",
 )
 
 
 @pytest.fixture
 def said(monkeypatch):
-    for name in (PRECISION, NUMBER, TIMEOUT):
+    for name in (PRECISION, NUMBER, WRAP, TIMEOUT):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch.setenv
 
@@ -44,8 +45,11 @@ def test_a_launch_that_says_nothing_leaves_all_open(said):
 def test_what_a_launch_says_is_read(said):
     said(PRECISION, "bf16")
     said(NUMBER, "4")
+    said(WRAP, "fsdp")
     said(TIMEOUT, "2.5")
-    expected = af.LaunchOptions(mixed_precision="bf16", num_microbatches=4, timeout_s=2.5)
+    expected = af.LaunchOptions(
+        mixed_precision="bf16", num_microbatches=4, wrap="fsdp", timeout_s=2.5
+    )
     assert af.launch_options() == expected
 
 
@@ -54,6 +58,7 @@ def test_what_a_launch_says_is_read(said):
     [
         (PRECISION, "fp8", 'be "no", "fp16" or "bf16", got \'fp8\''),
         (PRECISION, "BF16", 'be "no", "fp16" or "bf16", got \'BF16\''),
+        (WRAP, "FSDP", 'be "ddp" or "fsdp", got \'FSDP\''),
         (NUMBER, "0", "be an integer >= 1, got '0'"),
         (NUMBER, "2.0", "be an integer >= 1, got '2.0'"),
         (NUMBER, "many", "be an integer >= 1, got 'many'"),
@@ -73,6 +78,16 @@ def test_the_precision_of_the_launch_is_that_of_with_amp(said, capsys):
     phases = explained(af.with_amp(), capsys)
     assert phases["forward"].endswith("under autocast(dtype=torch.bfloat16), from the launch")
     assert "start" not in phases
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [("fsdp", "shard()"), ("ddp", "replicate()"), (None, "replicate()")]
+)
+def test_replicas_or_shards_are_what_the_launch_says(said, value, told):
+    if value is not None:
+        said(WRAP, value)
+    plan = af.wrap()(make_plan())
+    assert f"own_parameters=[{told}]" in repr(plan)
 
 
 def test_float16_from_the_launch_scales_the_loss_as_with_amp_is_told(said, capsys):

@@ -131,7 +131,8 @@ def test_the_allocator_takes_these_values(tmp_path):
 
 
 def test_what_the_settings_say_of_training_and_devices_is_passed_on():
-    found = given(mixed_precision="bf16", num_microbatches=4, timeout_s=2.5, cpu=True)
+    found = given(mixed_precision="bf16", num_microbatches=4, wrap="fsdp", timeout_s=2.5, cpu=True)
+    assert found["ACCEL_FN_WRAP"] == "fsdp"
     assert found["ACCEL_FN_MIXED_PRECISION"] == "bf16"
     assert found["ACCEL_FN_NUM_MICROBATCHES"] == "4"
     assert found["ACCEL_FN_TIMEOUT_S"] == "2.5"

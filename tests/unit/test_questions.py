@@ -51,6 +51,15 @@ def test_on_the_cpu_nobody_asks_for_devices():
     assert asked["num_processes"] == 1
 
 
+def test_replicas_or_shards_is_asked_only_where_there_are_several_processes():
+    ask, asked = answering(num_processes=2, wrap="fsdp")
+    assert answered(ask, TWO_GPUS).wrap == "fsdp"
+    assert asked["wrap"] == "ddp"
+    ask, asked = answering(num_processes=1)
+    assert answered(ask, TWO_GPUS).wrap is None
+    assert "wrap" not in asked
+
+
 def test_machines_are_asked_about_only_where_there_are_several():
     several = {"machine_rank", "main_process_ip", "main_process_port"}
     ask, asked = answering()

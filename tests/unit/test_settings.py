@@ -27,6 +27,7 @@ WRONG = [
     ("mixed_precision", "fp32", "be one of no, fp16, bf16"),
     ("mixed_precision", True, "be one of no, fp16, bf16"),
     ("num_microbatches", 0, "be an integer >= 1"),
+    ("wrap", "dpp", "be one of ddp, fsdp"),
     ("max_restarts", -1, "be an integer >= 0"),
     ("rdzv_backend", "etcd", "be one of static, c10d, etcd-v2"),
     ("timeout_s", 0, "be a finite number > 0"),
