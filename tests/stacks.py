@@ -24,10 +24,10 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks between two layers that are in none of them."""
 
-    def __init__(self, depth=3, width=5):
+    def __init__(self, depth=3, width=5, block=Block):
         super().__init__()
         self.first = nn.Linear(3, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(block(width) for _ in range(depth))
         self.last = nn.Linear(width, 1)
 
     def encode(self, inputs):
@@ -40,9 +40,9 @@ class Stack(nn.Module):
         return self.last(self.encode(inputs))
 
 
-def stack(seed=0):
+def stack(seed=0, block=Block):
     """A stack in float64, drawn without a seed of the whole process."""
-    model = Stack().double()
+    model = Stack(block=block).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -58,6 +58,11 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     help="What with_amp() without an argument does.",
 )
 @click.option("--num-microbatches", type=int, help="What accumulate() without an argument does.")
+@click.option(
+    "--wrap",
+    type=click.Choice(["ddp", "fsdp"]),
+    help="What wrap() does: replicas, or shards.  [default: ddp]",
+)
 @click.option("--log-dir", type=_FOLDER, help="Put the output of each rank into files in there.")
 @click.option("--tee", is_flag=True, default=None, help="Show it too, each line with its rank.")
 @click.option("--config", "config_file", type=_FILE, metavar="FILE", help="Settings to start from.")

@@ -49,6 +49,7 @@ def worlds(ending, num_workers):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "num_workers", "there", "elsewhere"),
     [

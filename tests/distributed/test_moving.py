@@ -33,6 +33,7 @@ say(json.dumps({{name: value.tolist() for name, value in whole.items()}}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lives",
     [

@@ -54,7 +54,7 @@ class Twins:
 
 @pytest.fixture(
     scope="module",
-    params=[ours.adamw, pytest.param(ours.sgd, marks=pytest.mark.slow)],
+    params=[ours.adamw, ours.sgd],
     ids=["adamw", "sgd"],
 )
 def twins(request):
@@ -62,6 +62,7 @@ def twins(request):
     return Twins(request.param)
 
 
+@pytest.mark.slow
 @given(data=st.data(), half=st.integers(2, 6), rate=st.floats(1e-4, 1e-2), seed=st.integers(0, 9))
 @settings(max_examples=30)
 def test_a_compiled_step_is_the_step(twins, data, half, rate, seed):
@@ -83,9 +84,9 @@ def test_a_compiled_step_is_the_step(twins, data, half, rate, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
 @pytest.mark.parametrize("scope", ["loss", "blocks"])
-@pytest.mark.parametrize("transforms", ["", "af.accumulate(3), af.clip(0.5)"])
-def test_a_compiled_loss_of_several_processes_is_one_process(wrap, scope, transforms):
+def test_a_compiled_loss_of_several_processes_is_one_process(wrap, scope):
     """In processes: the compiler says to all threads that they are compiled, which optimizers read."""
+    transforms = "af.accumulate(3), af.clip(0.5)"
     expected = run(2, transforms=transforms)
     for actual in run(2, wrap=wrap, transforms=f"af.compiled(scope={scope!r}), {transforms}"):
         assert actual[0] == pytest.approx(expected[0][0], rel=1e-6)

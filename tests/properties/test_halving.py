@@ -76,7 +76,7 @@ def train(state, parts, loss_fn, recipe):
     return reports, {name: value.clone() for name, value in model.state_dict().items()}, state
 
 
-@settings(max_examples=40)
+@settings(max_examples=8)
 @given(
     batches=strategies.batches(num_batches=3),
     world_size=st.sampled_from([1, 2, 4]),

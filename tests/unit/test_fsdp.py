@@ -162,8 +162,7 @@ def test_blocks_compute_in_the_dtype_asked_for_and_shards_keep_theirs(dtype, wor
             return super().forward(inputs)
 
     def run(state):
-        model = stack().float()
-        model.blocks = nn.ModuleList(Looking(5) for _ in range(2))
+        model = stack(block=Looking).float()
         wrap = af.wrap_fsdp(param_dtype=dtype, reduce_dtype=None)
         plan = af.Plan(
             lambda model, batch: ours.mse(model, batch).float(), model, ours.sgd(model.parameters())

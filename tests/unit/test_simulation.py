@@ -55,6 +55,7 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked():
     assert time.monotonic() - start < 8
 
 
+@pytest.mark.slow
 def test_a_thousand_simulations_neither_hang_nor_leak_threads():
     simulate(af.barrier, world_size=2)
     simulate(af.barrier, world_size=3)
