@@ -13,6 +13,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=40, **_COMMON)
-settings.register_profile("ci", max_examples=60, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=40, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
