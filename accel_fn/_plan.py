@@ -132,6 +132,10 @@ class Plan:
         groups = self.optimizer.param_groups
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
+    def updates_always(self, state: DistState) -> bool:
+        """Is every update made, whatever the gradients are?"""
+        return state.scaler is None and not self.verdicts
+
     def __repr__(self) -> str:
         parts = [
             describe(self.loss_fn),

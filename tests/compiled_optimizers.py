@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 import re
-import warnings
 
 import torch
 
 import accel_fn as af
 from tests.optimizers import (
     MAX_NORM,
-    PAGE,
     ROWS,
     Row,
     assert_alike,
     batches,
     trained,
     trained_by_hand,
+    write_table,
 )
 
 FENCES = ("<!-- table: python -m tests.compiled_optimizers -->\n", "<!-- end of table -->\n")
@@ -56,20 +55,5 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def split_page(text: str) -> tuple[str, str, str]:
-    """What stands before the table, the table, and what stands after it."""
-    head, rest = text.split(FENCES[0])
-    body, tail = rest.split(FENCES[1], 1)
-    return head + FENCES[0], body, FENCES[1] + tail
-
-
-def write_table() -> None:
-    """Put the table of this torch into the page."""
-    head, _, tail = split_page(PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(head + "\n" + table() + "\n" + tail, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    write_table()
+    write_table(table, FENCES)

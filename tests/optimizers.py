@@ -384,20 +384,20 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def split_page(text: str) -> tuple[str, str, str]:
-    """What stands before the table, the table, and what stands after it."""
-    head, rest = text.split(FENCES[0])
-    body, tail = rest.split(FENCES[1], 1)
-    return head + FENCES[0], body, FENCES[1] + tail
+def split_page(text: str, fences: tuple[str, str] = FENCES) -> tuple[str, str, str]:
+    """What stands before a table, the table, and what stands after it."""
+    head, rest = text.split(fences[0])
+    body, tail = rest.split(fences[1], 1)
+    return head + fences[0], body, fences[1] + tail
 
 
-def write_table() -> None:
-    """Put the table of this torch into the page."""
-    head, _, tail = split_page(PAGE.read_text(encoding="utf-8"))
+def write_table(table: Callable[[], str], fences: tuple[str, str]) -> None:
+    """Put a table of this torch into the page."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    head, _, tail = split_page(PAGE.read_text(encoding="utf-8"), fences)
     PAGE.write_text(head + "\n" + table() + "\n" + tail, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    write_table()
+    write_table(table, FENCES)

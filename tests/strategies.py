@@ -127,6 +127,12 @@ def dealt(batches: Sequence[Any], sizes: Sequence[Sequence[int]]) -> list[list[A
     return ranks
 
 
+def dealt_evenly(batches: Sequence[Any], world_size: int) -> list[list[Any]]:
+    """Each batch, a tuple of tensors, in parts as even as can be: `dealt_evenly(...)[rank][batch]`."""
+    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
+    return dealt(batches, sizes)
+
+
 def rows(batch: Any, start: int, stop: int) -> Any:
     """Rows of a tuple or dict of tensors."""
     if isinstance(batch, dict):

@@ -144,7 +144,7 @@ class Average:
         self._model = plan.model
         self._rate = rate
         self._num_warmup = num_warmup
-        self._always = state.scaler is None and not plan.verdicts
+        self._always = plan.updates_always(state)
         """Is every update made?"""
         self._num_updates = 0
         """Made, as far as the host has heard."""

@@ -84,7 +84,7 @@ def scheduled(
     if isinstance(by, ReduceLROnPlateau):
         return Plateau(by, metric or (lambda report: report.loss))
     scheduler = by if isinstance(by, LRScheduler) else LambdaLR(plan.optimizer, _checked(by))
-    always = state.scaler is None and not plan.verdicts
+    always = plan.updates_always(state)
     if not always and state.device.type != "cpu" and takes_factor(plan.optimizer):
         return DeviceSchedule(scheduler, state.device, Echo())
     return Schedule(scheduler, always=always)

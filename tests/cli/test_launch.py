@@ -256,7 +256,7 @@ def test_no_home_and_no_network_are_needed(tmp_path):
     )
     alone = ["unshare", "--map-root-user", "--net"]
     if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode:
-        pytest.skip("networks cannot be made here")
+        pytest.skip("this user may make no network of its own (unshare --net)")
     launch = f"{sys.executable} -m accel_fn.cli launch -n 2 script.py"
     done = subprocess.run(
         [*alone, "sh", "-c", f"ip link set lo up && exec {launch}"],

@@ -72,8 +72,7 @@ def test_it_is_torchs_over_the_updates_that_are_made(
 ):
     made = [batch for index, batch in enumerate(batches) if index not in skipped]
     expected = by_hand(made, theirs)
-    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
-    parts = ours.dealt(batches, sizes)
+    parts = ours.dealt_evenly(batches, world_size)
 
     def run(state):
         state, step = make(af.compose(af.wrap_ddp(), recipe, verdict), state)

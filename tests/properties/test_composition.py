@@ -35,8 +35,7 @@ TRANSFORMS = {
 )
 def test_any_order_of_transforms_is_the_same_step_to_the_bit(order, wrap, batches, world_size):
     transforms = {**TRANSFORMS, "wrap_ddp": wrap}
-    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
-    parts = ours.dealt(batches, sizes)
+    parts = ours.dealt_evenly(batches, world_size)
     listed = ours.trained(ours.regression_model(), parts, af.compose(*transforms.values()))
     permuted = ours.trained(
         ours.regression_model(), parts, af.compose(*[transforms[name] for name in order])

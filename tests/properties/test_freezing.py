@@ -43,8 +43,7 @@ def test_it_is_the_loop_without_these_gradients_in_any_order(
 ):
     expected = by_hand(batches, FROZEN[name], until or 99, 0.1)
     transforms = [*order[:place], af.freeze(name, until=until), *order[place:]]
-    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
-    parts = ours.dealt(batches, sizes)
+    parts = ours.dealt_evenly(batches, world_size)
     for _, parameters in ours.trained(ours.regression_model(), parts, af.compose(*transforms)):
         ours.assert_close(parameters, expected)
 

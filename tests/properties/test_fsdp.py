@@ -101,10 +101,7 @@ def test_the_norm_is_that_of_all_shards_and_what_is_clipped_by_it_is_within_the_
 @few
 @given(batches=strategies.batches(), exponent=st.integers(-30, 30), world_size=st.integers(2, 3))
 def test_scaling_by_a_power_of_two_changes_no_bit(optimizer, batches, exponent, world_size):
-    parts = [[] for _ in range(world_size)]
-    for batch in batches:
-        for rank, part in enumerate(zip(*(e.tensor_split(world_size) for e in batch), strict=True)):
-            parts[rank].append(part)
+    parts = ours.dealt_evenly(batches, world_size)
     train = partial(ours.trained, ours.regression_model(), parts, optimizer=optimizer)
     recipe = af.compose(af.wrap_fsdp(), scaled(2.0**exponent))
     for (_, expected), (_, actual) in zip(train(af.wrap_fsdp()), train(recipe), strict=True):

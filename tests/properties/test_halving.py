@@ -88,8 +88,7 @@ def train(state, parts, loss_fn, recipe):
 def test_it_is_the_run_that_had_as_many_micro_batches_from_the_start_to_the_bit(
     batches, world_size, culprit, limit, where, recipe
 ):
-    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
-    parts = ours.dealt(batches, sizes)
+    parts = ours.dealt_evenly(batches, world_size)
 
     def found(state):
         loss_fn = limited(limit if state.rank == culprit % world_size else None, where)
@@ -98,9 +97,8 @@ def test_it_is_the_run_that_had_as_many_micro_batches_from_the_start_to_the_bit(
     runs = simulate(found, world_size=world_size)
     counts = [report.extras["num_microbatches"] for report in runs[0][0]]
     assert counts == sorted(counts)
-    largest = max(
-        -(-size[culprit % world_size] // count) for size, count in zip(sizes, counts, strict=True)
-    )
+    mine = [len(part[0]) for part in parts[culprit % world_size]]
+    largest = max(-(-size // count) for size, count in zip(mine, counts, strict=True))
     assert largest <= limit
 
     def expected(state):

@@ -61,8 +61,7 @@ def test_the_first_parameter_that_differs_is_named_on_every_rank(
 
 @given(batches=strategies.batches(), world_size=st.integers(1, 3))
 def test_where_all_is_well_nothing_changes_by_a_bit(batches, world_size):
-    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
-    parts = ours.dealt(batches, sizes)
+    parts = ours.dealt_evenly(batches, world_size)
     expected = ours.trained(ours.regression_model(), parts, af.wrap_ddp())
     watched = af.compose(af.wrap_ddp(), af.check_replicas(1))
     found = ours.trained(ours.regression_model(), parts, watched)

@@ -91,8 +91,7 @@ def test_the_rate_depends_neither_on_ranks_nor_on_microbatches_nor_on_skipped_up
     make_scheduler, batches, skipped, world_size, num_microbatches
 ):
     expected_rates, expected = by_hand(batches, skipped, make_scheduler, sgd)
-    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
-    parts = ours.dealt(batches, sizes)
+    parts = ours.dealt_evenly(batches, world_size)
 
     def recipe(optimizer):
         return af.compose(

@@ -8,19 +8,12 @@ from hypothesis import strategies as st
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
-from tests.properties.test_scaling import scaled
-
-OPTIMIZERS = {
-    "adamw": ours.adamw,
-    "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
-    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
-}
+from tests.properties.test_scaling import OPTIMIZERS, scaled
 
 
 def with_one_bad(batches, bad, culprit, world_size):
     """Every batch dealt to the ranks; where it is bad, all of one rank's part is."""
-    sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
-    parts = ours.dealt(batches, sizes)
+    parts = ours.dealt_evenly(batches, world_size)
     for index, value in bad.items():
         inputs, targets = batches[index]
         parts[culprit][index] = (inputs * value, targets)
