@@ -159,11 +159,9 @@ def test_of_several_errors_the_cause_is_told():
 def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     """A copy of the package in which a resumed run starts over: nothing else is wrong with it."""
     shutil.copytree(ROOT / "accel_fn", tmp_path / "accel_fn")
-    path = tmp_path / "accel_fn" / "data" / "_ordered.py"
-    text = path.read_text()
-    line = "        return divmod(step, self.num_batches())"
-    assert text.count(line) == 1
-    path.write_text(text.replace(line, "        return 0, 0"))
+    assert callable(OrderedSource.locate)
+    with (tmp_path / "accel_fn" / "data" / "_ordered.py").open("a") as module:
+        module.write("\n\nOrderedSource.locate = lambda self, step, window=1: (0, 0)\n")
     done = run_command(tmp_path, "test", "-n", "2", "--cpu", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
     first, heading, *rows = done.stdout.splitlines()
