@@ -1,5 +1,6 @@
 """Hypothesis profiles and one thread for torch: ranks are threads and processes here."""
 
+import gc
 import os
 
 import torch
@@ -12,7 +13,13 @@ torch.set_num_threads(1)
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("dev", max_examples=40, **_COMMON)
-settings.register_profile("ci", max_examples=40, derandomize=True, **_COMMON)
+settings.register_profile("dev", max_examples=25, **_COMMON)
+settings.register_profile("ci", max_examples=25, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_collection_finish():
+    """What was imported is there to the end: nobody looks for garbage in it, the fewer a worker that forks."""
+    gc.collect()
+    gc.freeze()

@@ -1,9 +1,10 @@
-"""A process that has imported what launchers need, and forks into one at each request.
+"""A process that has imported what commands need, and forks into one at each request.
 
-The import of torch is most of the time of a short launch. What is forked runs the
+The import of torch is most of the time of a short command. What is forked runs the
 same `main` as the command, in an environment, a folder and a session of its own.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -12,17 +13,22 @@ import tempfile
 
 _LOADED = (
     "cli._app",
+    "cli._estimating",
+    "cli._explaining",
     "cli._launch",
     "cli._resolving",
     "launching._launching",
     "launching._running",
+    "testing._checking",
+    "transforms._ddp",
 )
 
 
 def main():
-    """Answer requests, a line of JSON each: start a launcher, or ask how it ended."""
+    """Answer requests, a line of JSON each: start a command, or ask how it ended."""
     for name in _LOADED:
         importlib.import_module(f"accel_fn.{name}")
+    gc.freeze()  # else what ends goes through all that was imported
     for line in sys.stdin:
         request = json.loads(line)
         if "ended" in request:

@@ -1,4 +1,4 @@
-"""Launchers as a user starts them: in the background, looked at while they run, ended in many ways."""
+"""Launchers and other commands as a user starts them: looked at while they run, ended in many ways."""
 
 from __future__ import annotations
 
@@ -56,14 +56,21 @@ class Launchers:
         folder.mkdir(exist_ok=True)
         if script is not None:
             (folder / "script.py").write_text(textwrap.dedent(script))
+        return self._fork(folder, "launch", *arguments, **variables)
+
+    def _fork(self, folder: Path, *arguments: object, **variables: str) -> Launcher:
         for name in ("stdout", "stderr"):
             (folder / name).write_text("")
         pid = self.ask(
-            arguments=["launch", *map(str, arguments)],
+            arguments=[*map(str, arguments)],
             folder=str(folder),
             variables=surroundings(folder, **variables),
         )
         return Launcher(self, pid, folder)
+
+    def command(self, folder: Path, *arguments: object, **variables: str) -> Ended:
+        """Run `accel-fn ARGUMENTS` in a folder, and wait for it."""
+        return self._fork(folder, *arguments, **variables).wait()
 
     def run(
         self, folder: Path, *arguments: object, script: str | None = None, **variables: str

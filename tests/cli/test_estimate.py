@@ -10,7 +10,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import accel_fn as af
-from tests.cli.commands import run_command
 
 
 def make_mlp():
@@ -237,12 +236,12 @@ def script(tmp_path):
     return tmp_path
 
 
-def test_the_command_prints_a_row_for_each_world_and_number_of_microbatches(script):
-    done = run_command(
+def test_the_command_prints_a_row_for_each_world_and_number_of_microbatches(launchers, script):
+    done = launchers.command(
         script, "estimate", "net.py:model", "--batch", "net:batch", "--loss", "net.py:loss",
         "-n", "1,2", "--num-microbatches", "1,3", "--device", "cpu",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert done.stderr == ""
     heading, *rows = [line.split() for line in done.stdout.splitlines()]
     assert heading[:3] == ["ranks", "micro-batches", "parameters"]
@@ -251,9 +250,9 @@ def test_the_command_prints_a_row_for_each_world_and_number_of_microbatches(scri
     assert "1.88 KiB" in " ".join(rows[0])  # 12 * 40 * 4 + 4 bytes of activations
 
 
-def test_the_command_gives_bytes_to_programs(script):
-    done = run_command(script, "estimate", "net.py:model", "--optimizer", "SGD", "--json")
-    assert done.returncode == 0, done.stderr
+def test_the_command_gives_bytes_to_programs(launchers, script):
+    done = launchers.command(script, "estimate", "net.py:model", "--optimizer", "SGD", "--json")
+    assert done.exit_code == 0, done.stderr
     [found] = json.loads(done.stdout)
     assert found == {
         "world_size": 1,
@@ -268,13 +267,13 @@ def test_the_command_gives_bytes_to_programs(script):
     }
 
 
-def test_mistakes_of_the_command_are_one_line(script):
-    done = run_command(script, "estimate", "net.py:modle")
-    assert (done.returncode, done.stdout) == (1, "")
+def test_mistakes_of_the_command_are_one_line(launchers, script):
+    done = launchers.command(script, "estimate", "net.py:modle")
+    assert (done.exit_code, done.stdout) == (1, "")
     expected = (
         "Error: estimate: target must name something in net.py, got 'modle'; did you mean model?"
     )
     assert done.stderr.strip() == expected
-    done = run_command(script, "estimate", "net.py:model", "-n", "1,none")
-    assert done.returncode == 2
+    done = launchers.command(script, "estimate", "net.py:model", "-n", "1,none")
+    assert done.exit_code == 2
     assert "'1,none' is not an integer >= 1, or several such as 1,8,64" in done.stderr

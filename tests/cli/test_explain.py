@@ -66,11 +66,11 @@ def here(folder, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_the_command_tells_the_step_of_so_many_ranks(folder):
+def test_the_command_tells_the_step_of_so_many_ranks(launchers, folder):
     """From another folder than the file's, whose own imports are found all the same."""
     target = f"{folder.name}/train.py:make_plan"
-    done = run_command(folder.parent, "explain", target, "-n", "4", "--device", "cuda:1")
-    assert done.returncode == 0, done.stderr
+    done = launchers.command(folder.parent, "explain", target, "-n", "4", "--device", "cuda:1")
+    assert done.exit_code == 0, done.stderr
     assert done.stdout.splitlines() == [
         "one step on 4 ranks, cuda:1",
         "  model      move_to_device",
@@ -125,9 +125,9 @@ def test_a_device_that_torch_does_not_know_is_one_line(here):
         explain_target("train.py:make_plan", 1, "gpu", as_json=False)
 
 
-def test_what_the_users_code_raises_is_shown_with_its_line(folder):
-    done = run_command(folder, "explain", "train.py:fails")
-    assert done.returncode == 1
+def test_what_the_users_code_raises_is_shown_with_its_line(launchers, folder):
+    done = launchers.command(folder, "explain", "train.py:fails")
+    assert done.exit_code == 1
     assert f'File "{(folder / "train.py").resolve()}", line' in done.stderr
     assert done.stderr.rstrip().endswith("LookupError: no data here")
 

@@ -173,19 +173,19 @@ def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     assert len(verdicts) == 12
 
 
-def test_the_command_is_green_on_one_rank_and_says_what_that_leaves_out(tmp_path):
-    done = run_command(tmp_path, "test", "-n", "1", "--cpu")
-    assert done.returncode == 0, done.stderr
+def test_the_command_is_green_on_one_rank_and_says_what_that_leaves_out(launchers, tmp_path):
+    done = launchers.command(tmp_path, "test", "-n", "1", "--cpu")
+    assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("13 promises on 1 rank, cpu, backend none\n")
     assert done.stdout.count("  holds\n") == 13
     assert "One rank has nobody to differ from: -n 2 --cpu checks" in done.stdout
 
 
 @pytest.mark.slow
-def test_the_command_runs_over_the_world_that_it_is_started_in(tmp_path):
+def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_path):
     ours = ["-m", "accel_fn.cli", "test", "--json"]
-    done = run_command(tmp_path, "launch", "-n", "2", "--cpu", *ours)
-    assert done.returncode == 0, done.stderr
+    done = launchers.command(tmp_path, "launch", "-n", "2", "--cpu", *ours)
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)  # of one rank alone
     assert (report["holds"], report["num_processes"], report["device"]) == (True, 2, "cpu")
     assert report["backend"] == "gloo"
@@ -203,15 +203,15 @@ def test_the_command_runs_over_the_world_that_it_is_started_in(tmp_path):
         ("num_proceses: 2\n", [], "did you mean num_processes?"),
     ],
 )  # fmt: skip
-def test_mistakes_are_said_before_anything_runs(tmp_path, settings, arguments, text):
+def test_mistakes_are_said_before_anything_runs(launchers, tmp_path, settings, arguments, text):
     (tmp_path / "accel_fn.yaml").write_text(settings or "cpu: true\n")
-    done = run_command(tmp_path, "test", *arguments)
-    assert done.returncode in (1, 2)
+    done = launchers.command(tmp_path, "test", *arguments)
+    assert done.exit_code in (1, 2)
     assert text in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_rank_has_no_processes_of_its_own(tmp_path):
-    done = run_command(tmp_path, "test", "-n", "2", RANK="0", WORLD_SIZE="2")
-    assert done.returncode == 2
+def test_a_rank_has_no_processes_of_its_own(launchers, tmp_path):
+    done = launchers.command(tmp_path, "test", "-n", "2", RANK="0", WORLD_SIZE="2")
+    assert done.exit_code == 2
     assert "-n and --cpu are for ranks of its own, and this is a rank already" in done.stderr
