@@ -20,6 +20,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 
 def pytest_collection_finish():
-    """What was imported is there to the end: nobody looks for garbage in it, the fewer a worker that forks."""
+    """What was imported stays: no look for garbage goes through it, least of all in workers that fork."""
     gc.collect()
     gc.freeze()

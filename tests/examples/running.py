@@ -1,12 +1,8 @@
-"""The examples as a user starts them: real processes, and what each of them said."""
+"""The examples as they are started: real processes, and what each of them said."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,25 +55,6 @@ def run_forked(name: str, *arguments: str, folder: Path, num_processes: int = 1)
     return Run(next(filter(None, codes), 0), folder / "out", list(stdout), list(stderr))
 
 
-def run_example(
-    name: str, *arguments: str, folder: Path, num_processes: int = 1, timeout_s: float = 100
-) -> Run:
-    """Run an example to its end as a user starts it, or kill it with all that it started."""
-    out, script = folder / "out", _argv(name, folder, arguments)
-    if num_processes == 1:
-        exit_code, stdout, stderr = _run([sys.executable, *script], timeout_s)
-        return Run(exit_code, out, [stdout], [stderr])
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    launcher += [str(num_processes), "--redirects", "3", "--log-dir", str(folder / "logs")]
-    exit_code, _, agent = _run([sys.executable, *launcher, *script], timeout_s)
-    stdout, stderr = (
-        [_said(folder, rank, stream) for rank in range(num_processes)]
-        for stream in ("stdout", "stderr")
-    )
-    assert all(stderr) or exit_code == 0, agent  # before any rank could say something
-    return Run(exit_code, out, stdout, stderr)
-
-
 def _argv(name: str, folder: Path, arguments: tuple[str, ...]) -> list[str]:
     return [
         str(EXAMPLES / f"{name}.py"),
@@ -87,29 +64,6 @@ def _argv(name: str, folder: Path, arguments: tuple[str, ...]) -> list[str]:
         str(folder / "out"),
         *arguments,
     ]
-
-
-def _said(folder: Path, rank: int, stream: str) -> str:
-    (file,) = folder.glob(f"logs/*/attempt_0/{rank}/{stream}.log")
-    return file.read_text()
-
-
-def _run(command: list[str], timeout_s: float) -> tuple[int, str, str]:
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that the whole group can be killed, launcher and ranks
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate()
-        raise AssertionError(f"no end within {timeout_s:g} s\n{stdout}\n{stderr}") from None
-    return process.returncode, stdout, stderr
 
 
 def finished(run: Run) -> Run:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import accel_fn as af
-from tests.examples.running import Run, finished, run_example, run_forked
+from tests.examples.running import Run, finished, run_forked
 from tests.reference import train
 
 
@@ -32,7 +32,7 @@ def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("two")
-    return finished(run_example("digits", folder=folder, num_processes=2))
+    return finished(run_forked("digits", folder=folder, num_processes=2))
 
 
 def test_accuracy_on_the_held_out_digits_is_at_least_97_percent(any_run: Run) -> None:

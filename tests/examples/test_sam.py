@@ -15,13 +15,13 @@ from tests.examples.running import Run, finished, run_forked
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("one")
-    return finished(run_forked("sam", "--epochs", "3", folder=folder))
+    return finished(run_forked("sam", "--epochs", "2", folder=folder))
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("two")
-    return finished(run_forked("sam", "--epochs", "3", folder=folder, num_processes=2))
+    return finished(run_forked("sam", "--epochs", "2", folder=folder, num_processes=2))
 
 
 @pytest.mark.parametrize("training", ["plain", "sharpness-aware"])
@@ -29,7 +29,7 @@ def test_losses_are_the_same_on_two_processes_to_rounding(
     training: str, on_one: Run, on_two: Run
 ) -> None:
     one, two = (run.curves()[training]["loss"] for run in (on_one, on_two))
-    assert len(one) == 36
+    assert len(one) == 24
     # Losses from 2.4 down; sums of 1e5 terms in another order differ by some units in the last place.
     assert one == pytest.approx(two, rel=0, abs=20 * torch.finfo(torch.float32).eps)
 

@@ -98,7 +98,7 @@ def begin(folder):
     simulate(run, world_size=1)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(lives=lives, spoilt=st.frozensets(st.integers(0, NUM_BATCHES - 1), max_size=3))
 @example(lives=[Life(2, 3, 2), Life(4, 2, 1, False), Life(1, 1, 3)], spoilt=frozenset({1, 4}))
 @example(
@@ -120,7 +120,7 @@ def test_any_stops_at_any_worlds_are_the_run_by_hand(lives, spoilt):
             assert int(state.scaler.skipped) == len(spoilt)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     world_size=st.integers(1, 4),
     sharded=st.booleans(),
