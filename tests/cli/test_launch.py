@@ -247,6 +247,7 @@ def test_restarts_run_out(launchers, tmp_path):
     assert ended.last_lines[-1] == "exit code 6"
 
 
+@pytest.mark.slow
 def test_no_home_and_no_network_are_needed(tmp_path):
     """The command itself, in a network of loopback alone, where nobody may write to its home."""
     (tmp_path / "script.py").write_text(

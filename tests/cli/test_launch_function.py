@@ -97,6 +97,7 @@ def test_ranks_have_what_a_launch_sets():
         assert 0 < int(variables["MASTER_PORT"]) < 2**16
 
 
+@pytest.mark.slow
 def test_it_works_where_the_accelerator_is_in_use_already():
     device = af.init().device
     torch.ones(3, device=device).sum()

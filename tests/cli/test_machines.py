@@ -148,6 +148,7 @@ def test_machines_that_ask_for_different_worlds_are_refused_alike(launchers, tmp
         assert "2 machines of 2 processes from machine 1" in each.stderr
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_there_already_is_refused(launchers, tmp_path):
     port, folders = free_port(), [tmp_path / name for name in "abc"]
     machines = [

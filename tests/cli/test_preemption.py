@@ -67,10 +67,9 @@ def whole(launchers, tmp_path_factory):
     return weights(ended.stdout)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGUSR1), (1, signal.SIGTERM)])
 def test_one_rank_that_is_asked_takes_all_along_and_the_launcher_brings_them_back(
-    launchers, tmp_path, whole, number, rank
+    launchers, tmp_path, whole, rank, number
 ):
     started, pids = start(launchers, tmp_path, "--max-restarts", 1)
     os.kill(pids[rank], number)

@@ -173,6 +173,7 @@ def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     assert len(verdicts) == 12
 
 
+@pytest.mark.slow
 def test_the_command_is_green_on_one_rank_and_says_what_that_leaves_out(launchers, tmp_path):
     done = launchers.command(tmp_path, "test", "-n", "1", "--cpu")
     assert done.exit_code == 0, done.stderr
