@@ -66,7 +66,7 @@ def test_the_error_is_all_that_is_said_and_the_exit_code_is_the_ranks(
         r"\n +[\^~]+(?=\n)", "", ended.stderr
     )  # the marks below a line, python's to choose
     assert re.fullmatch("\n".join(lines) + "\n", said), ended.stderr
-    assert ended.seconds < 6
+    assert ended.seconds < 30  # the other rank sleeps for 60
 
 
 def test_an_error_comes_with_its_own_cause(launchers, tmp_path):
