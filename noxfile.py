@@ -12,6 +12,7 @@ nox.options.reuse_existing_virtualenvs = True
 TORCH = "torch==2.13.0"  # of the tests and the demo; the package itself sets a lower bound
 PROJECT = nox.project.load_toml("pyproject.toml")
 IN_PARALLEL = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile")
+EVERYTHING = ("testing", "examples", "cli", "checkpoint", "float8")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -45,14 +46,14 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit tests, laws on simulated ranks, real processes, examples: `-- -k NAME` for some of them."""
-    install(session, "testing", "examples", "cli", "checkpoint", groups=("tests",))
+    install(session, *EVERYTHING, groups=("tests",))
     session.run("pytest", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
     """The tests again, with branch coverage, subprocesses included."""
-    install(session, "testing", "examples", "cli", "checkpoint", groups=("tests",))
+    install(session, *EVERYTHING, groups=("tests",))
     session.run("coverage", "erase")
     session.run("coverage", "run", "-m", "pytest", *session.posargs, env=ONE_THREAD)
     session.run("coverage", "combine", "--quiet")
@@ -62,7 +63,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session
 def nightly(session: nox.Session) -> None:
     """The tests with thousands of examples a law."""
-    install(session, "testing", "examples", "cli", "checkpoint", groups=("tests",))
+    install(session, *EVERYTHING, groups=("tests",))
     env = {**ONE_THREAD, "HYPOTHESIS_PROFILE": "nightly"}
     session.run("pytest", "--timeout=7200", *session.posargs, env=env)
 
@@ -98,5 +99,5 @@ def minimums(session: nox.Session) -> None:
     session.run("python", "-m", "build", "--wheel", "--outdir", str(wheels), ".")
     wheel = max(wheels.glob("*.whl"), key=lambda path: path.stat().st_mtime)
     lowest = ["torch==2.11.*", "einops==0.8.*", "numpy==1.26.*"]
-    session.install(*lowest, f"{wheel}[testing,examples,cli,checkpoint]")
+    session.install(*lowest, f"{wheel}[{','.join(EVERYTHING)}]")
     session.run("pytest", "tests", *session.posargs, env=ONE_THREAD)

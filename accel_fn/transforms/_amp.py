@@ -1,4 +1,4 @@
-"""with_amp: forward and loss under autocast, with a loss scale where float16 needs one."""
+"""with_amp: forward and loss under autocast, with a loss scale for float16 and products in float8."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from accel_fn._errors import ArgumentError, PlanError, message
+from accel_fn._float8 import Float8, in_float8, torchao
 from accel_fn._launch_options import FromLaunch, Unsaid, launch_options
 from accel_fn._plan import Plan, Transform
 from accel_fn._state import DistState, LossScale
@@ -16,6 +17,7 @@ from accel_fn._state import DistState, LossScale
 _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
@@ -36,10 +38,17 @@ def with_amp(
     on all, and `report.applied` is False. The check is of the gradients' global
     norm, so gradients whose norm is beyond float32 count as not finite too.
 
-    Law: scaling by any power of two changes nothing, as long as nothing leaves the range.
+    "fp8" is bf16, and beside it the products of linear layers whose sizes are multiples of 16
+    are computed in float8: inputs, weights and gradients of outputs, each scaled by its own
+    largest value, by torchao. Layers and parameters stay what they are. Without an accelerator
+    the same roundings are emulated, slowly.
+
+    Law: scaling by any power of two changes nothing, as long as nothing leaves the range. "fp8"
+    is the training of torchao's own layers; since the largest value of a part is not that of
+    the batch, ranks and micro-batches agree to roundings of float8 alone.
 
     Args:
-        precision: "bf16", "fp16", `torch.bfloat16` or `torch.float16`; default: what the
+        precision: "bf16", "fp16", "fp8", `torch.bfloat16` or `torch.float16`; default: what the
             launch says, by `--mixed-precision` or ACCEL_FN_MIXED_PRECISION, and no autocast
             where it says "no" or nothing.
         init_scale: the first loss scale, finite and > 0. This and what follows is for float16.
@@ -51,7 +60,9 @@ def with_amp(
         A transform. With float16, the report's `grad_norm` is always there.
 
     Raises:
-        ValueError: an argument is outside its range.
+        ValueError: an argument is outside its range. From `build`, on all ranks, for "fp8": a
+            device without it, or a model without such layers.
+        ModuleNotFoundError: "fp8" without torchao, the extra `float8`.
 
     Cost: bf16 none beside autocast's own. fp16 one read of the gradients for
     their norm, shared with `clip`; no host synchronisation with a fused
@@ -71,7 +82,10 @@ def with_amp(
     }
     LossScale.start(**settings)  # refuse bad settings here, not in build
     dtype, bind = _dtype(precision)
-    contexts = () if dtype is None else (bind(autocast, dtype=dtype),)
+    contexts: tuple[Any, ...] = () if dtype is None else (bind(autocast, dtype=dtype),)
+    if precision == "fp8":
+        torchao()  # refuse its absence here, not in build
+        contexts = (*contexts, Float8(in_float8))
     starts = {None: (bind(without_autocast),), torch.float16: (bind(scale_loss, **settings),)}
     starting = starts.get(dtype, ())
 
@@ -87,7 +101,7 @@ def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, typ
         said = launch_options().mixed_precision
         return _DTYPES.get(said or "no"), Unsaid if said is None else FromLaunch
     if precision not in _DTYPES:
-        rule = 'be "bf16", "fp16", torch.bfloat16 or torch.float16'
+        rule = 'be "bf16", "fp16", "fp8", torch.bfloat16 or torch.float16'
         raise ArgumentError(message("with_amp", "precision", rule, precision))
     return _DTYPES[precision], partial
 

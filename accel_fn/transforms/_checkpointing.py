@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_fn._blocks import Blocks, check_blocks, find_blocks
 from accel_fn._errors import ArgumentTypeError, PlanError, message
 from accel_fn._plan import Asked, ContextFn, Kept, Plan, Transform
+from accel_fn._replacing import with_forwards
 from accel_fn._state import DistState
 
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
@@ -77,19 +78,11 @@ def computed_again(state: DistState, plan: Plan, *, blocks: Blocks, offload: boo
     """The context of forward and loss, of one step."""
     found = list(find_blocks(plan.model, blocks, "checkpointed").values())
 
-    @contextmanager
-    def within(state: DistState) -> Iterator[None]:
-        before = {block: vars(block).get("forward") for block in found}
+    def within(state: DistState) -> AbstractContextManager[None]:
         elsewhere = state.device.type == "cuda"
-        for block in found:
-            vars(block)["forward"] = partial(_run, block, block.forward, offload, elsewhere)
-        try:
-            yield
-        finally:
-            for block, forward in before.items():
-                vars(block).pop("forward")
-                if forward is not None:
-                    vars(block)["forward"] = forward
+        return with_forwards(
+            {block: partial(_run, block, block.forward, offload, elsewhere) for block in found}
+        )
 
     return within
 
@@ -114,23 +107,31 @@ def _run(
 def _contexts(
     block: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For the forward, and for doing it again: with buffers as they are now, in tensors of their own."""
+    """For the forward, and for doing it again: with buffers and forwards as they are now.
+
+    Buffers in tensors of their own; forwards are those that other contexts have given to modules inside.
+    """
+    inside = [each for each in block.modules() if each is not block and "forward" in vars(each)]
+    forwards = {each: each.forward for each in inside}
     buffers: Buffers = [
         (vars(module)["_buffers"], name, buffer)
         for module in block.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
     were = [buffer.clone() for _, _, buffer in buffers]
-    return nullcontext(), _with(buffers, were)
+    return nullcontext(), _again(buffers, were, forwards)
 
 
 @contextmanager
-def _with(buffers: Buffers, values: list[Tensor]) -> Iterator[None]:
-    """Other buffers in their places."""
+def _again(
+    buffers: Buffers, values: list[Tensor], forwards: dict[nn.Module, Callable[..., Any]]
+) -> Iterator[None]:
+    """Other buffers and forwards in their places."""
     for (home, name, _), value in zip(buffers, values, strict=True):
         home[name] = value
     try:
-        yield
+        with with_forwards(forwards):
+            yield
     finally:
         for home, name, buffer in buffers:
             home[name] = buffer

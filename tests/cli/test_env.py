@@ -38,7 +38,7 @@ def test_versions_are_those_that_are_installed(report):
         "einops": metadata.version("einops"),
     }
     assert report["extras"]["cli"]["click"] == metadata.version("click")
-    assert set(report["extras"]) == {"checkpoint", "cli", "examples", "testing"}
+    assert set(report["extras"]) == {"checkpoint", "cli", "examples", "float8", "testing"}
 
 
 def test_torch_says_what_it_was_built_with_and_sees(report):
