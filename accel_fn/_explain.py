@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from accel_fn._apart import Parting
 from accel_fn._launch_options import FromLaunch
 from accel_fn._plan import Plan, describe
 from accel_fn._state import DistState
@@ -98,6 +99,8 @@ def _backward(plan: Plan, several: bool) -> str:
     owner = _listed(plan.own_parameters)
     if not several:
         return "the mean over the global batch" + (f"; {owner} has nothing to do" if owner else "")
+    if any(isinstance(each, Parting) for each in plan.own_parameters):
+        return f"the mean over the rank's own items, by {owner}"
     return f"the mean over the global batch, by {owner or 'nothing: build will refuse this'}"
 
 
