@@ -106,7 +106,8 @@ def _backward(plan: Plan, several: bool) -> str:
 
 def _update(plan: Plan) -> str:
     optimizer, trained = plan.optimizer, plan.trained()
-    rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
+    given = [group.get("lr") for group in optimizer.param_groups]
+    rates = sorted({float(rate) for rate in given if rate is not None})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
     numbers = sum(p.numel() for p in trained)
     return f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers"

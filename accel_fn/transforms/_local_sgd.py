@@ -186,7 +186,7 @@ def _tensors(plan: Plan) -> dict[str, Tensor]:
                 found[f"{name_of[id(parameter)]} {key} {number}"] = leaf
     found |= dict(plan.model.named_buffers())
     return {
-        name: _plain(each)
+        name: each
         for name, each in sorted(found.items())
         if isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex())
     }
@@ -202,7 +202,7 @@ def average(tensors: Mapping[str, Tensor], weight: float, state: DistState) -> N
     total = sum(weights)
     shares = [each / total if total else 1 / len(weights) for each in weights]
     share, source = shares[state.rank], shares.index(max(shares))
-    for bucket in _buckets(tensors.values()):
+    for bucket in _buckets(map(_plain, tensors.values())):
         mine = _flat(bucket)
         first = mine.clone()
         _comm.broadcast(first, state, source, "local_sgd")

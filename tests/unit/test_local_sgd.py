@@ -235,6 +235,8 @@ def test_a_run_goes_on_from_an_average_with_the_same_bits(tmp_path):
         for batch in rest[1:]:
             state, _ = step(state, batch)
         expected = ours.kept_tensors(step)
+        again = af.load(tmp_path, state, step)
+        af.save(tmp_path / "again", again, step)  # ranks are alike again
 
         state, step = built(replace(state, step=0), af.local_sgd(2), ours.adamw)
         state = af.load(tmp_path, state, step)
@@ -316,9 +318,15 @@ def test_two_of_them_are_refused():
 
 def test_a_state_with_the_loss_scale_of_another_step_is_refused():
     def run(state):
+        def move(state, model):
+            raise AssertionError("it is refused before anything is moved")
+
+        def moving(plan):
+            return replace(plan, move_model=(move,))
+
         scaled = replace(state, scaler=af.LossScale.start(2.0))
         with pytest.raises(ValueError, match="build: local_sgd must be used without a loss scale"):
-            built(scaled, af.local_sgd(2))
+            built(scaled, af.compose(moving, af.local_sgd(2)))
         _, step = built(state, af.local_sgd(2))
         with pytest.raises(
             ValueError, match="step: state must carry no loss scale under local_sgd, got one; keep"
