@@ -5,14 +5,14 @@ import json
 import torch
 
 from tests import strategies as ours
+from tests.apart import parts, trained_apart_by_hand
 from tests.processes import launch
-from tests.properties.test_local_sgd import trained_apart_by_hand
 
 TRAIN = """
 import json
 import accel_fn as af
 from tests import strategies as ours
-from tests.distributed.test_local_sgd_in_processes import parts
+from tests.apart import parts
 
 state = af.init(device="cpu", timeout_s=60)
 model = ours.regression_model(seed=state.rank)
@@ -26,17 +26,6 @@ for batch in parts(state.world_size)[state.rank]:
     trace.append([state.rank, float(report.loss), parameters])
 say(json.dumps(trace))
 """
-
-
-def parts(world_size):
-    """Five global batches, dealt unevenly; the last rank has nothing of one."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = [
-        [size] * (world_size - 1) + [last]
-        for size, last in zip((3, 2, 4, 1, 2), (5, 1, 0, 2, 3), strict=True)
-    ]
-    inputs = [torch.randn(sum(each), 3, generator=generator).double() for each in sizes]
-    return ours.dealt([(each, each[:, :1].cos()) for each in inputs], sizes)
 
 
 def test_processes_apart_and_their_means_are_those_by_hand():

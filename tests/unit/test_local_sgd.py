@@ -190,6 +190,36 @@ def test_a_batch_that_one_rank_cannot_count_is_an_error_on_all():
     simulate(run, world_size=2)
 
 
+def test_bfloat16_goes_with_it():
+    def run(state):
+        recipe = af.compose(af.place(), af.with_amp("bf16"), af.local_sgd(2))
+        state, step = built(state, recipe, ours.adamw, ours.regression_model().float())
+        found = []
+        for batch in batches(num=2):
+            state, _ = step(state, tuple(each.float() for each in part(batch, state)))
+            found.append(weights(step))
+        return found
+
+    first, second = simulate(run, world_size=2)
+    assert not torch.equal(first[0]["0.weight"], second[0]["0.weight"])
+    ours.assert_identical(first[1], second[1])
+
+
+def test_the_order_in_which_a_rank_has_come_to_its_state_does_not_matter():
+    def run(state):
+        state, step = built(state, af.local_sgd(2), ours.adamw)
+        for batch in batches(num=2):
+            held = step.plan.optimizer.state
+            for parameter in held if state.rank else ():
+                held[parameter] = dict(reversed(held[parameter].items()))
+            state, _ = step(state, part(batch, state))
+        kept = step.plan.optimizer.state.values()
+        return [each[name] for each in kept for name in ("exp_avg", "exp_avg_sq")]
+
+    first, second = simulate(run, world_size=2)
+    assert all(map(torch.equal, first, second))
+
+
 class Routed(nn.Module):
     """One of two layers, by what the input says."""
 
