@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from accel_fn.transforms._ddp import wrap_ddp as wrap_ddp
     from accel_fn.transforms._freezing import freeze as freeze
     from accel_fn.transforms._fsdp import wrap_fsdp as wrap_fsdp
+    from accel_fn.transforms._local_sgd import local_sgd as local_sgd
     from accel_fn.transforms._placement import place as place
     from accel_fn.transforms._preemption import Preemption as Preemption
     from accel_fn.transforms._replication import check_replicas as check_replicas
@@ -106,6 +107,7 @@ _MODULES = {
     "transforms._ddp": ["wrap_ddp"],
     "transforms._freezing": ["freeze"],
     "transforms._fsdp": ["wrap_fsdp"],
+    "transforms._local_sgd": ["local_sgd"],
     "transforms._placement": ["place"],
     "transforms._preemption": ["Preemption"],
     "transforms._replication": ["check_replicas"],

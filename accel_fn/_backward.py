@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_fn._apart import Apart
 from accel_fn._carrying import CarriedTally, Carrier
 from accel_fn._errors import LossError
 from accel_fn._forward import run_forward
@@ -18,7 +19,7 @@ from accel_fn._microbatches import Parts, Weights, cut_or_fail
 from accel_fn._plan import Plan, Report
 from accel_fn._sharding import Sharded, evened
 from accel_fn._state import DistState, LossScale
-from accel_fn._tally import SummedTally, Tally
+from accel_fn._tally import OwnTally, SummedTally, Tally
 from accel_fn._torch import run_backward
 
 
@@ -58,7 +59,9 @@ class Backward:
         if state.world_size == 1 and len(parts) == 1:
             return self._one(state, parts[0], weights[0], stop)
         tally: Tally
-        if self.carrier is None:
+        if isinstance(self.module, Apart):
+            tally = OwnTally(state, weights, failure, stop=stop)
+        elif self.carrier is None:
             tally = summed = SummedTally(state, weights, failure, stop=stop)
             parts, weights = evened(self.module, state, summed, parts, weights)
         else:
@@ -93,10 +96,13 @@ class Backward:
                 seed = backward_seed(loss, tally.share(weight), state.scaler)
                 run_backward(loss, seed, self.trainable)
         mean, total, factor = tally.close()
-        return state, self._take(state, total, factor), self._report(mean, total, tally.stop)
+        own = {"own_weight": tally.own} if isinstance(tally, OwnTally) else {}
+        report = self._report(mean, total, tally.stop, **own)
+        return state, self._take(state, total, factor), report
 
-    def _report(self, loss: Tensor, weight: float, stop: bool) -> Report:
-        extras = {"stop": stop} if self.plan.stops else {}
+    def _report(self, loss: Tensor, weight: float, stop: bool, **extras: Any) -> Report:
+        if self.plan.stops:
+            extras["stop"] = stop
         return Report(loss=loss, weight=weight, extras=extras)
 
     def _check_graph(self, loss: Tensor) -> None:

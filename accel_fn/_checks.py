@@ -19,7 +19,7 @@ _SINGLE = ("move_model", "compile_loss", "compile_step", "own_parameters", "spli
 
 def check_plan(state: DistState, plan: Plan) -> None:
     """Refuse a plan that cannot make a step, for a reason that needs no other rank."""
-    _check_slots(plan)
+    _check_slots(state, plan)
     check_parameters(plan)
     _check_optimizer(plan)
     _check_world(state, plan)
@@ -28,10 +28,13 @@ def check_plan(state: DistState, plan: Plan) -> None:
             each.check(state, plan)
 
 
-def _check_slots(plan: Plan) -> None:
+def _check_slots(state: DistState, plan: Plan) -> None:
     for slot in _SINGLE:
         entries = getattr(plan, slot)
         if len(entries) > 1:
+            for each in entries:
+                if isinstance(each, Asked):
+                    each.check(state, plan)  # it may know better why
             names = " and ".join(map(describe, entries))
             raise PlanError(
                 f"build: plan must have at most one function in {slot}, got {names}; leave out one"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from accel_fn._apart import Parting
 from accel_fn._launch_options import FromLaunch
 from accel_fn._plan import Plan, describe
 from accel_fn._state import DistState
@@ -98,12 +99,15 @@ def _backward(plan: Plan, several: bool) -> str:
     owner = _listed(plan.own_parameters)
     if not several:
         return "the mean over the global batch" + (f"; {owner} has nothing to do" if owner else "")
+    if any(isinstance(each, Parting) for each in plan.own_parameters):
+        return f"the mean over the rank's own items, by {owner}"
     return f"the mean over the global batch, by {owner or 'nothing: build will refuse this'}"
 
 
 def _update(plan: Plan) -> str:
     optimizer, trained = plan.optimizer, plan.trained()
-    rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
+    given = [group.get("lr") for group in optimizer.param_groups]
+    rates = sorted({float(rate) for rate in given if rate is not None})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
     numbers = sum(p.numel() for p in trained)
     return f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers"

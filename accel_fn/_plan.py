@@ -73,8 +73,8 @@ class Plan:
         compile_loss: `(state, module) -> module`, a module that maps a batch to its loss; at most one.
         compile_step: `(state, function) -> function`, of all of a step that is arithmetic, from
             placed micro-batches to the update; at most one, and in a world of one.
-        own_parameters: `(state, module) -> module`, as `compile_loss`, and averages gradients over the
-            ranks; at most one.
+        own_parameters: `(state, module) -> module`, as `compile_loss`, and averages gradients, or
+            parameters, over the ranks; at most one.
         contexts: `state -> context manager`, around forward and loss.
         split: `batch -> micro-batches`; at most one.
         grad_fns: `GradFn -> GradFn`, the first listed innermost, with
@@ -159,7 +159,8 @@ class Kept(partial[Any]):
 
     `build` calls it as `(state, plan) -> function` once parameters are what they will be, so
     every step has its own. If the function has `state_dict` and `load_state_dict`,
-    checkpoints hold what it keeps.
+    checkpoints hold what it keeps. If it has `check_saved`, `save` asks it first: it
+    raises, on every rank alike, where there is nothing that could be saved.
 
     >>> import accel_fn as af
     >>> from dataclasses import replace
@@ -180,6 +181,10 @@ class Kept(partial[Any]):
 
     def __init__(self, fn: Callable[..., Any], **settings: Any) -> None:
         """`fn(state, plan, **settings)` makes the function."""
+
+
+class OfReplicas(Kept):
+    """A `Kept` whose function takes the parameters to be equal on all ranks after every update."""
 
 
 def with_kept(plan: Plan, state: DistState) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_fn._apart import Apart
 from accel_fn._backward import Backward, cloned
 from accel_fn._carrying import Carrier
 from accel_fn._checks import check_parameters, check_plan, check_precision
@@ -250,7 +251,7 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
         _grad_fn=grad_fn,
         _parameters=plan.trained(),
         _always=torch.ones((), dtype=torch.bool, device=built.device),
-        _unchecked=[True] if built.world_size > 1 else [],
+        _unchecked=[True] if built.world_size > 1 and not isinstance(module, Apart) else [],
         _whole=whole_step(built, plan, loss_module) if plan.compile_step else None,
     )
     return built, step

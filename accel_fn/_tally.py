@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accel_fn import _comm
-from accel_fn._errors import BatchError
+from accel_fn._errors import BatchError, StateError
 from accel_fn._state import DistState
 
 
@@ -85,6 +85,42 @@ class SummedTally:
         for work in self._works:
             work.wait()
         return self._mean, total, 1.0
+
+
+class OwnTally(SummedTally):
+    """By the same sums, of ranks that keep their gradients: a share is of this rank's items alone.
+
+    Nothing is awaited before the last backward is under way.
+    """
+
+    def __init__(
+        self,
+        state: DistState,
+        weights: Sequence[float],
+        failure: Exception | None,
+        *,
+        stop: bool,
+    ) -> None:
+        if state.scaler is not None:
+            raise StateError(
+                "step: state must carry no loss scale under local_sgd, got one; keep a state of its own "
+                "for the step that scales"
+            )
+        super().__init__(state, weights, failure, stop=stop)
+        self.own = sum(weights)
+
+    def share(self, weight: float) -> float:
+        return weight / self.own if weight else 0.0
+
+    def add(self, loss: Tensor, weight: float, *, last: bool) -> None:
+        if weight:
+            self._mean.add_(loss, alpha=weight)
+        if last:
+            self._works.append(self._sum(self._mean))
+
+    def close(self) -> tuple[Tensor, float, float]:
+        total = self.total()
+        return self._mean / total if total else self._mean, total, 1.0
 
 
 def checked_total(total: float, failure: Exception | None) -> float:

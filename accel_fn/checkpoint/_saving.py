@@ -15,6 +15,7 @@ from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
 from accel_fn._errors import ArgumentTypeError, check_count, message
 from accel_fn._explain import tell
+from accel_fn._plan import Plan, slot_names
 from accel_fn._random import random_state
 from accel_fn._state import DistState
 from accel_fn._step import Step
@@ -128,7 +129,17 @@ def _check(
     if not isinstance(wait, bool):
         raise ArgumentTypeError(message("save", "wait", "be True or False", wait))
     check_extras(extras, "save")
+    for each in steps.values():
+        _ask(each.plan)
     return contents_of(steps)
+
+
+def _ask(plan: Plan) -> None:
+    """Let what keeps something refuse to be saved just now."""
+    for part in (part for slot in slot_names() for part in getattr(plan, slot)):
+        refuse = getattr(part, "check_saved", None)
+        if refuse is not None:
+            refuse()
 
 
 def check_steps(steps: Mapping[str, Step], function: str) -> None:

@@ -20,7 +20,7 @@ from accel_fn._errors import (
     check_positive,
     message,
 )
-from accel_fn._plan import AfterFn, Kept, Plan, Report, Transform, describe
+from accel_fn._plan import AfterFn, OfReplicas, Plan, Report, Transform, describe
 from accel_fn._state import DistState
 
 RateFn = Callable[[int], float]
@@ -233,7 +233,7 @@ def _copy(values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
 
 def _averaging(rate: Callable[..., float], num_warmup: int) -> Transform:
     check_count("average", "num_warmup", num_warmup, minimum=0)
-    keeping = Kept(moving_average, rate=rate, num_warmup=num_warmup)
+    keeping = OfReplicas(moving_average, rate=rate, num_warmup=num_warmup)
     return lambda plan: replace(plan, after=(*plan.after, keeping))
 
 

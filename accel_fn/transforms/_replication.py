@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from accel_fn._errors import check_count
-from accel_fn._plan import AfterFn, Kept, Plan, Report, Transform
+from accel_fn._plan import AfterFn, OfReplicas, Plan, Report, Transform
 from accel_fn._replicas import check_same
 from accel_fn._state import DistState
 
@@ -35,7 +35,7 @@ def check_replicas(every: int) -> Transform:
     >>> af.check_replicas(every=100)(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after=[same_parameters(every=100)])
     """
-    comparing = Kept(same_parameters, every=check_count("check_replicas", "every", every))
+    comparing = OfReplicas(same_parameters, every=check_count("check_replicas", "every", every))
     return lambda plan: replace(plan, after=(*plan.after, comparing))
 
 

@@ -1,0 +1,41 @@
+"""local_sgd over real processes: the loops by hand, one a rank, and their means."""
+
+import json
+
+import torch
+
+from tests import strategies as ours
+from tests.apart import parts, trained_apart_by_hand
+from tests.processes import launch
+
+TRAIN = """
+import json
+import accel_fn as af
+from tests import strategies as ours
+from tests.apart import parts
+
+state = af.init(device="cpu", timeout_s=60)
+model = ours.regression_model(seed=state.rank)
+plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+recipe = af.compose(af.place(), af.local_sgd(2), af.accumulate(2), af.clip(0.5))
+state, step = af.build(state, recipe(plan))
+trace = []
+for batch in parts(state.world_size)[state.rank]:
+    state, report = step(state, batch)
+    parameters = {name: value.tolist() for name, value in model.state_dict().items()}
+    trace.append([state.rank, float(report.loss), parameters])
+say(json.dumps(trace))
+"""
+
+
+def test_processes_apart_and_their_means_are_those_by_hand():
+    expected = trained_apart_by_hand(parts(2), 2, max_norm=0.5)
+    traces = [json.loads(line) for line in launch(TRAIN, num_processes=2).splitlines()]
+    assert sorted(trace[0][0] for trace in traces) == [0, 1]
+    for trace in traces:
+        assert [loss for _, loss, _ in trace] == [loss for _, loss, _ in traces[0]]
+        for (_, _, parameters), by_hand in zip(trace, expected[trace[0][0]], strict=True):
+            actual = {
+                name: torch.tensor(value, dtype=torch.float64) for name, value in parameters.items()
+            }
+            ours.assert_close(actual, {name: by_hand[name] for name in actual})

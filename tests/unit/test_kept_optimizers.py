@@ -1,0 +1,31 @@
+"""The table of what optimizers do on shards and from checkpoints is what comes out when each is run."""
+
+import pytest
+
+from tests.kept_optimizers import FENCES, line, table
+from tests.optimizers import PAGE, split_page
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
+
+# One of each kind: both work, refused by build, failing in torch, state that is no plain tensor.
+SOME = [
+    "torch.optim.AdamW",
+    "torch.optim.Rprop",
+    "torch_optimizer.A2GradUni",
+    "torch_optimizer.AggMo",
+]
+
+
+def written():
+    _, found, _ = split_page(PAGE.read_text(encoding="utf-8"), FENCES)
+    return found
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_page_says_what_shards_and_checkpoints_of_an_optimizer_come_to(name):
+    assert line(name) in written().splitlines(), "anew: python -m tests.kept_optimizers"
+
+
+@pytest.mark.slow
+def test_the_page_holds_the_table_of_shards_and_checkpoints():
+    assert written().strip() == table().strip(), "anew: python -m tests.kept_optimizers"

@@ -1,0 +1,372 @@
+"""local_sgd in a plan: what ranks say to each other, what it goes with, and what it is refused with."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.stacks import batches, part
+
+
+class Recorder:
+    """A group that notes which collectives go through it, and how many numbers of what dtype."""
+
+    def __init__(self, group):
+        self._group = group
+        self.said = []
+
+    def __getattr__(self, name):
+        call = getattr(self._group, name)
+
+        def recorded(tensors, *arguments):
+            sent = arguments[0] if name == "allgather" else tensors
+            self.said += [(name, each.numel(), each.dtype) for each in sent]
+            return call(tensors, *arguments)
+
+        return recorded
+
+
+def built(state, recipe, optimizer=ours.sgd, model=None, loss_fn=ours.mse):
+    model = ours.regression_model() if model is None else model
+    return af.build(state, recipe(af.Plan(loss_fn, model, optimizer(model.parameters()))))
+
+
+def weights(step):
+    return {name: value.clone() for name, value in step.plan.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("optimizer", [ours.sgd, ours.adamw], ids=["SGD", "AdamW"])
+def test_ranks_exchange_tensors_for_an_average_alone(optimizer):
+    def run(state):
+        state = replace(state, group=Recorder(state.group))
+        state, step = built(state, af.local_sgd(3), optimizer)
+        said = []
+        for batch in batches():
+            state.group.said.clear()
+            state, _ = step(state, part(batch, state))
+            said.append(list(state.group.said))
+        return said
+
+    numel = sum(each.numel() for each in ours.regression_model().parameters())
+    floats = [(torch.float64, 2 * numel)]  # parameters and momentum
+    if optimizer is ours.adamw:
+        floats = [(torch.float32, 4), (torch.float64, 3 * numel)]  # its counts; two moments
+    for apart, again, averaged in simulate(run, world_size=2):
+        small = [("allgather", 40, torch.uint8)] * 2  # a number or two, and what they are of
+        assert apart == again == averaged[:2] == small
+        large = [each for each in averaged if each[0] != "allgather"]
+        names = ["broadcast", "allreduce"]
+        assert sorted(large, key=str) == sorted(
+            ((name, size, dtype) for dtype, size in floats for name in names), key=str
+        )
+        assert len(averaged) == 2 + 2 + len(large)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(3), nn.Linear(3, 1)
+        self.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
+
+    def forward(self, inputs):
+        return self.linear(self.norm(inputs))
+
+
+def test_running_statistics_are_averaged_and_counts_are_left_alone():
+    (batch,) = batches(num=1, size=6)
+
+    def run(state):
+        torch_model = Normed().double()
+        state, step = built(state, af.local_sgd(1), model=torch_model)
+        step(state, part(batch, state))
+        return weights(step)
+
+    first, second = simulate(run, world_size=2)
+    ours.assert_identical(first, second)
+    means = [0.1 * each.mean(dim=0) for each in batch[0].chunk(2)]
+    torch.testing.assert_close(first["norm.running_mean"], sum(means) / 2)
+    assert first["norm.num_batches_tracked"] == 1
+    assert first["mask"].tolist() == [float("-inf"), 0.0]
+
+
+def test_two_steps_of_one_state_are_each_averaged_after_updates_of_their_own():
+    def run(state):
+        state, one = built(state, af.local_sgd(2))
+        state, other = built(state, af.local_sgd(2))
+        found = []
+        for batch in batches(num=2, size=6):
+            for step in (one, other):
+                state, _ = step(state, part(batch, state))
+            found.append([weights(one)["0.weight"], weights(other)["0.weight"]])
+        return found
+
+    first, second = simulate(run, world_size=2)
+    for step in range(2):
+        assert not torch.equal(first[0][step], second[0][step])
+        assert torch.equal(first[1][step], second[1][step])
+
+
+def test_what_comes_after_an_update_sees_the_average_wherever_it_is_listed():
+    def watching(seen):
+        def watch(state, report):
+            seen.append(report_of[state.rank]())
+            return state
+
+        return lambda plan: replace(plan, after=(*plan.after, watch))
+
+    report_of = {}
+
+    def run(state):
+        seen = []
+        model = ours.regression_model()
+        report_of[state.rank] = lambda: model[0].weight.detach().clone()
+        state, step = built(state, af.compose(watching(seen), af.local_sgd(1)), model=model)
+        step(state, part(batches()[0], state))
+        return seen
+
+    (first,), (second,) = simulate(run, world_size=2)
+    assert torch.equal(first, second)
+
+
+def test_a_batch_that_does_not_fit_on_one_rank_is_done_again_on_all():
+    def tight(limit):
+        def loss_fn(model, batch):
+            if len(batch[0]) > limit:
+                raise torch.OutOfMemoryError("as an accelerator says it")
+            return ours.mse(model, batch)
+
+        return loss_fn
+
+    def trained(state, split, limit):
+        recipe = af.compose(af.local_sgd(2), af.accumulate(split))
+        state, step = built(state, recipe, loss_fn=tight(limit))
+        for batch in batches(size=8):
+            state, report = step(state, part(batch, state))
+        return report.extras.get("num_microbatches"), report.extras["own_weight"], weights(step)
+
+    def run(state):
+        found = trained(state, "auto", 2 if state.rank else 9)
+        return found, trained(state, 2, 9)
+
+    for (count, own, actual), (_, _, expected) in simulate(run, world_size=2):
+        assert (count, own) == (2, 4)
+        ours.assert_identical(actual, expected)
+
+
+def test_a_gradient_function_that_drops_the_rank_s_weight_is_refused():
+    def forgetting(grad_fn):
+        def wrapped(state, batch):
+            state, grads, report = grad_fn(state, batch)
+            return state, grads, af.Report(loss=report.loss, weight=report.weight)
+
+        return wrapped
+
+    def run(state):
+        recipe = af.compose(lambda plan: replace(plan, grad_fns=(forgetting,)), af.local_sgd(2))
+        state, step = built(state, recipe)
+        with pytest.raises(
+            ValueError,
+            match=r'step: report must have extras\["own_weight"\] for local_sgd, got none',
+        ):
+            step(state, part(batches()[0], state))
+
+    simulate(run, world_size=2)
+
+
+def test_a_batch_that_one_rank_cannot_count_is_an_error_on_all():
+    def run(state):
+        state, step = built(state, af.local_sgd(2))
+        before = weights(step)
+        batch = part(batches()[0], state)
+        with pytest.raises(ValueError, match="batch"):
+            step(state, (batch[0], batch[1][:1]) if state.rank else batch)
+        ours.assert_identical(weights(step), before)
+
+    simulate(run, world_size=2)
+
+
+def test_bfloat16_goes_with_it():
+    def run(state):
+        recipe = af.compose(af.place(), af.with_amp("bf16"), af.local_sgd(2))
+        state, step = built(state, recipe, ours.adamw, ours.regression_model().float())
+        found = []
+        for batch in batches(num=2):
+            state, _ = step(state, tuple(each.float() for each in part(batch, state)))
+            found.append(weights(step))
+        return found
+
+    first, second = simulate(run, world_size=2)
+    assert not torch.equal(first[0]["0.weight"], second[0]["0.weight"])
+    ours.assert_identical(first[1], second[1])
+
+
+def test_the_order_in_which_a_rank_has_come_to_its_state_does_not_matter():
+    def run(state):
+        state, step = built(state, af.local_sgd(2), ours.adamw)
+        for batch in batches(num=2):
+            held = step.plan.optimizer.state
+            for parameter in held if state.rank else ():
+                held[parameter] = dict(reversed(held[parameter].items()))
+            state, _ = step(state, part(batch, state))
+        kept = step.plan.optimizer.state.values()
+        return [each[name] for each in kept for name in ("exp_avg", "exp_avg_sq")]
+
+    first, second = simulate(run, world_size=2)
+    assert all(map(torch.equal, first, second))
+
+
+class Routed(nn.Module):
+    """One of two layers, by what the input says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+
+    def forward(self, inputs):
+        return self.layers[int(inputs[0, 0] > 0)](inputs)
+
+
+def test_optimizer_state_that_a_rank_does_not_have_is_named_on_every_rank():
+    def run(state):
+        torch_model = Routed()
+        state, step = built(state, af.local_sgd(1), model=torch_model)
+        sign = 1.0 if state.rank else -1.0
+        with pytest.raises(RuntimeError) as caught:
+            step(state, (torch.full((2, 3), sign), torch.ones(2, 1)))
+        return str(caught.value)
+
+    first, second = simulate(run, world_size=2)
+    assert first == second
+    assert first == (
+        "local_sgd: optimizer state must be of the same parameters on all ranks, got no "
+        "layers.0.bias momentum_buffer 0 [1] torch.float32 on ranks [1]; freeze what a "
+        "rank's loss may not reach, or use wrap_ddp(find_unused_parameters=True)"
+    )
+
+
+def test_a_run_goes_on_from_an_average_with_the_same_bits(tmp_path):
+    def run(state):
+        state, step = built(state, af.local_sgd(2), ours.adamw)
+        first, *rest = [part(each, state) for each in batches(num=7)]
+        state, _ = step(state, first)
+        with pytest.raises(
+            ValueError,
+            match="save: state must be one at which local_sgd has averaged the ranks, got 1 of 2 updates "
+            "after it; save where their number is a multiple of 2",
+        ):
+            af.save(tmp_path, state, step)
+        state, _ = step(state, rest[0])
+        af.save(tmp_path, state, step)
+        for batch in rest[1:]:
+            state, _ = step(state, batch)
+        expected = ours.kept_tensors(step)
+        again = af.load(tmp_path, state, step)
+        af.save(tmp_path / "again", again, step)  # ranks are alike again
+
+        state, step = built(replace(state, step=0), af.local_sgd(2), ours.adamw)
+        state = af.load(tmp_path, state, step)
+        for batch in rest[1:]:
+            state, _ = step(state, batch)
+        ours.assert_identical(ours.kept_tensors(step), expected)
+
+    simulate(run, world_size=2)
+
+
+def test_a_run_of_one_rank_is_saved_anywhere_and_goes_on_in_two(tmp_path):
+    def started(state):
+        state, step = built(state, af.local_sgd(2))
+        state, _ = step(state, batches()[0])
+        af.save(tmp_path, state, step)
+
+    def gone_on(state):
+        state, step = built(state, af.local_sgd(2))
+        state = af.load(tmp_path, state, step)
+        af.save(tmp_path, state, step)  # ranks are alike
+        step(state, part(batches()[1], state))  # the second of two updates
+        return weights(step)
+
+    simulate(started, world_size=1)
+    first, second = simulate(gone_on, world_size=2)
+    ours.assert_identical(first, second)
+
+
+def test_it_is_told_that_gradients_are_the_rank_s_own():
+    model = ours.regression_model()
+    plan = af.local_sgd(8)(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
+    told = af.explain(plan, af.DistState(world_size=4))
+    assert "the mean over the rank's own items, by train_apart()" in told
+    assert "average_ranks(every=8)" in told
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (
+            af.compose(af.wrap_fsdp(), af.local_sgd(2)),
+            "must be all that owns the parameters, since ranks need parameters and gradients of their own, "
+            "got shard(); leave out one",
+        ),
+        (af.compose(af.local_sgd(2), af.wrap_fsdp()), "got shard(); leave out one"),
+        (af.compose(af.local_sgd(2), af.wrap_ddp()), "got replicate(); leave out one"),
+        (
+            af.compose(af.with_amp("fp16"), af.local_sgd(2)),
+            'must be used without a loss scale, as gradients overflow on single ranks, got with_amp("fp16"); '
+            'use "bf16"',
+        ),
+        (
+            af.compose(af.skip_nonfinite(), af.local_sgd(2)),
+            "must make every update, as gradients differ between ranks, got "
+            "finite_norm(max_consecutive=10); leave out one",
+        ),
+        (
+            af.compose(af.local_sgd(2), af.check_replicas(5)),
+            "must not be combined with what takes parameters to be equal on all ranks, got "
+            "same_parameters(every=5); leave out one",
+        ),
+        (af.compose(af.local_sgd(2), af.average(0.9)), "got moving_average("),
+    ],
+    ids=["wrap_fsdp", "before wrap_fsdp", "wrap_ddp", "fp16", "verdicts", "replicas", "average"],
+)
+def test_what_it_cannot_be_combined_with_is_refused_on_every_rank(recipe, words, world_size):
+    def run(state):
+        with pytest.raises(ValueError, match=f"^build: local_sgd .*{re.escape(words)}"):
+            built(state, recipe)
+
+    simulate(run, world_size=world_size)
+
+
+def test_two_of_them_are_refused():
+    with pytest.raises(ValueError, match=r"got train_apart\(\) and train_apart\(\); leave out one"):
+        built(af.DistState(), af.compose(af.local_sgd(2), af.local_sgd(2)))
+
+
+def test_a_state_with_the_loss_scale_of_another_step_is_refused():
+    def run(state):
+        def move(state, model):
+            raise AssertionError("it is refused before anything is moved")
+
+        def moving(plan):
+            return replace(plan, move_model=(move,))
+
+        scaled = replace(state, scaler=af.LossScale.start(2.0))
+        with pytest.raises(ValueError, match="build: local_sgd must be used without a loss scale"):
+            built(scaled, af.compose(moving, af.local_sgd(2)))
+        _, step = built(state, af.local_sgd(2))
+        with pytest.raises(
+            ValueError, match="step: state must carry no loss scale under local_sgd, got one; keep"
+        ):
+            step(scaled, part(batches()[0], state))
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+def test_how_often_is_a_number_of_updates(every):
+    with pytest.raises(ValueError, match="local_sgd: every must be an integer >= 1, got"):
+        af.local_sgd(every)
