@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.benchmarks.comparing import compare
 from tests.benchmarks.conditions import settle
 from tests.benchmarks.importing import ImportCost, measure_import
+from tests.benchmarks.jobs import SCENARIOS, SCENARIOS_OF_TWO
 from tests.benchmarks.loading import MEASURES
 from tests.benchmarks.measuring import alone
 from tests.benchmarks.report import (
@@ -83,7 +84,7 @@ def run(pattern: str, rounds: int, patience_s: float) -> tuple[ImportCost | None
         imported = measure_import(rounds)
         print(describe_import(imported))
     tables = []
-    for scenario in chosen(ALONE, pattern):
+    for scenario in chosen([*ALONE, *SCENARIOS], pattern):
         print(f"  {scenario.name} ...", flush=True)
         tables.append(compare(scenario, alone(), rounds, patience_s))
         show(tables[-1])
@@ -98,7 +99,7 @@ def run(pattern: str, rounds: int, patience_s: float) -> tuple[ImportCost | None
             tables += compare_saving(name, num_layers, rounds)
             for table in tables[-2:]:
                 show(table)
-    in_world = chosen(IN_TWO_RANKS, pattern)
+    in_world = chosen([*IN_TWO_RANKS, *SCENARIOS_OF_TWO], pattern)
     if in_world:
         of_world = compare_in_world(in_world, rounds, patience_s)
         for table in of_world:

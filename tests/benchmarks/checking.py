@@ -45,7 +45,8 @@ class Trained:
 
 
 def flattened(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+    whole = [getattr(tensor, "full_tensor", lambda each=tensor: each)() for tensor in tensors]
+    return torch.cat([tensor.detach().flatten() for tensor in whole])
 
 
 @dataclass(frozen=True, slots=True)

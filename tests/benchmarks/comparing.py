@@ -6,6 +6,7 @@ import gc
 from functools import partial
 
 from tests.benchmarks.checking import Checked, check, repeat
+from tests.benchmarks.jobs import loops_of
 from tests.benchmarks.loops import COMPILED, OURS, loops
 from tests.benchmarks.measuring import Station, time_in_turn
 from tests.benchmarks.results import Row, Table, make_row
@@ -15,7 +16,8 @@ from tests.benchmarks.tasks import Scenario
 def compare(scenario: Scenario, station: Station, rounds: int, patience_s: float) -> Table:
     """The table of a scenario; every rank of its world calls this alike."""
     variants: dict[str, Checked] = {}
-    for name, loop in loops(scenario.world_size).items():
+    job = scenario.way.job
+    for name, loop in (loops_of(job) if job else loops(scenario.world_size)).items():
         base = next(iter(variants.values()), Checked())
         variants[name] = check(name, loop, scenario, station, base)
     num_updates = scenario.updates_per_block

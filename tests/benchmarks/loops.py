@@ -126,11 +126,11 @@ def with_fabric(task: Task) -> Update:
     return update if num_parts == 1 else update_in_parts
 
 
-def with_accel_fn(task: Task, *added: af.Transform) -> Update:
+def with_accel_fn(task: Task, *added: af.Transform, owner: af.Transform | None = None) -> Update:
     way, batches = task.scenario.way, task.batches
     transforms = [af.place(), *added]
     if task.scenario.world_size > 1:
-        transforms.append(af.wrap_ddp())
+        transforms.append(owner or af.wrap_ddp())
     if way.bf16:
         transforms.append(af.with_amp("bf16"))
     if way.num_microbatches > 1:

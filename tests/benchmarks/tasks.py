@@ -39,6 +39,8 @@ class Way:
     bf16: bool = False
     compiled_target: float | None = None
     """Of the same with the whole step compiled."""
+    job: str = ""
+    """What goes around each update; see `jobs`."""
 
 
 @dataclass(frozen=True, slots=True)

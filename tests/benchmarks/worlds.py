@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.benchmarks.comparing import compare
 from tests.benchmarks.conditions import settle
+from tests.benchmarks.jobs import SCENARIOS_OF_TWO
 from tests.benchmarks.measuring import Block, Station, Work, machine_busy_s
 from tests.benchmarks.results import Table
 from tests.benchmarks.tasks import IN_TWO_RANKS, Scenario
@@ -75,7 +76,7 @@ def main(wanted: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     station = together()
     tables = []
-    for scenario in IN_TWO_RANKS:
+    for scenario in [*IN_TWO_RANKS, *SCENARIOS_OF_TWO]:
         if scenario.name not in wanted["names"]:
             continue
         if station.rank == 0:
