@@ -68,16 +68,24 @@ def live(folder, life, data, *, last=False):
         stop = len(data) if last else min(state.step + life.kept, len(data))
         while state.step < stop:
             state, _ = step(state, part(data, state))
+        before = number_of(af.latest(folder))
         path = af.save(folder, state, step, keep=2, wait=life.waits)
         tensors = ours.whole(model.state_dict())
         result = {name: value.clone() for name, value in tensors.items()}, state
         for _ in range(min(life.lost, len(data) - state.step)):
             state, _ = step(state, part(data, state))
-        while af.latest(folder) != path:
+        # The process lives on in this one: what it writes in the background must be there, also
+        # where it writes a checkpoint of the same step anew.
+        while af.latest(folder) != path or number_of(path) == before:
             time.sleep(0.002)
         return result
 
     return simulate(run, world_size=life.world_size)
+
+
+def number_of(path):
+    """Of the folder itself: one that takes its place has another."""
+    return path.stat().st_ino
 
 
 def part(data, state):
