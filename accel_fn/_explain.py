@@ -8,6 +8,7 @@ from typing import Any
 from accel_fn._launch_options import FromLaunch
 from accel_fn._plan import Plan, describe
 from accel_fn._state import DistState
+from accel_fn.transforms._reproducing import Slotting
 
 
 def explain(plan: Plan, state: DistState) -> str:
@@ -96,7 +97,7 @@ def _forward(plan: Plan) -> str:
 
 def _backward(plan: Plan, several: bool) -> str:
     owner = _listed(plan.own_parameters)
-    if not several:
+    if not several and not any(isinstance(each, Slotting) for each in plan.own_parameters):
         return "the mean over the global batch" + (f"; {owner} has nothing to do" if owner else "")
     return f"the mean over the global batch, by {owner or 'nothing: build will refuse this'}"
 
