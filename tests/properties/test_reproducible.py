@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,10 +59,10 @@ def built(state, recipe, model=None, loss_fn=ours.mse):
 
 
 def train(state, step, data):
-    """The state, and what every report said."""
+    """The state, and what every report said. A rank's part is in its own memory, as from a loader."""
     said = []
     for batch in data:
-        part = tuple(each.tensor_split(state.world_size)[state.rank] for each in batch)
+        part = tuple(each.tensor_split(state.world_size)[state.rank].clone() for each in batch)
         state, report = step(state, part)
         said += [report.loss, report.grad_norm, report.applied, torch.tensor(report.weight)]
     return state, [each.clone() for each in said if each is not None]
@@ -195,6 +196,40 @@ def test_a_batch_that_counts_for_nothing_is_a_gradient_of_zero_everywhere():
     for weight, loss, kept in simulate(run, world_size=2):
         assert (weight, loss) == (0, 0.0)
         ours.assert_identical(kept, ours.token_model().state_dict())
+
+
+def test_where_in_memory_a_slot_begins_does_not_matter():
+    """Linear layers of such a shape round otherwise where that is not a multiple of so many bytes."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(16, 5, generator=generator)
+    data = [
+        (torch.randn(16, 5, generator=generator), torch.randn(16, 16, generator=generator))
+        for _ in range(3)
+    ]
+
+    def run(state):
+        model = nn.Linear(5, 16)
+        with torch.no_grad():
+            model.weight.copy_(weight)
+            model.bias.copy_(weight[:, 0])
+        return fingerprint(state, af.compose(), data, model=model)
+
+    assert len({each for size in (1, 8) for each in simulate(run, world_size=size)}) == 1
+
+
+def test_a_word_from_one_rank_is_heard_by_all_after_the_same_step():
+    def run(state):
+        asked = iter([False, state.rank == 3])
+        asking = lambda plan: replace(plan, stops=(lambda: next(asked),))
+        state, step = built(state, asking)
+        heard = []
+        for batch in batches(2, 8):
+            part = tuple(each.tensor_split(4)[state.rank] for each in batch)
+            state, report = step(state, part)
+            heard.append(report.extras["stop"])
+        return heard
+
+    assert simulate(run, world_size=4) == [[False, True]] * 4
 
 
 def drawing(drawn):
