@@ -53,7 +53,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
     told = {
         "start": _listed(plan.starts),
         "model": _listed([*plan.move_model, *plan.compile_loss, *plan.compile_step]),
-        "split": _listed(plan.split) or "the whole batch of the rank",
+        "split": _split(plan),
         "weigh": describe(plan.weight_fn) + (f", summed over {_ranks(state)}" if several else ""),
         "place": _listed(plan.place_batch) or "batches stay where they are",
         "forward": _forward(plan),
@@ -66,6 +66,11 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
         "stop": _stops(plan),
     }
     return {phase: text for phase, text in told.items() if text}
+
+
+def _split(plan: Plan) -> str:
+    slots = _listed([each for each in plan.own_parameters if isinstance(each, Slotting)])
+    return ", then ".join(filter(None, [slots, _listed(plan.split)])) or "the whole batch of the rank"
 
 
 def _verdicts(plan: Plan) -> str:
