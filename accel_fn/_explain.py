@@ -70,7 +70,9 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
 
 def _split(plan: Plan) -> str:
     slots = _listed([each for each in plan.own_parameters if isinstance(each, Slotting)])
-    return ", then ".join(filter(None, [slots, _listed(plan.split)])) or "the whole batch of the rank"
+    return (
+        ", then ".join(filter(None, [slots, _listed(plan.split)])) or "the whole batch of the rank"
+    )
 
 
 def _verdicts(plan: Plan) -> str:

@@ -25,3 +25,25 @@ def test_processes_have_the_hash_of_one(num_processes):
         lambda state: fingerprint(state, af.clip(0.5), batches(6)), world_size=1
     )
     launch(SCRIPT, num_processes=num_processes, expect=[expected] * num_processes)
+
+
+COMPILED = """
+import torch
+import accel_fn as af
+from torch import nn
+from tests.properties.test_reproducible import batches, fingerprint
+
+torch.set_num_threads(1)
+state = af.init(device="cpu", timeout_s=60)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
+recipe = af.compose(af.clip(0.5), af.compiled())
+say(fingerprint(state, recipe, batches(3), model=model))
+"""
+
+
+@pytest.mark.slow
+def test_compiled_losses_have_one_hash_too():
+    """Dropout draws other numbers in a graph, but the same on any number of ranks."""
+    alone = launch(COMPILED, num_processes=1).splitlines()
+    launch(COMPILED, num_processes=2, expect=alone * 2)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
@@ -120,6 +121,33 @@ def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_that_hash_too(tmp_pa
         assert {each for _, each in others} == {found}
         heard += said
     assert {found} == fingerprints(af.clip(0.5), worlds=(1,))
+
+
+def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
+    """Where it drops a last batch that is short; else that is refused, on all ranks."""
+    data = list(zip(*batches(1, 44)[0], strict=True))
+
+    def run(state, drop_last):
+        state, step = built(state, af.compose())
+        loader = DataLoader(data, batch_size=16, shuffle=True, drop_last=drop_last)
+        for epoch in af.shard_loader(loader, state).epochs(2, since=state):
+            for batch in epoch:
+                state, _ = step(state, batch)
+        return sha256(ours.kept_tensors(step).values()), state.step
+
+    ends = {
+        each
+        for size in (1, 2, 8)
+        for each in simulate(lambda state: run(state, drop_last=True), world_size=size)
+    }
+    assert len(ends) == 1
+    assert ends.pop()[1] == 4
+
+    def run_into_the_tail(state):
+        with pytest.raises(ValueError, match="let it divide batch_size, and use drop_last=True"):
+            run(state, drop_last=False)
+
+    simulate(run_into_the_tail, world_size=2)
 
 
 RECIPES = {
