@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from accel_fn._grads import Grads
 from accel_fn._microbatches import Parts, Weights, cut
 from accel_fn._plan import Report
 from accel_fn._random import kept_random, key_random
+from accel_fn._replicas import fingerprints
 from accel_fn._sharding import loss_module_of
 from accel_fn._state import DistState
 from accel_fn._summing import Tensors, Tree, sum_over_ranks
@@ -43,11 +45,44 @@ class Slotted(nn.Module):
         self.module = module
         self.num_slots = num_slots
         self.tracking = tracking_modules(loss_module_of(module).model)
+        self._is_watched = True
+        """Until a first batch has shown that its forward changes no buffers."""
 
     def forward(self, batch: Any) -> Tensor:
         """The loss of a batch."""
         loss: Tensor = self.module(batch)
         return loss
+
+    @contextmanager
+    def watched(self, state: DistState) -> Iterator[None]:
+        """Refuse, on all ranks, a forward in it that changes what is saved with the model, the first time."""
+        if not self._is_watched:
+            yield
+            return
+        before = self._saved()
+        yield
+        after = self._saved()
+        changed = [name for name, bits in after.items() if before.get(name) != bits]
+        name = next(
+            (each for names in _comm.exchange(changed, state, "step") for each in names), ""
+        )
+        if name:
+            raise PlanError(
+                "step: reproducible's model must change no buffers in its forward, which on each rank is "
+                f"that of other slots, got {name}; give it persistent=False where it does not count"
+            )
+        self._is_watched = False
+
+    def _saved(self) -> dict[str, int]:
+        """The buffers that are saved with the model, by name: a sum over the bits of each."""
+        model = loss_module_of(self.module).model
+        trained = dict(model.named_parameters(remove_duplicate=False))
+        found = {
+            name: value
+            for name, value in model.state_dict().items()
+            if isinstance(value, Tensor) and name not in trained
+        }
+        return dict(zip(found, fingerprints(list(found.values())), strict=True)) if found else {}
 
 
 def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -92,7 +127,7 @@ class SlotBackward(Backward):
             loss = torch.zeros((), device=state.device)
             return state, self._take(state, total), self._report(loss, total, stop)
         tree, first = Tree(), state.rank * len(slots)
-        with kept_random(state.device):
+        with self._slotted.watched(state), kept_random(state.device):
             for number, (parts, weights) in enumerate(slots, start=first):
                 key_random(state, number)
                 tree.add(self._summed(state, parts, weights, total))

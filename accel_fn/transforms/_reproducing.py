@@ -40,7 +40,8 @@ def reproducible(num_slots: int = 8) -> Transform:
         ValueError: `num_slots` is no power of two. In `build`, on every rank: the number of
             ranks does not divide it; a BatchNorm or InstanceNorm takes running statistics; an
             `nn.Embedding` has sparse gradients; `accumulate("auto")` or `compiled(scope="step")`.
-            From the step, on every rank: `num_slots` does not divide the samples of a batch.
+            From the step, on every rank: `num_slots` does not divide the samples of a batch; the
+            forward of the first one changes a buffer that is saved with the model.
 
     Cost: a forward and backward a slot; memory for log2(slots of a rank) gradients more. In a
     world of several, two small collectives on the host before the first forward, and after the last

@@ -126,6 +126,50 @@ def test_what_it_cannot_be_combined_with_is_named(recipe, words):
     assert refused(recipe) == words
 
 
+class Counting(nn.Module):
+    """It counts the slots that it has seen; so does spectral norm with its vectors."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+        self.register_buffer("constant", torch.full((2,), float("nan")))
+        self.register_buffer("calls", torch.zeros(()), persistent=persistent)
+
+    def forward(self, inputs):
+        if inputs[0, 0] > 0:
+            self.calls = self.calls + 1
+        return self.inner(inputs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_that_changes_what_is_saved_is_told_of_on_all_ranks_after_the_first_batch(
+    world_size,
+):
+    """Also where it does so on one rank alone."""
+
+    def run(state):
+        state, step = af.build(state, af.reproducible(2)(make_plan(Counting(persistent=True))))
+        part = (torch.tensor([[0.0] * 3, [1.0] * 3]), torch.ones(2, 1))
+        part = tuple(each.tensor_split(world_size)[state.rank] for each in part)
+        for _ in range(2):  # also when it is tried again
+            with pytest.raises(af.AccelError) as caught:
+                step(state, part)
+        return str(caught.value)
+
+    (words,) = set(simulate(run, world_size=world_size))
+    assert words == (
+        "step: reproducible's model must change no buffers in its forward, which on each rank is that of "
+        "other slots, got calls; give it persistent=False where it does not count"
+    )
+
+
+def test_what_is_not_saved_may_change():
+    plan = af.reproducible(2)(make_plan(Counting(persistent=False)))
+    state, step = af.build(af.DistState(), plan)
+    step(state, (torch.ones(2, 3), torch.ones(2, 1)))
+    assert plan.model.calls == 2
+
+
 def test_sparse_gradients_are_named():
     words = refused(af.reproducible(), 2, Table)
     assert words == (
