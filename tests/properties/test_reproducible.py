@@ -163,7 +163,7 @@ RECIPES = {
 }
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     chosen=st.lists(st.sampled_from(sorted(RECIPES)), unique=True, max_size=4).filter(
         lambda names: not {"fp16", "bf16"} <= set(names)
@@ -316,6 +316,20 @@ def test_generators_are_afterwards_where_they_were():
     with pytest.raises(ValueError, match="loss_fn must return a 0-dim"):
         failing(state, batch)
     assert following() == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_device_draws_by_slot_too_and_its_generator_is_afterwards_where_it_was():
+    found = []
+    for seed in (1, 2):
+        state, step = built(af.init(device="cuda"), af.place())
+        torch.cuda.manual_seed(seed)
+        before = torch.cuda.get_rng_state()
+        _, said = train(state, step, batches(3))
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+        found.append([float(each) for each in said])
+    assert found[0] == found[1]
 
 
 def test_ranks_start_from_the_parameters_of_the_first():
