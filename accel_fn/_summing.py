@@ -86,11 +86,11 @@ def sum_over_ranks(tensors: Tensors, like: Sequence[Tensor], state: DistState) -
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype, in turn, so many that they are not much to copy."""
-    for dtype in dict.fromkeys(each.dtype for each in tensors):
+    """Tensors of one dtype on one device, in turn, so many that they are not much to copy."""
+    for kind in dict.fromkeys((each.dtype, each.device) for each in tensors):
         bucket, size = list[Tensor](), 0
         for tensor in tensors:
-            if tensor.dtype == dtype:
+            if (tensor.dtype, tensor.device) == kind:
                 bucket.append(tensor)
                 size += tensor.nbytes
                 if size >= _BUCKET_BYTES:
@@ -101,7 +101,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _sum_bucket(bucket: Sequence[Tensor], state: DistState) -> None:
-    """Overwrite tensors of one dtype by their sums over the ranks."""
+    """Overwrite tensors of one kind by their sums over the ranks."""
     sizes = [tensor.numel() for tensor in bucket]
     lacking = -sum(sizes) % state.world_size
     flat = torch.cat([*[tensor.reshape(-1) for tensor in bucket], bucket[0].new_zeros(lacking)])

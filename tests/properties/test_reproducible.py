@@ -332,6 +332,15 @@ def test_a_device_draws_by_slot_too_and_its_generator_is_afterwards_where_it_was
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_it_is_told_of_a_step(world_size, capsys):
+    plan = af.Plan(ours.mse, (model := Net()), torch.optim.AdamW(model.parameters()))
+    recipe = af.compose(af.reproducible(4), af.accumulate(2))
+    text = af.explain(recipe(plan), af.DistState(world_size=world_size))
+    assert "split      in_slots(num_slots=4), then split_batch(num_parts=2)" in text
+    assert "backward   the mean over the global batch, by in_slots(num_slots=4)" in text
+
+
 def test_ranks_start_from_the_parameters_of_the_first():
     def run(state):
         model = Net([nn.BatchNorm1d(6)]).eval()
