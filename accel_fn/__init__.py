@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from accel_fn.transforms._placement import place as place
     from accel_fn.transforms._preemption import Preemption as Preemption
     from accel_fn.transforms._replication import check_replicas as check_replicas
+    from accel_fn.transforms._reproducing import reproducible as reproducible
     from accel_fn.transforms._schedule import schedule as schedule
     from accel_fn.transforms._skipping import skip_nonfinite as skip_nonfinite
     from accel_fn.transforms._skipping import skip_spikes as skip_spikes
@@ -111,6 +112,7 @@ _MODULES = {
     "transforms._placement": ["place"],
     "transforms._preemption": ["Preemption"],
     "transforms._replication": ["check_replicas"],
+    "transforms._reproducing": ["reproducible"],
     "transforms._schedule": ["schedule"],
     "transforms._skipping": ["skip_nonfinite", "skip_spikes"],
 }

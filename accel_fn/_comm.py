@@ -122,12 +122,27 @@ def gather_numbers(number: Tensor, group: ProcessGroup) -> Tensor:
     return torch.stack(parts)
 
 
+def all_to_all(tensor: Tensor, state: DistState, function: str) -> Tensor:
+    """Of every rank's `tensor`, cut into as many equal parts as ranks, this rank's part, in rank order.
+
+    Ranks must have agreed on its shape and dtype.
+    """
+    received = torch.empty_like(tensor)
+    with waiting(state, function, [tensor]):
+        group_of(state, function).alltoall_base(received, tensor, [], []).wait()
+    return received
+
+
 def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> None:
     """Overwrite `tensor` with rank `source`'s; ranks must have agreed on its shape and dtype."""
     options = dist.BroadcastOptions()
     options.rootRank = source
+    sent = tensor.contiguous()
+    plain = torch.view_as_real(sent) if sent.is_complex() else sent  # Gloo knows no complex numbers
     with waiting(state, function, [tensor]):
-        group_of(state, function).broadcast([tensor], options).wait()
+        group_of(state, function).broadcast([plain], options).wait()
+    if sent is not tensor:
+        tensor.copy_(sent)
 
 
 def send(tensor: Tensor, state: DistState, rank: int, tag: int, function: str) -> Work:

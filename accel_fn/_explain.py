@@ -9,6 +9,7 @@ from accel_fn._apart import Parting
 from accel_fn._launch_options import FromLaunch
 from accel_fn._plan import Plan, describe
 from accel_fn._state import DistState
+from accel_fn.transforms._reproducing import Slotting
 
 
 def explain(plan: Plan, state: DistState) -> str:
@@ -53,7 +54,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
     told = {
         "start": _listed(plan.starts),
         "model": _listed([*plan.move_model, *plan.compile_loss, *plan.compile_step]),
-        "split": _listed(plan.split) or "the whole batch of the rank",
+        "split": _split(plan),
         "weigh": describe(plan.weight_fn) + (f", summed over {_ranks(state)}" if several else ""),
         "place": _listed(plan.place_batch) or "batches stay where they are",
         "forward": _forward(plan),
@@ -66,6 +67,13 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
         "stop": _stops(plan),
     }
     return {phase: text for phase, text in told.items() if text}
+
+
+def _split(plan: Plan) -> str:
+    slots = _listed([each for each in plan.own_parameters if isinstance(each, Slotting)])
+    return (
+        ", then ".join(filter(None, [slots, _listed(plan.split)])) or "the whole batch of the rank"
+    )
 
 
 def _verdicts(plan: Plan) -> str:
@@ -97,7 +105,7 @@ def _forward(plan: Plan) -> str:
 
 def _backward(plan: Plan, several: bool) -> str:
     owner = _listed(plan.own_parameters)
-    if not several:
+    if not several and not any(isinstance(each, Slotting) for each in plan.own_parameters):
         return "the mean over the global batch" + (f"; {owner} has nothing to do" if owner else "")
     if any(isinstance(each, Parting) for each in plan.own_parameters):
         return f"the mean over the rank's own items, by {owner}"

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from accel_fn._state import DistState
+
+GENERATORS = threading.RLock()
+"""Held by whoever seeds them and puts them back: simulated ranks are threads that share them."""
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -37,10 +43,31 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
+@contextmanager
+def kept_random(device: torch.device) -> Iterator[None]:
+    """Inside, all of them may be seeded; afterwards they are where they were."""
+    with GENERATORS:
+        state = random_state(device)
+        try:
+            yield
+        finally:
+            restore_random(state, device)
+
+
 def derive_random(state: DistState) -> None:
     """Seed all of them from (seed, rank, step): for a rank that the saved run did not have."""
-    words = f"accel_fn {state.seed} {state.rank} {state.step}".encode()
-    number = int.from_bytes(hashlib.sha256(words).digest()[:8], "big")
+    _seed(f"accel_fn {state.seed} {state.rank} {state.step}", state.device)
+
+
+def key_random(state: DistState, slot: int) -> None:
+    """Seed all of them from (seed, step, slot): for a part of the batch, whichever rank has it."""
+    _seed(f"accel_fn {state.seed} {state.step} slot {slot}", state.device)
+
+
+def _seed(words: str, device: torch.device) -> None:
+    number = int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big")
     random.seed(number)
     np.random.seed(number % 2**32)
-    torch.manual_seed(number % 2**63)
+    torch.default_generator.manual_seed(number % 2**63)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(number % 2**63)

@@ -23,6 +23,7 @@ from accel_fn._microbatches import cut_or_fail
 from accel_fn._plan import GradFn, Plan, Report, with_kept
 from accel_fn._replicas import check_same_gradients, check_same_plan
 from accel_fn._sharding import Sharded, evened
+from accel_fn._slots import SlotBackward, Slotted
 from accel_fn._state import DistState
 from accel_fn._tally import SummedTally, mean_loss
 from accel_fn._updating import apply_update, follow_parameters, follow_shards
@@ -266,7 +267,8 @@ def _grad_fn(state: DistState, plan: Plan, module: nn.Module) -> GradFn:
     )
     inner = getattr(module, "module", None)
     halving = next((each for each in plan.split if isinstance(each, Halving)), None)
-    backward = Backward(
+    kind = SlotBackward if isinstance(module, Slotted) else Backward
+    backward = kind(
         plan,
         module,
         trainable,

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from accel_fn._errors import ArgumentError, ArgumentTypeError, check_count, message
+from accel_fn._random import GENERATORS
 from accel_fn._state import DistState
 from accel_fn.data._order import mix
 from accel_fn.data._prefetch import Reader
@@ -22,7 +23,6 @@ from accel_fn.data._prefetch import Reader
 _KIND = 0x73616D706C657321  # keeps these numbers apart from those that order an epoch
 _STEP = 0x9E3779B97F4A7C15  # of SplitMix64
 _epoch: ContextVar[int] = ContextVar("epoch of the samples that are read")
-_GENERATORS = threading.RLock()  # simulated ranks are threads that share the global generators
 
 
 def sample_seed(state: DistState, epoch: int, index: int) -> int:
@@ -160,7 +160,7 @@ def _own_generators() -> Iterator[None]:
         if isinstance(threading.current_thread(), Reader):
             rule = "be >= 1 under prefetch, whose thread shares random generators with the loop"
             raise ArgumentError(message("seed_samples", "num_workers", rule, 0))
-        alone = _GENERATORS
+        alone = GENERATORS
     with alone:
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:

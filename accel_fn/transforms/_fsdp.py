@@ -146,7 +146,7 @@ def shard(
     tops, units = dict(_tops(model, "")), _units(model, blocks)
     if state.world_size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
-            _take_from_first(tensor.detach(), state)
+            _comm.broadcast(tensor.detach(), state, 0, "build")
     mesh = make_mesh(state, replicate)
     pinned = state.device.type != "cpu"
     options: dict[str, Any] = {
@@ -164,13 +164,6 @@ def shard(
     with torch.no_grad():
         sharded(None)  # FSDP takes what runs first for the root
     return sharded
-
-
-def _take_from_first(tensor: Tensor, state: DistState) -> None:
-    sent = tensor.contiguous()
-    plain = torch.view_as_real(sent) if sent.is_complex() else sent  # Gloo knows no complex numbers
-    _comm.broadcast(plain, state, 0, "build")
-    tensor.copy_(sent)
 
 
 def _units(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:

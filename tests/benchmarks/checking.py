@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.benchmarks.loops import COMPILED, PEERS, Loop, Update
+from tests.benchmarks.loops import COMPILED, PEERS, REPRODUCIBLE, Loop, Update
 from tests.benchmarks.measuring import Station
 from tests.benchmarks.tasks import LEARNING_RATE, NUM_BATCHES, Scenario, Task, make_task
 
@@ -79,7 +79,7 @@ def check(
             raise
         return Checked(note=f"failed: {type(error).__name__}")
     trained = Trained.of(task)
-    on_average = scenario.way.bf16 and name == COMPILED
+    on_average = name == REPRODUCIBLE or (scenario.way.bf16 and name == COMPILED)
     difference = station.largest(trained.difference(base.trained or trained, on_average=on_average))
     checked = Checked(update, trained, difference)
     if checked.is_faulty:

@@ -151,12 +151,27 @@ def with_accel_fn_compiled(task: Task) -> Update:
     return with_accel_fn(task, af.compiled(scope="step"))
 
 
+def with_accel_fn_reproducible(task: Task) -> Update:
+    """Whose slots are its micro-batches: on two ranks four each."""
+    plan = af.compose(af.place(), af.reproducible(num_slots=8))(
+        af.Plan(loss_fn, task.model, task.optimizer)
+    )
+    state, step = af.build(af.init(device="cpu"), plan)
+
+    def update(index: int) -> None:
+        nonlocal state
+        state, _ = step(state, task.batches[index])
+
+    return update
+
+
 PEERS = {
     "accelerate": ("accelerate", with_accelerate),
     "Fabric": ("lightning", with_fabric),
 }
 OURS = "accel_fn"
 COMPILED = "accel_fn compiled"
+REPRODUCIBLE = "accel_fn reproducible"
 
 
 def loops(world_size: int) -> dict[str, Loop | None]:
@@ -168,4 +183,5 @@ def loops(world_size: int) -> dict[str, Loop | None]:
     ours: dict[str, Loop | None] = {COMPILED: with_accel_fn_compiled, OURS: with_accel_fn}
     if world_size > 1:
         del ours[COMPILED]
+        ours[REPRODUCIBLE] = with_accel_fn_reproducible
     return {**hand, **peers, **ours}

@@ -368,6 +368,16 @@ def test_foreach_mul_does_not_round_a_factor_to_half_precision():
     assert torch.equal(tensor, torch.full((3,), 6e4 * 2.0**-28, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_foreach_add_rounds_as_add_does_in_place(dtype):
+    lefts, rights = ([torch.randn(size).to(dtype) for size in (1, 7, 1000)] for _ in range(2))
+    expected = [left + right for left, right in zip(lefts, rights, strict=True)]
+    homes = [each.data_ptr() for each in lefts]
+    torch._foreach_add_(lefts, rights)
+    assert all(torch.equal(*pair) for pair in zip(lefts, expected, strict=True))
+    assert [each.data_ptr() for each in lefts] == homes
+
+
 @pytest.mark.parametrize(
     ("method", "signature"),
     [

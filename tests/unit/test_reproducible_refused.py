@@ -1,0 +1,216 @@
+"""What reproducible refuses: in build, or in the step, on every rank alike."""
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 1, sparse=True)
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 1))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+def make_plan(model):
+    return af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def refused(recipe, world_size=1, make=ours.regression_model):
+    """What each rank is told by build."""
+
+    def run(state):
+        with pytest.raises(af.AccelError) as caught:
+            af.build(state, recipe(make_plan(make())))
+        return str(caught.value)
+
+    (words,) = set(simulate(run, world_size=world_size))
+    return words
+
+
+def test_a_number_of_slots_is_a_power_of_two():
+    with pytest.raises(ValueError, match="reproducible: num_slots must be a power of two, got 6"):
+        af.reproducible(6)
+    with pytest.raises(ValueError, match="reproducible: num_slots must be an integer >= 1, got 0"):
+        af.reproducible(0)
+    with pytest.raises(TypeError, match=r"num_slots must be an integer >= 1, got 2\.0"):
+        af.reproducible(2.0)
+
+
+@pytest.mark.parametrize(("num_slots", "world_size"), [(8, 3), (2, 4), (1, 2)])
+def test_the_number_of_ranks_divides_that_of_slots(num_slots, world_size):
+    assert refused(af.reproducible(num_slots), world_size) == (
+        f"build: reproducible(num_slots={num_slots}) must have a number of ranks that divides num_slots, "
+        f"a power of two, got {world_size} ranks"
+    )
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True), nn.SyncBatchNorm(4)],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_a_layer_that_takes_running_statistics_is_named(norm):
+    words = refused(af.reproducible(), 2, lambda: Normed(norm))
+    assert words == (
+        "build: reproducible's model must take no running statistics of batches, got layers.1, a "
+        f"{type(norm).__name__} in training mode; use GroupNorm or track_running_stats=False, or freeze "
+        "it by eval()"
+    )
+
+
+def test_a_model_that_is_such_a_layer_is_refused():
+    assert "got the model, a BatchNorm1d" in refused(
+        af.reproducible(), make=lambda: nn.BatchNorm1d(4)
+    )
+
+
+def test_one_that_was_frozen_and_is_not_any_more_is_named_by_the_step_on_all_ranks():
+    """Also where that is so on one rank alone."""
+
+    def run(state, culprits):
+        model = Normed(nn.BatchNorm1d(4).eval())
+        state, step = af.build(state, af.reproducible(2)(make_plan(model)))
+        state, _ = step(state, (torch.ones(2, 3), torch.ones(2, 1)))
+        model.train(state.rank in culprits)
+        with pytest.raises(af.AccelError) as caught:
+            step(state, (torch.ones(2, 3), torch.ones(2, 1)))
+        return str(caught.value)
+
+    for words in simulate(lambda state: run(state, {0, 1}), world_size=2):
+        assert words.startswith("step: reproducible's model must take no running statistics")
+    first, second = simulate(lambda state: run(state, {1}), world_size=2)
+    assert first == "step: batch must be countable on every rank; another rank's error says why"
+    assert "got layers.1, a BatchNorm1d in training mode" in second
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (
+            af.compose(af.reproducible(), af.wrap_ddp()),
+            "build: plan must have at most one function in own_parameters, got "
+            "in_slots(num_slots=8) and replicate(); leave out one",
+        ),
+        (
+            af.compose(af.wrap_fsdp(), af.reproducible(4)),
+            "build: plan must have at most one function in own_parameters, got shard() and "
+            "in_slots(num_slots=4); leave out one",
+        ),
+        (
+            af.compose(af.reproducible(), af.accumulate("auto")),
+            'build: accumulate("auto") must not be used with reproducible, whose bits depend on the number '
+            "of micro-batches; give a number, or more slots",
+        ),
+        (
+            af.compose(af.reproducible(), af.compiled(scope="step")),
+            'build: compiled(scope="step") must not be used with reproducible, which adds up slots in an '
+            'order of its own; use scope="loss"',
+        ),
+    ],
+    ids=["wrap_ddp", "wrap_fsdp", "auto", "step"],
+)
+def test_what_it_cannot_be_combined_with_is_named(recipe, words):
+    assert refused(recipe) == words
+
+
+class Counting(nn.Module):
+    """It counts the slots that it has seen; so does spectral norm with its vectors."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+        self.register_buffer("constant", torch.full((2,), float("nan")))
+        self.register_buffer("calls", torch.zeros(()), persistent=persistent)
+
+    def forward(self, inputs):
+        if inputs[0, 0] > 0:
+            self.calls = self.calls + 1
+        return self.inner(inputs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_that_changes_what_is_saved_is_told_of_on_all_ranks_after_the_first_batch(
+    world_size,
+):
+    """Also where it does so on one rank alone."""
+
+    def run(state):
+        state, step = af.build(state, af.reproducible(2)(make_plan(Counting(persistent=True))))
+        part = (torch.tensor([[0.0] * 3, [1.0] * 3]), torch.ones(2, 1))
+        part = tuple(each.tensor_split(world_size)[state.rank] for each in part)
+        for _ in range(2):  # also when it is tried again
+            with pytest.raises(af.AccelError) as caught:
+                step(state, part)
+        return str(caught.value)
+
+    (words,) = set(simulate(run, world_size=world_size))
+    assert words == (
+        "step: reproducible's model must change no buffers in its forward, which on each rank is that of "
+        "other slots, got calls; give it persistent=False where it does not count"
+    )
+
+
+def test_what_is_not_saved_may_change():
+    plan = af.reproducible(2)(make_plan(Counting(persistent=False)))
+    state, step = af.build(af.DistState(), plan)
+    step(state, (torch.ones(2, 3), torch.ones(2, 1)))
+    assert plan.model.calls == 2
+
+
+def test_sparse_gradients_are_named():
+    words = refused(af.reproducible(), 2, Table)
+    assert words == (
+        "build: reproducible's model must have dense gradients, got 'table'; use sparse=False"
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "sizes", "got"),
+    [
+        (8, [12], "12"),
+        (8, [6, 6], "6 + 6"),
+        (2, [3, 1], "3 + 1"),
+        (4, [5, 5, 5, 1], "5 + 5 + 5 + 1"),
+    ],
+)
+def test_samples_that_do_not_fill_the_slots_are_refused_on_all_ranks(num_slots, sizes, got):
+    def run(state):
+        state, step = af.build(
+            state, af.reproducible(num_slots)(make_plan(ours.regression_model()))
+        )
+        size = sizes[state.rank]
+        with pytest.raises(af.AccelError) as caught:
+            step(state, (torch.ones(size, 3).double(), torch.ones(size, 1).double()))
+        return str(caught.value)
+
+    (words,) = set(simulate(run, world_size=len(sizes)))
+    assert words == (
+        f"step: batch must have a number of samples that num_slots={num_slots} of reproducible divides, as "
+        f"many on every rank, got {got}; let it divide batch_size, and use drop_last=True"
+    )
+
+
+def test_a_batch_that_one_rank_cannot_count_is_heard_of_by_all():
+    def run(state):
+        state, step = af.build(state, af.reproducible(2)(make_plan(ours.regression_model())))
+        batch = (torch.ones(2, 3), torch.ones(2 + state.rank, 1))
+        with pytest.raises(af.AccelError) as caught:
+            step(state, batch)
+        return str(caught.value)
+
+    first, second = simulate(run, world_size=2)
+    assert first == "step: batch must be countable on every rank; another rank's error says why"
+    assert second.startswith("num_samples: batch must hold tensors of one leading dimension")
