@@ -81,7 +81,7 @@ def test_a_second_signal_does_not_wait_for_ranks(launchers, tmp_path):
     launcher.kill(signal.SIGTERM)
     time.sleep(0.5)
     assert all(is_running(int(pid)) for pid in pids[::3])  # ranks that do not mind the first
-    assert launcher.kill(signal.SIGTERM).wait(timeout_s=5).exit_code == 143
+    assert launcher.kill(signal.SIGTERM).wait(timeout_s=15).exit_code == 143
     gone(pids)
 
 
