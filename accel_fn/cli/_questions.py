@@ -55,7 +55,7 @@ def answered(ask: Ask, machine: Machine) -> Settings:
         put("main_process_ip", "Address of machine 0", None)
         put("main_process_port", "A free port on machine 0", 29500)
     cpu = put("cpu", "Train on the CPU, whatever accelerators there are", False)
-    if not cpu and machine.num_devices > 1:
+    if not cpu and machine.num_devices > 1 and machine.kind == "CUDA":
         put("gpu_ids", "Which accelerators, such as 0,1", "all")
     detected, _ = default_processes(check_settings(answers, _where(answers)), machine)
     count = put("num_processes", "How many processes, over all machines", detected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from accel_fn._clusters import read_task
 from accel_fn._errors import SettingsError, message
@@ -14,6 +15,19 @@ _ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
 """Variables that say where machine 0 is."""
 
 _USE_CPU = "add --cpu to train on the CPU"
+
+_OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "XPU": "ZE_AFFINITY_MASK",
+        "NPU": "ASCEND_RT_VISIBLE_DEVICES",
+        "MLU": "MLU_VISIBLE_DEVICES",
+        "MUSA": "MUSA_VISIBLE_DEVICES",
+        "SDAA": "SDAA_VISIBLE_DEVICES",
+        "HPU": "HABANA_VISIBLE_MODULES",
+        "NEURON": "NEURON_RT_VISIBLE_CORES",
+    }
+)
+"""What chooses among devices that CUDA_VISIBLE_DEVICES does not reach."""
 
 
 def check_machine(
@@ -76,13 +90,17 @@ def _num_machines(settings: Settings, environment: Mapping[str, str]) -> int:
 
 
 def _ids(ids: tuple[int, ...], variable: str | None, machine: Machine) -> Iterator[Mistake]:
-    """The devices must be there, and visible."""
+    """The devices must be there, visible, and of a kind that is chosen by CUDA_VISIBLE_DEVICES."""
     count = machine.num_installed
-    if max(ids) >= count:
+    if machine.kind not in ("", "CUDA"):
+        rule = f"be left out where the devices are {machine.kind}"
+        repair = f"set {_OTHER_VARIABLES.get(machine.kind, 'the variable of their driver')}"
+        yield Mistake("gpu_ids", rule, ids, repair)
+    elif max(ids) >= count:
         rule = f"be devices of this machine, which has {count or 'none'}"
         repair = "indices start at 0" if count else _USE_CPU
         yield Mistake("gpu_ids", rule, ids, repair)
-    elif variable is not None and machine.kind == "CUDA":
+    elif variable is not None:
         visible = [each.strip() for each in variable.split(",")]
         if not all(str(each) in visible for each in ids):
             rule = f"be among CUDA_VISIBLE_DEVICES={variable!r}"

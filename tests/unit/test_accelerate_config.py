@@ -2,11 +2,13 @@
 
 import re
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from accel_fn.launching._accelerate_config import UnusedSettingsWarning
+from accel_fn.launching._accelerate_keys import SECTIONS, named
 from accel_fn.launching._detecting import Machine
 from tests.settings import PLAIN, TWO_GPUS, refused, resolved, written
 
@@ -43,23 +45,26 @@ USED = {
     "xla": {**TWO, "num_processes": 8, "mixed_precision": "no"},
     "fp8_dynamo": TWO,
 }
+IN_SCRIPT = {
+    "fsdp": "fsdp_transformer_layer_cls_to_wrap is wrap_fsdp(blocks=[BertLayer])",
+    "deepspeed": "gradient_clipping is clip(1.0), "
+    "zero_stage is wrap_fsdp(reshard_after_forward=False)",
+    "megatron_lm": "megatron_lm_gradient_clipping is clip(1.0), "
+    "megatron_lm_recompute_activations is checkpointed()",
+    "fp8_dynamo": 'mixed_precision fp8 is with_amp("fp8"), dynamo_backend is compiled()',
+}
 LEFT_OUT = {
     "multi_cpu_mpirun": "mpirun_config (mpirun_hostfile)",
-    "fsdp": "fsdp_config (fsdp_auto_wrap_policy, "
-    "fsdp_cpu_ram_efficient_loading, fsdp_reshard_after_forward, fsdp_state_dict_type, "
-    "fsdp_transformer_layer_cls_to_wrap, fsdp_version), parallelism_config "
-    "(parallelism_config_cp_size, parallelism_config_dp_replicate_size, "
-    "parallelism_config_dp_shard_size, parallelism_config_tp_size)",
-    "deepspeed": "distributed_type DEEPSPEED, deepspeed_config (gradient_clipping, zero_stage)",
+    "multi_gpu": "enable_cpu_affinity",
+    "fsdp": "fsdp_config (fsdp_cpu_ram_efficient_loading, fsdp_state_dict_type)",
+    "deepspeed": "distributed_type DEEPSPEED",
     "deepspeed_file": "distributed_type DEEPSPEED, "
     "deepspeed_config (deepspeed_config_file, zero3_init_flag)",
-    "megatron_lm": "distributed_type MEGATRON_LM, megatron_lm_config ("
-    "megatron_lm_gradient_clipping, megatron_lm_pp_degree, megatron_lm_recompute_activations, "
+    "megatron_lm": "distributed_type MEGATRON_LM, megatron_lm_config (megatron_lm_pp_degree, "
     "megatron_lm_sequence_parallelism, megatron_lm_tp_degree, "
     "megatron_lm_use_distributed_optimizer)",
     "xla": "distributed_type XLA",
-    "fp8_dynamo": "mixed_precision fp8, fp8_config (amax_compute_algorithm, amax_history_length, "
-    "backend, fp8_format, interval, margin), dynamo_config (dynamo_backend, dynamo_mode)",
+    "fp8_dynamo": "fp8_config (amax_compute_algorithm, amax_history_length, backend, fp8_format)",
 }
 
 
@@ -88,9 +93,97 @@ def test_what_has_no_counterpart_is_named_in_one_warning(name):
     with pytest.warns(UnusedSettingsWarning) as caught:
         assert used(name, machine=EIGHT) == USED[name]
     (warning,) = caught
+    written_there = IN_SCRIPT.get(name)
+    told = f"not read from this file: in the script, {written_there}; " if written_there else ""
     assert str(warning.message) == (
-        f"{WRITTEN / name}.yaml: accel_fn has no counterpart yet for {LEFT_OUT[name]}; left out"
+        f"{WRITTEN / name}.yaml: {told}accel_fn has no counterpart yet for {LEFT_OUT[name]}; "
+        "left out"
     )
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("fsdp_config: {offload_params: true}", "fsdp_offload_params is wrap_fsdp(offload=True)"),
+        (
+            "fsdp_config: {fsdp_reshard_after_forward: false}",
+            "fsdp_reshard_after_forward is wrap_fsdp(reshard_after_forward=False)",
+        ),
+        (
+            "fsdp_config: {fsdp_transformer_layer_cls_to_wrap: 'A,B'}",
+            "fsdp_transformer_layer_cls_to_wrap is wrap_fsdp(blocks=[A,B])",
+        ),
+        ("fsdp_config: {fsdp_sharding_strategy: 3}", "fsdp_sharding_strategy is wrap_ddp()"),
+        (
+            "fsdp_config: {fsdp_activation_checkpointing: 'true'}",
+            "fsdp_activation_checkpointing is checkpointed()",
+        ),
+        (
+            "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+            "  parallelism_config_dp_shard_size: 2\nnum_processes: 4",
+            "parallelism_config_dp_replicate_size is wrap_fsdp(replicate=2)",
+        ),
+        ("deepspeed_config: {gradient_clipping: 0.5}", "gradient_clipping is clip(0.5)"),
+        ("dynamo_backend: INDUCTOR", "dynamo_backend is compiled()"),
+        (
+            "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_use_fullgraph: true}",
+            "dynamo_backend is compiled(), dynamo_use_fullgraph is compiled(fullgraph=True)",
+        ),
+        ("mixed_precision: fp8\nfp8_config: {backend: AO}", "mixed_precision fp8 is with_amp("),
+    ],
+)
+def test_what_is_for_the_script_is_told_as_the_script_says_it(tmp_path, lines, told):
+    file = written(tmp_path, f"distributed_type: FSDP\nuse_cpu: true\n{lines}\n")
+    with pytest.warns(UnusedSettingsWarning, match=re.escape(f"in the script, {told}")) as caught:
+        resolved(config=file)
+    (warning,) = caught
+    assert "no counterpart" not in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "dynamo_config: {dynamo_backend: 'NO', dynamo_mode: max-autotune}",
+        "dynamo_backend: 'no'",
+        "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}",
+        "fsdp_config: {fsdp_offload_params: 'False', fsdp_sharding_strategy: FULL_SHARD}",
+        "parallelism_config: {parallelism_config_tp_size: 1, parallelism_config_cp_size: 1}",
+        "deepspeed_config: {gradient_accumulation_steps: auto, gradient_clipping: auto}",
+        "megatron_lm_config: {megatron_lm_tp_degree: 1, megatron_lm_gradient_clipping: 0}",
+        "enable_cpu_affinity: true\nsame_network: 'no'\ndebug: 'yes'",
+    ],
+)
+def test_what_happens_anyway_is_no_news(tmp_path, lines):
+    file = written(tmp_path, f"distributed_type: FSDP\nuse_cpu: true\n{lines}\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolved(config=file).settings.wrap == "fsdp"
+
+
+def test_every_key_that_accelerate_writes_is_known():
+    (folder,) = find_spec("accelerate").submodule_search_locations
+    asking, launching = (
+        (Path(folder) / "commands" / name).read_text(encoding="utf-8")
+        for name in ("config/cluster.py", "launch.py")
+    )
+    prefixes = {"dynamo_config": "dynamo_", "parallelism_config": "parallelism_config_"}
+    prefixes |= {"megatron_lm_config": "megatron_lm_"}
+    asked = {
+        (section, prefixes[section] + key if prefix else key)
+        for section, prefix, key in re.findall(r'(\w+_config)\[(prefix \+ )?"(\w+)"\] = ', asking)
+    }
+    options = {
+        (f"{start}_config", option)
+        for option, start in re.findall(
+            r'"--((fsdp|megatron_lm|fp8|dynamo|parallelism)_\w+)"', launching
+        )
+    }
+    assert {section for section, _ in asked | options} <= set(SECTIONS)
+    assert len(asked) > 50
+    unknown = {
+        key for section, key in asked | options if named(section, key) not in SECTIONS[section]
+    }
+    assert not unknown
 
 
 def test_two_processes_on_the_cpu_are_two_processes():
@@ -112,6 +205,7 @@ def test_a_file_for_accelerators_is_refused_where_there_are_none(name):
     assert resolved({"cpu": True}, config=WRITTEN / f"{name}.yaml").settings.cpu
 
 
+@pytest.mark.filterwarnings("ignore::accel_fn.launching._accelerate_config.UnusedSettingsWarning")
 def test_the_repair_for_named_devices_works_too():
     text = refused(config=WRITTEN / "multi_gpu.yaml", machine=PLAIN)
     assert text == (
@@ -167,6 +261,31 @@ def test_an_unquoted_no_is_meant_as_a_type(tmp_path):
         ),
         ("distributed_type: FSDP\nuse_cpu: maybe\n", ":2: cpu must be true or false, got 'maybe'"),
         ("distributed_type: NO\nrdzv_backend: zeus\n", ":2: rdzv_backend must be one of static,"),
+        ("distributed_type: TPU\n", "did you mean XLA?"),
+        (
+            "distributed_type: MULTI_CPU\ngpu_ids: 0,1\n",
+            ":2: gpu_ids must be left out where distributed_type is MULTI_CPU, got '0,1'",
+        ),
+        (
+            "distributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n  fsdp_sharding_strategi: 1\n",
+            ":3: fsdp_config: key must be a setting, got fsdp_sharding_strategi: "
+            "did you mean fsdp_sharding_strategy?",
+        ),
+        (
+            "distributed_type: DEEPSPEED\nuse_cpu: true\n"
+            "deepspeed_config: {gradient_accumulation_stepss: 4}\n",
+            "did you mean gradient_accumulation_steps?",
+        ),
+        ("distributed_type: NO\nfsdp_config: yes\n", ":2: fsdp_config must be a section, got True"),
+        (
+            "distributed_type: NO\ndeepspeed_config: 4\n",
+            ":2: deepspeed_config must be a section, got 4",
+        ),
+        (
+            "distributed_type: NO\nsame_network: maybe\n",
+            ":2: same_network must be true or false, got 'maybe'",
+        ),
+        ("distributed_type: NO\ndebug: 7\n", ":2: debug must be true or false, got 7"),
         (
             "distributed_type: DEEPSPEED\nuse_cpu: true\ndeepspeed_config:\n"
             "  gradient_accumulation_steps: 0\n",

@@ -51,6 +51,13 @@ def test_on_the_cpu_nobody_asks_for_devices():
     assert asked["num_processes"] == 1
 
 
+def test_devices_that_cannot_be_named_are_not_asked_for():
+    ask, asked = answering()
+    machine = Machine(num_cores=4, kind="XPU", num_installed=2, num_devices=2)
+    assert answered(ask, machine).num_processes == 2
+    assert "gpu_ids" not in asked
+
+
 def test_replicas_or_shards_is_asked_only_where_there_are_several_processes():
     ask, asked = answering(num_processes=2, wrap="fsdp")
     assert answered(ask, TWO_GPUS).wrap == "fsdp"

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from accel_fn.launching._detecting import Machine
 from accel_fn.launching._settings import Settings, rule
 from tests.cli.commands import SRUN
 from tests.settings import TWO_GPUS, refused, resolved, written
@@ -150,3 +151,21 @@ def test_gpu_ids_must_be_among_the_visible_devices(variable, ids, fits):
     else:
         text = refused({"gpu_ids": ids}, environment=environment, machine=TWO_GPUS)
         assert f"gpu_ids must be among CUDA_VISIBLE_DEVICES={variable!r}, got" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "repair"),
+    [
+        ("XPU", "set ZE_AFFINITY_MASK"),
+        ("NPU", "set ASCEND_RT_VISIBLE_DEVICES"),
+        ("MLU", "set MLU_VISIBLE_DEVICES"),
+        ("MTIA", "set the variable of their driver"),
+    ],
+)
+def test_gpu_ids_are_refused_where_they_would_choose_nothing(kind, repair):
+    machine = Machine(num_cores=4, kind=kind, num_installed=2, num_devices=2)
+    text = refused({"gpu_ids": "1"}, machine=machine)
+    rule = f"gpu_ids must be left out where the devices are {kind}, got (1,)"
+    assert text == f"flag --gpu-ids: {rule}; {repair}"
+    assert resolved({"gpu_ids": "all"}, machine=machine).settings.num_processes == 2
+    assert resolved({"cpu": True}, machine=machine).settings.num_processes == 1
