@@ -108,6 +108,3 @@ def launch(
             sys.exit(launching.start(plan))
     except AccelError as error:
         raise click.ClickException(str(error)) from None
-    except KeyboardInterrupt:
-        click.echo("accel-fn launch: stopped by Ctrl-C", err=True)
-        sys.exit(130)

@@ -30,6 +30,13 @@ class Guard:
             start_new_session=True,  # Ctrl-C is for the launcher
         )
 
+    def make_folder(self, parent: str) -> Path:
+        """A temporary folder, watched before it is there: whenever this process ends, none is left."""
+        folder = Path(parent, f"accel_fn_{os.urandom(8).hex()}")
+        self.watch(folder, temporary=True)
+        folder.mkdir(mode=0o700)
+        return folder
+
     def watch(self, folder: Path, *, temporary: bool) -> None:
         """From now on, the ranks with a folder in there end with this process."""
         assert self._process.stdin is not None

@@ -64,7 +64,7 @@ def run(job: Job, machines: Machines) -> int:
     guard = Guard(run_id)
     os.environ.update(job.variables)
     _be_quiet()
-    folder = _folder(job.log_dir)
+    folder = _folder(job.log_dir, guard)
     std = Std.ALL if job.log_dir or job.tee else Std.NONE
     folders = Folders(
         folder,
@@ -73,7 +73,6 @@ def run(job: Job, machines: Machines) -> int:
         world_size=machines.num_processes,
         started=lambda place: guard.watch(place, temporary=False),
     )
-    guard.watch(folder, temporary=job.log_dir is None)
     handler = _handler(machines, run_id)
     show = "1" if std else ""
     arguments = ["-u", _worker.__file__, str(os.getpid()), job.cpus, show, *job.command]
@@ -146,13 +145,14 @@ def _handler(machines: Machines, run_id: str) -> RendezvousHandler:
     )
 
 
-def _folder(log_dir: Path | None) -> Path:
+def _folder(log_dir: Path | None, guard: Guard) -> Path:
     """Where the ranks' output, and what they say of their end, is kept."""
     if log_dir is None:
-        return Path(tempfile.mkdtemp(prefix="accel_fn_"))
+        return guard.make_folder(tempfile.gettempdir())
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=log_dir):
+            guard.watch(log_dir, temporary=False)
             return log_dir
     except OSError as error:
         raise WorldError(

@@ -57,10 +57,9 @@ def run_ranks(call: bytes, places: Sequence[Place], listener: socket.socket) -> 
 
     Raises what the first of them raised, once all have ended.
     """
-    folder = Path(tempfile.mkdtemp(prefix="accel_fn_"))
     run_id = places[0].variables["TORCHELASTIC_RUN_ID"]
     guard = Guard(run_id)
-    guard.watch(folder, temporary=True)
+    folder = guard.make_folder(tempfile.gettempdir())
     ranks: list[Rank] = []
     try:
         (folder / CALL).write_bytes(call)

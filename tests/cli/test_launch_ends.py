@@ -21,15 +21,16 @@ _FAMILY = """
         time.sleep(0.2)
         sys.exit(1)
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    for stop in stops:
+        signal.signal(stop, signal.SIG_IGN)
     program = subprocess.Popen(["sleep", "100"])
     fork = os.fork()
     if fork == 0:
         time.sleep(100)
     if "--tells" in sys.argv:
-        signal.signal(signal.SIGTERM, tell)
-        signal.signal(signal.SIGINT, tell)
+        for stop in stops:
+            signal.signal(stop, tell)
     os.write(1, f"pids {os.getpid()} {program.pid} {fork}\\n".encode())
     while True:
         time.sleep(0.1)
@@ -63,7 +64,13 @@ def test_ranks_end_with_their_launcher_even_without_its_guard(launchers, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
+    ("number", "name"),
+    [
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGINT, "Ctrl-C"),
+        (signal.SIGHUP, "SIGHUP"),
+        (signal.SIGQUIT, "SIGQUIT"),
+    ],
 )
 def test_a_signal_reaches_every_rank_once(launchers, tmp_path, number, name):
     launcher = launchers.start(tmp_path, "-n", 2, "script.py", "--tells", script=_FAMILY)

@@ -21,24 +21,35 @@ _DIGITS = [str(ROOT / "examples/digits.py"), "--device", "cpu", "--epochs", "2"]
 _DIGITS += ["--batch-size", "512", "--precision", "no", "--out"]
 
 
-def start_two(launchers, folder, *arguments, counts=(2, 2), **options):
+def start_two(launchers, folder, *arguments, counts=(2, 2), hosts=("127.0.0.2",) * 2, **options):
     """Two launchers that are to meet on this machine."""
     port = free_port()
     return [
-        start_one(launchers, folder / "ab"[rank], rank, port, *arguments, count=count, **options)
-        for rank, count in enumerate(counts)
+        start_one(
+            launchers,
+            folder / "ab"[rank],
+            rank,
+            port,
+            *arguments,
+            count=counts[rank],
+            host=hosts[rank],
+            **options,
+        )
+        for rank in (0, 1)
     ]
 
 
-def start_one(launchers, folder, rank, port, *arguments, count=2, **options):
+def start_one(launchers, folder, rank, port, *arguments, count=2, host="127.0.0.2", **options):
     where = ["--num-machines", 2, "--machine-rank", rank]
-    where += ["--main-process-ip", "127.0.0.2", "--main-process-port", port]
+    where += ["--main-process-ip", host, "--main-process-port", port]
     return launchers.start(folder, "-n", count, *where, *arguments, **options)
 
 
 @pytest.mark.slow
 def test_two_machines_train_as_one_process_does(launchers, tmp_path):
-    machines = start_two(launchers, tmp_path, *_DIGITS, "out")
+    """The second may know the first by another of its addresses."""
+    hosts = ("127.0.0.2", "127.0.0.3")
+    machines = start_two(launchers, tmp_path, *_DIGITS, "out", hosts=hosts)
     alone = run_python(tmp_path, *_DIGITS, "alone")
     ended = [machine.wait() for machine in machines]
     assert [each.exit_code for each in ended] == [0, 0], ended
@@ -50,6 +61,23 @@ def test_two_machines_train_as_one_process_does(launchers, tmp_path):
     for name in ours:
         # The same batches in other shapes, so by other kernels: equal to float32's rounding.
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_machines_meet_by_the_backend_that_is_asked_for(launchers, tmp_path):
+    """Torch's own, which numbers machines in an order of its own."""
+    script = """
+        import os, accel_fn as af
+        state = af.init(device="cpu")
+        print(state.rank, state.world_size, af.reduce_sum(state.rank + 1, state), flush=True)
+        assert os.environ["TORCHELASTIC_RUN_ID"] == "accel_fn"  # by which torch's machines meet
+    """
+    hosts = ("127.0.0.3", "127.0.0.3")
+    options = ["--rdzv-backend", "c10d", "script.py"]
+    machines = start_two(launchers, tmp_path, *options, script=script, hosts=hosts)
+    ended = [machine.wait() for machine in machines]
+    assert [each.exit_code for each in ended] == [0, 0], ended
+    assert sorted(each.stdout for each in ended) == ["0 2 3\n", "1 2 3\n"]
 
 
 @pytest.mark.slow
@@ -139,7 +167,8 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(launchers, tmp_
 
 
 def test_machines_that_ask_for_different_worlds_are_refused_alike(launchers, tmp_path):
-    machines = start_two(launchers, tmp_path, "script.py", script="", counts=(2, 4))
+    hosts = ("127.0.0.3", "127.0.0.3")
+    machines = start_two(launchers, tmp_path, "script.py", script="", counts=(2, 4), hosts=hosts)
     ended = [machine.wait(timeout_s=10) for machine in machines]
     assert [each.exit_code for each in ended] == [1, 1]
     for each in ended:
