@@ -106,7 +106,9 @@ def _forward(plan: Plan) -> str:
 def _backward(plan: Plan, several: bool) -> str:
     owner = _listed(plan.own_parameters)
     if not several and not any(isinstance(each, Slotting) for each in plan.own_parameters):
-        return "the mean over the global batch" + (f"; {owner} has nothing to do" if owner else "")
+        comma = "," if any(isinstance(each, FromLaunch) for each in plan.own_parameters) else ""
+        idle = f"; {owner}{comma} has nothing to do" if owner else ""
+        return "the mean over the global batch" + idle
     if any(isinstance(each, Parting) for each in plan.own_parameters):
         return f"the mean over the rank's own items, by {owner}"
     return f"the mean over the global batch, by {owner or 'nothing: build will refuse this'}"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from accel_fn._launch_options import launch_options
-from accel_fn._plan import Transform
-from accel_fn.transforms._ddp import wrap_ddp
-from accel_fn.transforms._fsdp import wrap_fsdp
+from dataclasses import replace
+
+from accel_fn._launch_options import FromLaunch, Unsaid, launch_options
+from accel_fn._plan import Plan, Transform
+from accel_fn.transforms._ddp import replicate
+from accel_fn.transforms._fsdp import Sharding, shard
+
+
+class ShardingFromLaunch(Sharding, FromLaunch):
+    """`shard`, because the launch says so."""
 
 
 def wrap() -> Transform:
     """Train on all ranks as replicas or as shards, as the launch says.
 
     `accel-fn launch --wrap fsdp`, a configuration or ACCEL_FN_WRAP says so; where nothing does,
-    replicas. For options of either, use `wrap_ddp` or `wrap_fsdp` themselves.
+    replicas. `explain` says who said it. For options of either, use `wrap_ddp` or `wrap_fsdp` themselves.
 
     Law: that of both: W ranks are one rank.
 
@@ -28,4 +34,14 @@ def wrap() -> Transform:
     >>> af.wrap()(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, own_parameters=[replicate()])
     """
-    return wrap_fsdp() if launch_options().wrap == "fsdp" else wrap_ddp()
+    owners = {
+        None: Unsaid(replicate),
+        "ddp": FromLaunch(replicate),
+        "fsdp": ShardingFromLaunch(shard),
+    }
+    owner = owners[launch_options().wrap]
+
+    def wrapped_plan(plan: Plan) -> Plan:
+        return replace(plan, own_parameters=(*plan.own_parameters, owner))
+
+    return wrapped_plan

@@ -13,18 +13,16 @@ import click
     "-n",
     "--num-processes",
     type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
     metavar="N",
-    help="Ranks of the step.",
+    help="Ranks of the step.  [default: the launch's]",
 )
 @click.option("--device", help="Device of the ranks.  [default: this machine's]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def explain(*, target: str, num_processes: int, device: str | None, as_json: bool) -> None:
+def explain(*, target: str, num_processes: int | None, device: str | None, as_json: bool) -> None:
     """Print what one step of a plan does, phase by phase. Nothing is built or run.
 
     TARGET is FILE.py:NAME or MODULE:NAME, and names a Plan, or a function without arguments that
-    gives one.
+    gives one. What it leaves to the launch, the settings say: `accel-fn config --show`.
     """
     explaining = importlib.import_module("accel_fn.cli._explaining")
     explaining.explain_target(target, num_processes, device, as_json=as_json)

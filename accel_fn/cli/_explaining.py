@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from accel_fn._errors import ArgumentError, ArgumentTypeError, message
@@ -9,11 +11,22 @@ from accel_fn._explain import explain, phases
 from accel_fn._plan import Plan
 from accel_fn._state import DistState
 from accel_fn.cli._output import errors_in_a_line, print_json
+from accel_fn.cli._resolving import resolve_or_fail
+from accel_fn.launching._environment import settings_variables
+from accel_fn.launching._settings import Settings
 from accel_fn.launching._targets import call_target, load_target
 
 
-def explain_target(target: str, num_processes: int, device: str | None, *, as_json: bool) -> None:
-    """Print the step of the plan that `target` names, as it would be on so many ranks."""
+def explain_target(
+    target: str, num_processes: int | None, device: str | None, *, as_json: bool
+) -> None:
+    """Print the step of the plan that `target` names, as it would be if it were launched from here.
+
+    This process gets the variables that such a launch would give its ranks: the plan reads them.
+    """
+    settings = resolve_or_fail({}).settings
+    _become_a_rank(settings)
+    num_processes = num_processes or settings.num_processes or 1
     with errors_in_a_line():
         state = DistState(world_size=num_processes, device=_device(device))
         plan = _load_plan(target)
@@ -24,8 +37,14 @@ def explain_target(target: str, num_processes: int, device: str | None, *, as_js
         explain(plan, state)
 
 
+def _become_a_rank(settings: Settings) -> None:
+    said = {each.name: each.value for each in settings_variables(settings)}
+    os.environ.update({name: value for name, value in said.items() if value is not None})
+
+
 def _device(asked: str | None) -> torch.device:
     """Any device may be asked for: nothing runs."""
+    asked = asked or os.environ.get("ACCEL_FN_DEVICE") or None
     if asked is None:
         found = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cpu") if found is None else found

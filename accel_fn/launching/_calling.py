@@ -63,6 +63,9 @@ def launch(
     `if __name__ == "__main__"`: nothing is forked, and nothing imported again.
     What `fn` uses travels with it by cloudpickle; modules are imported by the ranks.
 
+    Files of settings are for the command line, and not read here; variables such as
+    ACCEL_FN_WRAP the ranks inherit, where no argument says otherwise.
+
     When a rank fails, the others are stopped, and what it raised is raised
     here. Ctrl-C stops them all. None outlives this process.
 

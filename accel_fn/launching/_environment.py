@@ -38,8 +38,7 @@ def launch_variables(
     return [
         *_threads(settings, machines, processors, environment),
         *_allocator(environment),
-        *_devices(settings),
-        *_training(settings),
+        *settings_variables(settings),
         *_network(machines, environment),
     ]
 
@@ -82,6 +81,11 @@ def glibc_version() -> tuple[int, int] | None:
         return (int(major), int(minor)) if name == "glibc" else None
     except (ValueError, OSError, AttributeError):
         return None
+
+
+def settings_variables(settings: Settings) -> list[Variable]:
+    """Those by which the settings alone are told to a rank, on any machine."""
+    return [*_devices(settings), *_training(settings)]
 
 
 def _devices(settings: Settings) -> Iterator[Variable]:

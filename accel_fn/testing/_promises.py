@@ -19,6 +19,7 @@ from accel_fn.testing._sharing_checks import (
 from accel_fn.testing._training_checks import (
     check_bf16,
     check_clipping,
+    check_fsdp,
     check_microbatches,
     check_overflow,
     check_ranks,
@@ -43,6 +44,7 @@ def promises(state: DistState) -> list[Promise]:
     return [
         Promise("ranks are on devices of their own, and their sums are right", 0, check_devices),
         Promise("W ranks train as one", rounding, check_ranks),
+        Promise("shards train as one", rounding, check_fsdp),
         Promise("clipping is by the norm of all ranks", rounding, check_clipping),
         Promise("micro-batches change nothing", rounding, check_microbatches),
         Promise("tokens of all ranks count alike", rounding, check_tokens),

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from accel_fn._batch import take_part
 from accel_fn._comm import exchange
 from accel_fn._plan import Plan, Transform, compose
+from accel_fn._shards import whole
 from accel_fn._state import DistState, LossScale
 from accel_fn._step import build
 from accel_fn._weights import num_labels
@@ -24,6 +25,7 @@ from accel_fn.transforms._accumulation import accumulate
 from accel_fn.transforms._amp import with_amp
 from accel_fn.transforms._clipping import clip
 from accel_fn.transforms._ddp import wrap_ddp
+from accel_fn.transforms._fsdp import wrap_fsdp
 from accel_fn.transforms._placement import place
 
 _MAX_NORM, _IGNORED, _SCALE = 0.5, -100, 1024.0
@@ -80,7 +82,8 @@ def _by_tokens(model: nn.Module, batch: Any) -> Tensor:
 
 
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    """All parameters; where they are in shards, every rank calls it."""
+    return torch.cat([whole(parameter).flatten() for parameter in model.parameters()])
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -118,11 +121,12 @@ def _trained(
     loss_fn: Callable[[nn.Module, Any], Tensor],
     batches: Sequence[Any],
     *transforms: Transform,
+    wrapping: Transform | None = None,
     **plan_options: Any,
 ) -> Tensor:
     """The same by the library: each rank has its part of every batch."""
     optimizer = sgd(model)
-    recipe = compose(place(), wrap_ddp(), *transforms)
+    recipe = compose(place(), wrapping or wrap_ddp(), *transforms)
     state, step = build(state, recipe(Plan(loss_fn, model, optimizer, **plan_options)))
     for batch in batches:
         state, _ = step(state, take_part(batch, state.rank, state.world_size))
@@ -137,6 +141,15 @@ def check_ranks(state: DistState) -> float:
 def check_clipping(state: DistState) -> float:
     expected = train_by_hand(small_model(state), _mse, _batches(state), max_norm=_MAX_NORM)
     found = _trained(state, small_model(state), _mse, _batches(state), clip(_MAX_NORM))
+    return largest(found, expected)
+
+
+def check_fsdp(state: DistState) -> float:
+    """Also where ranks have different numbers of micro-batches; the norm is of all shards."""
+    expected = train_by_hand(small_model(state), _mse, _batches(state), max_norm=_MAX_NORM)
+    transforms = accumulate(3), clip(_MAX_NORM)
+    model = small_model(state)
+    found = _trained(state, model, _mse, _batches(state), *transforms, wrapping=wrap_fsdp())
     return largest(found, expected)
 
 

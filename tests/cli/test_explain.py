@@ -30,6 +30,11 @@ def make_plan(num_parts=2):
     recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(num_parts), af.clip(1.0))
     return recipe(plan)
 
+def as_launched():
+    model = nn.Linear(NUM_INPUTS, 1)
+    plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.5))
+    return af.compose(af.with_amp(), af.wrap(), af.accumulate())(plan)
+
 class Recipes:
     simple = make_plan(1)
 
@@ -82,6 +87,52 @@ def test_the_command_tells_the_step_of_so_many_ranks(launchers, folder):
         "  gradients  clip_norm(max_norm=1.0)",
         "  update     SGD(lr=0.5), 2 parameter tensors, 5 numbers",
     ]
+
+
+_SAID = [
+    "  split      split_batch(num_parts=3), from the launch",
+    "  forward    loss_fn(Linear, batch) under autocast(dtype=torch.bfloat16), from the launch",
+    "  backward   the mean over the global batch, by shard(), from the launch",
+]
+_UNSAID = [
+    "  start      without_autocast(), the launch says nothing, "
+    "then one_microbatch(), the launch says nothing",
+    "  forward    loss_fn(Linear, batch)",
+    "  backward   the mean over the global batch, by replicate(), the launch says nothing",
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "variables", "arguments", "first", "lines"),
+    [
+        ("tee: true", {}, ["-n", "2"], "2 ranks", _UNSAID),
+        ("{wrap: fsdp, mixed_precision: bf16, num_microbatches: 3}", {}, ["-n", "2"], "2 ranks", _SAID),
+        ("{cpu: true, num_processes: 64, wrap: ddp, mixed_precision: bf16}",
+         {"ACCEL_FN_WRAP": "fsdp", "ACCEL_FN_NUM_MICROBATCHES": "3"}, [], "64 ranks, cpu", _SAID),
+        ("{cpu: true, num_processes: 64}", {}, ["-n", "2", "--device", "cuda:1"],
+         "2 ranks, cuda:1", _UNSAID),
+    ],
+    ids=["nothing", "file", "variables before the file", "arguments before the file"],
+)  # fmt: skip
+def test_what_a_launch_from_here_would_say_is_told(
+    launchers, folder, tmp_path, file, variables, arguments, first, lines
+):
+    """By the settings of the working folder, wherever the target stands."""
+    (tmp_path / "accel_fn.yaml").write_text(file)
+    target = f"{folder}/train.py:as_launched"
+    done = launchers.command(tmp_path, "explain", target, *arguments, **variables)
+    assert done.exit_code == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert told[0].startswith(f"one step on {first}")
+    assert {*lines} <= {*told}
+
+
+def test_settings_that_a_launch_would_refuse_are_one_line(launchers, folder, tmp_path):
+    (tmp_path / "accel_fn.yaml").write_text("wrap: fdsp\n")
+    done = launchers.command(tmp_path, "explain", f"{folder}/train.py:as_launched")
+    assert done.exit_code == 1
+    assert "accel_fn.yaml:1: wrap must be one of ddp, fsdp, got 'fdsp'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_programs_get_the_phases_of_a_plan_in_a_module(here, capsys):

@@ -97,6 +97,14 @@ def test_ranks_have_what_a_launch_sets():
         assert 0 < int(variables["MASTER_PORT"]) < 2**16
 
 
+def test_ranks_inherit_variables_and_no_file_of_settings(monkeypatch, tmp_path):
+    (tmp_path / "accel_fn.yaml").write_text("mixed_precision: bf16\nwrap: fsdp\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCEL_FN_NUM_MICROBATCHES", "3")
+    expected = af.LaunchOptions(num_microbatches=3)
+    assert af.launch(af.launch_options, num_processes=1) == [expected]
+
+
 @pytest.mark.slow
 def test_it_works_where_the_accelerator_is_in_use_already():
     device = af.init().device

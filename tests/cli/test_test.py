@@ -5,19 +5,21 @@ import math
 import shutil
 
 import pytest
+import torch
 
 import accel_fn as af
-from accel_fn import _backward, _carrying, _step, _weights
+from accel_fn import _backward, _carrying, _grads, _step, _weights
 from accel_fn.cli._testing import merge
 from accel_fn.data._ordered import OrderedSource
 from accel_fn.testing import _sharing_checks, simulate
 from accel_fn.testing._checking import check_promises
 from accel_fn.testing._outcomes import NOT_RUN, Outcome
-from accel_fn.transforms import _clipping, _ddp
+from accel_fn.transforms import _clipping, _ddp, _fsdp
 from tests.cli.commands import ROOT, run_command
 
 TRAINING = {
     "W ranks train as one",
+    "shards train as one",
     "micro-batches change nothing",
     "tokens of all ranks count alike",
     "a loss scale changes nothing",
@@ -31,7 +33,7 @@ def test_every_promise_holds_in_every_world(world_size):
     for report in simulate(check_promises, world_size=world_size, timeout_s=30):
         assert (report.world_size, report.device) == (world_size, "cpu")
         assert [each for each in report.outcomes if not each.holds] == []
-        assert len(report.outcomes) == 13
+        assert len(report.outcomes) == 14
 
 
 def broken(**outcomes):
@@ -44,7 +46,8 @@ def broken(**outcomes):
 
 def test_a_mean_of_means_is_found(monkeypatch):
     monkeypatch.setattr(_carrying.CarriedTally, "share", lambda tally, weight: 1.0)
-    assert broken() >= TRAINING - {"a loss scale changes nothing"}  # which talks in another way
+    others = {"a loss scale changes nothing", "shards train as one"}  # which talk in another way
+    assert broken() >= TRAINING - others
 
 
 def test_gradients_that_are_wrong_by_a_factor_are_found(monkeypatch):
@@ -64,7 +67,22 @@ def test_a_norm_that_is_off_by_a_millionth_is_found(monkeypatch):
         return clip_norm(state, grads, max_norm=max_norm * (1 + 1e-6))
 
     monkeypatch.setattr(_clipping, "clip_norm", off)
-    assert broken() == {"clipping is by the norm of all ranks"}
+    assert broken() == {"clipping is by the norm of all ranks", "shards train as one"}
+
+
+def test_a_norm_that_takes_shards_for_replicas_is_found(monkeypatch):
+    over_shards = _grads.norm_over_shards
+
+    def mean(norm, of):
+        return over_shards(norm, of) / of[0].device_mesh.size() ** 0.5
+
+    monkeypatch.setattr(_grads, "norm_over_shards", mean)
+    assert broken() == {"shards train as one"}
+
+
+def test_shards_whose_gradients_are_added_up_roughly_are_found(monkeypatch):
+    monkeypatch.setattr(_fsdp, "_adding", lambda *given: torch.float32)
+    assert broken() == {"shards train as one"}
 
 
 def test_labels_that_count_though_they_are_ignored_are_found(monkeypatch):
@@ -165,20 +183,20 @@ def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     done = run_command(tmp_path, "test", "-n", "2", "--cpu", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
     first, heading, *rows = done.stdout.splitlines()
-    assert first == "13 promises on 2 ranks, cpu, backend gloo"
+    assert first == "14 promises on 2 ranks, cpu, backend gloo"
     assert heading.split() == ["promise", "largest", "difference", "bound", "verdict"]
     verdicts = {row.split("  ")[0]: row.split()[-1] for row in rows}
     assert verdicts.pop("a run goes on where it stopped") == "broken"
     assert set(verdicts.values()) == {"holds"}
-    assert len(verdicts) == 12
+    assert len(verdicts) == 13
 
 
 @pytest.mark.slow
 def test_the_command_is_green_on_one_rank_and_says_what_that_leaves_out(launchers, tmp_path):
     done = launchers.command(tmp_path, "test", "-n", "1", "--cpu")
     assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith("13 promises on 1 rank, cpu, backend none\n")
-    assert done.stdout.count("  holds\n") == 13
+    assert done.stdout.startswith("14 promises on 1 rank, cpu, backend none\n")
+    assert done.stdout.count("  holds\n") == 14
     assert "One rank has nobody to differ from: -n 2 --cpu checks" in done.stdout
 
 
@@ -190,7 +208,7 @@ def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_pa
     report = json.loads(done.stdout)  # of one rank alone
     assert (report["holds"], report["num_processes"], report["device"]) == (True, 2, "cpu")
     assert report["backend"] == "gloo"
-    assert len(report["promises"]) == 13
+    assert len(report["promises"]) == 14
     for promise in report["promises"]:
         assert promise["holds"]
         assert promise["largest"] <= promise["bound"]

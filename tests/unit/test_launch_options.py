@@ -81,13 +81,29 @@ def test_the_precision_of_the_launch_is_that_of_with_amp(said, capsys):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"), [("fsdp", "shard()"), ("ddp", "replicate()"), (None, "replicate()")]
+    ("value", "owner", "source"),
+    [
+        ("fsdp", "shard()", "from the launch"),
+        ("ddp", "replicate()", "from the launch"),
+        (None, "replicate()", "the launch says nothing"),
+    ],
 )
-def test_replicas_or_shards_are_what_the_launch_says(said, value, told):
+def test_replicas_or_shards_are_what_the_launch_says(said, capsys, value, owner, source):
     if value is not None:
         said(WRAP, value)
-    plan = af.wrap()(make_plan())
-    assert f"own_parameters=[{told}]" in repr(plan)
+    assert f"own_parameters=[{owner}]" in repr(af.wrap()(make_plan()))
+    told = explained(af.wrap(), capsys)["backward"]
+    assert told == f"the mean over the global batch; {owner}, {source}, has nothing to do"
+
+
+def test_shards_from_the_launch_are_refused_where_wrap_fsdp_is(said):
+    said(WRAP, "fsdp")
+    model = nn.Linear(3, 1)
+    plan = af.Plan(ours.mse, model, torch.optim.Rprop(model.parameters()))
+    with pytest.raises(
+        ValueError, match="wrap_fsdp's optimizer must be one that can update shards"
+    ):
+        af.build(af.DistState(), af.wrap()(plan))
 
 
 def test_float16_from_the_launch_scales_the_loss_as_with_amp_is_told(said, capsys):
