@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
 _ENDS = 4096  # of a long list in a file, so many at each end are compared
+_SHARE = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
+
+
+def knows_ranks(source: Any) -> bool:
+    """Does a sampler or a stream look as if it gave every rank a part already? By its attributes."""
+    return any(all(hasattr(source, name) for name in names) for names in _SHARE)
 
 
 def checksum_of(dataset: Any) -> int | None:
     """The same on all ranks that hold the same samples; None where nothing is known of a data set.
 
     Of a `Subset` all indices count, at any depth; of a map of Hugging Face's its indices and its
-    first and last row. Data themselves are not read otherwise: ranks may well hold copies
-    that differ, of random numbers say.
+    first and last row; of a stream of theirs its shards and the generators that shuffle it. Data
+    themselves are not read otherwise: ranks may well hold copies that differ, of random numbers say.
     """
     if isinstance(dataset, Subset):
         return _mixed(checksum_of_numbers(dataset.indices), checksum_of(dataset.dataset))
@@ -24,7 +32,39 @@ def checksum_of(dataset: Any) -> int | None:
         return _mixed(*map(checksum_of, dataset.datasets))
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_indices"):
         return _mixed(_ends(dataset.data, 1), _ends(dataset._indices, _ENDS))
+    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_ex_iterable"):
+        return zlib.crc32(repr(list(_told(dataset._ex_iterable))).encode())
     return None
+
+
+def _told(part: Any) -> Iterator[Any]:
+    """What a stream of Hugging Face's is made of, without what it keeps of a pass."""
+    yield type(part).__name__
+    for name, value in sorted(vars(part).items()):
+        if isinstance(value, np.random.Generator):
+            yield value.bit_generator.state
+        elif isinstance(value, bool | int | float | str):
+            yield value
+        elif name == "kwargs":
+            yield [(key, [*map(_shard, each)]) for key, each in value.items() if type(each) is list]
+        elif name.startswith("ex_iterable"):
+            for each in value if isinstance(value, list) else [value]:
+                yield from _told(each)
+
+
+def _shard(shard: Any) -> Any:
+    """What a shard is known by: of a file its name, which machines may hold in different folders."""
+    if isinstance(shard, str):
+        return shard.rpartition("/")[2]
+    return shard if isinstance(shard, bool | int | float | range) else checksum_of(shard)
+
+
+def checksum_of_list(sampler: Any) -> int | None:
+    """Of the numbers in a list of samples or of batches, in whatever order; None of anything else."""
+    if not isinstance(sampler, list | tuple | range):
+        return None
+    batches = [each if isinstance(each, list | tuple | range) else [each] for each in sampler]
+    return zlib.crc32(repr(sorted(map(repr, chain.from_iterable(batches)))).encode())
 
 
 def checksum_of_numbers(numbers: Any) -> int:

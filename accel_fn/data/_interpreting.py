@@ -19,13 +19,11 @@ from torch.utils.data import (
 
 from accel_fn._errors import ArgumentError, ArgumentTypeError, check_count, message
 from accel_fn._state import DistState
-from accel_fn.data._comparing import checksum_of_numbers
+from accel_fn.data._comparing import checksum_of_list, checksum_of_numbers, knows_ranks
 from accel_fn.data._loader import ShardedLoader
 from accel_fn.data._order import Order, check_batch_size, check_sizes, mix
 from accel_fn.data._sampling import Sampling, nest
 
-_SHARE = (("num_replicas", "rank"), ("num_processes", "process_index"))
-"""By what attributes samplers that know of ranks can be told."""
 _SEVERAL = 100  # of a long list, which may be one of samples, so many are looked at
 
 
@@ -78,9 +76,7 @@ def _check(loader: Any) -> None:
         repair = "let the data set give samples, and the DataLoader batches of them"
         raise ArgumentError(message("shard_loader", "loader", rule, got, repair))
     for sampler in [*nest(loader.batch_sampler), *_held(loader.batch_sampler)]:
-        if isinstance(sampler, DistributedSampler) or any(
-            all(hasattr(sampler, name) for name in names) for names in _SHARE
-        ):
+        if isinstance(sampler, DistributedSampler) or knows_ranks(sampler):
             rule, name = "not be shared out among ranks already", type(sampler).__name__
             repair = "leave that sampler out, and say shuffle=True if it shuffles"
             raise ArgumentError(message("shard_loader", "loader", rule, name, repair))
@@ -168,8 +164,8 @@ class Described:
 def describe(loader: DataLoader[Any], sampling: Sampling) -> Described:
     """Of this rank's loader, for the others to compare."""
     samplers = nest(sampling.batch_sampler)
-    checksum = None
-    if type(samplers[-1]) is SubsetRandomSampler:  # a subset of each rank's own would be lost
+    checksum = checksum_of_list(samplers[-1])  # what is in each rank's own alone would be lost
+    if type(samplers[-1]) is SubsetRandomSampler:
         checksum = checksum_of_numbers(samplers[-1].indices)
     return Described(
         samplers=tuple(type(each).__name__ for each in samplers),

@@ -123,7 +123,10 @@ class ShardedLoader:
         here = self.state_dict()["batches_per_epoch"]
         if saved["batches_per_epoch"] != here:
             rule = f"have {saved['batches_per_epoch']} batches an epoch, as the run that was saved"
-            repair = "give it the same data and batch size, or leave it out of extras"
+            repair = (
+                "give it the same data and batch size; and as many ranks, where an epoch's last samples are "
+                "fewer than the ranks, which then have one batch less"
+            )
             raise ArgumentError(message("load_state_dict", "loader", rule, here, repair))
 
     def indices(self, epoch: int, batch: int) -> Tensor:

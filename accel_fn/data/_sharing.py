@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from accel_fn._errors import ArgumentError, StateError, check_count, message
 from accel_fn._state import DistState
+from accel_fn.data._comparing import checksum_of, knows_ranks
 from accel_fn.data._shards import Split, num_shards, shard_of
 from accel_fn.data._turns import Cut
 
@@ -21,12 +22,16 @@ class Sharing:
     split: Split | None
     num_items: int | None
     seed: int
+    data: int | None
+    """What is known of its samples, in short."""
 
 
 def read_sharing(loader: DataLoader[Any], state: DistState, *, batch: str, split: str) -> Sharing:
     """What a loader over a stream asks for, checked."""
     cut = _cut(loader, state, batch)
-    return Sharing(cut, _way(loader, state, split), _declared_length(loader.dataset), state.seed)
+    data = loader.dataset
+    way = _way(loader, state, split)
+    return Sharing(cut, way, _declared_length(data), state.seed, checksum_of(data))
 
 
 def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
@@ -37,12 +42,14 @@ def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
     if loader.num_workers and not getattr(loader, "in_order", True):
         rule = "be True over a stream, whose batches ranks could not match otherwise"
         raise ArgumentError(message("shard_loader", "in_order", rule, False))
-    if getattr(loader.dataset, "_distributed", None) is not None:
-        rule = "be over a whole data set"
-        repair = "leave out split_dataset_by_node, the ranks are shared out here"
-        raise ArgumentError(
-            message("shard_loader", "loader", rule, "one split by node already", repair)
+    by_node = getattr(loader.dataset, "_distributed", None) is not None
+    if by_node or knows_ranks(loader.dataset):
+        rule, got = (
+            "be over a whole data set",
+            f"a {type(loader.dataset).__name__} of one rank's part",
         )
+        repair = "the ranks are shared out here: leave out split_dataset_by_node, or its rank"
+        raise ArgumentError(message("shard_loader", "loader", rule, got, repair))
     batch_size = check_count("shard_loader", "batch_size", loader.batch_size)
     if batch == "per_rank":
         batch_size *= state.world_size

@@ -42,7 +42,8 @@ def stream_source(
             if other != sharing:
                 raise ReplicaError(
                     f"shard_loader: loader must be the same on every rank, got {other} on rank {rank} "
-                    f"and {sharing} on rank {state.rank}"
+                    f"and {sharing} on rank {state.rank}; give every rank the whole stream, and shuffle() "
+                    "a seed"
                 )
     if sharing.split is None:
         return TurnsSource(loader, sharing, state.rank)

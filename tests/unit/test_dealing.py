@@ -608,6 +608,9 @@ DIFFERENT = {
     "subset": lambda rank: DataLoader(
         DATA, sampler=SubsetRandomSampler(range(rank, rank + 8)), batch_size=4
     ),
+    "range": lambda rank: DataLoader(DATA, sampler=range(rank, 20, 2), batch_size=4),
+    "list": lambda rank: DataLoader(DATA, sampler=list(range(rank, 20, 2)), batch_size=4),
+    "batches": lambda rank: DataLoader(DATA, batch_sampler=[[rank, 2], [4, 5, 6 + rank]]),
     "workers": lambda rank: DataLoader(DATA, sampler=range(SIZE), batch_size=4, num_workers=rank),
     "kind": lambda rank: DataLoader(DATA, sampler=[range(SIZE), None][rank], batch_size=4),
 }
@@ -620,6 +623,16 @@ def test_ranks_must_give_the_same_loader(make):
             af.shard_loader(make(state.rank), state)
 
     simulate(run, world_size=2)
+
+
+def test_a_list_that_is_in_another_order_on_each_rank_is_dealt_as_rank_0_has_it():
+    lists = [[3, 1, 2, 0], [0, 1, 2, 3]]
+
+    def run(state):
+        loader = DataLoader(range(4), sampler=lists[state.rank], batch_size=4)
+        return [batch.tolist() for batch in next(iter(af.shard_loader(loader, state).epochs(1)))]
+
+    assert simulate(run, world_size=2) == [[[3, 1]], [[2, 0]]]
 
 
 def split_with(seed):

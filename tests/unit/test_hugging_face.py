@@ -61,6 +61,23 @@ def test_shards_of_a_shuffled_stream_are_split_and_every_row_comes_once(sizes, n
     assert orders[0] != orders[1]
 
 
+OWN = {
+    "drawn by each": lambda rank: stream(12).shuffle(buffer_size=8),
+    "shards drawn by each": lambda rank: stream(3, 3, 3, 3).shuffle(buffer_size=8).map(dict),
+    "another seed": lambda rank: stream(3, 3, 3, 3).shuffle(seed=rank, buffer_size=8),
+    "a part": lambda rank: stream(3, 3, 3, 3).shard(2, rank),
+}
+
+
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+def test_streams_that_are_others_on_each_rank_are_refused(make):
+    def run(state):
+        with pytest.raises(RuntimeError, match="give every rank the whole stream, and shuffle"):
+            af.shard_loader(DataLoader(make(state.rank), batch_size=4), state)
+
+    simulate(run, world_size=2)
+
+
 @pytest.mark.parametrize("sizes", [(30,), (9, 0, 12, 9)], ids=["turns", "split"])
 @pytest.mark.parametrize("step", [2, 7])
 def test_a_position_is_the_same_in_a_later_epoch(sizes, step):

@@ -753,6 +753,15 @@ class Junk(Sharded):
         return [1, 2]
 
 
+class OfARank(Counting):
+    """A stream that leaves out what other ranks read."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self):
+        super().__init__(10)
+
+
 def split_by_node():
     data = Counting(10)
     data._distributed = object()  # where Hugging Face's data sets say so
@@ -774,7 +783,8 @@ def split_by_node():
             {},
             "shard.. must return an IterableDataset, got 'list'; or use split=\"turns\"",
         ),
-        (split_by_node(), {}, "be over a whole data set, got 'one split by node already'"),
+        (split_by_node(), {}, "be over a whole data set, got \"a Counting of one rank's part"),
+        (OfARank(), {}, "be over a whole data set, got \"a OfARank of one rank's part"),
         (
             Counting(9),
             {"split": "shards"},
