@@ -49,6 +49,19 @@ def read_task(environment: Mapping[str, str]) -> Task | None:
     return None
 
 
+def read_number(
+    function: str, name: str, text: str, *, least: int = 0, most: int | None = None
+) -> int:
+    """The number that a variable holds, for a function that needs it within these bounds."""
+    number = int(text) if text.isdecimal() else -1
+    if number < least or (most is not None and number > most):
+        bounds = f" >= {least}" if least else ""
+        if most is not None:
+            bounds = f" from {least} to {most}"
+        raise WorldError(f"{function}: {name} must be a number{bounds}, got {text!r}")
+    return number
+
+
 def _open_mpi(environment: Mapping[str, str]) -> Task:
     def number(name: str) -> int:
         return _number(environment, f"OMPI_COMM_WORLD_{name}")
@@ -126,6 +139,4 @@ def _text(environment: Mapping[str, str], *names: str) -> str:
 
 def _number(environment: Mapping[str, str], *names: str) -> int:
     text = _text(environment, *names)
-    if not text.isdecimal():
-        raise WorldError(f"init: {names[0]} must be a number, got {text!r}")
-    return int(text)
+    return read_number("init", names[0], text)

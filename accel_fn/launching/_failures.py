@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fn.launching import _worker
+from accel_fn.launching._places import place_in_traceback, place_of_wait
 
 _SHOWN, _WIDTH = 8, 120
 
@@ -44,6 +45,8 @@ class Failure:
     exception: str = ""
     stopped: bool = False
     """Was it still running when the launcher stopped the world for another rank's sake?"""
+    place: str = ""
+    """The user's line that it ended at; of one that was stopped, the one that it waited at."""
 
     @property
     def signal_name(self) -> str | None:
@@ -80,9 +83,14 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """Rank, place and end, in one short line."""
-        line = f"{who(self)}: {self.last_line.splitlines()[-1]}"
-        return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+        """Rank, end and the user's line, in a line; what is said at length is cut, the place never."""
+        said = self.last_line.splitlines()
+        if self.stopped and not self.exception:
+            said = ["stopped"]
+        # A SyntaxError has its own place ahead, indented; an error may list ranks below.
+        line = f"{who(self)}: {next((each for each in said if not each[:1].isspace()), '')}"
+        line = line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+        return f"{line}, at {self.place}" if self.place else line
 
 
 def read_failure(
@@ -97,6 +105,9 @@ def read_failure(
 ) -> Failure:
     """A failed rank, with what it wrote of its end into its folder, if anything."""
     stack, exception, time, left_with = _read_record(folder, stopped_at)
+    place = place_in_traceback(stack) if exception else ""
+    if stopped and not exception:
+        place = place_of_wait(_read(folder / "stopped"))
     # One that wrote its end before the world was stopped was not stopped, only slow to leave.
     return Failure(
         rank=rank,
@@ -107,6 +118,7 @@ def read_failure(
         stack=stack,
         exception=exception,
         stopped=stopped and not (exception and time < stopped_at),
+        place=place,
     )
 
 
@@ -128,10 +140,13 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
 
 def _read_crash(path: Path) -> str:
     """What python wrote of itself when native code ended it, down to the program's own first line."""
-    if not path.is_file():
-        return ""
-    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    lines = _read(path).splitlines(keepends=True)
     return "".join(line for line in lines if f'"{_worker.__file__}"' not in line)
+
+
+def _read(path: Path) -> str:
+    """A file's text; none where it is not there."""
+    return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def has_spoken(folder: Path) -> bool:
@@ -163,15 +178,20 @@ def _kind(failure: Failure) -> int:
 
 
 def report(failures: Sequence[Failure], world_size: int) -> str:
-    """Everybody's end in a line each, then the cause: its traceback, its rank, its exception."""
+    """Everybody's end in a line each, then the cause: its traceback, its rank, its exception.
+
+    One that was stopped is of interest where it waited for the others.
+    """
     first = cause(failures)
-    others = [each for each in failures if each is not first and not each.stopped]
+    others = [each for each in failures if each is not first and (each.place or not each.stopped)]
     others.sort(key=lambda failure: failure.rank)
     lines = [each.summary for each in others[:_SHOWN]]
     if len(others) > _SHOWN:
         lines.append(f"and {len(others) - _SHOWN} more")
     if lines:
-        lines = [f"accel-fn launch: {len(others) + 1} of {world_size} ranks failed", *lines, ""]
+        num_failed = 1 + sum(not each.stopped for each in others)
+        head = f"accel-fn launch: {num_failed} of {world_size} ranks failed"
+        lines = [head, *lines, ""]
     lines += [*first.stack.splitlines(), who(first), first.last_line]
     return "\n".join(lines) + "\n"
 

@@ -101,7 +101,7 @@ def main(run_id: str) -> None:
 
 def _tidy(folder: Path) -> None:
     """Leave only what says something in a folder of logs."""
-    for path in (*folder.rglob("pid"), *folder.rglob("crash")):
+    for path in (*folder.rglob("pid"), *folder.rglob("crash"), *folder.rglob("stopped")):
         with suppress(OSError):
             if path.name == "pid" or path.stat().st_size == 0:
                 path.unlink()

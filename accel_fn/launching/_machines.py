@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel_fn._clusters import Task, read_task
+from accel_fn._clusters import Task, read_number, read_task
 from accel_fn._errors import WorldError
 from accel_fn.launching._network import check_host
 from accel_fn.launching._sources import Resolved
@@ -111,16 +111,30 @@ def read_node(environment: Mapping[str, str]) -> Node | None:
             f"launch: PET_NNODES must be one number of machines, got {count!r}; "
             "a world that grows and shrinks is not supported"
         )
-    processes, port = environment.get("PET_NPROC_PER_NODE", ""), environment.get("PET_MASTER_PORT")
+    num_machines = read_number("launch", "PET_NNODES", least, least=1)
+    processes = environment.get("PET_NPROC_PER_NODE", "")
     return Node(
         cluster="PET_NNODES",
-        num_machines=int(least),
-        machine_rank=int(environment.get("PET_NODE_RANK") or environment.get("RANK") or 0),
+        num_machines=num_machines,
+        machine_rank=_pet_rank(environment, num_machines),
         host=environment.get("PET_MASTER_ADDR"),
-        port=int(port) if port else None,
+        port=_port_in(environment, "PET_MASTER_PORT"),
         num_local=int(processes) if processes.isdecimal() else None,
         job=environment.get("PET_RDZV_ID"),
     )
+
+
+def _pet_rank(environment: Mapping[str, str], num_machines: int) -> int:
+    for name in ("PET_NODE_RANK", "RANK"):
+        if environment.get(name):
+            return read_number("launch", name, environment[name], most=num_machines - 1)
+    return 0
+
+
+def _port_in(environment: Mapping[str, str], name: str) -> int | None:
+    """The port that a variable holds, if it is set."""
+    text = environment.get(name)
+    return read_number("launch", name, text, least=1, most=65535) if text else None
 
 
 def _node_of(task: Task) -> Node:
@@ -186,10 +200,7 @@ def _port(
     asked = resolved.settings.main_process_port
     if asked or num_machines == 1:
         return asked or 0
-    given = environment.get("MASTER_PORT", "")
-    if given.isdecimal():
-        return int(given)
-    return (node and node.port) or _PORT
+    return _port_in(environment, "MASTER_PORT") or (node and node.port) or _PORT
 
 
 def _said_by(name: str, resolved: Resolved, node: Node | None) -> str:

@@ -39,6 +39,9 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
         os.execvp(target, [target, *arguments])  # noqa: S606
     # Where native code ends, this says which line called it.
     faulthandler.enable(os.open(folder / "crash", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    # Where it is stopped for another rank's sake, this says what it waited for.
+    stopped = os.open(folder / "stopped", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    faulthandler.register(signal.SIGTERM, stopped, all_threads=False, chain=True)
     start = _run_module if kind == "module" else _run_script
     _run(start, target, list(arguments), show=bool(show))
 

@@ -1,30 +1,154 @@
-"""A launch with a timeout: every rank reports before the launcher ends the world."""
+"""A launch with a timeout: whatever keeps ranks apart, each rank's line is on stderr at the end."""
 
 import re
+import textwrap
 
 import pytest
 
-SCRIPT = """
-import time, torch
+_START = """
+import os, time, torch
 import accel_fn as af
 
 state = af.init()
-if state.is_main:
-    af.gather(torch.ones(3, 2), state)
-time.sleep(60)
 """
+_CASES = {
+    "gather_on_one": """
+        if state.is_main:
+            af.gather(torch.ones(3, 2), state)  # of rank 0
+        time.sleep(60)  # of rank 1
+    """,
+    "four_steps_against_three": """
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        plan = af.Plan(lambda model, batch: model(batch).mean(), model, optimizer)
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        for _ in range(4 - state.rank):
+            state, _ = step(state, torch.ones(4, 3))  # of rank 0
+        time.sleep(60)  # of rank 1
+    """,
+    "unequal_shapes": """
+        if state.is_main:
+            af.gather(torch.ones(5, 3), state)  # of rank 0
+        else:
+            af.gather(torch.ones(5, 4), state)  # of rank 1
+    """,
+    "an_exception_on_one": """
+        if state.rank:
+            raise ValueError("of rank 1 alone")  # of rank 1
+        af.barrier(state)  # of rank 0
+    """,
+    "an_end_without_a_word": """
+        if state.rank:
+            os._exit(3)  # of rank 1
+        af.barrier(state)  # of rank 0
+    """,
+}
+_SCRIPTS = {name: _START + textwrap.dedent(script) for name, script in _CASES.items()}
+_OPTIONS = ["-n", 2, "--cpu", "--timeout-s", 5, "script.py"]
+
+
+@pytest.fixture(scope="module")
+def ends(launchers, tmp_path_factory):
+    """How a launch of each ended; all ran at once."""
+    folder = tmp_path_factory.mktemp("worlds")
+    started = {
+        name: launchers.start(folder / name, *_OPTIONS, script=script)
+        for name, script in _SCRIPTS.items()
+    }
+    return {name: launcher.wait() for name, launcher in started.items()}, folder
+
+
+@pytest.fixture
+def ended(ends, request):
+    """The launch that a test is named for, and each rank's line in its script, for a pattern."""
+    found, folder = ends
+    name = request.param
+    lines = _SCRIPTS[name].splitlines()
+    numbers = [
+        next(
+            number
+            for number, line in enumerate(lines, start=1)
+            if line.endswith(f"# of rank {rank}")
+        )
+        for rank in (0, 1)
+    ]
+    file = re.escape(str(folder / name / "script.py"))
+    return found[name], [f"{file}:{number} in <module>" for number in numbers]
+
+
+def of(name):
+    return pytest.mark.parametrize("ended", [name], indirect=True)
+
+
+def in_stack(place):
+    file, _, rest = place.rpartition(":")
+    return rf'^  File "{file}", line {rest.split()[0]}, in <module>$'
+
+
+def assert_says(ended, *patterns, exit_code):
+    assert ended.exit_code == exit_code, ended.stderr
+    missing = [each for each in patterns if not re.search(each, ended.stderr, re.MULTILINE)]
+    assert missing == [], ended.stderr
 
 
 @pytest.mark.slow
-def test_a_launch_with_a_timeout_ends_with_a_report_of_every_rank(launchers, tmp_path):
-    arguments = ["-n", 2, "--cpu", "--timeout-s", 4, "script.py"]
-    ended = launchers.run(tmp_path, *arguments, script=SCRIPT)
-    assert ended.exit_code == 124, ended.stderr
-    assert sorted(re.findall(r"accel_fn: rank (\d) of 2 \(", ended.stderr)) == ["0", "1"]
-    where = re.escape(str(tmp_path / "script.py"))
-    waits = rf"  rank 0: in collective 1, gather of float32 \[3, 2\], at {where}:7 in <module>\n"
-    sleeps = rf"  rank 1: at {where}:8 in <module>; no collective\n"
-    assert len(re.findall(waits + sleeps, ended.stderr)) == 2
-    stack = rf'MainThread, innermost call last:\n  File "{where}", line [78], in <module>\n'
-    assert len(re.findall(stack, ended.stderr)) == 2  # nothing of the launcher's above
-    assert "timeout_s=4\n" in ended.stderr
+@of("gather_on_one")
+def test_a_gather_on_one_rank_ends_with_a_report_of_every_rank(ended):
+    end, (first, second) = ended
+    waits = rf"  rank 0: in collective 1, gather of float32 \[3, 2\], at {first}\n"
+    sleeps = rf"  rank 1: at {second}; no collective\n"
+    assert_says(end, r"timeout_s=5$", exit_code=124)
+    assert sorted(re.findall(r"accel_fn: rank (\d) of 2 \(", end.stderr)) == ["0", "1"]
+    assert len(re.findall(waits + sleeps, end.stderr)) == 2
+    file, _, _ = first.rpartition(":")
+    stack = rf'MainThread, innermost call last:\n  File "{file}", line \d+, in <module>\n'
+    assert len(re.findall(stack, end.stderr)) == 2  # nothing of the launcher's above
+
+
+@pytest.mark.slow
+@of("four_steps_against_three")
+def test_four_steps_against_three_end_with_a_report_of_every_rank(ended):
+    end, (first, second) = ended
+    waits = rf"^  rank 0: at {first}; in step 4, backward; last collective \d+, step, at {first}$"
+    assert_says(end, waits, rf"^  rank 1: at {second}; last step 3, at {first}; ", exit_code=124)
+
+
+@pytest.mark.slow
+@of("unequal_shapes")
+def test_unequal_shapes_end_with_the_error_and_every_ranks_line(ended):
+    end, places = ended
+    (told,) = re.findall(r"^rank (\d) \(\S+, pid \d+\)$", end.stderr, re.MULTILINE)  # the cause
+    cause, other = int(told), 1 - int(told)
+    assert_says(
+        end,
+        rf"^rank {other} \(\S+, pid \d+\): .*, at {places[other]}$",
+        in_stack(places[cause]),
+        rf"^rank {cause} \(\S+, pid \d+\)\n\S+BatchError: gather: tree must have .*\n\Z",
+        exit_code=1,
+    )
+
+
+@pytest.mark.slow
+@of("an_exception_on_one")
+def test_an_exception_on_one_rank_ends_with_it_and_the_line_that_the_other_waits_at(ended):
+    end, (first, second) = ended
+    assert_says(
+        end,
+        rf"rank 0\b.*, at {first}$",  # by its error; by a report, where rank 1 is slow to leave
+        in_stack(second),
+        r"^rank 1 \(\S+, pid \d+\)\nValueError: of rank 1 alone\n\Z",
+        exit_code=1,
+    )
+
+
+@pytest.mark.slow
+@of("an_end_without_a_word")
+def test_a_rank_that_is_stopped_as_it_waits_for_another_is_told_of_where_it_waits(ended):
+    end, (first, _) = ended
+    assert_says(
+        end,
+        r"^accel-fn launch: [12] of 2 ranks failed$",  # a busy machine may let it notice by itself
+        rf"rank 0\b.*, at {first}$",
+        r"^rank 1 \(\S+, pid \d+\)\nexit code 3\n\Z",
+        exit_code=3,
+    )

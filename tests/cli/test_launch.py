@@ -231,7 +231,8 @@ def test_a_failed_attempt_is_told_and_made_good_with_another_store(launchers, tm
     ended = launchers.run(tmp_path, "-n", 2, "--max-restarts", 3, "script.py", script=script)
     assert ended.exit_code == 0
     assert re.fullmatch(
-        r"accel-fn launch: restart 1 of 3: rank 1 \(\S+, pid \d+\): ValueError: once\n",
+        r"accel-fn launch: restart 1 of 3: rank 1 \(\S+, pid \d+\): ValueError: once, "
+        r"at \S+script.py:6 in <module>\n",
         ended.stderr,
     )
     ports = {tuple(line.split()) for line in ended.stdout.splitlines()}

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -200,6 +201,16 @@ def test_ctrl_c_ends_the_wait_for_other_machines(launchers, tmp_path):
     until(lambda: answers("127.0.0.2", port, 1) or None, lambda: "an open port")
     ended = machine.kill(signal.SIGINT).wait(timeout_s=5)
     assert (ended.exit_code, ended.stderr) == (130, "accel-fn launch: stopped by Ctrl-C\n")
+
+
+@pytest.mark.slow
+def test_after_ten_seconds_a_machine_says_for_whom_it_waits(launchers, tmp_path):
+    port, start = free_port(), time.monotonic()
+    machine = start_one(launchers, tmp_path, 1, port, "script.py", script="")
+    said = until(lambda: machine.stderr or None, lambda: "a word")
+    assert time.monotonic() - start > 10
+    assert said == f"accel-fn launch: machine 1 waits for machine 0 at 127.0.0.2:{port}\n"
+    assert machine.kill(signal.SIGINT).wait(timeout_s=5).exit_code == 130
 
 
 @pytest.fixture

@@ -85,6 +85,39 @@ def test_a_report_of_very_many_is_short():
     assert max(map(len, lines[:-1])) == 120
 
 
+@pytest.mark.parametrize(
+    ("how", "summary"),
+    [
+        ({**RAISED, "place": "a.py:3 in fn"}, "ValueError: boom, at a.py:3 in fn"),
+        ({**RAISED, "exception": "WorldError: gone\n  rank 1: has left\n"}, "WorldError: gone"),
+        ({**RAISED, "exception": '  File "a.py", line 1\nSyntaxError: no\n'}, "SyntaxError: no"),
+        ({**RAISED, "exception": "\n"}, ""),
+        ({**STOPPED, "place": "a.py:3 in fn"}, "stopped, at a.py:3 in fn"),
+    ],
+)  # fmt: skip
+def test_a_summary_is_what_a_rank_says_first_and_where(how, summary):
+    assert failure(**how).summary == f"rank 0 (node, pid 100): {summary}"
+
+
+def test_a_place_is_never_cut():
+    exception, place = f"ValueError: {'x' * 200}\n", f"{'y' * 200}.py:3 in fn"
+    assert failure(exit_code=1, exception=exception, place=place).summary.endswith(
+        f"x..., at {place}"
+    )
+
+
+def test_one_that_was_stopped_is_told_of_where_it_waited_and_is_not_counted_as_failed():
+    failures = [
+        failure(0, **RAISED),
+        failure(1, **STOPPED, place="a.py:3 in fn"),
+        failure(2, **STOPPED),
+    ]
+    assert report(failures, 3).splitlines()[:2] == [
+        "accel-fn launch: 1 of 3 ranks failed",
+        "rank 1 (node, pid 101): stopped, at a.py:3 in fn",
+    ]
+
+
 def read(folder, **change):
     known = {"rank": 1, "host": "node", "pid": 5, "exit_code": 1}
     return read_failure(folder, **{**known, "stopped_at": 10.0, "stopped": False, **change})

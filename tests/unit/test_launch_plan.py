@@ -82,6 +82,13 @@ def test_what_kubernetes_says_needs_no_flag(tmp_path):
         ({**ONE_A_NODE, "MASTER_ADDR": "no-such.invalid"}, {},
          r"main_process_ip must be a host that resolves, got 'no-such.invalid' \(MASTER_ADDR; "),
         ({**POD, "PET_NNODES": "1:3"}, {}, "PET_NNODES must be one number of machines, got '1:3'"),
+        ({**POD, "PET_NNODES": "abc"}, {}, "PET_NNODES must be a number >= 1, got 'abc'"),
+        ({"PET_NNODES": "0"}, {}, "PET_NNODES must be a number >= 1, got '0'"),
+        ({**POD, "PET_NODE_RANK": "x"}, {}, "PET_NODE_RANK must be a number from 0 to 2, got 'x'"),
+        ({**POD, "PET_NODE_RANK": "3"}, {}, "PET_NODE_RANK must be a number from 0 to 2, got '3'"),
+        ({**POD, "PET_NODE_RANK": "", "RANK": "-1"}, {}, "RANK must be a number from 0 to 2, got '-1'"),
+        ({**POD, "PET_MASTER_PORT": "zz"}, {}, "PET_MASTER_PORT must be a number from 1 to 65535, got 'zz'"),
+        ({**POD, "MASTER_PORT": "65536"}, {}, "MASTER_PORT must be a number from 1 to 65535, got '65536'"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(tmp_path, environment, flags, text):
