@@ -366,6 +366,7 @@ def test_a_hyperparameter_that_changes_is_followed():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # half a hundred optimizers are compiled
 @pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
 def test_the_page_holds_the_table_of_what_fits_into_a_graph():
     _, written, _ = split_page(PAGE.read_text(encoding="utf-8"), FENCES)
