@@ -142,11 +142,10 @@ def _nothing(self: Any) -> None:
     pass
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def gradients_of(
     loss: Tensor, seed: Tensor | None, parameters: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a loss, as one operation of a graph; None for parameters that it does not reach."""
+    """Gradients of a loss, one operation of a graph that allows it; None for those it does not reach."""
     gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
     if all(each is None for each in gradients):
         raise LossError(

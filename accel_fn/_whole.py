@@ -92,6 +92,8 @@ def _shares(state: DistState, weights: Weights) -> Tensor:
 
 def whole_step(state: DistState, plan: Plan, module: LossModule) -> Whole:
     """The step of a plan that has something in `compile_step`."""
+    # Here and not above the function, as it imports the compiler.
+    torch.compiler.allow_in_graph(gradients_of)  # type: ignore[no-untyped-call]
     captured = Captured(plan.optimizer, plan.trained(), state.device)
     stateless = not keeps_tensors(plan.optimizer, state.device)
     run = plan.compile_step[0](state, _function(plan, module, captured))
