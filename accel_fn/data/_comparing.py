@@ -61,10 +61,13 @@ def _shard(shard: Any) -> Any:
 
 def checksum_of_list(sampler: Any) -> int | None:
     """Of the numbers in a list of samples or of batches, in whatever order; None of anything else."""
-    if not isinstance(sampler, list | tuple | range):
+    if isinstance(sampler, range):  # which may be long
+        return zlib.crc32(repr(sampler).encode())
+    if not isinstance(sampler, list | tuple):
         return None
     batches = [each if isinstance(each, list | tuple | range) else [each] for each in sampler]
-    return zlib.crc32(repr(sorted(map(repr, chain.from_iterable(batches)))).encode())
+    numbers = np.asarray([*chain.from_iterable(batches)])
+    return checksum_of_numbers(np.sort(numbers) if numbers.dtype.kind in "iu" else numbers)
 
 
 def checksum_of_numbers(numbers: Any) -> int:
