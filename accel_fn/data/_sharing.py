@@ -44,12 +44,9 @@ def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
         raise ArgumentError(message("shard_loader", "in_order", rule, False))
     by_node = getattr(loader.dataset, "_distributed", None) is not None
     if by_node or knows_ranks(loader.dataset):
-        rule, got = (
-            "be over a whole data set",
-            f"a {type(loader.dataset).__name__} of one rank's part",
-        )
-        repair = "the ranks are shared out here: leave out split_dataset_by_node, or its rank"
-        raise ArgumentError(message("shard_loader", "loader", rule, got, repair))
+        rule, name = "be over a whole data set, not one rank's part", type(loader.dataset).__name__
+        repair = "leave out split_dataset_by_node, or its rank: ranks are shared out here"
+        raise ArgumentError(message("shard_loader", "loader", rule, name, repair))
     batch_size = check_count("shard_loader", "batch_size", loader.batch_size)
     if batch == "per_rank":
         batch_size *= state.world_size

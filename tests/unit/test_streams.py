@@ -783,8 +783,8 @@ def split_by_node():
             {},
             "shard.. must return an IterableDataset, got 'list'; or use split=\"turns\"",
         ),
-        (split_by_node(), {}, "be over a whole data set, got \"a Counting of one rank's part"),
-        (OfARank(), {}, "be over a whole data set, got \"a OfARank of one rank's part"),
+        (split_by_node(), {}, "be over a whole data set, not one rank's part, got 'Counting'"),
+        (OfARank(), {}, "be over a whole data set, not one rank's part, got 'OfARank'"),
         (
             Counting(9),
             {"split": "shards"},
