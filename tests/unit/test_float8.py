@@ -6,12 +6,11 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import torchao.float8 as torchao_float8
 
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests import strategies as ours
-
-torchao_float8 = pytest.importorskip("torchao.float8")
 
 
 def make_model():
