@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -20,18 +21,22 @@ class Total:
     Attributes:
         sum: int64 or float64, of any shape.
         count: int64 or float64, [] or of the sum's shape.
+        num_ones: how many micro-batches it has come from, if each had several samples and said a
+            count of 1, as a mean in place of a sum would have it; 0 where any did not.
     """
 
     sum: Tensor
     count: Tensor
+    num_ones: int = 0
 
     def plus(self, other: Total) -> Total:
         """That of both."""
-        return Total(self.sum + other.sum, self.count + other.count)
+        num_ones = self.num_ones + other.num_ones if self.num_ones and other.num_ones else 0
+        return Total(self.sum + other.sum, self.count + other.count, num_ones)
 
     def to_host(self) -> Total:
         """The same on the host, which waits for it."""
-        return Total(self.sum.cpu(), self.count.cpu())
+        return Total(self.sum.cpu(), self.count.cpu(), self.num_ones)
 
 
 Totals = Mapping[str, Total]
@@ -48,7 +53,7 @@ def totals_of(metrics: Any, rows: int | None) -> Totals:
 
 def _total(name: str, value: Any, rows: int | None) -> Total:
     if isinstance(value, tuple) and len(value) == 2:
-        return _pair(name, *value)
+        return _pair(name, *value, rows)
     if not isinstance(value, Tensor) or value.ndim == 0 or value.size(0) != rows:
         wanted = f"[{rows}, ...], or " if rows is not None else ""
         repair = (
@@ -67,7 +72,7 @@ def _total(name: str, value: Any, rows: int | None) -> Total:
     return Total(values.sum(dim=0, dtype=_widest_dtype(values)), torch.tensor(rows))
 
 
-def _pair(name: str, total: Any, count: Any) -> Total:
+def _pair(name: str, total: Any, count: Any, rows: int | None) -> Total:
     wide_sum, wide_count = widest(total), widest(count)
     if wide_sum is None:
         rule = f"give {name!r} a sum of real numbers"
@@ -76,7 +81,8 @@ def _pair(name: str, total: Any, count: Any) -> Total:
         rule = f"give {name!r} a count"
         repair = "one number, or one for each of the sum's"
         raise ArgumentError(f"evaluate: metric_fn must {rule}, got {_told(count)}; {repair}")
-    return Total(wide_sum, wide_count)
+    counts_one = isinstance(count, int) and count == 1 and rows is not None and rows > 1
+    return Total(wide_sum, wide_count, int(counts_one))
 
 
 def widest(value: Any) -> Tensor | None:
@@ -131,6 +137,14 @@ def means(every: Sequence[Totals]) -> dict[str, float | Tensor]:
                 f"{rank} and {shapes[first]} on rank {first}"
             )
     whole = reduce(added, filter(None, every))
+    for name, total in whole.items():
+        if total.num_ones > 1:
+            warnings.warn(
+                f"evaluate: metric_fn gave {name!r} with a count of 1 for each of {total.num_ones} "
+                "micro-batches of several samples; if its sums are means already, this is a mean of means, "
+                "which is not the mean: give a sum and how many it is of",
+                stacklevel=3,
+            )
     return {name: _mean(name, total) for name, total in whole.items()}
 
 

@@ -9,9 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from accel_fn._errors import WorkerError
 from accel_fn.data._fetching import Fetcher, Part
-from accel_fn.data._workers import Crew
+from accel_fn.data._workers import Crew, death
 
 _KEPT = (
     "num_workers",
@@ -77,11 +76,7 @@ class Loading:
         except Exception as error:
             failed = True
             if lost := crew.lost(after=error):
-                raise WorkerError(
-                    f"shard_loader: workers must live until the loop ends, got {lost} while "
-                    f"{_where(batch, epoch)} was waited for; was there memory enough? "
-                    "fewer workers take less"
-                ) from error
+                raise death(lost, f" while {_where(batch, epoch)} was waited for") from error
             error.add_note(f"shard_loader: {_where(batch, epoch)}")
             raise
         finally:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel_fn._errors import ArgumentError, WorkerError
+from accel_fn._errors import ArgumentError
 from accel_fn.data._progress import Progress
 from accel_fn.data._reading import WorkerInit
-from accel_fn.data._workers import end_workers, lost_workers, start_workers
+from accel_fn.data._workers import death, end_workers, lost_workers, start_workers
 
 # Simulated ranks are threads: a worker that one of them forks while another forks its own holds
 # what says of that other that it has ended, and would have to end first.
@@ -108,10 +108,7 @@ class Passes:
         except Exception as error:
             failed, self._shared = True, None  # persistent workers too: the next pass starts others
             if lost := lost_workers(running, partial(stream.where, epoch=epoch), after=error):
-                raise WorkerError(
-                    f"shard_loader: workers must live until the loop ends, got {lost}; "
-                    "was there memory enough? fewer workers take less"
-                ) from error
+                raise death(lost) from error
             raise
         finally:
             if (failed or not self._shares) and hasattr(running, "_workers"):

@@ -74,7 +74,7 @@ class Stream:
         self._draws = Generators(self._seed)
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []
-        self._num_read = 0
+        self.num_read = 0  # items so far
         self._ended = False
 
     @contextmanager
@@ -124,10 +124,10 @@ class Stream:
                     self._items = iter(self._data)
                 found.extend(islice(self._items, count))
         except Exception as error:
-            where = f"after {self._num_read + len(found)} items of epoch {self._epoch}"
+            where = f"after {self.num_read + len(found)} items of epoch {self._epoch}"
             error.add_note(f"shard_loader: the stream failed {where}")
             raise
-        self._num_read += len(found)
+        self.num_read += len(found)
         self._ended = len(found) < count
         return found
 

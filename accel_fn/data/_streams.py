@@ -18,6 +18,7 @@ from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
 from accel_fn._errors import ArgumentError, ArgumentTypeError, ReplicaError, message
 from accel_fn._state import DistState
+from accel_fn.data._ends import until_end
 from accel_fn.data._evening import even_parts
 from accel_fn.data._locating import locate_by_counting
 from accel_fn.data._order import Order
@@ -46,7 +47,8 @@ def stream_source(
                     "a seed"
                 )
     if sharing.split is None:
-        return TurnsSource(loader, sharing, state.rank)
+        silent = state.world_size == 1 or state.group is None or sharing.num_items is not None
+        return TurnsSource(loader, sharing, state.rank, None if silent else open_channel(state))
     return SplitSource(loader, sharing, sharing.split, open_channel(state))
 
 
@@ -124,10 +126,16 @@ def _nothing(items: list[Any]) -> None:
 
 
 class TurnsSource(_StreamSource):
-    """A `Source`: every rank reads the stream and keeps its part of every global batch."""
+    """A `Source`: every rank reads the stream and keeps its part of every global batch.
 
-    def __init__(self, loader: DataLoader[Any], sharing: Sharing, rank: int) -> None:
+    A channel where lengths are to be compared as the stream is read, since it does not say its own.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], sharing: Sharing, rank: int, channel: Channel | None
+    ) -> None:
         super().__init__(loader, sharing, rank)
+        self._channel = channel
         options = options_of(loader, WorkerInit)
         given: dict[str, Any] = {
             "data": loader.dataset,
@@ -140,10 +148,30 @@ class TurnsSource(_StreamSource):
         self._counting = Passes(partial(TurnsStream, collate_fn=_nothing, **given), once)
 
     def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        return self._passes.start(epoch, first_batch)
+        items = self._passes.start(epoch, first_batch)
+        if self._channel is None:
+            return until_end(items, None, first_batch)
+        channel = self._channel.another()
+        return channel.telling(until_end(items, channel, first_batch))
 
     def _count(self, epoch: int) -> Iterator[Any]:
-        return self._counting.start(epoch, 0)
+        return until_end(self._counting.start(epoch, 0), None, 0)
+
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+        """Where ranks can talk, the same on all: each reads for itself, and they compare what they find."""
+        find = partial(super().locate, step, window)
+        if self._channel is None:
+            return find()
+        state = self._channel.state
+        place = all_or_none(find, state, "epochs")
+        for rank, other in enumerate(exchange(place, state, "epochs")):
+            if other != place:
+                raise ReplicaError(
+                    f"epochs: loader must be over the same stream on every rank, got epoch {place[0]} and "
+                    f"batch {place[1]} after {step} steps on rank {state.rank} and epoch {other[0]} and "
+                    f"batch {other[1]} on rank {rank}; give every rank the whole stream"
+                )
+        return place
 
 
 class SplitSource(_StreamSource):

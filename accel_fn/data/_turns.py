@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from accel_fn._errors import ArgumentError
+from accel_fn.data._ends import End
 from accel_fn.data._progress import Progress
 from accel_fn.data._reading import Stream, worker_over
 
@@ -110,7 +111,8 @@ def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, in
 class TurnsStream(IterableDataset[Any]):
     """What a loader's workers read: worker w makes this rank's part of every batch that is its turn.
 
-    Each of them reads the whole stream, and the data set takes itself for alone.
+    Each of them reads the whole stream, and the data set takes itself for alone. After its batches
+    it gives an `End`.
     """
 
     progress: Progress | None = None  # where workers write which batch they read
@@ -138,8 +140,14 @@ class TurnsStream(IterableDataset[Any]):
         stream = Stream(self.data, epoch, seed=self.seed, in_worker=info is not None)
         first_batch += worker
         parts = turns(stream, self.cut, self.rank, first_batch=first_batch, stride=num_workers)
-        batches = map(self.collate_fn, parts)
-        return batches if info is None else self._noted(batches, count(first_batch, num_workers))
+        batches: Iterator[Any] = map(self.collate_fn, parts)
+        if info is not None:
+            batches = self._noted(batches, count(first_batch, num_workers))
+        return self._ended(batches, stream)
+
+    def _ended(self, batches: Iterator[Any], stream: Stream) -> Iterator[Any]:
+        yield from batches
+        yield End(stream.num_read)
 
     def _noted(self, batches: Iterator[Any], numbers: Iterator[int]) -> Iterator[Any]:
         assert self.progress is not None

@@ -21,11 +21,16 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
+from accel_fn._errors import WorkerError
 from accel_fn.data._fetching import Fetcher, Part, listed
 from accel_fn.data._progress import Progress
 
 _PATIENCE_S = 0.5  # for workers that are in the middle of reading something that nobody waits for
 _LOOK_S = 0.2  # between two looks whether all workers that are waited for live
+_HINTS = {
+    "SIGKILL": "was there memory enough? fewer workers take less",
+    "SIGBUS": "was there room in /dev/shm? fewer workers take less",
+}
 _BROKEN = (OSError, EOFError, RuntimeError, UnpicklingError)
 """What reading from a worker that has died may raise."""
 
@@ -198,6 +203,15 @@ def lost_workers(
         f"worker {number} (process {worker.pid}) {_ending(worker.exitcode)}{where(number)}"
         for number, worker in enumerate(workers)
         if going_on and not worker.is_alive() and not (may_end and worker.exitcode == 0)
+    )
+
+
+def death(lost: str, meanwhile: str = "") -> WorkerError:
+    """The error that says it: `lost` as `lost_workers` gives it, and in words what was waited for."""
+    hint = next((hint for name, hint in _HINTS.items() if name in lost), None)
+    return WorkerError(
+        f"shard_loader: workers must live until the loop ends, got {lost}{meanwhile}; "
+        f"{hint or 'num_workers=0 shows where it happens'}"
     )
 
 

@@ -31,6 +31,21 @@ def test_exchange_gives_all_to_all(world_size):
         ]
 
 
+def test_values_of_all_sizes_arrive():
+    """Pickled, they need one message or two; both sides of the limit are among them."""
+    values = [bytes(range(256)) * 4, *(b"x" * size for size in range(200, 260)), b""]
+
+    def fn(state):
+        channel = open_channel(state)
+        for number, value in enumerate(values):
+            assert channel.exchange((number + state.rank, value)) == [
+                (number, value),
+                (number + 1, value),
+            ]
+
+    simulate(fn, world_size=2)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("fails", [0, 1])
 def test_who_fails_waits_for_nobody_and_is_heard_by_all(world_size, fails):

@@ -76,6 +76,26 @@ def test_a_metric_is_given_micro_batches():
     assert sizes == [2, 2, 2, 2, 1, 1]
 
 
+def test_a_count_of_one_for_every_batch_is_warned_of():
+    state, step, loader = make(af.DistState())
+    found = af.evaluate(step, loader, state, lambda model, batch: {"x": (batch[0].mean(), 2)})
+    with pytest.warns(UserWarning, match="gave 'x' with a count of 1 for each of 3 .*mean of mea"):
+        same = af.evaluate(step, loader, state, lambda model, batch: {"x": (batch[0].mean(), 1)})
+    assert same["x"] == pytest.approx(2 * found["x"])
+
+
+@pytest.mark.parametrize(
+    "count_of",
+    [lambda rows: torch.tensor(1), lambda rows: len(rows), lambda rows: 1 if len(rows) < 4 else 2],
+    ids=["counted", "rows", "once"],
+)
+def test_a_count_that_happens_to_be_one_is_not_warned_of(count_of):
+    """Counted items may well be one; and one batch of one sample is its own mean."""
+    state, step, loader = make(af.DistState())
+    af.evaluate(step, loader, state, lambda model, batch: {"x": (1.0, count_of(batch[0]))})
+    af.evaluate(step, [(torch.ones(1, 1),)] * 3, state, lambda model, batch: {"x": (1.0, 1)})
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("value", "text"),
@@ -210,7 +230,7 @@ def ones(model, batch):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ((0.1, 1), 0.1),
+        ((0.1, torch.tensor(1)), 0.1),
         ((True, 4), 0.25),
         ((1.0, 0), math.nan),
         ((torch.tensor(1.0, dtype=torch.float16), 3.0), 1 / 3),

@@ -331,13 +331,14 @@ def test_a_loader_that_fails_on_one_rank_fails_on_all():
 
 
 @pytest.mark.parametrize("step", [7, 100])
-def test_a_state_beyond_the_end_is_refused(step):
-    loader = af.shard_loader(of(12), af.DistState())
-    with pytest.raises(
-        ValueError,
-        match=f"since must be at most at the end of 2 epochs, got 'step {step}'",
-    ):
-        loader.epochs(2, since=af.DistState(step=step))
+def test_a_state_beyond_the_end_is_refused_on_every_rank(step):
+    for rank in range(3):
+        loader = af.shard_loader(of(12), af.DistState(rank=rank, world_size=3))
+        with pytest.raises(
+            ValueError,
+            match=f"since must be at most at the end of 2 epochs, got 'step {step}'",
+        ):
+            loader.epochs(2, since=af.DistState(step=step))
 
 
 def test_training_code_may_use_any_data_set():

@@ -1,5 +1,6 @@
 """Streams: what of the user's loader is kept, who reads what, and what is refused on every rank."""
 
+import dataclasses
 import gc
 import multiprocessing
 import os
@@ -124,6 +125,76 @@ def test_fewer_items_in_all_shards_than_ranks_are_refused_on_every_rank():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_drop_last_leaves_no_batch_of_a_stream_that_is_shorter(world_size):
     assert everywhere(Counting(3), world_size, drop_last=True) == [[]] * world_size
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "num_common", "text"),
+    [
+        ((24, 8), 2, "more to come on rank 0 and its end after 8 items on rank 1 before batch 2"),
+        (
+            (8, 8, 24),
+            2,
+            "its end after 8 items on rank 0 and more to come on rank 2 before batch 2",
+        ),
+        ((11, 10), 2, "its end after 11 items on rank 0 and its end after 10 items on rank 1"),
+    ],
+)
+def test_streams_of_other_lengths_are_refused_on_every_rank(
+    num_workers, drop_last, sizes, num_common, text
+):
+    """At the same batch on all, once what they have in common has been given, and nobody waits."""
+
+    def run(state):
+        options = {"num_workers": num_workers, "drop_last": drop_last}
+        loader = DataLoader(Counting(sizes[state.rank]), batch_size=4, **options)
+        count = 0
+        try:
+            for _ in af.shard_loader(loader, state):
+                count += 1
+        except RuntimeError as error:
+            return count, str(error)
+
+    counts, texts = zip(*simulate(run, world_size=len(sizes), timeout_s=20), strict=True)
+    assert set(counts) == {num_common + (sizes == (11, 10) and not drop_last)}
+    assert len(set(texts)) == 1
+    assert text in texts[0]
+    assert texts[0].startswith("shard_loader: loader must be over the same stream on every rank")
+    assert texts[0].endswith("give every rank the whole stream")
+
+
+def test_streams_in_which_a_position_differs_are_refused_on_every_rank():
+    def run(state):
+        loader = af.shard_loader(DataLoader(Counting(8 + 4 * state.rank), batch_size=4), state)
+        with pytest.raises(RuntimeError, match="epochs: loader must be over the same stream on e"):
+            loader.epochs(3, since=dataclasses.replace(state, step=3))
+        return loader.epochs(3, since=dataclasses.replace(state, step=1)) is not None
+
+    assert simulate(run, world_size=2) == [True, True]
+
+
+def test_ranks_that_say_a_length_do_not_talk():
+    """What they say is compared once, and a pass costs no message."""
+
+    def run(state):
+        return af.shard_loader(DataLoader(Sized(8), batch_size=4), state)._source._channel
+
+    assert simulate(run, world_size=2) == [None, None]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_fails_on_one_rank_ends_all(num_workers):
+    def run(state):
+        data = Failing(9) if state.rank else Counting(30)
+        loader = DataLoader(data, batch_size=4, num_workers=num_workers)
+        with pytest.raises(RuntimeError) as caught:
+            list(af.shard_loader(loader, state, split="turns"))
+        return str(caught.value)
+
+    here, there = simulate(run, world_size=2, timeout_s=20)
+    assert "shard_loader: failed on rank 1: RuntimeError(" in here
+    assert "the disk is gone" in there
 
 
 # --- workers ---

@@ -151,7 +151,8 @@ def test_a_worker_that_is_killed_is_told_at_once(persistent):
 def test_a_worker_that_leaves_is_told():
     with pytest.raises(
         WorkerError,
-        match=r"worker 0 \(process \d+\) ended with exit code 7 in sample 9 of batch 2 of epoch 0 while",
+        match=r"worker 0 \(process \d+\) ended with exit code 7 in sample 9 of batch 2 of epoch 0 while"
+        r".*waited for; num_workers=0 shows where it happens$",
     ):
         ids(loader_of(Failing(9, lambda index: os._exit(7)), num_workers=2))
 
