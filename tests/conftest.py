@@ -23,3 +23,4 @@ def pytest_collection_finish():
     """What was imported stays: no look for garbage goes through it, least of all in workers that fork."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
