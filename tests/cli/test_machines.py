@@ -46,22 +46,34 @@ def start_one(launchers, folder, rank, port, *arguments, count=2, host="127.0.0.
     return launchers.start(folder, "-n", count, *where, *arguments, **options)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The curves of the digits on one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    ended = run_python(folder, *_DIGITS, "out")
+    assert ended.returncode == 0, ended.stderr
+    return curves(folder)
+
+
+def curves(folder):
+    return json.loads((folder / "out" / "curves.json").read_text())
+
+
+def assert_same(ours, theirs):
+    """The same batches in other shapes, so by other kernels: equal to float32's rounding."""
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
-def test_two_machines_train_as_one_process_does(launchers, tmp_path):
+def test_two_machines_train_as_one_process_does(launchers, tmp_path, alone):
     """The second may know the first by another of its addresses."""
     hosts = ("127.0.0.2", "127.0.0.3")
     machines = start_two(launchers, tmp_path, *_DIGITS, "out", hosts=hosts)
-    alone = run_python(tmp_path, *_DIGITS, "alone")
     ended = [machine.wait() for machine in machines]
     assert [each.exit_code for each in ended] == [0, 0], ended
-    assert alone.returncode == 0, alone.stderr
-    ours, theirs = (
-        json.loads((tmp_path / name / "curves.json").read_text()) for name in ("a/out", "alone")
-    )
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        # The same batches in other shapes, so by other kernels: equal to float32's rounding.
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+    assert_same(curves(tmp_path / "a"), alone)
 
 
 @pytest.mark.slow
@@ -240,45 +252,25 @@ def two_networks():
 
 
 @pytest.mark.slow
-def test_two_machines_in_two_networks_train_as_one_process_does(two_networks, tmp_path):
+def test_two_machines_in_two_networks_train_as_one_process_does(two_networks, tmp_path, alone):
     """The names of both lead to themselves, as on many machines: the way is found all the same."""
-    (tmp_path / "script.py").write_text(
-        "import os\nfrom tests.cli.test_machines import train\n"
-        "import accel_fn as af\n"
-        "os.write(1, repr(train(af.init(device='cpu', timeout_s=30))).encode())"
-    )
     names, addresses = two_networks
     launch = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "--num-machines", "2"]
     launch += ["--main-process-ip", addresses[0], "--machine-rank"]
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
     machines = [
         subprocess.Popen(
-            ["ip", "netns", "exec", names[rank], *launch, str(rank), "script.py"],
-            cwd=tmp_path,
-            env=surroundings(tmp_path),
+            ["ip", "netns", "exec", names[rank], *launch, str(rank), *_DIGITS, "out"],
+            cwd=folders[rank],
+            env=surroundings(folders[rank]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in (0, 1)
     ]
-    ended = [machine.communicate(timeout=60) for machine in machines]
+    ended = [machine.communicate(timeout=90) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], ended
-    alone = train(af.DistState())
-    for stdout, _ in ended:
-        torch.testing.assert_close(json.loads(stdout), alone, rtol=1e-12, atol=1e-12)
-
-
-def train(state):
-    """The losses of a small training in float64."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(37, 4, generator=generator, dtype=torch.float64)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1, dtype=torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    plan = af.wrap_ddp()(af.Plan(lambda model, x: model(x).square().mean(), model, optimizer))
-    state, step = af.build(state, plan)
-    losses = []
-    for _ in range(5):
-        state, report = step(state, inputs.tensor_split(state.world_size)[state.rank])
-        losses.append(report.loss.item())
-    return losses
+    assert_same(curves(folders[0]), alone)
