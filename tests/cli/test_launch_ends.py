@@ -12,6 +12,8 @@ import pytest
 from tests.cli.commands import surroundings
 from tests.cli.launchers import gone, is_running, until
 
+pytestmark = pytest.mark.slow
+
 # A rank with two children: one of another program, one a fork of itself.
 _FAMILY = """
     import os, signal, subprocess, sys, time

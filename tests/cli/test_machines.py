@@ -12,7 +12,6 @@ import time
 import pytest
 import torch
 
-import accel_fn as af
 from accel_fn.launching._network import answers
 from tests.cli.commands import ROOT, run_python, surroundings
 from tests.cli.launchers import gone, until

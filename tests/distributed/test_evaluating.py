@@ -9,6 +9,8 @@ from torch.utils.data import default_collate
 from tests import strategies as ours
 from tests.processes import launch
 
+pytestmark = pytest.mark.slow
+
 EVALUATE = """
 import json, torch
 import accel_fn as af

@@ -10,6 +10,8 @@ from tests import strategies as ours
 from tests.processes import launch
 from tests.properties.test_halving import FULL
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json
 import torch

@@ -10,6 +10,8 @@ import pytest
 from accel_fn._ending import EXIT_CODE
 from tests.forking import line_of, run_worlds
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 3
 TRAINING = """
 import threading, time, torch

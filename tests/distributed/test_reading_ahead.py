@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import accel_fn as af
 from tests import strategies as ours
 from tests.processes import launch
+
+pytestmark = pytest.mark.slow
 
 TRAIN = """
 import json

@@ -81,8 +81,10 @@ WORLDS = [
     (2, "af.wrap_ddp()"),
     (3, "af.wrap_ddp()"),
     (2, "af.wrap_fsdp()"),
-    (4, "af.wrap_fsdp()"),
-    (4, "af.wrap_fsdp(replicate=2, reshard_after_forward=False)"),
+    pytest.param(4, "af.wrap_fsdp()", marks=pytest.mark.slow),
+    pytest.param(
+        4, "af.wrap_fsdp(replicate=2, reshard_after_forward=False)", marks=pytest.mark.slow
+    ),
     (2, "af.wrap_fsdp(offload=True, blocks='0')"),
 ]
 worlds = pytest.mark.parametrize(("num_processes", "wrap"), WORLDS)

@@ -7,6 +7,8 @@ from accel_fn import testing
 from tests.processes import launch
 from tests.properties.test_reproducible import batches, fingerprint
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import torch
 import accel_fn as af
@@ -42,7 +44,6 @@ say(fingerprint(state, recipe, batches(3), model=model))
 """
 
 
-@pytest.mark.slow
 def test_compiled_losses_have_one_hash_too():
     """Dropout draws other numbers in a graph, but the same on any number of ranks."""
     alone = launch(COMPILED, num_processes=1).splitlines()

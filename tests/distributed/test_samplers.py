@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel_fn as af
 from tests.processes import launch
 
+pytestmark = pytest.mark.slow
+
 SIZE, BATCH_SIZE, NUM_EPOCHS = 32, 6, 3
 
 

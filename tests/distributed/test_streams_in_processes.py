@@ -12,6 +12,8 @@ from tests.forking import run_worlds
 from tests.processes import launch
 from tests.streams import SelfSplitting, Sharded, global_batches, items_of, joined, samples
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [70, 3, 0, 11, 9, 2]
 NUM_ROWS, BATCH_SIZE = 21, 6  # a tail of three, which three ranks can share
 

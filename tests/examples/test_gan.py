@@ -17,7 +17,11 @@ from tests.examples.running import Run, finished, run_forked
 NUM_BATCHES = 141  # ten passes over 1,797 digits, 128 at a time
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.slow)],
+    ids=["one process", "two processes"],
+)
 def any_run(request: pytest.FixtureRequest) -> Run:
     return request.getfixturevalue({1: "on_one", 2: "on_two"}[request.param])
 
@@ -34,6 +38,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return finished(run_forked("gan", "--passes", "10", folder=folder, num_processes=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", ["discriminator", "generator"])
 def test_losses_are_the_same_on_two_processes_to_rounding(
     network: str, on_one: Run, on_two: Run
@@ -58,6 +63,7 @@ def test_picture_of_drawn_digits_opens(any_run: Run) -> None:
         assert picture.width > picture.height > 400
 
 
+@pytest.mark.slow
 def test_main_rank_alone_prints(on_two: Run) -> None:
     assert f"{NUM_BATCHES}/{NUM_BATCHES}" in on_two.stderr[0]
     assert "batch/s" not in on_two.stderr[1]

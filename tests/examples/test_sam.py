@@ -24,6 +24,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return finished(run_forked("sam", "--epochs", "2", folder=folder, num_processes=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", ["plain", "sharpness-aware"])
 def test_losses_are_the_same_on_two_processes_to_rounding(
     training: str, on_one: Run, on_two: Run
@@ -39,6 +40,7 @@ def test_sharpness_aware_training_finds_a_flatter_place(on_one: Run) -> None:
     assert 0 < curves["sharpness-aware"]["sharpness"] < curves["plain"]["sharpness"]
 
 
+@pytest.mark.slow
 def test_both_trainings_are_compared_on_the_main_rank_alone(on_two: Run) -> None:
     curves = on_two.curves()
     assert f"{curves['plain']['test_accuracy'][-1]:.4f}" in on_two.stdout[0]
@@ -46,6 +48,7 @@ def test_both_trainings_are_compared_on_the_main_rank_alone(on_two: Run) -> None
     assert on_two.stdout[1] == ""
 
 
+@pytest.mark.slow
 def test_picture_of_the_comparison_opens(on_two: Run) -> None:
     with Image.open(on_two.out / "curves.png") as picture:
         assert picture.width > picture.height > 400
