@@ -277,7 +277,10 @@ def all_or_none(fn: Callable[[], T], state: DistState, function: str) -> T:
         failure = error
     verdicts = _comm.exchange(None if failure is None else repr(failure), state, function)
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # an error that this frame holds would keep the frame, and it the error
     for rank, verdict in enumerate(verdicts):
         if verdict is not None:
             raise ReplicaError(f"{function}: failed on rank {rank}: {verdict}")

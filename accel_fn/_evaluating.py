@@ -120,6 +120,8 @@ def _totals(
                 for _ in batches:
                     pass
         raise
+    finally:
+        del batches  # workers end with it, also where somebody keeps the error
     return {name: total.to_host() for name, total in totals.items()}
 
 

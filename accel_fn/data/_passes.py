@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel_fn._errors import ArgumentError
+from accel_fn.data._order import mix
 from accel_fn.data._progress import Progress
 from accel_fn.data._reading import WorkerInit
 from accel_fn.data._workers import death, end_workers, lost_workers, start_workers
@@ -51,13 +52,18 @@ class Passes:
 
     Every pass has a loader and workers of its own, so that passes do not
     meet. Persistent workers are shared by all, and the place reaches them
-    through shared memory; they serve one pass at a time.
+    through shared memory; they serve one pass at a time. Where the user gave no generator,
+    workers are seeded by seed and epoch: torch would draw from the global one, at every pass.
     """
 
-    def __init__(self, stream_of: Callable[[Tensor], Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self, stream_of: Callable[[Tensor], Any], options: dict[str, Any], seed: int
+    ) -> None:
         self._running: Any = None
         self._stream_of = stream_of
-        self._options = options
+        self._seed = seed
+        self._own = torch.Generator()
+        self._options = {**options, "generator": options.get("generator") or self._own}
         self._shares = bool(options.get("persistent_workers"))
         self._place = torch.zeros(2, dtype=torch.int64)
         self._shared: DataLoader[Any] | None = None
@@ -68,6 +74,7 @@ class Passes:
     def start(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """What the stream gives from there on. Workers start here, not at the first item."""
         self._newest += 1
+        self._own.manual_seed(mix(mix(self._seed) + epoch))
         with _STARTING:
             if not self._shares:
                 loader = self._loader(torch.tensor([epoch, first_batch]))

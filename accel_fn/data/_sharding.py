@@ -66,9 +66,10 @@ def shard_loader(
 
     Cost: in a world of several, two small collectives, once. Per batch, this
     rank's samples alone are read, in one read where the data set is of tensors or
-    arrays. With a sampler of your own, four messages a rank per some thousand samples.
-    Of a stream, turns read all items on every rank and say nothing; of one that is split,
-    a rank reads its own, and says every few batches how much it holds.
+    arrays. With a sampler of your own, three messages a rank per some thousand samples.
+    Of a stream, turns read all items on every rank, and two small messages a rank say whether
+    there is a batch, unless it has a length; of one that is split, a rank reads its own, and
+    says every few batches how much it holds.
 
     >>> import torch, accel_fn as af
     >>> data = torch.utils.data.TensorDataset(torch.arange(10))

@@ -21,7 +21,7 @@ from accel_fn._state import DistState
 from accel_fn.data._ends import until_end
 from accel_fn.data._evening import even_parts
 from accel_fn.data._locating import locate_by_counting
-from accel_fn.data._order import Order
+from accel_fn.data._order import Order, mix
 from accel_fn.data._passes import Passes, as_it_is, options_of
 from accel_fn.data._reading import WorkerInit
 from accel_fn.data._shards import Shard, ShardStream, Split
@@ -143,9 +143,11 @@ class TurnsSource(_StreamSource):
             "rank": rank,
             "seed": sharing.seed,
         }
-        self._passes = Passes(partial(TurnsStream, collate_fn=self._collate, **given), options)
+        seed = mix(sharing.seed) + rank
+        stream = partial(TurnsStream, collate_fn=self._collate, **given)
+        self._passes = Passes(stream, options, seed)
         once = {**options, "persistent_workers": False}
-        self._counting = Passes(partial(TurnsStream, collate_fn=_nothing, **given), once)
+        self._counting = Passes(partial(TurnsStream, collate_fn=_nothing, **given), once, seed)
 
     def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
         items = self._passes.start(epoch, first_batch)
@@ -201,7 +203,7 @@ class SplitSource(_StreamSource):
             seed=sharing.seed,
             block_size=-(-self._cut.batch_size // self._cut.world_size),
         )
-        self._passes = Passes(stream, options)
+        self._passes = Passes(stream, options, mix(sharing.seed) + self._rank)
 
     def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
         channel = self._channel.another()

@@ -1,8 +1,12 @@
 """evaluate: what it does to the model, what it shows, and what it refuses, on every rank alike."""
 
+import gc
 import io
 import math
+import multiprocessing
 import sys
+import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import accel_fn as af
 from accel_fn.data._loader import ShardedLoader
 from accel_fn.testing import simulate
+from tests.streams import Counting
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
 
@@ -50,6 +55,37 @@ def test_the_model_is_in_evaluation_mode_for_the_time_being(fails):
     assert set(seen) == {(False, False)}
     assert [module.training for module in model.modules()] == before
     assert state.step == 0
+
+
+@pytest.mark.parametrize("wrap", [lambda loader, state: loader, af.prefetch], ids=["", "prefetch"])
+@pytest.mark.parametrize("data", [range(10), Counting(10)], ids=["map", "stream"])
+def test_an_evaluation_that_fails_leaves_no_worker_behind(data, wrap):
+    """Though the error is kept."""
+    before = set(multiprocessing.active_children())
+    state, step, _ = make(af.DistState())
+    loader = af.shard_loader(DataLoader(data, batch_size=4, num_workers=2), state)
+    with pytest.raises(ZeroDivisionError) as kept:
+        af.evaluate(step, wrap(loader, state), state, lambda model, batch: {"x": 1 / 0})
+    assert set(multiprocessing.active_children()) <= before
+    assert kept.type is ZeroDivisionError
+
+
+def test_an_evaluation_that_fails_holds_no_batch():
+    """Nor anything else, once the error is let go of, without the help of garbage collection."""
+    held = []
+
+    def metric_fn(model, batch):
+        held.append(weakref.ref(batch[0]))
+        raise OSError("gone")
+
+    state, step, loader = make(af.DistState())
+    gc.disable()
+    try:
+        with suppress(OSError):
+            af.evaluate(step, loader, state, metric_fn)
+        assert [ref() for ref in held] == [None]
+    finally:
+        gc.enable()
 
 
 def test_it_runs_under_the_autocast_of_the_step():

@@ -448,6 +448,26 @@ def test_the_users_generators_are_left_as_they_are():
         assert states == (random.getstate(), np.random.get_state()[1].tolist())
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("split", ["turns", "auto"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_pass_draws_nothing_from_torchs_generator(num_workers, split, step):
+    """Nor does a count of batches: else the dropout of a run that is resumed is another one."""
+    loader = by_hand(Sharded([9, 9]), split=split, num_workers=num_workers)
+    before = torch.get_rng_state()
+    for epoch in loader.epochs(2, since=af.DistState(step=step)):
+        assert len(ids(epoch)) == 5 - epoch.first_batch
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_workers_draw_for_collating_depends_on_seed_and_epoch_alone():
+    options = {"num_workers": 2, "collate_fn": lambda items: torch.rand(1)}
+    loaders = [by_hand(Counting(18), **options) for _ in range(2)]
+    found = [[ids(epoch) for epoch in loader.epochs(2)] for loader in loaders]
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
 def test_readers_of_a_split_source_draw_other_numbers():
     """Not what they would draw if each started at the same seed, as workers of one process."""
 

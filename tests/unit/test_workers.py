@@ -157,6 +157,17 @@ def test_a_worker_that_leaves_is_told():
         ids(loader_of(Failing(9, lambda index: os._exit(7)), num_workers=2))
 
 
+def test_a_worker_that_finds_no_shared_memory_says_where_to_look():
+    def fail(index):
+        signal.signal(signal.SIGBUS, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGBUS)
+
+    with pytest.raises(
+        WorkerError, match=r"killed by SIGBUS in sample 9 .*; was there room in /dev/shm\? fewer"
+    ):
+        ids(loader_of(Failing(9, fail), num_workers=2))
+
+
 def test_a_failure_leaves_no_cycle_that_would_keep_a_loader():
     loader = loader_of(Failing(13, raising(ValueError("rotten"))), 2, persistent=True)
     gone = weakref.ref(loader)
