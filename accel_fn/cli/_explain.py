@@ -6,6 +6,8 @@ import importlib
 
 import click
 
+from accel_fn.cli._output import interrupts_raised
+
 
 @click.command()
 @click.argument("target", metavar="TARGET")
@@ -25,4 +27,5 @@ def explain(*, target: str, num_processes: int | None, device: str | None, as_js
     gives one. What it leaves to the launch, the settings say: `accel-fn config --show`.
     """
     explaining = importlib.import_module("accel_fn.cli._explaining")
-    explaining.explain_target(target, num_processes, device, as_json=as_json)
+    with interrupts_raised():
+        explaining.explain_target(target, num_processes, device, as_json=as_json)
