@@ -8,14 +8,11 @@ import signal
 import sys
 from types import FrameType
 
-_ENDED_AT_ONCE = ("launch", "test", "env")
-"""Commands that leave nothing to tidy up: what they start ends with them."""
-
 
 def main() -> None:
     """Run the command line. Its libraries are the extra `cli`."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a script
-    if sys.argv[1:2] and sys.argv[1] in _ENDED_AT_ONCE and not ignored:
+    if sys.argv[1:2] and not ignored:
         signal.signal(signal.SIGINT, _end)
     try:
         app = importlib.import_module("accel_fn.cli._app").app
@@ -30,7 +27,7 @@ def main() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C, until torch's agent does: an exception could get lost in the import of torch."""
+    """Handle Ctrl-C, until torch's agent or the command does: an import of torch may lose an exception."""
     try:
         os.write(2, f"accel-fn {sys.argv[1]}: stopped by Ctrl-C\n".encode())
     finally:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from accel_fn.cli._output import interrupts_raised
+
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -41,7 +43,8 @@ def config(
     else:
         _refuse("writing a file", {"--json": as_json, "--config": config_file})
         questions = importlib.import_module("accel_fn.cli._questions")
-        questions.write(output, ask=not default, force=force)
+        with interrupts_raised():
+            questions.write(output, ask=not default, force=force)
 
 
 def _refuse(job: str, options: dict[str, object]) -> None:

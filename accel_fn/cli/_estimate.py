@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from accel_fn.cli._output import interrupts_raised
+
 
 def _counts(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
     """One integer >= 1 or several, as in `1,8,64`."""
@@ -54,4 +56,6 @@ def estimate(**options: Any) -> None:
     or a model and a batch. It runs where tensors have shapes and no data, so a model may be larger than
     this machine. With a batch, the step is gone through to count what is alive in it.
     """
-    importlib.import_module("accel_fn.cli._estimating").estimate_target(**options)
+    estimating = importlib.import_module("accel_fn.cli._estimating")
+    with interrupts_raised():
+        estimating.estimate_target(**options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -18,13 +19,18 @@ from accel_fn.launching._targets import call_target, load_target
 
 
 def explain_target(
-    target: str, num_processes: int | None, device: str | None, *, as_json: bool
+    target: str,
+    num_processes: int | None,
+    device: str | None,
+    config: Path | None = None,
+    *,
+    as_json: bool,
 ) -> None:
     """Print the step of the plan that `target` names, as it would be if it were launched from here.
 
     This process gets the variables that such a launch would give its ranks: the plan reads them.
     """
-    settings = resolve_or_fail({}).settings
+    settings = resolve_or_fail({}, config=config).settings
     _become_a_rank(settings)
     num_processes = num_processes or settings.num_processes or 1
     with errors_in_a_line():

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from accel_fn.cli._output import interrupts_raised
+
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -21,6 +23,6 @@ def export(*, checkpoint: Path, folder: Path, step: str, max_shard_size: str) ->
     The layout is Hugging Face's, as af.save_model writes it. The program that saved the checkpoint is
     not needed. Every file is checked against its hash first.
     """
-    importlib.import_module("accel_fn.cli._exporting").export_to(
-        checkpoint, folder, step, max_shard_size
-    )
+    exporting = importlib.import_module("accel_fn.cli._exporting")
+    with interrupts_raised():
+        exporting.export_to(checkpoint, folder, step, max_shard_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,3 +56,19 @@ def errors_in_a_line() -> Iterator[None]:
         yield
     except AccelError as error:
         raise click.ClickException(str(error)) from None
+
+
+@contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Ctrl-C is an exception in here, so that what was begun is tidied up; then the command ends by it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        command = click.get_current_context().command_path
+        click.echo(f"{command}: stopped by Ctrl-C", err=True)
+        raise click.exceptions.Exit(128 + signal.SIGINT) from None
+    finally:
+        signal.signal(signal.SIGINT, before)

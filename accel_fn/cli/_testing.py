@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -36,15 +37,17 @@ class Verdict:
     traceback: str
 
 
-def run_test(num_processes: int | None, cpu: bool | None, *, as_json: bool) -> None:
+def run_test(
+    num_processes: int | None, cpu: bool | None, config: Path | None = None, *, as_json: bool
+) -> None:
     """Check all promises, print what came of it, and exit by it."""
     speaks = True
     with errors_in_a_line():
         if "RANK" in os.environ or read_task(os.environ) is not None:
-            _refuse_options(num_processes, cpu)
+            _refuse_options(num_processes, cpu, config)
             reports, speaks = _over_this_world()
         else:
-            reports = _over_a_new_one(num_processes, cpu)
+            reports = _over_a_new_one(num_processes, cpu, config)
     verdicts = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
     if speaks and as_json:
         print_json(_as_object(reports[0], verdicts))
@@ -53,9 +56,11 @@ def run_test(num_processes: int | None, cpu: bool | None, *, as_json: bool) -> N
     sys.exit(0 if all(verdict.holds for verdict in verdicts) else 1)
 
 
-def _refuse_options(num_processes: int | None, cpu: bool | None) -> None:
-    if num_processes is not None or cpu:
-        raise click.UsageError("-n and --cpu are for ranks of its own, and this is a rank already")
+def _refuse_options(num_processes: int | None, cpu: bool | None, config: Path | None) -> None:
+    if num_processes is not None or cpu or config is not None:
+        raise click.UsageError(
+            "-n, --cpu and --config are for ranks of its own, and this is a rank already"
+        )
 
 
 def _over_this_world() -> tuple[list[RankReport], bool]:
@@ -75,9 +80,11 @@ def _check_here() -> RankReport:
     return report
 
 
-def _over_a_new_one(num_processes: int | None, cpu: bool | None) -> list[RankReport]:
+def _over_a_new_one(
+    num_processes: int | None, cpu: bool | None, config: Path | None
+) -> list[RankReport]:
     """Reports of ranks that are started for it, with the settings of a launch."""
-    resolved = resolve_or_fail({"num_processes": num_processes, "cpu": cpu})
+    resolved = resolve_or_fail({"num_processes": num_processes, "cpu": cpu}, config=config)
     settings = resolved.settings
     if (settings.num_machines or 1) > 1:
         raise click.ClickException(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import os
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
 from accel_fn._errors import ArgumentError, message
+from accel_fn.launching._modules import why_missing
 
 Kind = Literal["script", "module", "program"]
 
@@ -48,10 +46,7 @@ def _check_script(target: str) -> None:
 
 
 def _check_module(target: str) -> None:
-    """The top-level package alone: to look further would be to import it."""
-    top = target.partition(".")[0]
-    if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-        repair = "it is looked for in this folder, then where python looks"
+    if repair := why_missing(target):
         raise ArgumentError(message("launch", "module", "be one that is found", target, repair))
 
 

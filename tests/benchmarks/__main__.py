@@ -8,7 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import argparse
 import sys
+from collections.abc import Callable
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 from tests.benchmarks.comparing import compare
@@ -27,11 +29,17 @@ from tests.benchmarks.report import (
 )
 from tests.benchmarks.results import Table
 from tests.benchmarks.saving import SIZES, compare_saving
+from tests.benchmarks.starting import START, compare_starting
 from tests.benchmarks.tasks import ALONE, IN_TWO_RANKS, Scenario
 from tests.benchmarks.worlds import compare_in_world
 
 ROUNDS, QUICK_ROUNDS = 25, 3
 PATIENCE_S = 4.0  # per scenario, for blocks that others disturbed
+APART: dict[str, Callable[..., list[Table]]] = {
+    **{name: partial(compare_saving, num_layers=count) for name, count in SIZES.items()},
+    START: compare_starting,
+}
+"""What is timed in processes of its own, without patience."""
 
 
 def read_arguments() -> argparse.Namespace:
@@ -93,12 +101,13 @@ def run(pattern: str, rounds: int, patience_s: float) -> tuple[ImportCost | None
             print(f"  {name} ...", flush=True)
             tables.append(measure(name, alone(), rounds, patience_s))
             show(tables[-1])
-    for name, num_layers in SIZES.items():
+    for name, compare_apart in APART.items():
         if fnmatch(name, pattern):
             print(f"  {name} ...", flush=True)
-            tables += compare_saving(name, num_layers, rounds)
-            for table in tables[-2:]:
+            of_one = compare_apart(name, rounds=rounds)
+            for table in of_one:
                 show(table)
+            tables += of_one
     in_world = chosen([*IN_TWO_RANKS, *SCENARIOS_OF_TWO], pattern)
     if in_world:
         of_world = compare_in_world(in_world, rounds, patience_s)

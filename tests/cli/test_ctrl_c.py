@@ -1,4 +1,4 @@
-"""Ctrl-C while a command imports what it needs, where Python may lose the exception that it makes of it."""
+"""Ctrl-C while a command imports what it needs, where Python may lose the exception that it is; and later."""
 
 import os
 import signal
@@ -17,6 +17,11 @@ _COMMANDS = {
     "launch": ["launch", "-n", "2", "script.py"],
     "test": ["test", "--cpu"],
     "env": ["env"],
+    "explain": ["explain", "slow.py:make"],
+    "estimate": ["estimate", "slow.py:make"],
+    "export": ["export", "checkpoint", "weights"],
+    "checkpoints": ["checkpoints", "checkpoint"],
+    "config": ["config", "--default"],
     "launch --dry-run": ["launch", "--dry-run", "script.py"],
 }
 # Says when the command has begun to import its libraries.
@@ -31,24 +36,42 @@ _TELLING = """
 """
 
 
-def interrupt(folder, name, *, delay_s=0.0, program=(sys.executable,)):
+# Says when it runs, and whether it was let tidy up.
+_SLOW = """
+    import time
+
+    def make():
+        open("inside", "w").close()
+        try:
+            time.sleep(60)
+        finally:
+            open("tidied", "w").close()
+"""
+
+
+def interrupt(folder, name, *, delay_s=0.0, program=(sys.executable,), sign="begun"):
     """Exit code and stderr of a command that gets Ctrl-C so long after it has begun."""
     temporary = folder / "temporary"
     temporary.mkdir(parents=True)
+    (folder / "checkpoint").mkdir()
+    (folder / "slow.py").write_text(textwrap.dedent(_SLOW))
     (folder / "script.py").write_text("import time; time.sleep(60)")
     (folder / "sitecustomize.py").write_text(textwrap.dedent(_TELLING))
     paths = f"{folder}{os.pathsep}{ROOT}"
+    torchs = str(folder / "torch")  # a folder that torch makes and leaves
     command = subprocess.Popen(
         [*program, "-m", "accel_fn.cli", *_COMMANDS[name]],
         cwd=folder,
-        env=surroundings(folder, TMPDIR=str(temporary), PYTHONPATH=paths),
+        env=surroundings(
+            folder, TMPDIR=str(temporary), PYTHONPATH=paths, TORCHINDUCTOR_CACHE_DIR=torchs
+        ),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        until(lambda: (folder / "begun").exists() or None, lambda: f"a begin of {name}")
+        until(lambda: (folder / sign).exists() or None, lambda: f"a begin of {name}")
         time.sleep(delay_s)
         os.killpg(command.pid, signal.SIGINT)
         _, stderr = command.communicate(timeout=10)
@@ -71,9 +94,16 @@ def processes(folder):
     return found
 
 
-@pytest.mark.parametrize("name", ["launch", "test", "env"])
+@pytest.mark.parametrize("name", [name for name in _COMMANDS if "--" not in name])
 def test_an_early_ctrl_c_ends_a_command_as_a_later_one_does(tmp_path, name):
     assert interrupt(tmp_path, name) == (130, f"accel-fn {name}: stopped by Ctrl-C\n")
+
+
+@pytest.mark.parametrize("name", ["explain", "estimate"])
+def test_the_users_code_may_tidy_up_after_a_ctrl_c(tmp_path, name):
+    ended = interrupt(tmp_path, name, sign="inside")
+    assert ended == (130, f"accel-fn {name}: stopped by Ctrl-C\n")
+    assert (tmp_path / "tidied").exists()
 
 
 @pytest.mark.slow

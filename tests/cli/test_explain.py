@@ -127,6 +127,29 @@ def test_what_a_launch_from_here_would_say_is_told(
     assert {*lines} <= {*told}
 
 
+def test_a_file_is_believed_as_the_launch_believes_it(launchers, folder, tmp_path):
+    """The one that accelerate wrote, too; the nearest is not read then, and variables come before it."""
+    (tmp_path / "accel_fn.yaml").write_text("{num_processes: 8, tee: true}")
+    (tmp_path / "theirs.yaml").write_text(
+        "{compute_environment: LOCAL_MACHINE, distributed_type: MULTI_CPU, use_cpu: true, "
+        "num_processes: 64, mixed_precision: bf16}"
+    )
+    target = f"{folder}/train.py:as_launched"
+    variables = {"ACCEL_FN_WRAP": "fsdp", "ACCEL_FN_NUM_MICROBATCHES": "3"}
+    done = launchers.command(tmp_path, "explain", target, "--config", "theirs.yaml", **variables)
+    assert done.exit_code == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert told[0] == "one step on 64 ranks, cpu"
+    assert {*_SAID} <= {*told}
+
+
+def test_a_file_that_is_not_there_is_refused(launchers, folder, tmp_path):
+    target = f"{folder}/train.py:as_launched"
+    done = launchers.command(tmp_path, "explain", target, "--config", "no.yaml")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "Error: config: file must exist, got 'no.yaml'\n"
+
+
 def test_settings_that_a_launch_would_refuse_are_one_line(launchers, folder, tmp_path):
     (tmp_path / "accel_fn.yaml").write_text("wrap: fdsp\n")
     done = launchers.command(tmp_path, "explain", f"{folder}/train.py:as_launched")

@@ -220,17 +220,23 @@ def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_pa
         ("num_machines: 2\nmain_process_ip: 10.0.0.1\n", ["--cpu"], "num_machines must be 1 for processes"),
         ("", ["-n", "0"], "0 is not in the range x>=1"),
         ("num_proceses: 2\n", [], "did you mean num_processes?"),
+        ("", ["--config", "no.yaml"], "config: file must exist, got 'no.yaml'"),
+        ("num_proceses: 2\n", ["--config", "other.yaml"], "num_machines must be 1 for processes of its own"),
     ],
 )  # fmt: skip
 def test_mistakes_are_said_before_anything_runs(launchers, tmp_path, settings, arguments, text):
     (tmp_path / "accel_fn.yaml").write_text(settings or "cpu: true\n")
+    (tmp_path / "other.yaml").write_text("{cpu: true, num_machines: 2, main_process_ip: 10.0.0.1}")
     done = launchers.command(tmp_path, "test", *arguments)
     assert done.exit_code in (1, 2)
     assert text in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_rank_has_no_processes_of_its_own(launchers, tmp_path):
-    done = launchers.command(tmp_path, "test", "-n", "2", RANK="0", WORLD_SIZE="2")
+@pytest.mark.parametrize("option", [("-n", "2"), ("--cpu",), ("--config", "other.yaml")])
+def test_a_rank_has_no_processes_of_its_own(launchers, tmp_path, option):
+    done = launchers.command(tmp_path, "test", *option, RANK="0", WORLD_SIZE="2")
     assert done.exit_code == 2
-    assert "-n and --cpu are for ranks of its own, and this is a rank already" in done.stderr
+    assert (
+        "-n, --cpu and --config are for ranks of its own, and this is a rank already" in done.stderr
+    )
