@@ -59,7 +59,7 @@ def prefetch(
         ValueError: `depth` is no integer >= 1 (TypeError too where it is no integer).
         TypeError: `loader` cannot be iterated.
 
-    Cost: a thread a pass, about 25 microseconds a batch, and the memory of `depth`
+    Cost: a thread a pass, a handover between two threads a batch, and the memory of `depth`
     more batches, on the device too. On CUDA a copy is made from pinned memory, on a
     stream of its own that the loop's stream waits for, not the host. On a CPU nothing is copied.
     Without workers the data set runs beside the training, in one process: what it draws
