@@ -21,9 +21,13 @@ from sybil.parsers.myst import PythonCodeBlockParser
 from torch import nn
 
 import accel_fn as af
+from tests.compilers import needs_compiler
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    pytest.param(page, marks=needs_compiler) if "af.compiled(" in page.read_text() else page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 import accel_fn as af
 from tests import strategies as ours
+from tests.compilers import needs_compiler
 from tests.distributed.test_real_processes import run
 from tests.properties.test_scaling import scaled
+
+pytestmark = needs_compiler
 
 
 class Twins:

@@ -18,6 +18,7 @@ from accel_fn._compiling import MODES
 from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.compiled_optimizers import FENCES, table
+from tests.compilers import needs_compiler
 from tests.optimizers import PAGE, split_page
 from tests.stacks import stack
 
@@ -70,6 +71,7 @@ def forgetful():
     torch._dynamo.reset()
 
 
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize(
     "optimizer", [ours.adamw, pytest.param(ours.sgd, marks=pytest.mark.slow)], ids=["adamw", "sgd"]
@@ -89,6 +91,7 @@ def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(optimiz
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
+@needs_compiler
 def test_the_parts_of_a_compiled_step_run_without_the_compiler():
     plan = af.compiled(scope="step")(make_plan(optimizer=torch.optim.SGD))
     state, step = af.build(af.DistState(), plan)
@@ -101,6 +104,7 @@ def test_the_parts_of_a_compiled_step_run_without_the_compiler():
     assert num_graphs() == graphs
 
 
+@needs_compiler
 def test_a_run_of_compiled_steps_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     recipe = af.compose(af.clip(0.5), af.compiled(scope="step"))
     batches = make_batches(*[8] * 5)
@@ -117,6 +121,7 @@ def test_a_run_of_compiled_steps_goes_on_from_a_checkpoint_with_the_same_bits(tm
     torch.testing.assert_close(kept, expected, rtol=0, atol=0)
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_a_batch_that_weighs_nothing_is_a_gradient_of_zero():
     batches = [*make_batches(4, 4), (torch.zeros(0, 3).double(), torch.zeros(0, 1).double())]
@@ -127,6 +132,7 @@ def test_a_batch_that_weighs_nothing_is_a_gradient_of_zero():
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_frozen_and_unused_parameters_stay_as_they_are():
     def start():
@@ -145,6 +151,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are():
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation(mode):
@@ -160,6 +167,7 @@ def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation(mode):
     assert torch.allclose(step.forward(state, batches[0]), ours.mse(plan.model, batches[0]).float())
 
 
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 def test_blocks_are_compiled_once_with_plain_keys():
     model = stack()
@@ -175,6 +183,7 @@ def test_blocks_are_compiled_once_with_plain_keys():
     ours.assert_close(model.state_dict(), eager.model.state_dict())
 
 
+@needs_compiler
 def test_more_models_than_torch_keeps_graphs_for_are_compiled_all_the_same():
     """torch counts graphs by the code that they were made of, and stops at 8."""
     batches = make_batches(4)
@@ -198,6 +207,7 @@ except ValueError as error:
 """
 
 
+@needs_compiler
 @pytest.mark.parametrize("optimizer", [ours.adamw, ours.sgd, plain_sgd])
 def test_what_comes_after_a_compiled_step_comes_after_it(optimizer):
     """A schedule, and an average of the parameters."""
@@ -328,6 +338,7 @@ def test_a_model_without_repeated_blocks_is_refused():
         af.build(af.DistState(), af.compiled(scope="blocks")(make_plan(nn.Linear(3, 1).double())))
 
 
+@needs_compiler
 def test_a_loss_that_breaks_the_graph_is_refused_by_the_step():
     def loss_fn(model, batch):
         return ours.mse(model, batch) * float(batch[0].sum() > 0)
@@ -340,6 +351,7 @@ def test_a_loss_that_breaks_the_graph_is_refused_by_the_step():
         step(state, make_batches(4)[0])
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
     def loss_fn(model, batch):
@@ -353,6 +365,7 @@ def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
         step(state, make_batches(5)[0])
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_a_hyperparameter_that_changes_is_followed():
     eager, plan = make_plan(optimizer=ours.sgd), make_plan(optimizer=ours.sgd)
@@ -365,6 +378,7 @@ def test_a_hyperparameter_that_changes_is_followed():
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # half a hundred optimizers are compiled
 @pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
