@@ -16,9 +16,7 @@ from accel_fn._errors import AccelError, ReplicaError
 from accel_fn._state import DistState
 
 _TAGS = 1 << 30
-_HEAD = (
-    256  # bytes of a first message: 8 that say how long a value is, then its start, or all of it
-)
+_HEAD = 256  # bytes of a first message: 8 for the length of a value, and its start, or all of it
 
 
 @dataclass(frozen=True, slots=True)

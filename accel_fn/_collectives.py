@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel_fn import _comm
-from accel_fn._errors import ArgumentError, BatchError, ReplicaError, WorldError, message
+from accel_fn._errors import (
+    ArgumentError,
+    BatchError,
+    ReplicaError,
+    WorldError,
+    check_alike,
+    message,
+)
 from accel_fn._state import DistState
 
 T = TypeVar("T")
@@ -102,12 +109,11 @@ def _reduced(
     """The sum over ranks of `prepare`d leaves, once ranks have agreed on the `kind` of each."""
     leaves, structure = pytree.tree_flatten(tree)
     kinds = [kind(leaf) for leaf in leaves]
-    for rank, theirs in enumerate(_comm.exchange((str(structure), kinds), state, function, leaves)):
-        if theirs != (str(structure), kinds):
-            raise BatchError(
-                f"{function}: tree must have one structure, and one shape and dtype a leaf, on every "
-                f"rank, got {theirs} on rank {rank} and {(str(structure), kinds)} on rank {state.rank}"
-            )
+    check_alike(
+        _comm.exchange((str(structure), kinds), state, function, leaves),
+        f"{function}: tree must have one structure, and one shape and dtype a leaf, on every rank",
+        error=BatchError,
+    )
     if None in kinds:
         what = (
             "numbers and tensors"

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Sequence
 
 
 class AccelError(Exception):
@@ -94,3 +95,13 @@ def check_count(
     if value < minimum:
         raise ArgumentError(message(function, parameter, rule, value, repair))
     return int(value)
+
+
+def check_alike(
+    told: Sequence[object], rule: str, repair: str = "", error: type[AccelError] = ReplicaError
+) -> None:
+    """What each rank told, in rank order, is one value: else `<rule>, got <one> and <another>`."""
+    for rank, value in enumerate(told):
+        if value != told[0]:
+            ending = f"; {repair}" if repair else ""
+            raise error(f"{rule}, got {value} on rank {rank} and {told[0]} on rank 0{ending}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel_fn import _comm
-from accel_fn._errors import ArgumentError, BatchError, message
+from accel_fn._errors import ArgumentError, BatchError, check_alike, message
 from accel_fn._rows import Lists, is_rows, may_be_columns, pack, sort_of, typed, unpack
 from accel_fn._state import DistState
 
@@ -65,7 +65,7 @@ def gather(tree: T, state: DistState, *, lists: Lists | None = None) -> T:
     described = [_describe(leaf) for leaf in leaves]
     said = (f"{structure} of {lists or 'any'} lists", [leaf for leaf, _ in described])
     every = _comm.exchange(said, state, "gather", leaves)
-    _check_alike(every)
+    _check_structure(every)
     _check_leaves([leaves for _, leaves in every], lists)
     if state.world_size == 1:
         return tree
@@ -133,19 +133,11 @@ def _told(kind: str, tensors: Sequence[Tensor], **rows: Any) -> _Leaf:
     return _Leaf(kind, tuple(specs), **rows)
 
 
-def _check_alike(every: Sequence[tuple[str, list[_Leaf]]]) -> None:
+def _check_structure(every: Sequence[tuple[str, list[_Leaf]]]) -> None:
     """The same verdict on every rank: do these trees fit together?"""
-    structure, first = every[0]
-    for rank, (other, leaves) in enumerate(every):
-        kinds, theirs = [leaf.kind for leaf in first], [leaf.kind for leaf in leaves]
-        if other != structure or kinds != theirs:
-            what = f"{theirs} on rank {rank} and {kinds} on rank 0"
-            if kinds == theirs:
-                what = f"{other} on rank {rank} and {structure} on rank 0"
-            raise BatchError(
-                "gather: tree must have one structure, and one dtype and trailing shape a leaf, "
-                f"on every rank, got {what}"
-            )
+    rule = "gather: tree must have one structure, and one dtype and trailing shape a leaf, on every rank"
+    check_alike([[leaf.kind for leaf in leaves] for _, leaves in every], rule, error=BatchError)
+    check_alike([structure for structure, _ in every], rule, error=BatchError)
 
 
 def _check_leaves(every: Sequence[Sequence[_Leaf]], lists: Lists | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel_fn import _comm
-from accel_fn._errors import ReplicaError
+from accel_fn._errors import ReplicaError, check_alike
 from accel_fn._grads import Grads
 from accel_fn._plan import Plan, describe, slot_names
 from accel_fn._shards import is_sharded
@@ -20,18 +20,11 @@ from accel_fn._state import DistState
 def check_same_plan(state: DistState, plan: Plan) -> None:
     """Raise on every rank if ranks build different steps: they would drift apart."""
     every = _comm.exchange(_summary(plan), state, "build")
-    for rank, theirs in enumerate(every):
-        for mine, other in zip(every[0], theirs, strict=False):
-            if mine != other:
-                raise ReplicaError(
-                    f"build: plan must be the same on every rank, got {other} on rank {rank} and "
-                    f"{mine} on rank 0"
-                )
-        if len(theirs) != len(every[0]):
-            raise ReplicaError(
-                f"build: model must be the same on every rank, got {len(theirs)} entries on rank {rank} "
-                f"and {len(every[0])} on rank 0"
-            )
+    for told in zip(*every, strict=False):
+        check_alike(told, "build: plan must be the same on every rank")
+    check_alike(
+        [f"{len(each)} entries" for each in every], "build: model must be the same on every rank"
+    )
 
 
 def _summary(plan: Plan) -> list[str]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_fn._batch import part_sizes
 from accel_fn._channel import Channel
-from accel_fn._errors import ArgumentError, ArgumentTypeError, ReplicaError, message
+from accel_fn._errors import ArgumentError, ArgumentTypeError, check_alike, message
 from accel_fn._state import DistState
 from accel_fn.data._loading import Loading
 from accel_fn.data._order import mix
@@ -99,13 +99,10 @@ def _dealt(batches: Iterator[Batch], channel: Channel, place: tuple[int, int]) -
     ranks = range(channel.state.world_size)
 
     def deal(places: list[tuple[int, int]]) -> list[list[Batch]]:
-        for rank, other in enumerate(places):
-            if other != place:
-                raise ReplicaError(
-                    "shard_loader: ranks must go through the same epochs together, got epoch "
-                    f"{other[0]} from batch {other[1]} on rank {rank}, and epoch {place[0]} from "
-                    f"batch {place[1]} on rank 0"
-                )
+        check_alike(
+            [f"epoch {epoch} from batch {batch}" for epoch, batch in places],
+            "shard_loader: ranks must go through the same epochs together",
+        )
         several = take_several(batches)
         return [[_part(batch, rank, len(ranks)) for batch in several] for rank in ranks]
 

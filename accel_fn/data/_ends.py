@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_fn._channel import Channel
-from accel_fn._errors import ReplicaError
+from accel_fn._errors import check_alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def until_end(items: Iterator[Any], channel: Channel | None, first_batch: int) -
         for batch, item in enumerate(items, start=first_batch):
             end = item.num_items if isinstance(item, End) else None
             if channel is not None:
-                _check_alike(channel.exchange(end), batch)
+                _check_ends(channel.exchange(end), batch)
             if end is not None:
                 for _ in items:  # the ends that other workers have come to
                     pass
@@ -40,13 +40,12 @@ def until_end(items: Iterator[Any], channel: Channel | None, first_batch: int) -
             yield item
 
 
-def _check_alike(ends: list[int | None], batch: int) -> None:
-    first, rank = ends[0], next((rank for rank, end in enumerate(ends) if end != ends[0]), None)
-    if rank is not None:
-        raise ReplicaError(
-            f"shard_loader: loader must be over the same stream on every rank, got {_told(first)} on rank 0 "
-            f"and {_told(ends[rank])} on rank {rank} before batch {batch}; give every rank the whole stream"
-        )
+def _check_ends(ends: list[int | None], batch: int) -> None:
+    check_alike(
+        [_told(end) for end in ends],
+        f"shard_loader: loader must be over the same stream on every rank, also before batch {batch}",
+        "give every rank the whole stream",
+    )
 
 
 def _told(end: int | None) -> str:

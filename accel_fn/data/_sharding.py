@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_fn._channel import Channel, open_channel
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
-from accel_fn._errors import ArgumentError, ReplicaError, message
+from accel_fn._errors import ArgumentError, check_alike, message
 from accel_fn._state import DistState
 from accel_fn.data._comparing import checksum_of
 from accel_fn.data._dealing import DealtSource
@@ -68,8 +68,8 @@ def shard_loader(
     rank's samples alone are read, in one read where the data set is of tensors or
     arrays. With a sampler of your own, three messages a rank per some thousand samples.
     Of a stream, turns read all items on every rank, and two small messages a rank say whether
-    there is a batch, unless it has a length; of one that is split, a rank reads its own, and
-    says every few batches how much it holds.
+    there is a batch; of one that is split, a rank reads its own, and says every few batches how
+    much it holds.
 
     >>> import torch, accel_fn as af
     >>> data = torch.utils.data.TensorDataset(torch.arange(10))
@@ -100,16 +100,11 @@ def _agreed(loader: Any, state: DistState, batch: str) -> tuple[Order | Sampling
     asked = all_or_none(lambda: read_order(loader, state, batch), state, "shard_loader")
     mine = asked if isinstance(asked, Order) else describe(loader, asked)
     data = checksum_of(loader.dataset)
-    for rank, (other, theirs) in enumerate(exchange((mine, data), state, "shard_loader")):
-        if theirs != data and other == mine:
-            raise ReplicaError(
-                f"shard_loader: data set must be the same on every rank, got other samples on rank {rank} "
-                f"than on rank {state.rank}; give every rank the whole (and random_split one seed): ranks "
-                "are shared out here"
-            )
-        if other != mine:
-            raise ReplicaError(
-                f"shard_loader: loader must be the same on every rank, got {other} on rank {rank} "
-                f"and {mine} on rank {state.rank}"
-            )
+    loaders, samples = zip(*exchange((mine, data), state, "shard_loader"), strict=True)
+    check_alike(loaders, "shard_loader: loader must be the same on every rank")
+    check_alike(
+        [f"samples of checksum {each}" for each in samples],
+        "shard_loader: data set must be the same on every rank",
+        "give every rank the whole (and random_split one seed): it is shared out here",
+    )
     return asked, None if isinstance(asked, Order) else open_channel(state)

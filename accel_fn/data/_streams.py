@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_fn._channel import Channel, open_channel
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
-from accel_fn._errors import ArgumentError, ArgumentTypeError, ReplicaError, message
+from accel_fn._errors import ArgumentError, ArgumentTypeError, check_alike, message
 from accel_fn._state import DistState
 from accel_fn.data._ends import until_end
 from accel_fn.data._evening import even_parts
@@ -39,16 +39,14 @@ def stream_source(
     read = partial(read_sharing, loader, state, batch=batch, split=split)
     sharing = read() if state.group is None else all_or_none(read, state, "shard_loader")
     if state.group is not None:
-        for rank, other in enumerate(exchange(sharing, state, "shard_loader")):
-            if other != sharing:
-                raise ReplicaError(
-                    f"shard_loader: loader must be the same on every rank, got {other} on rank {rank} "
-                    f"and {sharing} on rank {state.rank}; give every rank the whole stream, and shuffle() "
-                    "a seed"
-                )
+        check_alike(
+            exchange(sharing, state, "shard_loader"),
+            "shard_loader: loader must be the same on every rank",
+            "give every rank the whole stream, and shuffle() a seed",
+        )
     if sharing.split is None:
-        silent = state.world_size == 1 or state.group is None or sharing.num_items is not None
-        return TurnsSource(loader, sharing, state.rank, None if silent else open_channel(state))
+        alone = state.world_size == 1 or state.group is None
+        return TurnsSource(loader, sharing, state.rank, None if alone else open_channel(state))
     return SplitSource(loader, sharing, sharing.split, open_channel(state))
 
 
@@ -126,10 +124,7 @@ def _nothing(items: list[Any]) -> None:
 
 
 class TurnsSource(_StreamSource):
-    """A `Source`: every rank reads the stream and keeps its part of every global batch.
-
-    A channel where lengths are to be compared as the stream is read, since it does not say its own.
-    """
+    """A `Source`: every rank reads the stream and keeps its part of every global batch."""
 
     def __init__(
         self, loader: DataLoader[Any], sharing: Sharing, rank: int, channel: Channel | None
@@ -160,19 +155,20 @@ class TurnsSource(_StreamSource):
         return until_end(self._counting.start(epoch, 0), None, 0)
 
     def locate(self, step: int, window: int = 1) -> tuple[int, int]:
-        """Where ranks can talk, the same on all: each reads for itself, and they compare what they find."""
+        """As it is for all; where each has to read for it, they compare what they find."""
         find = partial(super().locate, step, window)
-        if self._channel is None:
+        if self._channel is None or self._num_items is not None:
             return find()
         state = self._channel.state
         place = all_or_none(find, state, "epochs")
-        for rank, other in enumerate(exchange(place, state, "epochs")):
-            if other != place:
-                raise ReplicaError(
-                    f"epochs: loader must be over the same stream on every rank, got epoch {place[0]} and "
-                    f"batch {place[1]} after {step} steps on rank {state.rank} and epoch {other[0]} and "
-                    f"batch {other[1]} on rank {rank}; give every rank the whole stream"
-                )
+        check_alike(
+            [
+                f"epoch {epoch} and batch {batch}"
+                for epoch, batch in exchange(place, state, "epochs")
+            ],
+            f"epochs: loader must be over the same stream on every rank, with one place after {step} steps",
+            "give every rank the whole stream",
+        )
         return place
 
 

@@ -117,7 +117,7 @@ OWN = {
 def test_rows_of_a_ranks_own_are_refused(make):
     def run(state):
         with pytest.raises(
-            RuntimeError, match="data set must be the same on every rank, got other"
+            RuntimeError, match="data set must be the same on every rank, got samples of checksum"
         ):
             af.shard_loader(DataLoader(make(state.rank), batch_size=2), state)
         af.shard_loader(DataLoader(make(0), batch_size=2), state)

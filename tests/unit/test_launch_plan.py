@@ -125,7 +125,7 @@ def test_the_allocator_keeps_memory_unless_told_otherwise():
     assert not any(name.startswith("MALLOC") for name in other)
 
 
-@pytest.mark.skipif(glibc_version() is None, reason="another C library")
+@pytest.mark.skipif(glibc_version() is None, reason="only glibc reads these variables")
 def test_the_allocator_takes_these_values(tmp_path):
     """One that was refused would make the other do harm."""
     found = given()

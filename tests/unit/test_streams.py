@@ -132,23 +132,25 @@ def test_drop_last_leaves_no_batch_of_a_stream_that_is_shorter(world_size):
 @pytest.mark.parametrize(
     ("sizes", "num_common", "text"),
     [
-        ((24, 8), 2, "more to come on rank 0 and its end after 8 items on rank 1 before batch 2"),
-        (
-            (8, 8, 24),
-            2,
-            "its end after 8 items on rank 0 and more to come on rank 2 before batch 2",
-        ),
-        ((11, 10), 2, "its end after 11 items on rank 0 and its end after 10 items on rank 1"),
+        ((24, 8), 2, "2, got its end after 8 items on rank 1 and more to come on rank 0"),
+        ((8, 8, 24), 2, "2, got more to come on rank 2 and its end after 8 items on rank 0"),
+        ((11, 10), 2, "got its end after 10 items on rank 1 and its end after 11 items on rank 0"),
     ],
 )
+@pytest.mark.parametrize("says_length", [False, True])
 def test_streams_of_other_lengths_are_refused_on_every_rank(
-    num_workers, drop_last, sizes, num_common, text
+    num_workers, drop_last, sizes, num_common, text, says_length
 ):
-    """At the same batch on all, once what they have in common has been given, and nobody waits."""
+    """At the same batch on all, once what they have in common has been given, and nobody waits.
+
+    Also where all say one length, which is not so on some.
+    """
 
     def run(state):
         options = {"num_workers": num_workers, "drop_last": drop_last}
-        loader = DataLoader(Counting(sizes[state.rank]), batch_size=4, **options)
+        size = sizes[state.rank]
+        data = Sized(size, length=max(sizes)) if says_length else Counting(size)
+        loader = DataLoader(data, batch_size=4, **options)
         count = 0
         try:
             for _ in af.shard_loader(loader, state):
@@ -174,13 +176,14 @@ def test_streams_in_which_a_position_differs_are_refused_on_every_rank():
     assert simulate(run, world_size=2) == [True, True]
 
 
-def test_ranks_that_say_a_length_do_not_talk():
-    """What they say is compared once, and a pass costs no message."""
+def test_a_position_in_streams_that_say_a_length_is_no_conversation():
+    """Rank 1 asks for it alone."""
 
     def run(state):
-        return af.shard_loader(DataLoader(Sized(8), batch_size=4), state)._source._channel
+        loader = af.shard_loader(DataLoader(Sized(8), batch_size=4), state)
+        return state.rank == 0 or loader.epochs(3, since=af.DistState(step=3)) is not None
 
-    assert simulate(run, world_size=2) == [None, None]
+    assert simulate(run, world_size=2, timeout_s=20) == [True, True]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
