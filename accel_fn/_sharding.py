@@ -76,7 +76,16 @@ class Sharded(nn.Module):
             if forget is not None:
                 forget()
             self._call("reshard", self._kinds)
+            self._forget_sums()
             raise
+
+    def _forget_sums(self) -> None:
+        """What FSDP has added up in a wider dtype, and does not reset."""
+        for state in self._call("_get_fsdp_state", self._kinds):
+            several = vars(state).get("_fsdp_param_groups")  # older torch holds one, or none
+            for group in [state._fsdp_param_group] if several is None else several:
+                for parameter in group.fsdp_params if group else ():
+                    parameter.unsharded_accumulated_grad = None
 
     def trainable(self) -> list[nn.Parameter]:
         """What a backward may reach: every parameter, whole, and its shard."""
@@ -104,14 +113,13 @@ class Sharded(nn.Module):
     def _shards(self) -> list[Any]:
         return [each for each in self.parameters() if is_sharded(each) and each.requires_grad]
 
-    def _call(self, method: str, modules: Iterable[nn.Module], *arguments: object) -> None:
+    def _call(self, method: str, modules: Iterable[nn.Module], *arguments: object) -> list[Any]:
         """Call a method of FSDP's on these modules, while all are of the classes that have it."""
         own = {module: type(module) for module in self._kinds}
         for module, kind in self._kinds.items():
             module.__class__ = kind
         try:
-            for module in modules:
-                getattr(module, method)(*arguments)
+            return [getattr(module, method)(*arguments) for module in modules]
         finally:
             for module, kind in own.items():
                 module.__class__ = kind

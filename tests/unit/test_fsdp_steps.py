@@ -230,3 +230,31 @@ def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
     for actual in simulate(run, world_size=2):
         for name, value in actual.items():
             torch.testing.assert_close(value, expected[name], **ours.EXACT)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_nothing_is_left_of_the_micro_batches_before_one_that_fails(dtype):
+    """Also where their gradients are added up in another dtype than they have."""
+
+    def run(state, fails):
+        calls = []
+
+        def loss_fn(model, batch):
+            calls.append(None)
+            return (failing_in_the_loss if fails and len(calls) == 2 else ours.mse)(model, batch)
+
+        model = stack().float()
+        recipe = af.compose(af.wrap_fsdp(param_dtype=dtype), af.accumulate(2))
+        plan = recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+        state, step = af.build(state, plan)
+        batch = part([each.float() for each in batches(1)[0]], state)
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                step(state, batch)
+        step(state, batch)
+        return ours.whole(dict(model.named_parameters()))
+
+    found = simulate(lambda state: run(state, fails=True), world_size=2)
+    expected = simulate(lambda state: run(state, fails=False), world_size=2)
+    for one, other in zip(found, expected, strict=True):
+        ours.assert_identical(one, other)
