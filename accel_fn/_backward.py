@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from accel_fn._accompanying import Way, accompany
 from accel_fn._apart import Apart
 from accel_fn._carrying import CarriedTally, Carrier
 from accel_fn._errors import LossError
@@ -44,6 +46,8 @@ class Backward:
     """Keeps the gradients of a micro-batch on this rank: the last one's backward averages them all."""
     agree: Callable[[DistState], None] | None = None
     """Called when all gradients of this rank are there, before any are averaged."""
+    way: Way | None = None
+    """Of a module in shards: the collectives, which a rank joins though its memory has run out."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         if not isinstance(self.module, Sharded):
@@ -82,6 +86,25 @@ class Backward:
     ) -> tuple[DistState, Grads, Report]:
         if not parts or self.agree:  # a rank without items still joins every collective
             parts, weights = (*parts, None), (*weights, 0)
+        if self.way is None:
+            self._go(state, weights, tally, tally.add, parts)
+        else:
+            go = partial(self._go_anew, state, weights, tally, self.way.counted(tally.add))
+            accompany(state, self.way, go, parts)
+        mean, total, factor = tally.close()
+        own = {"own_weight": tally.own} if isinstance(tally, OwnTally) else {}
+        report = self._report(mean, total, tally.stop, **own)
+        return state, self._take(state, total, factor), report
+
+    def _go(
+        self,
+        state: DistState,
+        weights: Weights,
+        tally: Tally,
+        add: Callable[..., None],
+        parts: Parts,
+    ) -> None:
+        """Forward and backward of each micro-batch; `add` is the tally's."""
         for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             last = index == len(parts) - 1
             if last and self.agree:
@@ -90,15 +113,18 @@ class Backward:
                 self.agree(state)
             with nullcontext() if last else self.no_sync():
                 loss = run_forward(state, self.plan, self.module, part)
-                tally.add(loss.detach(), weight, last=last)
+                add(loss.detach(), weight, last=last)
                 if not index:
                     self._check_graph(loss)
                 seed = backward_seed(loss, tally.share(weight), state.scaler)
                 run_backward(loss, seed, self.trainable)
-        mean, total, factor = tally.close()
-        own = {"own_weight": tally.own} if isinstance(tally, OwnTally) else {}
-        report = self._report(mean, total, tally.stop, **own)
-        return state, self._take(state, total, factor), report
+
+    def _go_anew(self, *way: Any) -> None:
+        """The same with shards alone at the start, and at the end of what fails."""
+        for parameter in self.trainable:
+            parameter.grad = None
+        with cast("Sharded", self.module).clean():
+            self._go(*way)
 
     def _report(self, loss: Tensor, weight: float, stop: bool, **extras: Any) -> Report:
         if self.plan.stops:

@@ -113,6 +113,20 @@ def _all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]
     return parts
 
 
+def gather_shards(whole: Tensor, shard: Tensor, group: ProcessGroup, is_async: bool) -> Work | None:
+    """Fill `whole` with every rank's `shard`, in rank order."""
+    work: Work | None = dist.all_gather_single(whole, shard, group, is_async)
+    return work
+
+
+def reduce_to_shards(
+    shard: Tensor, whole: Tensor, group: ProcessGroup, op: Any, is_async: bool
+) -> Work | None:
+    """Fill `shard` with this rank's part of what all ranks' `whole` come to."""
+    work: Work | None = dist.reduce_scatter_single(shard, whole, op, group, is_async)
+    return work
+
+
 def gather_numbers(number: Tensor, group: ProcessGroup) -> Tensor:
     """Every rank's 0-dim tensor, in the order of the group's ranks."""
     parts = [torch.empty_like(number) for _ in range(group.size())]

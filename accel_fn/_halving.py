@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +15,10 @@ from accel_fn._batch import num_samples, split_batch
 from accel_fn._comm import exchange, start_total
 from accel_fn._errors import RoomError
 from accel_fn._grads import Grads
+from accel_fn._memory import free_memory, is_memory
 from accel_fn._plan import Kept, Report
 from accel_fn._random import random_state, restore_random
 from accel_fn._state import DistState
-
-_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class Halving:
@@ -44,15 +42,16 @@ class Fitting(Kept):
 class Retrying:
     """A `GradFn` that does a batch again, in twice as many micro-batches, if memory runs out on any rank.
 
-    It is done again as if nothing had happened: buffers and random generators are where
-    they were, and no rank has averaged anything, since `agree` comes before.
+    It is done again as if nothing had happened: buffers and random generators are where they
+    were. Replicas `agree` before any rank averages something. Shards do after all is done, since a
+    rank without room goes all the way with the others.
     """
 
     backward: Backward
     halving: Halving
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
-        if state.world_size > 1:
+        if state.world_size > 1 and self.backward.way is None:
             with self.backward.no_sync():
                 self.backward.module(None)  # what DDP has to say before a forward, it says here
         buffers = _copied(self.backward.plan.model)
@@ -60,10 +59,12 @@ class Retrying:
         while True:
             try:
                 state, grads, report = self.backward(state, batch)
+                if self.backward.way is not None:
+                    agree(state)
             except _OthersError as others:
                 told = others.told
             except (RuntimeError, MemoryError) as error:
-                if not _is_memory(error):
+                if isinstance(error, RoomError) or not is_memory(error):
                     raise
                 told = _tell(state, str(error) or repr(error))
             else:
@@ -93,9 +94,7 @@ class Retrying:
                 f"{self.halving.num_parts} micro-batches",
                 file=sys.stderr,
             )
-        gc.collect()
-        if state.device.type != "cpu":
-            torch.accelerator.empty_cache()
+        free_memory(state)
 
 
 def _copied(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
@@ -129,10 +128,3 @@ class _OthersError(Exception):
     def __init__(self, told: list[str]) -> None:
         super().__init__(told)
         self.told = told
-
-
-def _is_memory(error: Exception) -> bool:
-    """Is it that memory has run out? On a host torch has no class of error for that."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in str(error) for words in _WORDS
-    )

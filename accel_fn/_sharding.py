@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn import _comm
+from accel_fn._accompanying import Gathering, Reducing, Way
 from accel_fn._batch import map_tensors
 from accel_fn._collectives import broadcast
 from accel_fn._forward import LossModule
@@ -38,6 +39,13 @@ class Sharded(nn.Module):
         """Modules with shards, and the classes that FSDP made for them."""
         self._tops: list[nn.Module] = []
         """Those of them that hold what is in no block."""
+
+    def count_collectives(self) -> Way:
+        """From now on, of its forwards and backwards."""
+        way = Way()
+        self._call("set_custom_all_gather", self._kinds, Gathering(way))
+        self._call("set_custom_reduce_scatter", self._kinds, Reducing(way))
+        return way
 
     def own(self, unit: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
         """Shard the parameters of a part of the model, which keeps its class."""

@@ -267,6 +267,8 @@ def _grad_fn(state: DistState, plan: Plan, module: nn.Module) -> GradFn:
     )
     inner = getattr(module, "module", None)
     halving = next((each for each in plan.split if isinstance(each, Halving)), None)
+    fits = halving is not None and state.world_size > 1
+    way = module.count_collectives() if fits and isinstance(module, Sharded) else None
     kind = SlotBackward if isinstance(module, Slotted) else Backward
     backward = kind(
         plan,
@@ -275,7 +277,8 @@ def _grad_fn(state: DistState, plan: Plan, module: nn.Module) -> GradFn:
         plan.trained(),
         inner if isinstance(inner, Carrier) else None,
         getattr(module, "no_sync", nullcontext),
-        agree if halving and state.world_size > 1 else None,
+        agree if fits and way is None else None,
+        way,
     )
     computing: GradFn = backward if halving is None else Retrying(backward, halving)
     if not plan.grad_fns:

@@ -50,12 +50,13 @@ def accumulate(
     Raises:
         ValueError: `num_microbatches` is no integer >= 1 (TypeError too where it is no integer).
             From the step, on all ranks, with `split=None`: a batch is no list, or too long.
-        MemoryError: from the step, on all ranks, with "auto": one sample is too much.
+        MemoryError: from the step, on all ranks, with "auto": one sample is too much. On one
+            rank, with `wrap_fsdp`: no sample is too much.
         TypeError: `split` is none of these.
 
     Cost: one forward and backward per micro-batch; the ranks talk once, in the last. "auto" adds a
     copy of buffers and of random generators' states, and in a world of several a small
-    collective before gradients are averaged, which then overlaps with no backward.
+    collective; with `wrap_ddp`, averaging gradients then overlaps with no backward.
 
     >>> import accel_fn as af
     >>> af.accumulate(4)(af.Plan(loss_fn, model, optimizer))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -73,9 +74,10 @@ def wrap_fsdp(
 
     Raises:
         ValueError: `replicate` is no integer >= 1 (TypeError too where it is no integer). In
-            `build`, on all ranks: it does not divide the number of ranks, `blocks` match
-            nothing, or the model holds what FSDP cannot shard, by name: a parameter that is
-            tied across blocks, 0-dim, not contiguous, sharded already, or of another dtype.
+            `build`, on all ranks: it does not divide the number of ranks, or is not 1 with
+            `accumulate("auto")`, `blocks` match nothing, or the model holds what FSDP cannot
+            shard, by name: a parameter that is tied across blocks, 0-dim, not contiguous,
+            sharded already, or of another dtype.
         TypeError: another argument is of the wrong type.
 
     Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients a
@@ -119,13 +121,22 @@ class Sharding(Asked):
         if state.world_size % replicate:
             rule = f"divide the number of ranks, {state.world_size}"
             raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
-        if any(isinstance(each, Fitting) for each in plan.split):
-            raise PlanError(
-                'build: accumulate("auto") must be used with wrap_ddp or on one rank, got wrap_fsdp, whose '
-                "ranks gather parameters for each other in every forward; give a number"
-            )
+        if any(isinstance(each, Fitting) for each in plan.split) and state.world_size > 1:
+            _check_fitting(replicate)
         _check_parameters(plan.model, _units(plan.model, self.keywords.get("blocks")))
         _check_optimizer(plan.optimizer)
+
+
+def _check_fitting(replicate: int) -> None:
+    if replicate != 1:
+        rule = 'be 1 with accumulate("auto")'
+        repair = "give a number of micro-batches"
+        raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate, repair))
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise PlanError(
+            f'build: accumulate("auto") with wrap_fsdp must have torch >= 2.13, got {torch.__version__}; '
+            "give a number of micro-batches"
+        )
 
 
 def shard(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import accel_fn as af
+from accel_fn._shards import local
 from tests import strategies as ours
 from tests.processes import launch
 from tests.properties.test_halving import FULL
@@ -19,8 +20,10 @@ import accel_fn as af
 from tests.distributed.test_halving_in_processes import train
 
 state = af.init(device="cpu", timeout_s=30)
-found = train(state, af.accumulate("auto"), limit=2 if state.rank == state.world_size - 1 else None)
-expected = train(state, af.accumulate(4), limit=None)
+wrap = af.{wrap}()
+limit = 2 if state.rank == state.world_size - 1 else None
+found = train(state, af.compose(wrap, af.accumulate("auto")), limit=limit)
+expected = train(state, af.compose(wrap, af.accumulate(4)), limit=None)
 say(json.dumps([found, expected]))
 """
 
@@ -38,17 +41,19 @@ def train(state, recipe, limit):
 
     model = ours.regression_model()
     plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
-    state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
+    state, step = af.build(state, recipe(plan))
     for _ in range(3):
         state, _ = step(state, (torch.ones(8, 3).double(), torch.ones(8, 1).double()))
-    parameters = [each.tolist() for each in model.parameters()]
+    parameters = [local(each).tolist() for each in model.parameters()]
     return [parameters, torch.rand(3).tolist()]
 
 
+@pytest.mark.parametrize("wrap", ["wrap_ddp", "wrap_fsdp"])
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_ranks_that_had_room_do_it_again_as_well(num_processes):
+def test_ranks_that_had_room_do_it_again_as_well(num_processes, wrap):
     """The last rank alone runs out of memory."""
-    lines = launch(SCRIPT, num_processes=num_processes).splitlines()
+    script = SCRIPT.replace("{wrap}", wrap)
+    lines = launch(script, num_processes=num_processes).splitlines()
     assert len(lines) == num_processes
     for line in lines:
         found, expected = json.loads(line)

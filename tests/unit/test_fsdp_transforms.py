@@ -89,18 +89,6 @@ def test_an_average_is_sharded_as_the_parameters_are():
     assert simulate(run, world_size=2) == [[True] * 4] * 2
 
 
-def test_micro_batches_that_fit_by_themselves_are_refused():
-    def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        recipe = af.compose(af.accumulate("auto"), af.wrap_fsdp())
-        with pytest.raises(ValueError, match=r'accumulate\("auto"\) must be used with wrap_ddp'):
-            af.build(state, recipe(plan))
-        assert type(next(model.parameters())) is torch.nn.Parameter
-
-    simulate(run, world_size=2)
-
-
 def test_a_gradient_transform_of_a_users_sees_shards():
     def halved(plan):
         def halve(state, grads):
