@@ -44,7 +44,7 @@ def config(place, *arguments, code=0, **variables):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -300,6 +300,6 @@ def test_help_and_show_import_no_torch(place):
             env=surroundings(place),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=150,
         )
         assert done.stdout.split()[-2:] == ["False", str(arguments == ["--show"])], done.stderr

@@ -315,6 +315,6 @@ def test_no_home_and_no_network_are_needed(tmp_path):
         env=surroundings(tmp_path, HOME="/proc/nowhere", XDG_CACHE_HOME="/proc/nowhere"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr

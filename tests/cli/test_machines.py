@@ -270,6 +270,6 @@ def test_two_machines_in_two_networks_train_as_one_process_does(two_networks, tm
         )
         for rank in (0, 1)
     ]
-    ended = [machine.communicate(timeout=90) for machine in machines]
+    ended = [machine.communicate(timeout=250) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], ended
     assert_same(curves(folders[0]), alone)

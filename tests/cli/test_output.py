@@ -21,7 +21,7 @@ def on_a_terminal(folder, **variables):
     ours, theirs = os.openpty()
     environment = surroundings(folder, TERM="xterm-256color", COLUMNS="80", **variables)
     subprocess.run(
-        [sys.executable, "-c", PROGRAM], stdout=theirs, env=environment, check=True, timeout=60
+        [sys.executable, "-c", PROGRAM], stdout=theirs, env=environment, check=True, timeout=150
     )
     os.close(theirs)
     found = b""

@@ -73,7 +73,7 @@ def test_one_rank_that_is_asked_takes_all_along_and_the_launcher_brings_them_bac
 ):
     started, pids = start(launchers, tmp_path, "--max-restarts", 1)
     os.kill(pids[rank], number)
-    ended = started.wait(timeout_s=90)
+    ended = started.wait(timeout_s=250)
     assert ended.exit_code == 0, ended
     assert re.findall(r"restart 1 of 1: .*exit code 75: left to be started again", ended.stderr)
     assert weights(ended.stdout) == whole

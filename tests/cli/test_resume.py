@@ -280,7 +280,7 @@ def test_the_launcher_brings_a_killed_run_back(launchers, tmp_path):
     (pid,) = started.said(r"up 0 1 (\d+)")
     time.sleep(0.1)
     os.kill(int(pid), signal.SIGKILL)
-    ended = started.wait(timeout_s=90)
+    ended = started.wait(timeout_s=250)
     assert ended.exit_code == 0, ended
     assert len(re.findall(r"restart \d+ of 30: .*SIGKILL", ended.stderr)) >= 3
     expected = run_apart(tmp_path, "never_killed(folder)")

@@ -31,7 +31,7 @@ def run_in_shell(command: str, folder: Path, **variables: str) -> str:
         env=surroundings(folder, **variables),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -78,7 +78,7 @@ def test_a_run_that_is_killed_and_restarted_ends_as_one_that_was_not(tmp_path: P
         folder.mkdir()
         (folder / "train.py").write_text(text)
         options = ["-n", "2", "--cpu", "--max-restarts", "1"]
-        done = run_command(folder, "launch", *options, "train.py", timeout_s=90)
+        done = run_command(folder, "launch", *options, "train.py", timeout_s=250)
         assert done.returncode == 0, done.stderr
         (file,) = folder.glob("saved/step_00000008/tensors_00000.bin")
         ends.append((done.stderr, file.read_bytes()))

@@ -163,4 +163,4 @@ def test_tasks_of_srun_find_each_other_without_a_launcher():
         )
         for rank in "01"
     ]
-    assert [task.communicate(timeout=60)[0] for task in tasks] == ["0/2 1", "1/2 1"]
+    assert [task.communicate(timeout=150)[0] for task in tasks] == ["0/2 1", "1/2 1"]

@@ -161,7 +161,7 @@ def test_ranks_that_do_not_come_are_named():
         "MASTER_PORT": str(free_port()),
     }
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
