@@ -1,4 +1,4 @@
-"""What tells a rank's own part of a data set from the whole, where that is known at little cost."""
+"""Ranks give the same loader: over the whole data set, as far as that is known at little cost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,24 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
+from accel_fn._comm import exchange
+from accel_fn._errors import check_alike
+from accel_fn._state import DistState
+
 _ENDS = 4096  # of a long list in a file, so many at each end are compared
 _SHARE = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
+
+
+def check_same(asked: object, dataset: Any, state: DistState) -> None:
+    """All ranks' loaders ask for the same, whatever kind they are, over the same samples; else all raise."""
+    told = exchange((asked, checksum_of(dataset)), state, "shard_loader")
+    loaders, samples = zip(*told, strict=True)
+    check_alike(loaders, "shard_loader: loader must be the same on every rank")
+    check_alike(
+        [f"samples of checksum {each}" for each in samples],
+        "shard_loader: data set must be the same on every rank",
+        "give every rank the whole (and random_split or shuffle() one seed): it is shared out here",
+    )
 
 
 def knows_ranks(source: Any) -> bool:

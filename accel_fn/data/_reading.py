@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -121,7 +121,7 @@ class Stream:
         try:
             with self._told:
                 if self._items is None:
-                    self._items = iter(self._data)
+                    self._items = chain(self._data)  # asked once: its iterator may begin anew
                 found.extend(islice(self._items, count))
         except Exception as error:
             where = f"after {self.num_read + len(found)} items of epoch {self._epoch}"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_fn._channel import Channel, open_channel
 from accel_fn._collectives import all_or_none
-from accel_fn._comm import exchange
-from accel_fn._errors import ArgumentError, check_alike, message
+from accel_fn._errors import ArgumentError, message
 from accel_fn._state import DistState
-from accel_fn.data._comparing import checksum_of
+from accel_fn.data._comparing import check_same
 from accel_fn.data._dealing import DealtSource
 from accel_fn.data._interpreting import describe, read_order
 from accel_fn.data._loader import ShardedLoader
@@ -84,27 +84,28 @@ def shard_loader(
         raise ArgumentError(message("shard_loader", "split", rule, split))
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return ShardedLoader(stream_source(loader, state, batch=batch, split=split))
-    if split != "auto":
-        rule = "be left out for a data set that can be indexed"
-        raise ArgumentError(message("shard_loader", "split", rule, split))
-    asked, channel = _agreed(loader, state, batch)
+    asked, channel = _agreed(loader, state, batch, split)
     if isinstance(asked, Order):
         return ShardedLoader(OrderedSource(loader, asked, state.rank))
     return ShardedLoader(DealtSource(loader, asked, state, channel))
 
 
-def _agreed(loader: Any, state: DistState, batch: str) -> tuple[Order | Sampling, Channel | None]:
+def _agreed(
+    loader: Any, state: DistState, batch: str, split: str
+) -> tuple[Order | Sampling, Channel | None]:
     """What the loader asks for, the same on every rank; where that is a sampler, a line to deal through."""
+    read = partial(_read, loader, state, batch, split)
     if state.group is None:
-        return read_order(loader, state, batch), None
-    asked = all_or_none(lambda: read_order(loader, state, batch), state, "shard_loader")
+        return read(), None
+    asked = all_or_none(read, state, "shard_loader")
     mine = asked if isinstance(asked, Order) else describe(loader, asked)
-    data = checksum_of(loader.dataset)
-    loaders, samples = zip(*exchange((mine, data), state, "shard_loader"), strict=True)
-    check_alike(loaders, "shard_loader: loader must be the same on every rank")
-    check_alike(
-        [f"samples of checksum {each}" for each in samples],
-        "shard_loader: data set must be the same on every rank",
-        "give every rank the whole (and random_split one seed): it is shared out here",
-    )
+    check_same(mine, loader.dataset, state)
     return asked, None if isinstance(asked, Order) else open_channel(state)
+
+
+def _read(loader: Any, state: DistState, batch: str, split: str) -> Order | Sampling:
+    """What the loader asks for, checked; of what can be indexed nothing is split."""
+    if split != "auto":
+        rule = "be left out for a data set that can be indexed"
+        raise ArgumentError(message("shard_loader", "split", rule, split))
+    return read_order(loader, state, batch)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from accel_fn._errors import ArgumentError, StateError, check_count, message
 from accel_fn._state import DistState
-from accel_fn.data._comparing import checksum_of, knows_ranks
+from accel_fn.data._comparing import knows_ranks
 from accel_fn.data._shards import Split, num_shards, shard_of
 from accel_fn.data._turns import Cut
 
@@ -22,8 +22,6 @@ class Sharing:
     split: Split | None
     num_items: int | None
     seed: int
-    data: int | None
-    """What is known of its samples, in short."""
 
 
 def read_sharing(loader: DataLoader[Any], state: DistState, *, batch: str, split: str) -> Sharing:
@@ -31,7 +29,7 @@ def read_sharing(loader: DataLoader[Any], state: DistState, *, batch: str, split
     cut = _cut(loader, state, batch)
     data = loader.dataset
     way = _way(loader, state, split)
-    return Sharing(cut, way, _declared_length(data), state.seed, checksum_of(data))
+    return Sharing(cut, way, _declared_length(data), state.seed)
 
 
 def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:

@@ -18,6 +18,7 @@ from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
 from accel_fn._errors import ArgumentError, ArgumentTypeError, check_alike, message
 from accel_fn._state import DistState
+from accel_fn.data._comparing import check_same
 from accel_fn.data._ends import until_end
 from accel_fn.data._evening import even_parts
 from accel_fn.data._locating import locate_by_counting
@@ -39,11 +40,7 @@ def stream_source(
     read = partial(read_sharing, loader, state, batch=batch, split=split)
     sharing = read() if state.group is None else all_or_none(read, state, "shard_loader")
     if state.group is not None:
-        check_alike(
-            exchange(sharing, state, "shard_loader"),
-            "shard_loader: loader must be the same on every rank",
-            "give every rank the whole stream, and shuffle() a seed",
-        )
+        check_same(sharing, loader.dataset, state)
     if sharing.split is None:
         alone = state.world_size == 1 or state.group is None
         return TurnsSource(loader, sharing, state.rank, None if alone else open_channel(state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, overload
 
 import torch
@@ -72,7 +72,7 @@ class Windowed:
         return -(-len(self._loader) // self._k)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return _lists(iter(self._loader), self._k)
+        return _lists(self._loader, self._k)
 
 
 class WindowedSource:
@@ -108,6 +108,7 @@ class WindowedSource:
         return range(first, min(first + self._k, self._source.num_batches()))
 
 
-def _lists(batches: Iterator[Any], k: int) -> Iterator[list[Any]]:
-    while found := list(islice(batches, k)):
+def _lists(batches: Iterable[Any], k: int) -> Iterator[list[Any]]:
+    going_on = chain(batches)  # some iterators begin anew when they are asked for one
+    while found := list(islice(going_on, k)):
         yield found

@@ -25,6 +25,7 @@ from accel_fn._errors import WorkerError
 from accel_fn.data._fetching import Fetcher, Part, listed
 from accel_fn.data._progress import Progress
 
+_ASK_S = 0.005  # between two looks at workers that are about to end
 _PATIENCE_S = 0.5  # for workers that are in the middle of reading something that nobody waits for
 _LOOK_S = 0.2  # between two looks whether all workers that are waited for live
 _HINTS = {
@@ -167,14 +168,21 @@ def end_workers(running: Any, *, at_once: bool = False) -> None:
         running._workers_done_event.set()
         for queue in running._index_queues:
             queue.put(None)
-        for worker in running._workers:
-            worker.join(_PATIENCE_S / len(running._workers))
+        _await_ends(running._workers)
         if running._worker_pids_set:  # else torch says of them that they were killed
             signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
             running._worker_pids_set = False
         for worker in running._workers:
             worker.terminate()  # nothing happens to one that has ended
+        _await_ends(running._workers)
     running._shutdown_workers()
+
+
+def _await_ends(workers: list[Any]) -> None:
+    """Wait a little for their ends, by asking: what tells of an end may be held by another rank's workers."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(_ASK_S)
 
 
 def lost_workers(

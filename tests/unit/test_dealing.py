@@ -1,7 +1,7 @@
 """A sampler of the user's own: rank 0 runs it, and its order is a function of seed and epoch."""
 
 import random
-from itertools import chain, count, islice
+from itertools import chain, count, islice, permutations
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 import accel_fn as af
 from accel_fn.testing import simulate
+from tests.streams import Counting
 
 SIZE = 20
 DATA = TensorDataset(torch.arange(SIZE))
@@ -623,6 +624,36 @@ def test_ranks_must_give_the_same_loader(make):
             af.shard_loader(make(state.rank), state)
 
     simulate(run, world_size=2)
+
+
+KINDS = {
+    "map": lambda: DataLoader(DATA, batch_size=4),
+    "own sampler": lambda: DataLoader(DATA, sampler=range(SIZE), batch_size=4),
+    "stream": lambda: DataLoader(Counting(SIZE), batch_size=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "split", "text"),
+    [
+        (kinds, "auto", "shard_loader: loader must be the same on every rank, got ")
+        for kinds in permutations(KINDS, 2)
+    ]
+    + [
+        (kinds, "workers", "split must be left out for a data set that can be indexed")
+        for kinds in (("map", "stream"), ("stream", "own sampler"))
+    ],
+)
+def test_ranks_must_give_the_same_kind_of_loader(kinds, split, text):
+    """All raise, and nobody waits, also where data that can be indexed meet a stream."""
+
+    def run(state):
+        with pytest.raises((RuntimeError, ValueError), match=text) as caught:
+            af.shard_loader(KINDS[kinds[state.rank > 0]](), state, split=split)
+        return str(caught.value)
+
+    texts = set(simulate(run, world_size=3, timeout_s=20))
+    assert len(texts) == (1 if split == "auto" else 2)  # a rank that is told of another's says so
 
 
 def test_a_list_that_is_in_another_order_on_each_rank_is_dealt_as_rank_0_has_it():

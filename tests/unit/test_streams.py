@@ -541,6 +541,31 @@ def test_each_rank_reads_its_own_shard_and_every_item_comes_once(num_workers, le
         assert sorted(data.read) == data.items()  # nothing is read twice
 
 
+class Itself(Sharded):
+    """Its own iterator, which begins anew whenever it is asked for one."""
+
+    num_asked = 0
+
+    def __iter__(self):
+        self.num_asked += 1
+        assert self.num_asked < 10  # in one pass
+        self.left = self.items()
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("split", ["turns", "auto"])
+def test_a_data_set_is_asked_for_its_iterator_once_a_pass(split, num_workers):
+    data = Itself([25, 12])
+    found = everywhere(lambda rank: Itself([25, 12]), 2, split=split, num_workers=num_workers)
+    assert items_of(found) == data.items()
+
+
 @pytest.mark.parametrize("split", ["turns", "auto"])
 def test_an_iterator_is_not_asked_again_after_its_end(split):
     """Some begin anew."""

@@ -1,7 +1,7 @@
 """window: which batches come together, and where a run that counts windows stands."""
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -105,6 +105,21 @@ def test_the_rest_of_an_epoch_is_counted_from_where_it_starts():
     windows = af.window(epoch, 2)
     assert ids(windows) == [[[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13]]]
     assert len(windows) == 3
+
+
+def test_an_iterator_that_begins_anew_when_asked_for_one_is_asked_once():
+    class Itself:
+        def __iter__(self):
+            self.left = list(range(5))
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise StopIteration
+            return self.left.pop(0)
+
+    windows = islice(af.window(Itself(), 2), 4)  # it might not end
+    assert list(windows) == [[0, 1], [2, 3], [4]]
 
 
 def test_an_iterator_has_windows_without_a_length():

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 import accel_fn as af
 from accel_fn._errors import WorkerError
+from accel_fn.data._workers import end_workers, start_workers
 
 
 class Failing(Dataset):
@@ -325,6 +326,21 @@ def test_a_worker_that_dies_in_the_midst_of_sending_is_told():
     time.sleep(1)  # meanwhile the worker fills the pipe, reads on, and dies
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
         list(batches)
+
+
+def test_workers_are_not_waited_for_where_others_hold_what_says_that_they_have_ended():
+    """Where ranks are threads, a worker of one may have been forked while another forked its own."""
+    running = start_workers(DataLoader(Failing(0, killed), batch_size=4, num_workers=2))
+    ends = os.pipe()
+    for worker in running._workers:
+        worker._popen.sentinel = ends[0]
+    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
+        next(running)
+    start = time.monotonic()
+    end_workers(running, at_once=True)
+    assert time.monotonic() - start < 3  # torch waits for each five seconds
+    for end in ends:
+        os.close(end)
 
 
 def test_passes_at_the_same_time_have_workers_of_their_own():
