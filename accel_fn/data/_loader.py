@@ -90,9 +90,13 @@ class ShardedLoader:
             its remaining batches.
 
         Raises:
-            ValueError: the state is beyond the end of the run.
+            ValueError: the state is beyond the end of the run; `num_epochs` is negative.
+            TypeError: `since` is no state.
         """
         check_count("epochs", "num_epochs", num_epochs, minimum=0)
+        if not isinstance(since, DistState | None):
+            repair = "the state that the last step gave"
+            raise ArgumentTypeError(message("epochs", "since", "be a DistState", since, repair))
         start = (0, 0) if since is None else self._source.locate(since.step)
         if since is not None and start > (num_epochs, 0):
             rule = f"be at most at the end of {num_epochs} epochs"
@@ -131,8 +135,10 @@ class ShardedLoader:
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of this rank in a batch: [num_samples of the part], int64."""
+        check_count("indices", "epoch", epoch, minimum=0)
         return self._source.indices(epoch, batch)
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of all ranks in a batch, in rank order: [num_samples of the batch], int64."""
+        check_count("global_indices", "epoch", epoch, minimum=0)
         return self._source.global_indices(epoch, batch)

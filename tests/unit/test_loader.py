@@ -341,6 +341,19 @@ def test_a_state_beyond_the_end_is_refused_on_every_rank(step):
             loader.epochs(2, since=af.DistState(step=step))
 
 
+def test_a_number_in_place_of_a_state_is_refused():
+    loader = af.shard_loader(of(12), af.DistState())
+    with pytest.raises(TypeError, match="epochs: since must be a DistState, got 3; the state that"):
+        loader.epochs(2, since=3)
+
+
+@pytest.mark.parametrize("method", ["indices", "global_indices"])
+def test_an_epoch_before_the_first_is_refused(method):
+    loader = af.shard_loader(of(12), af.DistState())
+    with pytest.raises(ValueError, match=f"{method}: epoch must be an integer >= 0, got -1"):
+        getattr(loader, method)(-1, 0)
+
+
 def test_training_code_may_use_any_data_set():
     data = TensorDataset(torch.arange(6), torch.zeros(6, 2))
     loader = af.shard_loader(DataLoader(data, batch_size=4), af.DistState(rank=1, world_size=2))
