@@ -81,8 +81,9 @@ class DealtSource:
             rule = "go through its data in order or with shuffle=True"
             repair = "a sampler of your own is run on rank 0 alone"
             raise ArgumentError(message("indices", "loader", rule, name, repair))
-        batches = self._sampling.batches(epoch) if batch >= 0 else iter(())
-        found = next(islice(batches, max(batch, 0), None), None)
+        found = None
+        if batch >= 0:
+            found = next(islice(self._sampling.batches(epoch), batch, None), None)
         if found is None:
             raise ArgumentError(message("indices", "batch", f"be one of epoch {epoch}", batch))
         return found
