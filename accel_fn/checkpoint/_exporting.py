@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -39,14 +41,16 @@ def export_model(
     Cost: reads the checkpoint to check it, then the model, which is held on the host.
     """
     path, prefix = Path(checkpoint), place_of("model", step)
-    manifest = read_manifest(path)
+    with _told_by_export():
+        manifest = read_manifest(path)
     if step not in manifest.plans:
         names = ", ".join(name or "(no name)" for name in manifest.plans)
         raise CheckpointError(
             f"export: step must be one of {path}, got {step!r}; there are {names}"
         )
-    check_sizes(path, manifest)
-    check_files(path, manifest, manifest.files)
+    with _told_by_export():
+        check_sizes(path, manifest)
+        check_files(path, manifest, manifest.files)
     tensors = {
         name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for name, entry in manifest.entries.items()
@@ -61,3 +65,12 @@ def export_model(
     plain = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     write_set(Path(folder), Entries(plain, tied), max_shard_size)
     return len(plain)
+
+
+@contextmanager
+def _told_by_export() -> Iterator[None]:
+    """A checkpoint is read as `load` reads it, which names itself in errors."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"export: {str(error).removeprefix('load: ')}") from None

@@ -30,7 +30,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield section.replace("_", " ")
         if isinstance(content, dict):
             for name, value in content.items():
-                yield from _entry(name.replace("_", " "), value)
+                shown = name if section == "variables" else name.replace("_", " ")
+                yield from _entry(shown, value)
         else:
             yield from (f"  {line}" for line in _shown(section, content).splitlines())
         yield ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from accel_fn.cli._output import interrupts_raised
+from accel_fn.cli._output import FILE_FOR_SHELLS, interrupts_raised
 
 
 def _counts(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
@@ -19,7 +19,7 @@ def _counts(context: click.Context, option: click.Parameter, value: str) -> tupl
 
 
 @click.command()
-@click.argument("target")
+@click.argument("target", type=FILE_FOR_SHELLS)
 @click.option("--batch", metavar="TARGET", help="What gives the global batch.")
 @click.option("--loss", metavar="TARGET", help="The loss function, (model, batch) -> loss.")
 @click.option("--optimizer", default="AdamW", show_default=True, help="A name in torch.optim.")

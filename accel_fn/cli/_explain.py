@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from accel_fn.cli._output import interrupts_raised
+from accel_fn.cli._output import FILE_FOR_SHELLS, interrupts_raised
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("target", metavar="TARGET")
+@click.argument("target", type=FILE_FOR_SHELLS)
 @click.option(
     "-n",
     "--num-processes",

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from accel_fn._errors import AccelError
+from accel_fn.cli._output import FILE_FOR_SHELLS
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -70,8 +71,8 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
 @click.option("--dry-run", is_flag=True, help="Start nothing: show what each rank would get.")
 @click.option("--json", "as_json", is_flag=True, help="Show it as JSON.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+@click.argument("script", type=FILE_FOR_SHELLS)
+@click.argument("arguments", nargs=-1, type=FILE_FOR_SHELLS, metavar="[ARGS]...")
 def launch(
     *,
     config_file: Path | None,

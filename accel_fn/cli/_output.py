@@ -13,6 +13,9 @@ import click
 
 from accel_fn._errors import AccelError
 
+FILE_FOR_SHELLS = click.Path(readable=False)
+"""What a shell completes as a file; it is checked elsewhere."""
+
 Cell = tuple[str, str]
 """Text, and the style in which a terminal shows it."""
 

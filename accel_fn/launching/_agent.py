@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +30,7 @@ from accel_fn._errors import WorldError
 from accel_fn.launching._failures import Failure, blames_peer, cause, has_spoken, read_failure
 from accel_fn.launching._guarding import kill_left
 from accel_fn.launching._meeting import Meeting
+from accel_fn.launching._saying import say
 
 _HEAR_WITHIN_S, _POLL_S = 1.2, 0.05
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
@@ -181,8 +181,3 @@ class Agent(LocalElasticAgent):
 def _failed(exit_codes: dict[int, int | None]) -> set[int]:
     """The local ranks that have failed by themselves."""
     return {rank for rank, code in exit_codes.items() if code}
-
-
-def say(words: str) -> None:
-    """A line of the launcher's own."""
-    print(f"accel-fn launch: {words}", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ of its own. This is both. Stores, barriers and the processes stay torch's.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 from accel_fn._errors import WorldError, WorldTimeoutError
 from accel_fn.launching._machines import Machines
 from accel_fn.launching._network import answers, listen
+from accel_fn.launching._saying import say
 
 _MEET_WITHIN_S, _SAY_AFTER_S, _LINGER_S, _POLL_S = 600.0, 10.0, 3.0, 0.05
 
@@ -158,11 +158,7 @@ class Meeting(RendezvousHandler):
                 )
             if waited > _SAY_AFTER_S and not said:
                 said = True
-                print(
-                    f"accel-fn launch: machine {self._rank} waits for {whom}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f"machine {self._rank} waits for {whom}")
             time.sleep(_POLL_S)
 
     def _linger(self, store: TCPStore) -> None:

@@ -1,18 +1,26 @@
-"""Looking for a module as python would, without importing anything: a package may do much when imported."""
+"""Looking for a module as python would: in folders first, as a package may do much when imported."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import pkgutil
+import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-_MAY_ADD = ("__path__", "sys.modules", "meta_path", "declare_namespace")
-"""Words of a package that may have modules which its folders do not show."""
+_MISSING = 3
+_ASK = f"""
+import importlib.util, sys
+name = sys.argv[1]
+try:
+    is_there = importlib.util.find_spec(name) is not None
+except ModuleNotFoundError as error:
+    is_there = not f"{{name}}.".startswith(f"{{error.name}}.")  # it is, and misses another
+sys.exit(0 if is_there else {_MISSING})
+"""
 
 
 def why_missing(target: str) -> str:
@@ -25,17 +33,15 @@ def why_missing(target: str) -> str:
 
 def _why_missing(target: str) -> str:
     places: Sequence[str] = [os.getcwd(), *sys.path]
-    inside, spec = "", None
+    inside = ""
     for part in target.split("."):
-        name = f"{inside}{part}"
-        spec = _find(name, places)
+        spec = _find(f"{inside}{part}", places)
         if spec is None:
-            return _nearest(target, inside, part, places)
-        if _may_add(spec):
-            return ""
+            return "" if inside and _is_added(target) else _nearest(target, inside, part, places)
         places = list(spec.submodule_search_locations or ())
-        inside = f"{name}."
-    if places and _find(f"{target}.__main__", places) is None:
+        inside += f"{part}."
+    main = f"{target}.__main__"
+    if places and _find(main, places) is None and not _is_added(main):
         return f"{target} is a package without a __main__"
     return ""
 
@@ -52,14 +58,11 @@ def _find(name: str, places: Sequence[str]) -> ModuleSpec | None:
     return None
 
 
-def _may_add(spec: ModuleSpec) -> bool:
-    """Only its import would tell which modules are in there."""
-    if spec.loader is None:
-        return False  # a namespace: folders alone
-    if not isinstance(spec.loader, InspectLoader):
-        return True
-    source = spec.loader.get_source(spec.name)
-    return source is None or any(word in source for word in _MAY_ADD)
+def _is_added(name: str) -> bool:
+    """Does a package add it when it is imported? Only that tells, in a process of its own."""
+    asking = [sys.executable, "-c", _ASK, name]
+    told = subprocess.run(asking, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return told.returncode != _MISSING
 
 
 def _nearest(target: str, inside: str, part: str, places: Sequence[str]) -> str:

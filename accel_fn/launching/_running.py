@@ -24,13 +24,14 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_fn._errors import WorldError
 from accel_fn.launching import _worker
-from accel_fn.launching._agent import Agent, Folders, say
+from accel_fn.launching._agent import Agent, Folders
 from accel_fn.launching._environment import ROLE
 from accel_fn.launching._failures import Failure, cause, report
 from accel_fn.launching._guarding import Guard
 from accel_fn.launching._machines import Machines
 from accel_fn.launching._meeting import Meeting
 from accel_fn.launching._network import own_address
+from accel_fn.launching._saying import say, tell
 
 _MEET_WITHIN_S = 600
 
@@ -119,7 +120,7 @@ def _finish(agent: Agent, handler: RendezvousHandler, machines: Machines) -> int
     if all(each.stopped for each in failures):
         say("stopped: another machine has ended")
         return 1
-    print(report(failures, machines.num_processes), end="", file=sys.stderr, flush=True)
+    tell(report(failures, machines.num_processes))
     return cause(failures).exit_status
 
 

@@ -19,7 +19,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from importlib.abc import InspectLoader
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -142,9 +141,11 @@ def _run_module(target: str, arguments: list[str]) -> None:
     spec = importlib.util.find_spec(target)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{target}.__main__")
-    if spec is None or not isinstance(spec.loader, InspectLoader):
+    # Not by the classes of importlib.abc, with which come two dozen other modules.
+    get_code = getattr(spec and spec.loader, "get_code", None)
+    if spec is None or get_code is None:
         raise ModuleNotFoundError(f"No module named {target!r} that can be run", name=target)
-    code = spec.loader.get_code(spec.name)
+    code = get_code(spec.name)
     assert code is not None
     sys.argv[0] = str(spec.origin)
     main_module = _be_main(

@@ -77,5 +77,7 @@ def test_mistakes_of_export_are_one_line(launchers, folder, tmp_path):
     )
     (folder / "step_00000001" / "tensors_00000.bin").write_bytes(b"")
     done = launchers.command(tmp_path, "export", "run/step_00000001", "weights")
-    assert done.stderr.startswith("Error: load: run/step_00000001/tensors_00000.bin is damaged: ")
+    assert done.stderr.startswith("Error: export: run/step_00000001/tensors_00000.bin is damaged: ")
+    done = launchers.command(tmp_path, "export", "run", "weights")
+    assert done.stderr == "Error: export: run is no checkpoint: it has no manifest.json\n"
     assert not (tmp_path / "weights").exists()

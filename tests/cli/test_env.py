@@ -114,10 +114,18 @@ def test_devices_and_memory_are_told_as_people_read_them():
         "devices": [{"device": "cuda:0", "name": "H200", "memory": 3 * 2**30}],
     }
     topology = "     GPU0\nGPU0  X"
-    lines = list(_lines({"torch": torch_part, "topology": topology, "network_interfaces": []}))
+    variables = {"OMP_NUM_THREADS": "1"}
+    report = {
+        "torch": torch_part,
+        "topology": topology,
+        "network_interfaces": [],
+        "variables": variables,
+    }
+    lines = list(_lines(report))
     assert "    cuda:0, H200, 3.0 GiB" in lines
     assert "  GPU0  X" in lines
     assert lines[lines.index("network interfaces") + 1] == "  -"
+    assert "  OMP_NUM_THREADS    1" in lines
 
 
 def test_help_is_quick_and_needs_no_torch(tmp_path):

@@ -224,7 +224,7 @@ def test_a_file_written_as_a_module_is_told_how(here):
         load_target("./train:make_plan", "explain")
 
 
-def test_completion_of_a_shell_knows_commands_and_options(tmp_path):
+def test_completion_of_a_shell_knows_commands_options_and_files(tmp_path):
     """In a real bash, by the line that the documentation gives."""
     command = tmp_path / "accel-fn"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m accel_fn.cli "$@"\n')
@@ -238,9 +238,14 @@ def test_completion_of_a_shell_knows_commands_and_options(tmp_path):
             _accel_fn_completion accel-fn
             echo "${COMPREPLY[*]}"
         }
+        compopt() { echo "as bash completes files"; }
         complete_line accel-fn la
         complete_line accel-fn e
         complete_line accel-fn explain --dev
+        complete_line accel-fn launch tr
+        complete_line accel-fn launch train.py da
+        complete_line accel-fn explain tr
+        complete_line accel-fn estimate tr
     """
     done = subprocess.run(
         ["bash", "--norc", "-c", script],
@@ -251,7 +256,9 @@ def test_completion_of_a_shell_knows_commands_and_options(tmp_path):
         timeout=30,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["launch", "env estimate export explain", "--device"]
+    of_names, of_files = done.stdout.splitlines()[:3], done.stdout.splitlines()[3:]
+    assert of_names == ["launch", "env estimate export explain", "--device"]
+    assert of_files == ["as bash completes files", ""] * 4
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -152,6 +152,8 @@ def test_a_port_that_is_asked_for_is_taken_or_refused(launchers, tmp_path):
         (["scrpt.py"], 1, r"launch: script must be a file, got 'scrpt.py'; did you mean script.py\?"),
         (["-m", "no_such.module"], 1, "launch: module must be one that is found, got 'no_such.module'"),
         (["-m", "json.nosuch"], 1, "got 'json.nosuch'; there is no 'nosuch' in json"),
+        (["-m", "json.nosuch.deep"], 1, "got 'json.nosuch.deep'; there is no 'nosuch' in json"),
+        (["-m", "os.nosuch"], 1, "got 'os.nosuch'; there is no 'nosuch' in os"),
         (["-m", "json.tol"], 1, r"got 'json.tol'; did you mean json.tool\?"),
         (["-m", "scrpt"], 1, r"got 'scrpt'; did you mean script\?"),
         (["-m", "script.py"], 1, "got 'script.py'; leave out -m for a file"),
@@ -203,13 +205,15 @@ _MODULES = {
     "lib/elsewhere/train.py": "",
     "lib/space/other.py": "",
     "adding/__init__.py": "__path__.append('lib/elsewhere')",
+    "asking/__init__.py": "import asking.more",
+    "asking/more.py": "import sys; sys.modules['asking'].__path__.append('lib/elsewhere')",
 }
 
 
 @pytest.mark.parametrize(
     "target",
     ["here", "package", "package.train", "space.inner.train", "space.other", "elsewhere.train",
-     "adding.train", "json.tool", "os.path", "this", "__hello__", "added.train"],
+     "adding.train", "asking.train", "json.tool", "os.path", "this", "__hello__", "added.train"],
 )  # fmt: skip
 def test_a_module_that_is_there_is_found_and_not_imported(tmp_path, target):
     """In this folder, in a namespace of two folders, by PYTHONPATH, or by what a package adds itself."""

@@ -3,6 +3,7 @@
 import os
 import pty
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -124,16 +125,46 @@ def test_ctrl_c_on_a_terminal_is_one_line(tmp_path):
     (tmp_path / "script.py").write_text(
         "import os, time\nos.write(1, b'up\\n')\nassert os.isatty(1)\ntime.sleep(60)\n"
     )
-    pid, terminal = pty.fork()
-    if pid == 0:
-        command = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "script.py"]
-        os.chdir(tmp_path)
-        os.execve(sys.executable, command, surroundings(tmp_path))
+    pid, terminal = on_a_terminal(tmp_path)
     seen = read_until(terminal, b"up\r\n", 2)
     os.write(terminal, b"\x03")
     seen += read_until(terminal, b"Ctrl-C", 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert seen == b"up\r\nup\r\n^Caccel-fn launch: stopped by Ctrl-C"
+
+
+def test_a_terminal_that_is_closed_ends_a_launch_as_its_signal_does(tmp_path):
+    """Nobody hears the last words then: that changes nothing."""
+    (tmp_path / "script.py").write_text("import os, time\nos.write(1, b'up\\n')\ntime.sleep(60)\n")
+    pid, terminal = on_a_terminal(tmp_path)
+    read_until(terminal, b"up\r\n", 2)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
+
+
+@pytest.mark.parametrize(("arguments", "exit_code"), [(["--max-restarts", "1"], 0), ([], 7)])
+def test_a_launch_whose_words_nobody_reads_goes_on(tmp_path, arguments, exit_code):
+    (tmp_path / "script.py").write_text(
+        "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    os._exit(7)\n"
+    )
+    heard, said = os.pipe()
+    os.close(heard)
+    command = [sys.executable, "-m", "accel_fn.cli", "launch", *arguments, "script.py"]
+    ended = subprocess.run(
+        command, stderr=said, cwd=tmp_path, env=surroundings(tmp_path), check=False, timeout=60
+    )
+    os.close(said)
+    assert ended.returncode == exit_code
+
+
+def on_a_terminal(folder):
+    """The command itself, on a terminal of its own: its number, and the terminal's other end."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "script.py"]
+        os.chdir(folder)
+        os.execve(sys.executable, command, surroundings(folder))
+    return pid, terminal
 
 
 def read_until(terminal, words, count):

@@ -9,7 +9,7 @@ import pytest
 
 from accel_fn._errors import ArgumentError
 from accel_fn.cli._output import errors_in_a_line, print_table
-from tests.cli.commands import surroundings
+from tests.cli.commands import run_command, surroundings
 
 HEADINGS = ["name", "verdict"]
 ROWS = [["first", ("holds", "green")], ["the second [of two]", ("broken", "bold red")]]
@@ -65,3 +65,12 @@ def test_our_errors_are_a_line_and_others_stay_what_they_are():
         raise ArgumentError("ours")
     with pytest.raises(KeyError), errors_in_a_line():
         raise KeyError("not ours")
+
+
+def test_an_unknown_command_gets_the_nearest_name(tmp_path):
+    ended = run_command(tmp_path, "launhc", "train.py")
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("Error: No such command 'launhc'; did you mean launch?\n")
+    ended = run_command(tmp_path, "nothing-like-it")
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("Error: No such command 'nothing-like-it'.\n")
