@@ -14,7 +14,7 @@ from accel_fn.launching._settings import Mistake, Settings
 _ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
 """Variables that say where machine 0 is."""
 
-_USE_CPU = "add --cpu to train on the CPU"
+_USE_CPU = "launch with --cpu to train on the CPU"
 
 _OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
     {

@@ -201,7 +201,7 @@ def test_a_flag_goes_before_the_file():
 def test_a_file_for_accelerators_is_refused_where_there_are_none(name):
     text = refused(config=WRITTEN / f"{name}.yaml", machine=PLAIN)
     assert "distributed_type must fit a machine without accelerators, got 'MULTI_" in text
-    assert text.endswith("add --cpu to train on the CPU")
+    assert text.endswith("launch with --cpu to train on the CPU")
     assert resolved({"cpu": True}, config=WRITTEN / f"{name}.yaml").settings.cpu
 
 
@@ -210,7 +210,7 @@ def test_the_repair_for_named_devices_works_too():
     text = refused(config=WRITTEN / "multi_gpu.yaml", machine=PLAIN)
     assert text == (
         f"{WRITTEN / 'multi_gpu.yaml'}:6: gpu_ids must be devices of this machine, "
-        "which has none, got (0, 1); add --cpu to train on the CPU"
+        "which has none, got (0, 1); launch with --cpu to train on the CPU"
     )
     found = resolved({"cpu": True}, config=WRITTEN / "multi_gpu.yaml", machine=PLAIN)
     assert (found.settings.cpu, found.settings.num_processes) == (True, 2)

@@ -94,7 +94,7 @@ def test_hosts_are_names_or_addresses(host):
         (
             {"num_processes": 3},
             "num_processes must be at most one for each of the 2 CUDA devices of this machine, "
-            "got 3; add --cpu",
+            "got 3; launch with --cpu",
         ),
         (
             {"num_machines": 2, "main_process_ip": "a", "num_processes": 6},
