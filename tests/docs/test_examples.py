@@ -95,6 +95,7 @@ def test_program_of_the_readme_learns(printed_alone: str) -> None:
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.slow
 def test_program_of_the_readme_prints_the_same_on_two_processes(
     printed_alone: str, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_accuracy_is_the_same_on_two_processes(on_one: Run, on_two: Run) -> None
     assert one[-1] == pytest.approx(two[-1], abs=3.01 / 360)  # bf16: digits on the border
 
 
+@pytest.mark.slow
 def test_float32_losses_of_two_processes_are_those_of_the_loop_by_hand(tmp_path: Path) -> None:
     arguments = ("digits", "--precision", "no", "--epochs", "2")
     two = finished(run_forked(*arguments, folder=tmp_path, num_processes=2))

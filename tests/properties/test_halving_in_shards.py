@@ -81,7 +81,7 @@ def train(state, parts, loss_fn, recipe, **options):
     return reports, {**shards, **dict(model.named_buffers())}, state
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     batches=strategies.batches(num_batches=2),
     world_size=st.sampled_from([2, 4]),

@@ -78,6 +78,7 @@ def test_resuming_in_a_stream_is_going_on(cut, step):
     assert rest == [parts[step:] for parts in whole]
 
 
+@pytest.mark.slow
 @given(cut=cuts(max_items=60), step=st.integers(0, 3))
 @settings(max_examples=4)
 def test_workers_that_take_turns_change_nothing(cut, step):
@@ -150,6 +151,7 @@ def test_every_item_of_a_source_that_splits_itself_comes_once(drawn):
     check_split(SelfSplitting(lengths), world_size, batch_size, drop_last, split="workers")
 
 
+@pytest.mark.slow
 @given(drawn=shards(max_world=3), split=st.sampled_from(["auto", "workers"]))
 @settings(max_examples=4)
 def test_every_item_that_workers_read_comes_once(drawn, split):
