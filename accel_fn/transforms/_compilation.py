@@ -39,7 +39,7 @@ def compiled(
             time. "step" compiles micro-batches, loss scale, gradient transforms and
             optimizer into one graph, in a world of one.
         mode: torch.compile's: "default", "reduce-overhead" (CUDA graphs), "max-autotune", ...
-        fullgraph: refuse a graph break, which "step" always does.
+        fullgraph: refuse a graph break, which "step" always does. The hooks of `wrap_fsdp` break graphs.
         dynamic: as for torch.compile: None compiles for the shapes that come, and anew
             for any shape once a second one has come; True for any from the start; False for each.
 
