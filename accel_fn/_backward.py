@@ -120,11 +120,11 @@ class Backward:
                 run_backward(loss, seed, self.trainable)
 
     def _go_anew(self, *way: Any) -> None:
-        """The same with shards alone at the start, and at the end of what fails."""
+        """The same from shards alone, whatever FSDP has done before, so that the way is the same."""
+        cast("Sharded", self.module).begin_anew()
         for parameter in self.trainable:
             parameter.grad = None
-        with cast("Sharded", self.module).clean():
-            self._go(*way)
+        self._go(*way)
 
     def _report(self, loss: Tensor, weight: float, stop: bool, **extras: Any) -> Report:
         if self.plan.stops:

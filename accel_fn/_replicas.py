@@ -13,7 +13,7 @@ from accel_fn import _comm
 from accel_fn._errors import ReplicaError, check_alike
 from accel_fn._grads import Grads
 from accel_fn._plan import Plan, describe, slot_names
-from accel_fn._shards import is_sharded
+from accel_fn._shards import local, place_of
 from accel_fn._state import DistState
 
 
@@ -76,22 +76,27 @@ def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
 def check_same(tensors: Mapping[str, Tensor | None], state: DistState, words: str) -> None:
     """Raise these words on every rank, of the first tensor that is not the same on all.
 
+    Of a tensor in shards, ranks that hold the same one are compared.
+
     Cost: one read of the tensors, one small collective, one host synchronisation.
     """
     prints = fingerprints(list(tensors.values()))
-    function = words.partition(":")[0]
-    every = _comm.exchange(dict(zip(tensors, prints, strict=True)), state, function)
-    for name, first in every[0].items():
-        others = [rank for rank, theirs in enumerate(every) if theirs[name] != first]
+    places = [0 if each is None else place_of(each) for each in tensors.values()]
+    mine = dict(zip(tensors, zip(places, prints, strict=True), strict=True))
+    every = _comm.exchange(mine, state, words.partition(":")[0])
+    for name in tensors:
+        firsts: dict[int, int] = {}
+        told = [theirs[name] for theirs in every]
+        others = [rank for rank, (at, it) in enumerate(told) if firsts.setdefault(at, it) != it]
         if others:
             ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
             raise ReplicaError(words.format(name=name, ranks=ranks))
 
 
 def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Of each, a sum over its bits: equal tensors give equal sums. 0 for one in shards."""
+    """Of each, a sum over the bits that this rank holds: equal tensors give equal sums."""
     nothing = torch.zeros((), dtype=torch.int64)
-    sums = [nothing if each is None or is_sharded(each) else _sum(each) for each in tensors]
+    sums = [nothing if each is None else _sum(local(each)) for each in tensors]
     if len({each.device for each in sums}) > 1:
         sums = [each.cpu() for each in sums]
     found: list[int] = torch.stack(sums).tolist()

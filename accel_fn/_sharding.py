@@ -76,16 +76,20 @@ class Sharded(nn.Module):
 
     @contextmanager
     def clean(self) -> Iterator[None]:
-        """Where what is done in it fails, have shards alone, and forget of what was not finished."""
+        """Begin anew where what is done in it fails."""
         try:
             yield
         except BaseException:
-            forget = getattr(self, "reset_iter_state", None)  # of FSDP, since torch 2.13
-            if forget is not None:
-                forget()
-            self._call("reshard", self._kinds)
-            self._forget_sums()
+            self.begin_anew()
             raise
+
+    def begin_anew(self) -> None:
+        """Have shards alone, and forget what was gathered, and what was not finished."""
+        forget = getattr(self, "reset_iter_state", None)  # of FSDP, since torch 2.13
+        if forget is not None:
+            forget()
+        self._call("reshard", self._kinds)
+        self._forget_sums()
 
     def _forget_sums(self) -> None:
         """What FSDP has added up in a wider dtype, and does not reset."""

@@ -73,6 +73,11 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     return cut
 
 
+def place_of(tensor: Tensor) -> int:
+    """Which part of a tensor this rank holds; 0 where that is all."""
+    return axes_of(tensor)[0].rank if is_sharded(tensor) else 0
+
+
 def axes_of(tensor: Tensor) -> list[DistState]:
     """The ranks that a tensor is spread over, by axis, the one that it is cut along first."""
     assert is_sharded(tensor)

@@ -18,7 +18,7 @@ from accel_fn._compiling import (
     compile_in_place,
     keep_outputs,
 )
-from accel_fn._errors import ArgumentError, PlanError, message
+from accel_fn._errors import ArgumentError, ArgumentTypeError, PlanError, message
 from accel_fn._halving import Fitting
 from accel_fn._plan import Asked, Plan, Transform, WholeFn, describe
 from accel_fn._state import DistState
@@ -39,7 +39,7 @@ def compiled(
             time. "step" compiles micro-batches, loss scale, gradient transforms and
             optimizer into one graph, in a world of one.
         mode: torch.compile's: "default", "reduce-overhead" (CUDA graphs), "max-autotune", ...
-        fullgraph: refuse a graph break, which "step" always does.
+        fullgraph: refuse a graph break, which "step" always does. The hooks of `wrap_fsdp` break graphs.
         dynamic: as for torch.compile: None compiles for the shapes that come, and anew
             for any shape once a second one has come; True for any from the start; False for each.
 
@@ -47,8 +47,9 @@ def compiled(
         A transform.
 
     Raises:
-        ValueError: an argument is unknown. In `build`: no compiler on this machine, no
-            repeated blocks, an optimizer or a plan that does not fit into a graph.
+        ValueError: an argument is unknown (TypeError too where it is of another type). In
+            `build`: no compiler on this machine, no repeated blocks, an optimizer or a plan that
+            does not fit into a graph.
 
     Law: the identity, to rounding. Random numbers that the loss draws are others.
 
@@ -61,6 +62,10 @@ fullgraph=False, dynamic=None)])
     """
     if mode not in MODES:
         raise ArgumentError(message("compiled", "mode", f"be one of {', '.join(MODES)}", mode))
+    if not isinstance(fullgraph, bool):
+        raise ArgumentTypeError(message("compiled", "fullgraph", "be True or False", fullgraph))
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise ArgumentTypeError(message("compiled", "dynamic", "be True, False or None", dynamic))
     settings: dict[str, Any] = {"mode": mode, "fullgraph": fullgraph, "dynamic": dynamic}
     slots = {
         "loss": ("compile_loss", partial(compile_loss, **settings)),

@@ -14,7 +14,9 @@ def check_replicas(every: int) -> Transform:
     """Compare the parameters over the ranks, every so many steps, bit for bit.
 
     Replicas drift apart where something changes them on one rank alone: a loss that writes
-    to parameters, random numbers by rank, memory that fails. Nothing else would tell.
+    to parameters, random numbers by rank, memory that fails. Nothing else would tell. Under
+    `wrap_fsdp(replicate=...)`, ranks that hold the same shard are compared; with one group of
+    shards there is nothing to compare.
 
     Law: the step computes what it computes without it, bit for bit.
 

@@ -131,6 +131,49 @@ def test_it_is_the_run_that_had_as_many_micro_batches_from_the_start_to_the_bit(
             assert float(state.scaler.scale) == float(other.scaler.scale)
 
 
+def encoded(model, batch):
+    """By the model's methods, without its forward."""
+    return F.mse_loss(model.last(model.encode(batch[0])), batch[1])
+
+
+def forward_with_gradients(model, step, state, batch):
+    model(batch[0])
+
+
+def evaluation(model, step, state, batch):
+    step.forward(state, batch)
+
+
+@pytest.mark.parametrize("before", [forward_with_gradients, evaluation])
+@pytest.mark.parametrize("failing", [at_once, in_the_backward])
+def test_forwards_outside_of_the_step_are_not_on_the_way(before, failing):
+    """They leave parameters whole, and FSDP a list of what it has gathered."""
+    part = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
+
+    def run(state, recipe, limit):
+        model = stack()
+        mine = limit if state.rank == 1 else None
+
+        def loss_fn(model, batch):
+            too_many = mine is not None and torch.is_grad_enabled() and len(batch[0]) > mine
+            return (failing if too_many else encoded)(model, batch)
+
+        plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
+        state, step = af.build(state, af.compose(af.wrap_fsdp(), recipe)(plan))
+        for _ in range(2):
+            before(model, step, state, part)
+            state, _ = step(state, part)
+        return [each.to_local().tolist() for each in model.parameters()]
+
+    def found(state):
+        return run(state, af.accumulate("auto"), 2)
+
+    def expected(state):
+        return run(state, af.accumulate(2), None)
+
+    assert simulate(found, world_size=2) == simulate(expected, world_size=2)
+
+
 def limited_everywhere(limit, failing=at_once):
     """On the last rank, which is never the one that prints."""
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accel_fn as af
+from accel_fn._shards import local
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
 
@@ -67,6 +68,34 @@ def test_where_all_is_well_nothing_changes_by_a_bit(batches, world_size):
     found = ours.trained(ours.regression_model(), parts, watched)
     for (_, actual), (_, parameters) in zip(found, expected, strict=True):
         ours.assert_identical(actual, parameters)
+
+
+def test_groups_of_shards_are_compared_shard_by_shard():
+    """Ranks 0 and 2 hold one half of each parameter, 1 and 3 the other."""
+
+    def run(state, bad_rank):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        recipe = af.compose(af.wrap_fsdp(replicate=2), af.check_replicas(2))
+        state, step = af.build(state, recipe(plan))
+        state, _ = step(state, BATCH)
+        if state.rank == bad_rank:
+            with torch.no_grad():
+                local(model[2].weight).view(-1).view(torch.int64).bitwise_xor_(1 << 30)
+                local(model[0].weight).view(-1).view(torch.int64)[0] ^= 1 << 30
+        try:
+            step(state, BATCH)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    assert simulate(lambda state: run(state, None), world_size=4) == [""] * 4
+    words = (
+        "check_replicas: parameters must be equal on all ranks at step 2, 0.weight differs on rank"
+    )
+    for bad_rank, told in enumerate([2, 3, 2, 3]):
+        for each in simulate(lambda state, bad=bad_rank: run(state, bad), world_size=4):
+            assert each.startswith(f"{words} {told};")
 
 
 def test_how_often_is_a_number_of_steps():

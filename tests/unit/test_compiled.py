@@ -251,6 +251,8 @@ def test_a_machine_without_a_compiler_is_refused_before_training(scope, tmp_path
     [
         ({"scope": "model"}, "compiled: scope must be one of loss, blocks, step, got 'model'"),
         ({"mode": "fast"}, f"compiled: mode must be one of {', '.join(MODES)}, got 'fast'"),
+        ({"fullgraph": None}, "compiled: fullgraph must be True or False, got None"),
+        ({"dynamic": "yes"}, "compiled: dynamic must be True, False or None, got 'yes'"),
     ],
 )
 def test_unknown_settings_are_refused_when_given(settings, text):
