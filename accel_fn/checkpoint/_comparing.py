@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accel_fn._state import DistState
 from accel_fn.checkpoint._contents import Contents, place_of
-from accel_fn.checkpoint._manifest import Manifest
+from accel_fn.checkpoint._manifest import Entry, Manifest
 from accel_fn.checkpoint._planning import name_of_dtype
 
 _MOST = 12
@@ -34,16 +34,44 @@ def differences(manifest: Manifest, contents: Contents, state: DistState) -> lis
     return found + _compare(saved, here)
 
 
+def extra_differences(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> list[str]:
+    """The same of extras: of their names, and what those say that can tell without being changed."""
+    names = [{"extras": sorted(each)} if each else {} for each in (saved, extras)]
+    found = _compare(names[0], names[1])
+    return found + [
+        f"extras/{name}: {line}"
+        for name in extras
+        if name in saved
+        for line in _told_by(extras[name], saved[name])
+    ]
+
+
+def fitting_extras(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> list[str]:
+    """Names of those that can take back what was saved of them."""
+    return [name for name in extras if name in saved and not _told_by(extras[name], saved[name])]
+
+
 def fitting(manifest: Manifest, contents: Contents) -> dict[str, Tensor]:
     """The model's tensors that were saved with this dtype and shape."""
     entries = manifest.entries
     return {
         name: tensor
         for name, tensor in contents.tensors.items()
-        if is_model(name)
-        and name in entries
-        and (entries[name].dtype, entries[name].shape)
-        == (name_of_dtype(tensor.dtype), tuple(tensor.shape))
+        if is_model(name) and _is_alike(entries.get(name), tensor)
+    }
+
+
+def misfits(manifest: Manifest, contents: Contents) -> dict[str, str]:
+    """What is kept here of transforms in other tensors than were saved: how entries begin, a name."""
+    return {
+        place: told
+        for place, told in contents.kept.items()
+        if any(name.startswith(place) for name in manifest.entries)
+        and not all(
+            _is_alike(manifest.entries.get(name), tensor)
+            for name, tensor in contents.tensors.items()
+            if name.startswith(place)
+        )
     }
 
 
@@ -71,6 +99,18 @@ def listed(lines: Iterable[str]) -> str:
 def is_model(name: str) -> bool:
     """Is this entry the model's, and so a tensor that must be there before it is loaded?"""
     return name.startswith("model")
+
+
+def _is_alike(entry: Entry | None, tensor: Tensor) -> bool:
+    """Was it saved with this dtype and shape?"""
+    here = name_of_dtype(tensor.dtype), tuple(tensor.shape)
+    return entry is not None and (entry.dtype, entry.shape) == here
+
+
+def _told_by(extra: Any, saved: Any) -> list[str]:
+    """The lines of an extra that can compare itself with what was saved of it."""
+    compare = getattr(extra, "differences_from", None)
+    return [] if compare is None else list(compare(saved))
 
 
 def _plans(plans: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

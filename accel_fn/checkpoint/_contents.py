@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,15 @@ class Contents:
     """By step: what of model, optimizer and transforms is no tensor of a parameter."""
     tied: dict[str, str]
     plans: dict[str, dict[str, Any]]
+    kept: dict[str, str]
+    """How the entries of a function in the plan begin, and what to call it."""
     buffers: list[str]
     """Entries that are no replicas: DDP lets running statistics differ between ranks."""
 
 
 def contents_of(steps: Steps) -> Contents:
     """What is to be saved, or compared with what was. Tensors are not copied."""
-    found = Contents({}, {}, {}, {}, [])
+    found = Contents({}, {}, {}, {}, {}, [])
     for name, step in steps.items():
         plan = step.plan
         extra = _add_model(found, place_of("model", name), plan.model)
@@ -55,6 +57,8 @@ def contents_of(steps: Steps) -> Contents:
         for parameter, key, value in states:
             found.tensors[f"{place_of('optimizer', name)}{parameter}/{key}"] = value
         kept = {where: _add_part(found, place, part) for place, where, part in _parts(plan, name)}
+        for place, where, _ in _parts(plan, name):
+            found.kept[place] = f"{where} of step {name!r}" if name else where
         found.rest[name] = {"model": extra, "optimizer": rest, "transforms": kept}
         found.plans[name] = signature(plan)
     return found
@@ -124,7 +128,7 @@ def scale_from_dict(saved: Mapping[str, Any] | None, state: DistState) -> LossSc
 def room_for(
     kind: str, plan: Plan, step: str, there: Mapping[str, Tensor], entries: Mapping[str, Entry]
 ) -> dict[str, Tensor]:
-    """A tensor for each that was saved of this kind: the one that is there, or a new one."""
+    """A tensor for each of these entries of a kind: the one that is there, or a new one."""
     prefix = place_of(kind, step)
     parameters = dict(plan.model.named_parameters())
     found = {}
@@ -145,9 +149,18 @@ def room_for(
 
 
 def put_back(
-    plan: Plan, step: str, tensors: Mapping[str, Tensor], rest: dict[str, Any], *, optimizer: bool
+    plan: Plan,
+    step: str,
+    tensors: Mapping[str, Tensor],
+    rest: dict[str, Any],
+    *,
+    optimizer: bool,
+    fresh: Collection[str],
 ) -> None:
-    """Give the model's extra state, the transforms and the optimizer what was saved; tensors are read."""
+    """Give the model's extra state, the transforms and the optimizer what was saved; tensors are read.
+
+    Not the transforms whose entries begin with one of `fresh`.
+    """
     own = plan.model.state_dict()
     extra = {key: value for key, value in rest["model"].items() if key in own}
     if extra:
@@ -155,7 +168,7 @@ def put_back(
     if optimizer:
         _put_back_optimizer(plan, place_of("optimizer", step), tensors, rest["optimizer"])
     for place, where, part in _parts(plan, step):
-        if where in rest["transforms"]:
+        if where in rest["transforms"] and place not in fresh:
             part.load_state_dict({**rest["transforms"][where], **_under(place, tensors)})
 
 

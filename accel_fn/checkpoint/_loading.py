@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,15 @@ from accel_fn._random import derive_random, restore_random
 from accel_fn._state import DistState
 from accel_fn._step import Step
 from accel_fn.checkpoint._background import finish_writing
-from accel_fn.checkpoint._comparing import differences, fitting, has_optimizer, listed
+from accel_fn.checkpoint._comparing import (
+    differences,
+    extra_differences,
+    fitting,
+    fitting_extras,
+    has_optimizer,
+    listed,
+    misfits,
+)
 from accel_fn.checkpoint._contents import (
     Contents,
     contents_of,
@@ -53,7 +61,8 @@ def load(
         folder: that was given to `save`.
         state: as `build` gave it.
         step: the step, or a dict of steps by name, as it was saved.
-        extras: by the names that they were saved under.
+        extras: by the names that they were saved under. One that has `differences_from(saved)`, as a
+            sharded loader has, gives lines there that are told with all other differences.
         at: "latest", the number of a step, or a checkpoint's name.
         strict: False: where the program is another one, fill what fits, leave the rest as
             it is, and say on stderr what that is.
@@ -85,20 +94,37 @@ def load(
     path = all_or_none(lambda: _choose(Path(folder), at, extras), state, "load")
     path = exchange(path, state, "load")[0]
 
-    def check() -> tuple[Manifest, Contents]:
-        manifest, contents = read_manifest(path), contents_of(steps)
-        check_sizes(path, manifest)
-        _compare(path, manifest, contents, state, strict=strict)
-        return manifest, contents
+    def check() -> _Saved:
+        saved = _read(path, contents_of(steps), state)
+        _compare(saved, extras, state, strict=strict)
+        return saved
 
-    manifest, contents = all_or_none(check, state, "load")
-    share = sorted(manifest.files)[state.rank :: state.world_size]
-    all_or_none(lambda: check_files(path, manifest, share), state, "load")
-    loaded = all_or_none(
-        lambda: _fill(path, manifest, contents, steps, extras, state, strict=strict), state, "load"
-    )
-    notes_of(steps)["resumed_from"] = manifest.step
+    saved = all_or_none(check, state, "load")
+    files = saved.manifest.files
+    share = sorted(files)[state.rank :: state.world_size]
+    all_or_none(lambda: check_files(path, saved.manifest, share), state, "load")
+    all_or_none(lambda: _load_extras(saved.extras, extras), state, "load")
+    loaded = all_or_none(lambda: _fill(saved, steps, state, strict=strict), state, "load")
+    notes_of(steps)["resumed_from"] = saved.manifest.step
     return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What was saved but its tensors, as a rank has read it, beside what the program holds."""
+
+    path: Path
+    manifest: Manifest
+    contents: Contents
+    common: dict[str, Any]
+    mine: dict[str, Any]
+    """Of this rank; of the first where this one was not there."""
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """By name."""
+        names = [name for name in self.mine if name.startswith(EXTRA)]
+        return {name.removeprefix(EXTRA): self.mine[name] for name in names}
 
 
 def _choose(folder: Path, at: str | int, extras: Mapping[str, Any]) -> Path:
@@ -114,67 +140,65 @@ def _choose(folder: Path, at: str | int, extras: Mapping[str, Any]) -> Path:
     raise CheckpointError(f"load: at={at!r} must be a checkpoint in {folder}, got steps {there}")
 
 
-def _compare(
-    path: Path, manifest: Manifest, contents: Contents, state: DistState, *, strict: bool
-) -> None:
-    found = differences(manifest, contents, state)
+def _read(path: Path, contents: Contents, state: DistState) -> _Saved:
+    """The files of plain data that this rank needs, checked."""
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    number = state.rank if state.rank < manifest.world_size else 0
+    names = [COMMON, file_of("rank", number, "pt")]
+    check_files(path, manifest, names)
+    common, mine = (from_plain(path / name, "load") for name in names)
+    return _Saved(path, manifest, contents, common, mine)
+
+
+def _compare(saved: _Saved, extras: Mapping[str, Any], state: DistState, *, strict: bool) -> None:
+    found = differences(saved.manifest, saved.contents, state)
+    found += extra_differences(saved.extras, extras)
     if found and strict:
         raise CheckpointError(
-            f"load: {path} must be of this program, got differences:\n{listed(found)}"
+            f"load: {saved.path} must be of this program, got differences:\n{listed(found)}"
         )
-    if found and state.is_main:
-        print(f"accel_fn: {path} is of another program:\n{listed(found)}", file=sys.stderr)
+    found += [
+        f"{told} starts fresh: what it keeps was saved of other shapes"
+        for told in misfits(saved.manifest, saved.contents).values()
+    ]
+    if found and not strict and state.is_main:
+        print(f"accel_fn: {saved.path} is of another program:\n{listed(found)}", file=sys.stderr)
 
 
-def _fill(
-    path: Path,
-    manifest: Manifest,
-    contents: Contents,
-    steps: Mapping[str, Step],
-    extras: Mapping[str, Any],
-    state: DistState,
-    *,
-    strict: bool,
-) -> DistState:
-    """Overwrite: what may refuse comes first."""
-    rest = from_plain(path / COMMON, "load")
-    was_there = state.rank < manifest.world_size
-    mine = from_plain(path / file_of("rank", state.rank if was_there else 0, "pt"), "load")
-    _load_extras(mine, extras, strict=strict)
+def _load_extras(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+    for name in fitting_extras(saved, extras):
+        extras[name].load_state_dict(saved[name])
+
+
+def _fill(saved: _Saved, steps: Mapping[str, Step], state: DistState, *, strict: bool) -> DistState:
+    """Overwrite what fits: where the program must be the one that was saved, that is all."""
+    manifest, contents, mine = saved.manifest, saved.contents, saved.mine
     fits = fitting(manifest, contents)
     optimizers = {name for name in steps if has_optimizer(manifest, contents, fits, name)}
+    fresh = {} if strict else misfits(manifest, contents)
+    entries = {
+        name: entry for name, entry in manifest.entries.items() if not name.startswith(tuple(fresh))
+    }
     tensors = dict(fits)
     for name, each in steps.items():
         for kind in ["transforms", "optimizer"] if name in optimizers else ["transforms"]:
-            tensors |= room_for(kind, each.plan, name, contents.tensors, manifest.entries)
-    read_tensors(path, tensors, manifest.entries)
+            tensors |= room_for(kind, each.plan, name, contents.tensors, entries)
+    read_tensors(saved.path, tensors, entries)
     if manifest.world_size == state.world_size:
         for name in mine["buffers"].keys() & tensors.keys():
             tensors[name].copy_(mine["buffers"][name])
-    for name in steps.keys() & rest["steps"].keys():
-        saved = rest["steps"][name]
-        put_back(steps[name].plan, name, tensors, saved, optimizer=name in optimizers)
-    scaler = state.scaler and (scale_from_dict(rest["scaler"], state) or state.scaler)
+    for name in steps.keys() & saved.common["steps"].keys():
+        rest = saved.common["steps"][name]
+        put_back(steps[name].plan, name, tensors, rest, optimizer=name in optimizers, fresh=fresh)
+    scaler = state.scaler and (scale_from_dict(saved.common["scaler"], state) or state.scaler)
     loaded = replace(state, step=manifest.step, scaler=scaler)
-    _load_random(mine, manifest, loaded, was_there=was_there)
+    _load_random(mine, manifest, loaded)
     return loaded
 
 
-def _load_extras(mine: Mapping[str, Any], extras: Mapping[str, Any], *, strict: bool) -> None:
-    saved = sorted(name.removeprefix(EXTRA) for name in mine if name.startswith(EXTRA))
-    if strict and saved != sorted(extras):
-        raise CheckpointError(
-            f"load: extras must be those that were saved, {saved}, got {sorted(extras)}"
-        )
-    for name, extra in extras.items():
-        if name in saved:
-            extra.load_state_dict(mine[f"{EXTRA}{name}"])
-
-
-def _load_random(
-    mine: Mapping[str, Any], manifest: Manifest, state: DistState, *, was_there: bool
-) -> None:
-    if was_there:
+def _load_random(mine: Mapping[str, Any], manifest: Manifest, state: DistState) -> None:
+    if state.rank < manifest.world_size:
         restore_random(mine["random"], state.device)
     else:
         derive_random(state)

@@ -82,7 +82,20 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"load: {path} must be of format {FORMAT}, got {version}, written by accel_fn "
             f"{found.get('accel_fn')}; read it with that version"
         )
-    return _from_json(found)
+    try:
+        manifest = _from_json(found)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"load: {path} must be one of this version, got {error!r}") from error
+    _check_names(path, manifest)
+    return manifest
+
+
+def _check_names(path: Path, manifest: Manifest) -> None:
+    """Refuse one that leads to files elsewhere, or to some that it does not list."""
+    chunks = (chunk for entry in manifest.entries.values() for chunk in entry.chunks)
+    for name in {*manifest.files, *(chunk.file for chunk in chunks)}:
+        if name != Path(name).name or name not in manifest.files:
+            raise CheckpointError(f"load: {path} must name files beside it, got {name!r}")
 
 
 def _from_json(found: dict[str, Any]) -> Manifest:

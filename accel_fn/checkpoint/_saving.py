@@ -150,6 +150,8 @@ def check_steps(steps: Mapping[str, Step], function: str) -> None:
 
 def check_extras(extras: Mapping[str, Any], function: str) -> None:
     """They must be able to say what they keep, and to take it back."""
+    if not isinstance(extras, Mapping):
+        raise ArgumentTypeError(message(function, "extras", "be a dict, by names", extras))
     for name, extra in extras.items():
         if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict")):
             raise ArgumentTypeError(

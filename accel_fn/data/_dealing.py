@@ -50,6 +50,10 @@ class DealtSource:
             raise ArgumentTypeError(message("len", "the loader's sampler", rule, name, repair))
         return self._num_batches
 
+    def facts(self) -> dict[str, int | None]:
+        """How its samples are cut, where that is known."""
+        return self._sampling.facts()
+
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """From batch `first_batch` of an epoch to its end. All ranks go through it together."""
         channel = None if self._channel is None else self._channel.another()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from accel_fn.data._generators import seed_process
 from accel_fn.data._progress import Progress
 from accel_fn.data._seeding import reading
 
@@ -26,18 +27,18 @@ class Part:
         epoch: from 0.
         batch: its number in the epoch.
         numbers: of the samples.
+        seed: of what they draw from the global generators; None: those go on as they stand.
     """
 
     epoch: int
     batch: int
     numbers: Tensor | list[Any]
+    seed: int | None = None
 
     def listed(self) -> Part:
         """For a process elsewhere: a list travels at less cost than a tensor."""
         numbers = self.numbers
-        return Part(
-            self.epoch, self.batch, numbers.tolist() if isinstance(numbers, Tensor) else numbers
-        )
+        return replace(self, numbers=numbers.tolist() if isinstance(numbers, Tensor) else numbers)
 
 
 class Fetcher(Dataset[Any]):
@@ -68,6 +69,8 @@ class Fetcher(Dataset[Any]):
     def _read(self, part: Part) -> Any:
         if self._at_once:  # no code of the user's, which alone would ask for the epoch
             return self.fetch(part.numbers)
+        if part.seed is not None:
+            seed_process(part.seed)
         with reading(part.epoch):
             return self.fetch(part.numbers)
 

@@ -17,7 +17,14 @@ _LOCK = threading.RLock()  # the global ones are the process's: one borrower at 
 os.register_at_fork(  # a worker must not be forked while another thread has borrowed them
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
 )
+_GLOBAL = (torch.default_generator, random, np.random)
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def seed_process(seed: int) -> None:
+    """Start the global generators anew: those of a worker, which nobody else shares."""
+    for number, each in enumerate(_GLOBAL):
+        _start(each, mix(seed + number))
 
 
 class Generators:
@@ -29,7 +36,7 @@ class Generators:
 
     def __init__(self, seed: int, others: Sequence[Any] = ()) -> None:
         self._seed = seed
-        self._all = (torch.default_generator, random, np.random, *others)
+        self._all = (*_GLOBAL, *others)
         self._inside: list[Any] = []
         self._outside: list[Any] = []
 

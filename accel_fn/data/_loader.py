@@ -25,6 +25,9 @@ class Source(Protocol):
         gives may be read in another thread.
         """
 
+    def facts(self) -> dict[str, int | None]:
+        """What must be the same where a run goes on, as far as it is known; not the number of ranks."""
+
     def locate(self, step: int, window: int = 1) -> tuple[int, int]:
         """The epoch and the window in it that come after `step` windows of so many batches each.
 
@@ -111,27 +114,45 @@ class ShardedLoader:
     def state_dict(self) -> dict[str, int | None]:
         """What must be the same where a run goes on; the position is `state.step`, and not in here."""
         try:
-            return {"batches_per_epoch": len(self)}
+            num_batches = len(self)
         except ArgumentTypeError:
-            return {"batches_per_epoch": None}
+            num_batches = None
+        return {"batches_per_epoch": num_batches, **self._source.facts()}
+
+    def differences_from(self, saved: Mapping[str, int | None]) -> list[str]:
+        """What is not as it was saved: there, a step would be another place, or other samples.
+
+        Args:
+            saved: what `state_dict` gave.
+
+        Returns:
+            A line for each, with both values. `load` asks for them before it overwrites anything.
+        """
+        here = self.state_dict()
+        return [
+            f"{name}: {value} saved, {here.get(name)} here"
+            for name, value in saved.items()
+            if value != here.get(name)
+        ]
 
     def load_state_dict(self, saved: Mapping[str, int | None]) -> None:
-        """Refuse data of another length: there, a step is another place.
+        """Refuse other data: there, a step is another place, or other samples.
 
         Args:
             saved: what `state_dict` gave.
 
         Raises:
-            ValueError: an epoch has another number of batches.
+            ValueError: data, batch size, seed or order are others.
         """
-        here = self.state_dict()["batches_per_epoch"]
-        if saved["batches_per_epoch"] != here:
-            rule = f"have {saved['batches_per_epoch']} batches an epoch, as the run that was saved"
+        if found := self.differences_from(saved):
             repair = (
                 "give it the same data and batch size; and as many ranks, where an epoch's last samples are "
                 "fewer than the ranks, which then have one batch less"
             )
-            raise ArgumentError(message("load_state_dict", "loader", rule, here, repair))
+            rule = "be that of the run that was saved"
+            raise ArgumentError(
+                f"load_state_dict: loader must {rule}, got {'; '.join(found)}; {repair}"
+            )
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of this rank in a batch: [num_samples of the part], int64."""

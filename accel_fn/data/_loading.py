@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_fn.data._fetching import Fetcher, Part
+from accel_fn.data._order import mix
 from accel_fn.data._workers import Crew, death
 
 _KEPT = (
@@ -42,13 +44,16 @@ class Loading:
                 whatever the data set is indexed by. Workers take them ahead of time.
             epoch: for samples that draw random numbers, and for what an error says.
             first_batch: number of the first part in its epoch, for the same.
-            seed: of the workers' random numbers.
+            seed: of the workers' random numbers, which start anew with each batch; where the
+                loader has a `worker_init_fn`, with each pass alone.
 
         Returns:
             An iterator. Workers start with its first batch.
         """
         of_epoch = (Part(epoch, batch, numbers) for batch, numbers in enumerate(parts, first_batch))
         if self._options["num_workers"]:
+            if self._options["worker_init_fn"] is None:  # else that may have seeded them
+                of_epoch = (replace(part, seed=mix(mix(seed) + part.batch)) for part in of_epoch)
             return self._by_workers(of_epoch, epoch, first_batch, seed)
         return self._here(of_epoch, epoch, first_batch)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +115,10 @@ class Order:
         if self.drop_last or tail == 0:
             return full
         return full if full > 0 and tail < self.world_size else full + 1
+
+    def facts(self) -> dict[str, int | None]:
+        """All but how many ranks share it, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "world_size"}
 
     def bounds(self, batch: int) -> tuple[int, int]:
         """Where global batch `batch` starts and stops in the epoch's order.

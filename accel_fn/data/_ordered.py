@@ -34,6 +34,10 @@ class OrderedSource:
         seed = mix(mix(mix(self.order.seed) + epoch) + self.rank)
         return self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
 
+    def facts(self) -> dict[str, int | None]:
+        """Those of the order."""
+        return self.order.facts()
+
     def locate(self, step: int, window: int = 1) -> tuple[int, int]:
         """By arithmetic."""
         return divmod(step, -(-self.num_batches() // window))

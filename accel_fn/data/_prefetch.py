@@ -124,6 +124,10 @@ class PrefetchedSource:
         self.indices = source.indices
         self.global_indices = source.global_indices
 
+    def facts(self) -> dict[str, int | None]:
+        """The source's."""
+        return self._source.facts()
+
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """The source's, read ahead."""
         return _Pass(self._source.batches(epoch, first_batch), self._ahead)

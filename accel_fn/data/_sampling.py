@@ -50,6 +50,10 @@ class Sampling:
     cut: Order | None = None
     length: int | None = None
 
+    def facts(self) -> dict[str, int | None]:
+        """What is known of it beforehand."""
+        return {"seed": self.seed} if self.cut is None else self.cut.facts()
+
     def num_batches(self) -> int | None:
         """Of an epoch, as far as it says. Of a batch sampler in a world of several its epoch 0 is run."""
         if self.cut is not None:

@@ -54,6 +54,7 @@ class _StreamSource(ABC):
         self._collate: Collate = loader.collate_fn
         self._cut = sharing.cut
         self._num_items = sharing.num_items
+        self._seed = sharing.seed
         self._rank = rank
         self._name = type(loader.dataset).__name__
 
@@ -75,6 +76,15 @@ class _StreamSource(ABC):
         cut = self._cut
         order = Order(self._num_items, cut.batch_size, cut.world_size, False, cut.drop_last, 0)
         return order.num_batches()
+
+    def facts(self) -> dict[str, int | None]:
+        """How it is cut, and its length where it says one."""
+        return {
+            "num_samples": self._num_items,
+            "batch_size": self._cut.batch_size,
+            "drop_last": self._cut.drop_last,
+            "seed": self._seed,
+        }
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """From a batch of an epoch to its end; what comes before it is read and dropped."""

@@ -86,6 +86,10 @@ class WindowedSource:
         """Windows of an epoch."""
         return -(-self._source.num_batches() // self._k)
 
+    def facts(self) -> dict[str, int | None]:
+        """The source's."""
+        return self._source.facts()
+
     def batches(self, epoch: int, first_batch: int) -> Iterator[list[Any]]:
         """From window `first_batch` of an epoch to its end."""
         return _lists(self._source.batches(epoch, first_batch * self._k), self._k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -146,17 +147,74 @@ def test_extras_are_each_ranks_own(tmp_path):
     assert simulate(run, world_size=3) == [10, 11, 12]
 
 
-def test_a_loader_that_goes_along_refuses_data_of_another_length(tmp_path):
-    def loader(num_samples):
-        data = TensorDataset(torch.arange(num_samples))
-        return af.shard_loader(DataLoader(data, batch_size=4), af.DistState())
+def shared(num_samples=40, batch_size=4, *, seed=0, generator=None, **options):
+    data = TensorDataset(torch.arange(num_samples))
+    options = {"shuffle": True, **options}
+    generator = None if generator is None else torch.Generator().manual_seed(generator)
+    loader = DataLoader(data, batch_size, generator=generator, **options)
+    return af.shard_loader(loader, af.DistState(seed=seed))
 
+
+OTHER_DATA = {
+    "longer": (shared(48), "num_samples: 40 saved, 48 here"),
+    "more batches": (shared(48), "batches_per_epoch: 10 saved, 12 here"),
+    "as many batches": (shared(39), "num_samples: 40 saved, 39 here"),
+    "batch size": (shared(batch_size=5), "batch_size: 4 saved, 5 here"),
+    "order": (shared(shuffle=False), "shuffle: True saved, False here"),
+    "rest": (shared(drop_last=True), "drop_last: False saved, True here"),
+    "seed": (shared(seed=3), "seed: 0 saved, 3 here"),
+    "generator": (shared(generator=3), "seed: 0 saved, "),
+    "read ahead": (af.prefetch(shared(39), af.DistState()), "num_samples: 40 saved, 39 here"),
+    "windows": (af.window(shared(80), 2), "num_samples: 40 saved, 80 here"),
+    "sampler": (shared(shuffle=False, sampler=range(8)), "num_samples: 40 saved, 8 here"),
+}
+
+
+@pytest.mark.parametrize(("loader", "words"), OTHER_DATA.values(), ids=OTHER_DATA)
+def test_other_data_are_refused_before_anything_is_overwritten(tmp_path, loader, words):
+    """In one list with all else that is another; a loader goes along as an extra."""
     state, step = make()
-    af.save(tmp_path, state, step, extras={"data": loader(40)})
-    af.load(tmp_path, state, step, extras={"data": loader(40)})
-    words = "loader must have 10 batches an epoch, as the run that was saved, got 12; give it"
+    extras = {"counter": Counter(4), "data": shared()}
+    path = af.save(tmp_path, advance(state, step), step, extras=extras)
+    state, other = make(3, recipe=af.clip(1.0))
+    before = {name: value.clone() for name, value in other.plan.model.state_dict().items()}
+    extras = {"counter": Counter(9), "data": loader}
+    with pytest.raises(CheckpointError) as caught:
+        af.load(tmp_path, state, other, extras=extras)
+    assert str(caught.value).startswith(f"load: {path} must be of this program, got differences:\n")
+    assert "  gradients: nothing saved, ['clip_norm'] here" in str(caught.value)
+    assert f"  extras/data: {words}" in str(caught.value)
+    ours.assert_identical(other.plan.model.state_dict(), before)
+    assert extras["counter"].number == 9
+
+
+def test_the_same_data_are_taken_also_as_they_were_described_before(tmp_path):
+    state, step = make()
+    af.save(tmp_path, state, step, extras={"data": shared()})
+    af.load(tmp_path, state, step, extras={"data": shared()})
+    shared().load_state_dict({"batches_per_epoch": 10})
+    words = (
+        "loader must be that of the run that was saved, got num_samples: 40 saved, 39 here; give"
+    )
     with pytest.raises(ValueError, match=words):
-        af.load(tmp_path, state, step, extras={"data": loader(48)})
+        shared(39).load_state_dict(shared().state_dict())
+
+
+def test_an_extra_that_refuses_leaves_the_run_as_it_was_on_every_rank(tmp_path):
+    class Bad(Counter):
+        def load_state_dict(self, saved):
+            raise KeyError("lost")
+
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        af.save(tmp_path, state, step, extras={"extra": Counter()})
+        _, other = make(3, recipe=af.wrap_ddp(), state=state)
+        before = {name: value.clone() for name, value in other.plan.model.state_dict().items()}
+        with pytest.raises((KeyError, RuntimeError), match="lost"):
+            af.load(tmp_path, state, other, extras={"extra": Bad() if state.rank else Counter()})
+        ours.assert_identical(other.plan.model.state_dict(), before)
+
+    simulate(run, world_size=2)
 
 
 def test_several_steps_are_one_checkpoint(tmp_path):
@@ -334,6 +392,34 @@ def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, 
     assert "  after: nothing saved, ['Counting'] here\n" in told
 
 
+@pytest.mark.parametrize("widths", [(3, 4, 1), (3, 5, 1, 1)], ids=["shape", "more"])
+def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, capsys, widths):
+    """Such as the average of a layer that is another now."""
+    recipe = af.compose(af.average(0.5), af.schedule(lambda _: 1.0))
+    state, step = make(recipe=recipe)
+    af.save(tmp_path, advance(state, step), step)
+    model = nn.Sequential(*(nn.Linear(*each) for each in pairwise(widths))).double()
+    state, other = make(model=model, recipe=recipe)
+    state = af.load(tmp_path, state, other, strict=False)
+    told = capsys.readouterr().err
+    assert "  after/0 moving_average starts fresh: what it keeps was saved of other shapes" in told
+    assert other.plan.after[0].state_dict()["num_updates"] == 0
+    assert other.plan.after[1].state_dict() == step.plan.after[1].state_dict()
+    advance(state, other)
+
+
+def test_extras_that_do_not_fit_are_left_and_told(tmp_path, capsys):
+    state, step = make()
+    extras = {"counter": Counter(4), "data": shared(), "old": Counter()}
+    af.save(tmp_path, advance(state, step), step, extras=extras)
+    extras = {"counter": Counter(9), "data": shared(48), "new": Counter(7)}
+    assert af.load(tmp_path, state, step, extras=extras, strict=False).step == 2
+    assert (extras["counter"].number, extras["new"].number) == (4, 7)
+    told = capsys.readouterr().err
+    assert "  extras: ['counter', 'data', 'old'] saved, ['counter', 'data', 'new'] here\n" in told
+    assert "  extras/data: num_samples: 40 saved, 48 here\n" in told
+
+
 def test_ranks_micro_batches_and_wrapping_are_not_another_program(tmp_path):
     state, step = make(recipe=af.compose(af.place(), af.wrap_ddp(), af.accumulate(4)))
     af.save(tmp_path, state, step)
@@ -371,10 +457,11 @@ def test_arguments_are_checked(tmp_path):
         ):
             function(tmp_path, state, step, extras={"n": 3})
     af.save(tmp_path, state, step, extras={"n": Counter()})
-    with pytest.raises(
-        CheckpointError, match=r"load: extras must be those that were saved, \['n'\], got"
-    ):
+    with pytest.raises(CheckpointError, match=r"  extras: \['n'\] saved, nothing here"):
         af.load(tmp_path, state, step)
+    for function in (af.save, af.load):
+        with pytest.raises(TypeError, match=r"extras must be a dict, by names, got \['n'\]"):
+            function(tmp_path, state, step, extras=["n"])
 
 
 def test_a_failure_on_one_rank_is_one_of_all_and_leaves_no_draft(tmp_path):

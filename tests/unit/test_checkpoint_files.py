@@ -200,6 +200,33 @@ def test_a_newer_format_is_refused_and_says_who_wrote_it(tmp_path):
     assert "format 1, got 2" in af.list_checkpoints(tmp_path)[0].damage
 
 
+def leads_away(body):
+    body["files"]["../common.pt"] = body["files"]["common.pt"]
+
+
+def reads_elsewhere(body):
+    next(iter(body["entries"].values()))["chunks"][0]["file"] = "/etc/passwd"
+
+
+MANIFESTS = {
+    "path": (leads_away, r"must name files beside it, got '\.\./common\.pt'"),
+    "elsewhere": (reads_elsewhere, r"must name files beside it, got '/etc/passwd'"),
+    "more": (lambda body: body.update(new=1), "must be one of this version, got .*'new'"),
+    "less": (lambda body: body.pop("seed"), "must be one of this version, got .*'seed'"),
+    "no object": (lambda body: body.update(entries=3), "must be one of this version, got "),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_of_others_is_not_trusted(tmp_path, change, words):
+    """It reads no file but those beside it; one that makes no sense is an error with its name."""
+    run(tmp_path, 1)
+    with_manifest(tmp_path / "step_00000001", change)
+    refused(tmp_path, rf"step_00000001/manifest\.json {words}")
+    assert af.latest(tmp_path) is None
+    assert "manifest.json" in af.list_checkpoints(tmp_path)[0].damage
+
+
 class Bomb:
     def __init__(self, path):
         self.path = path

@@ -190,6 +190,31 @@ def test_workers_draw_by_seed_epoch_and_rank_and_nobody_elses_numbers_are_used()
     assert len(set(different)) == 4
 
 
+def drawn_in_workers(since, **options):
+    options = {"num_workers": 2, "multiprocessing_context": "fork", **options}
+    given = DataLoader(Drawn(), batch_size=1, collate_fn=list, **options)
+    loader = af.shard_loader(given, af.DistState())
+    state = af.DistState(step=since)
+    return [tuple(batch[0]) for epoch in loader.epochs(2, since=state) for batch in epoch]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("since", [0, 1, 2, 5])
+def test_what_is_drawn_in_workers_goes_on_where_a_run_stopped(options, since):
+    """Of every generator, in the middle of an epoch, also where other workers read on."""
+    whole = drawn_in_workers(0)
+    assert drawn_in_workers(since, **options) == whole[since:]
+    assert len(set(whole)) == 8
+
+
+def test_a_worker_init_fn_that_seeds_is_left_to_it():
+    def seed(worker):
+        random.seed(worker)
+
+    (first, *_) = drawn_in_workers(0, worker_init_fn=seed)
+    assert first[0] == random.Random(0).random()
+
+
 def test_only_the_samples_of_this_rank_are_read_and_none_that_are_skipped():
     loader = of(20, shuffle=True)
     shard = af.shard_loader(loader, af.DistState(rank=0, world_size=2))
