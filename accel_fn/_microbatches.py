@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from accel_fn._errors import BatchError, message
 from accel_fn._plan import Plan
 from accel_fn._weights import weigh
 
@@ -17,9 +20,19 @@ def cut(plan: Plan, batch: Any) -> tuple[Parts, Weights]:
     if not plan.split:
         weight = weigh(plan.weight_fn, batch)
         return ((batch,), (weight,)) if weight else ((), ())
-    weighed = [(part, weigh(plan.weight_fn, part)) for part in plan.split[0](batch)]
+    split = plan.split[0](batch)
+    if not isinstance(split, list | tuple):
+        _check_split(split)
+    weighed = [(part, weigh(plan.weight_fn, part)) for part in split]
     counted = [(part, weight) for part, weight in weighed if weight]
     return [part for part, _ in counted], [weight for _, weight in counted]
+
+
+def _check_split(split: object) -> None:
+    """Refuse what cannot be gone through, or would be gone through by keys, letters or rows."""
+    if not isinstance(split, Iterable) or isinstance(split, Mapping | str | Tensor):
+        rule = "return a sequence of micro-batches"
+        raise BatchError(message("step", "split", rule, type(split).__name__))
 
 
 def cut_or_fail(plan: Plan, batch: Any) -> tuple[Parts, Weights, Exception | None]:

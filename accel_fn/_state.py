@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 _CPU = torch.device("cpu")
+_COUNTS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "step": 0, "seed": 0}
+"""The fields of a state that count, and the least that each may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,7 +142,7 @@ class DistState:
         watch: what reports on this rank where a collective does not complete; likewise.
 
     Raises:
-        ValueError: a count is negative, or a rank is outside its world.
+        ValueError: a count is no integer or negative, or a rank is outside its world.
 
     >>> import accel_fn as af
     >>> af.DistState(rank=3, world_size=8).is_main
@@ -161,14 +163,22 @@ class DistState:
     def __post_init__(self) -> None:
         if not isinstance(self.device, torch.device):
             object.__setattr__(self, "device", torch.device(self.device))
-        if not 0 <= self.rank < self.world_size:
+        places = (self.rank, self.world_size, self.local_rank, self.local_world_size)
+        counts = (*places, self.step, self.seed)
+        plain = {*map(type, counts)} == {int} and min(counts) >= 0
+        if not (plain and self.rank < self.world_size and self.local_rank < self.local_world_size):
+            self._check()
+
+    def _check(self) -> None:
+        """Every rule: apart from the above, since a step makes a state."""
+        for name, minimum in _COUNTS.items():
+            check_count("DistState", name, getattr(self, name), minimum=minimum)
+        if self.rank >= self.world_size:
             rule = f"be in 0 .. world_size - 1 = {self.world_size - 1}"
             raise ArgumentError(message("DistState", "rank", rule, self.rank))
-        if not 0 <= self.local_rank < self.local_world_size:
+        if self.local_rank >= self.local_world_size:
             rule = f"be in 0 .. local_world_size - 1 = {self.local_world_size - 1}"
             raise ArgumentError(message("DistState", "local_rank", rule, self.local_rank))
-        if self.step < 0:
-            raise ArgumentError(message("DistState", "step", "be >= 0", self.step))
 
     @property
     def is_main(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,7 +33,8 @@ def num_labels(key_or_path: Key | Sequence[Key], ignore_index: int = -100) -> We
         which gives their number as an `int`.
 
     Raises:
-        TypeError: the path is empty or holds something else than str and int.
+        TypeError: the path is empty or holds something else than str and int, or
+            `ignore_index` is no integer.
         ValueError: (when called) the batch has no tensor there.
 
     Cost: one read of the labels; on an accelerator, one host synchronisation.
@@ -43,11 +45,19 @@ def num_labels(key_or_path: Key | Sequence[Key], ignore_index: int = -100) -> We
     >>> af.num_labels("labels")({"labels": torch.tensor([[5, 7, -100], [2, -100, -100]])})
     3
     """
-    path = (key_or_path,) if isinstance(key_or_path, str | int) else tuple(key_or_path)
-    if not path or any(isinstance(key, bool) or not isinstance(key, str | int) for key in path):
+    path = (key_or_path,) if isinstance(key_or_path, str | int) else key_or_path
+    if not (isinstance(path, Sequence) and path and all(map(_is_key, path))):
         rule = "be a key, an index or a path of these"
         raise ArgumentTypeError(message("num_labels", "key_or_path", rule, key_or_path))
-    return partial(count_labels, path=path, ignore_index=ignore_index)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
+        raise ArgumentTypeError(
+            message("num_labels", "ignore_index", "be an integer", ignore_index)
+        )
+    return partial(count_labels, path=tuple(path), ignore_index=ignore_index)
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, str | int) and not isinstance(key, bool)
 
 
 def count_labels(batch: Any, *, path: tuple[Key, ...], ignore_index: int) -> int:

@@ -6,13 +6,23 @@ loudly when one of them changes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import ProcessGroup
 
 from accel_fn._meshes import make_group
 
-__all__ = ["make_group", "make_store"]
+__all__ = ["called_alike", "make_group", "make_store"]
 
 
 def make_store() -> Store:
     """What the ranks of one world find each other through."""
     return HashStore()
+
+
+def called_alike(world: Sequence[ProcessGroup | None]) -> bool:
+    """Have all ranks called as many collectives?"""
+    groups = [group for group in world if group is not None]
+    counts = {group._get_sequence_number_for_group() for group in groups}  # type: ignore[attr-defined]
+    return len(counts) <= 1

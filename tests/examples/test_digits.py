@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import chain
 from pathlib import Path
@@ -147,3 +148,13 @@ def test_learning_rate_is_the_optimizers_own_or_what_was_asked_for(
 ) -> None:
     optimizer = digits.build_optimizer(kind, digits.build_model(), lr)
     assert optimizer.param_groups[0]["lr"] == expected
+
+
+def test_lookahead_goes_around_the_default_optimizer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = ["--optimizer", "lookahead", "--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["digits.py", *arguments, "--epochs", "2"])
+    digits.main(digits.parse_arguments())
+    losses = json.loads((tmp_path / "curves.json").read_text())["loss"]
+    assert losses[-1] < losses[0] / 2

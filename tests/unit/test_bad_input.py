@@ -408,10 +408,30 @@ def test_labels_that_are_not_there_are_named(path, batch, text):
         af.num_labels(path)(batch)
 
 
-@pytest.mark.parametrize("path", [(), True, (1.5,), ("labels", None)])
+@pytest.mark.parametrize("path", [(), True, 1.5, None, {"labels"}, (1.5,), ("labels", None)])
 def test_a_path_to_labels_is_made_of_keys(path):
     with pytest.raises(TypeError, match="num_labels: key_or_path must be a key"):
         af.num_labels(path)
+
+
+@pytest.mark.parametrize("index", ["pad", None, 1.5, True])
+def test_the_label_that_does_not_count_is_an_integer(index):
+    with pytest.raises(TypeError, match="num_labels: ignore_index must be an integer, got"):
+        af.num_labels("labels", ignore_index=index)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("parts", [7, None, {"inputs": BATCH}, "ab", torch.ones(2, 3)])
+def test_a_split_must_give_a_sequence_of_microbatches_on_every_rank(world_size, parts):
+    def run(state):
+        last = state.rank == world_size - 1
+        recipe = af.compose(af.wrap_ddp(), af.accumulate(2, split=lambda b: parts if last else [b]))
+        state, step = af.build(state, recipe(make_plan()))
+        rule = "step: split must return a sequence of micro-batches, got"
+        with pytest.raises(ValueError, match=rule if last else "countable on every rank"):
+            step(state, BATCH)
+
+    simulate(run, world_size=world_size)
 
 
 def test_a_state_of_another_world_is_refused():
@@ -480,9 +500,14 @@ def test_gradients_that_differ_by_rank_are_refused_on_every_rank_before_an_updat
     ("fields", "text"),
     [
         ({"rank": 2, "world_size": 2}, "rank must be in 0 .. world_size - 1 = 1, got 2"),
-        ({"rank": -1}, "rank must be in 0"),
+        ({"rank": -1}, "rank must be an integer >= 0, got -1"),
         ({"local_rank": 1}, "local_rank must be in 0 .. local_world_size - 1 = 0, got 1"),
-        ({"step": -1}, "step must be >= 0, got -1"),
+        ({"world_size": 0}, "world_size must be an integer >= 1, got 0"),
+        ({"local_world_size": 2.0}, "local_world_size must be an integer >= 1, got 2.0"),
+        ({"rank": True, "world_size": 2}, "rank must be an integer >= 0, got True"),
+        ({"step": -1}, "step must be an integer >= 0, got -1"),
+        ({"rank": "1"}, "rank must be an integer >= 0, got '1'"),
+        ({"seed": 0.5}, "seed must be an integer >= 0, got 0.5"),
     ],
 )
 def test_a_state_is_a_place_in_a_world(fields, text):

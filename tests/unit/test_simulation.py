@@ -1,5 +1,6 @@
 """simulate: ranks that fail never leave others, or the next simulation, waiting."""
 
+import contextlib
 import threading
 import time
 
@@ -43,6 +44,28 @@ def test_a_failed_world_is_not_used_again():
         with pytest.raises(ValueError, match="once"):
             simulate(failing, world_size=2, timeout_s=1)
         assert simulate(lambda state: af.reduce_sum(1, state), world_size=2, timeout_s=1) == [2, 2]
+
+
+@pytest.mark.parametrize("late_s", [None, 0.6], ids=["never", "late"])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_world_that_ran_out_of_time_is_not_used_again_though_nobody_raised(alone, late_s):
+    """The other rank does not come, or when it is too late."""
+
+    def miss(state):
+        if state.rank != alone and late_s:
+            time.sleep(late_s)
+        if state.rank == alone or late_s:
+            with contextlib.suppress(RuntimeError):
+                af.barrier(state)
+        return state.group
+
+    def meet(state):
+        return state.group, af.reduce_sum(1, state)
+
+    lost = simulate(miss, world_size=2, timeout_s=0.3)
+    groups, sums = zip(*simulate(meet, world_size=2, timeout_s=0.3), strict=True)
+    assert sums == (2, 2)
+    assert set(groups).isdisjoint(lost)
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked():
