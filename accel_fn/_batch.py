@@ -82,7 +82,8 @@ def num_samples(batch: Any) -> int:
     if count < 0:
         raise BatchError(
             "num_samples: batch must hold a tensor with a leading dimension, "
-            f"got {type(batch).__name__}; give Plan a weight_fn and accumulate a split for such data"
+            f"got {type(batch).__name__}; register such a class with torch's pytree, or give Plan "
+            "a weight_fn and accumulate a split for such data"
         )
     return count
 

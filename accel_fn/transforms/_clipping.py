@@ -18,7 +18,8 @@ def clip(max_norm: float) -> Transform:
     will see: over all ranks and micro-batches, averaged and unscaled. A norm
     that is not finite makes all gradients not finite, or zero.
 
-    Law: the norm is at most the bound; inactive means bit-identical; clipping twice is clipping once.
+    Law: the norm is at most the bound; inactive means bit-identical; clipping twice is clipping
+    once, but for the 1e-6 that is added to the norm, as torch does.
 
     Args:
         max_norm: the bound, finite and > 0, in units of the unscaled gradient.

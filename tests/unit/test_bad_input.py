@@ -1,5 +1,6 @@
 """What a user can get wrong in a plan, and what is said about it: function, rule, value, repair."""
 
+import collections
 from dataclasses import replace
 
 import pytest
@@ -393,6 +394,13 @@ def test_a_weight_must_be_a_finite_count_on_every_rank(world_size, weight):
             step(state, BATCH)
 
     simulate(run, world_size=world_size)
+
+
+def test_a_batch_of_a_class_that_torch_does_not_know_is_told_how_to_be_known():
+    """Such as the batches of Hugging Face's tokenizers."""
+    _, step = af.build(af.DistState(), make_plan())
+    with pytest.raises(ValueError, match="got UserDict; register such a class with torch's pytree"):
+        step(af.DistState(), collections.UserDict(inputs=BATCH[0]))
 
 
 @pytest.mark.parametrize(
