@@ -140,7 +140,11 @@ class _Watch:
         while True:
             self.look()
             wait_s = max(0, min(deadline - time.monotonic(), _LOOK_S))
-            found: tuple[bool, Any] = type(running)._try_get_data(running, wait_s)
+            try:
+                found: tuple[bool, Any] = type(running)._try_get_data(running, wait_s)
+            except RuntimeError:  # torch has seen a death first, and says less of it
+                self.look()
+                raise
             if found[0] or time.monotonic() >= deadline:
                 return found
 

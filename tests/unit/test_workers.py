@@ -328,6 +328,18 @@ def test_a_worker_that_dies_in_the_midst_of_sending_is_told():
         list(batches)
 
 
+def killed_soon(index):
+    time.sleep(0.1)
+    killed(index)
+
+
+def test_a_death_while_it_is_waited_for_is_told_in_the_same_words():
+    running = start_workers(DataLoader(Failing(0, killed_soon), batch_size=4, num_workers=2))
+    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
+        next(running)
+    end_workers(running, at_once=True)
+
+
 def test_workers_are_not_waited_for_where_others_hold_what_says_that_they_have_ended():
     """Where ranks are threads, a worker of one may have been forked while another forked its own."""
     running = start_workers(DataLoader(Failing(0, killed), batch_size=4, num_workers=2))
