@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accel_fn as af
+from accel_fn._batch import split_batch
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
 from tests.properties.test_scaling import scaled
@@ -76,6 +77,22 @@ def train(state, parts, loss_fn, recipe):
     return reports, {name: value.clone() for name, value in model.state_dict().items()}, state
 
 
+def cut_into(counts):
+    """So many micro-batches of each batch in turn."""
+    left = iter(counts)
+    return af.accumulate(1, split=lambda batch: split_batch(batch, num_parts=next(left)))
+
+
+def assert_same_runs(runs, expected, counts):
+    """Bit for bit, of every rank: parameters, losses and scale, after so many micro-batches of each batch."""
+    for (reports, actual, state), (plain, parameters, other) in zip(runs, expected, strict=True):
+        ours.assert_identical(actual, parameters)
+        assert [float(each.loss) for each in reports] == [float(each.loss) for each in plain]
+        assert [report.extras["num_microbatches"] for report in reports] == counts
+        if state.scaler:
+            assert float(state.scaler.scale) == float(other.scaler.scale)
+
+
 @settings(max_examples=8)
 @given(
     batches=strategies.batches(num_batches=3),
@@ -102,23 +119,9 @@ def test_it_is_the_run_that_had_as_many_micro_batches_from_the_start_to_the_bit(
     assert largest <= limit
 
     def expected(state):
-        left = iter(counts)
+        return train(state, parts[state.rank], ours.mse, af.compose(recipe, cut_into(counts)))
 
-        def split(batch):
-            return af._batch.split_batch(batch, num_parts=next(left))
-
-        return train(
-            state, parts[state.rank], ours.mse, af.compose(recipe, af.accumulate(1, split=split))
-        )
-
-    for (reports, actual, state), (plain, parameters, other) in zip(
-        runs, simulate(expected, world_size=world_size), strict=True
-    ):
-        ours.assert_identical(actual, parameters)
-        assert [float(each.loss) for each in reports] == [float(each.loss) for each in plain]
-        assert [report.extras["num_microbatches"] for report in reports] == counts
-        if state.scaler:
-            assert float(state.scaler.scale) == float(other.scaler.scale)
+    assert_same_runs(runs, simulate(expected, world_size=world_size), counts)
 
 
 @pytest.mark.parametrize("full", FULL.values(), ids=FULL)
