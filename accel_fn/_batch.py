@@ -105,7 +105,7 @@ def part_sizes(num_rows: int, num_parts: int) -> list[int]:
 def split_rows(tree: Any, sizes: list[int]) -> Sequence[Any]:
     """`tree` cut into consecutive parts of these sizes: tensors, and lists of as many non-tensors."""
     if isinstance(tree, Tensor):
-        return torch.split(tree, sizes) if tree.ndim else [tree] * len(sizes)
+        return torch.split_with_sizes(tree, sizes) if tree.ndim else [tree] * len(sizes)
     kind = type(tree)
     if kind is tuple and tree:
         return list(zip(*[split_rows(child, sizes) for child in tree], strict=True))

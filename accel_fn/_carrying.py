@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accel_fn._forward import bare
 from accel_fn._state import DistState
 from accel_fn._tally import checked_total
 
@@ -19,10 +20,10 @@ _NUMBERS = 5
 class Carrier(nn.Module):
     """A module that maps a batch to its loss, with a few numbers as one parameter more.
 
-    DDP averages the gradient of every parameter. That of `numbers` is whatever
-    `load` says when the backward comes to it, so its average arrives with the
-    gradients: on a CPU, an all-reduce of its own costs several percent of a
-    small step, in switches between threads.
+    DDP averages the gradient of every parameter. That of `numbers` is what a
+    backward is given for it, so its average arrives with the gradients: on a
+    CPU, an all-reduce of its own costs several percent of a small step, in
+    switches between threads.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,28 +37,14 @@ class Carrier(nn.Module):
         self.unit = 1.0
         """About the weight of one rank, a power of two: multiplying by it rounds nothing."""
 
-    def forward(self, batch: Any) -> Tensor:
-        """The loss of the module, which has now to do with the numbers too, if with anything."""
-        loss: Tensor = self.module(batch)
-        if loss.requires_grad:
-            loss = _Aboard.apply(loss, self.numbers, lambda: self.load)  # type: ignore[no-untyped-call]
-        return loss
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The loss of the module, and the numbers: a backward starts from both."""
+        return bare(self.module)(batch), self.numbers.view(-1)
 
-
-class _Aboard(torch.autograd.Function):
-    """The identity on a loss; a second argument gets a gradient that has nothing to do with it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, numbers: Tensor, load: Callable[[], Tensor | None]
-    ) -> Tensor:
-        ctx.load, ctx.numbers = load, numbers
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, seed: Tensor) -> tuple[Tensor, Tensor, None]:
-        load = ctx.load()
-        return seed, torch.zeros_like(ctx.numbers) if load is None else load, None
+    def take_load(self) -> Tensor:
+        """What the numbers' gradient is to be; nothing until there is something to say."""
+        load, self.load = self.load, None
+        return torch.zeros_like(self.numbers) if load is None else load
 
 
 class CarriedTally:
@@ -97,7 +84,7 @@ class CarriedTally:
 
     def close(self) -> tuple[Tensor, float, float]:
         carrier = self._carrier
-        arrived, carrier.load = carrier.numbers.grad, None
+        arrived = carrier.numbers.grad
         assert arrived is not None
         loss, stops, *digits = arrived.tolist()
         self.stop = stops > 0

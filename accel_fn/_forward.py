@@ -55,11 +55,16 @@ def _refuse_loss(loss: Any) -> None:
     )
 
 
-def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> Tensor:
-    """The loss of one micro-batch; None is that of a rank without items."""
-    bare = type(module) is LossModule and module._compiled_call_impl is None
-    call: Callable[[Any], Tensor] = module.forward if bare else module
+def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> Any:
+    """The loss of one micro-batch, and what the module gives beside; None is a rank's without items."""
+    call = bare(module)
     return call(None) if part is None else run_placed(state, plan, call, part)
+
+
+def bare(module: nn.Module) -> Callable[[Any], Any]:
+    """A module to be called: our own, of which nobody knows, without what torch does for hooks."""
+    unknown = type(module) is LossModule and module._compiled_call_impl is None
+    return module.forward if unknown else module
 
 
 def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:

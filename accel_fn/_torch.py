@@ -20,14 +20,21 @@ from torch.optim import optimizer as _hooks
 _WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
-def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
-    """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
+def run_backward(
+    loss: Tensor,
+    seed: Tensor | None,
+    inputs: Sequence[nn.Parameter],
+    beside: Sequence[tuple[Tensor, Tensor]] = (),
+) -> None:
+    """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss, and for pairs beside it."""
+    roots = (loss, *[root for root, _ in beside])
+    seeds = (torch.ones_like(loss) if seed is None else seed, *[each for _, each in beside])
     if type(loss) is not Tensor or type(inputs[0]) is not nn.Parameter:
-        torch.autograd.backward(loss, seed, inputs=inputs)  # subclasses have a say
+        torch.autograd.backward(roots, seeds, inputs=inputs)  # subclasses have a say
         return
     _engine_run_backward(
-        (loss,),
-        (torch.ones_like(loss) if seed is None else seed,),
+        roots,
+        seeds,
         False,  # keep the graph
         False,  # build a graph of the backward
         tuple(inputs),
