@@ -45,17 +45,18 @@ class SummedTally:
         *,
         stop: bool = False,
     ) -> None:
-        if failure is not None and state.world_size == 1:
-            raise failure
-        weight = float("nan") if failure else sum(weights)
+        weight = float("nan") if failure else float(sum(weights))
         self._state = state
         self._failure = failure
-        # integers are exact up to 2**53
-        self._totals = torch.tensor([weight, float(stop)], dtype=torch.float64)
         self._mean = torch.zeros((), device=state.device)
-        self._works = [] if state.world_size == 1 else [self._sum(self._totals)]
+        self._works = list[_comm.Pending | _comm.PendingTotal]()
         self._known: float | None = None
         self.stop = stop
+        if state.world_size == 1:
+            self._known = checked_total(weight, failure)
+        else:  # integers are exact up to 2**53
+            self._totals = torch.tensor([weight, float(stop)], dtype=torch.float64)
+            self._works.append(self._sum(self._totals))
 
     def _sum(self, tensor: Tensor) -> _comm.Pending | _comm.PendingTotal:
         return _comm.start_total(tensor, self._state, "step")
