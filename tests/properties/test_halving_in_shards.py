@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 
@@ -12,6 +12,7 @@ from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
 from tests.properties.test_halving import FULL, FailingBackward, assert_same_runs, cut_into
 from tests.properties.test_scaling import scaled
+from tests.stacks import batches as fixed_batches
 from tests.stacks import stack
 
 
@@ -91,6 +92,16 @@ def train(state, parts, loss_fn, recipe, **options):
     late=st.booleans(),
     reshard=st.booleans(),
     recipe=st.sampled_from([af.clip(0.1), scaled(8.0), af.checkpointed()]),
+)
+@example(  # buffers that a failed attempt has changed are what they were
+    batches=fixed_batches(num=2, size=8),
+    world_size=2,
+    culprit=1,
+    limit=2,
+    failing=after_the_forward,
+    late=False,
+    reshard=True,
+    recipe=af.clip(0.1),
 )
 def test_it_is_the_run_that_had_as_many_micro_batches_from_the_start_to_the_bit(
     batches, world_size, culprit, limit, failing, late, reshard, recipe
