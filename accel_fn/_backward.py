@@ -105,7 +105,6 @@ class Backward:
         parts: Parts,
     ) -> None:
         """Forward and backward of each micro-batch; `add` is the tally's."""
-        seeds = dict[tuple[float, torch.dtype], Tensor | None]()
         for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             last = index == len(parts) - 1
             if last and self.agree:
@@ -114,15 +113,12 @@ class Backward:
                 self.agree(state)
             with nullcontext() if last else self.no_sync():
                 outcome = run_forward(state, self.plan, self.module, part)
-                loss = outcome if self.carrier is None else outcome[0]
+                loss, *beside = (outcome,) if self.carrier is None else outcome
                 add(loss.detach(), weight, last=last)
                 if not index:
                     self._check_graph(loss)
-                kind = weight, loss.dtype
-                if kind not in seeds:
-                    seeds[kind] = backward_seed(loss, tally.share(weight), state.scaler)
-                beside = [(outcome[1], self.carrier.take_load())] if self.carrier else []
-                run_backward(loss, seeds[kind], self.trainable, beside)
+                seed = backward_seed(loss, tally.share(weight), state.scaler)
+                run_backward(loss, seed, self.trainable, (*beside,), tally.loads())
 
     def _go_anew(self, *way: Any) -> None:
         """The same from shards alone, whatever FSDP has done before, so that the way is the same."""

@@ -33,18 +33,12 @@ class Carrier(nn.Module):
         # Of the gradients' dtype where it is wide enough, since DDP has a bucket for each.
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
         self.numbers = nn.Parameter(torch.zeros(_NUMBERS, dtype=dtype))
-        self.load: Tensor | None = None
         self.unit = 1.0
         """About the weight of one rank, a power of two: multiplying by it rounds nothing."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The loss of the module, and the numbers: a backward starts from both."""
         return bare(self.module)(batch), self.numbers.view(-1)
-
-    def take_load(self) -> Tensor:
-        """What the numbers' gradient is to be; nothing until there is something to say."""
-        load, self.load = self.load, None
-        return torch.zeros_like(self.numbers) if load is None else load
 
 
 class CarriedTally:
@@ -70,6 +64,7 @@ class CarriedTally:
         self._weight = float("nan") if failure else sum(weights)
         self._failure = failure
         self._loss = 0.0
+        self._load: Tensor | None = None
         self.stop = stop
 
     def share(self, weight: float) -> float:
@@ -80,7 +75,10 @@ class CarriedTally:
             self._loss += loss.item() * self.share(weight)
         if last:
             numbers = [self._loss, float(self.stop), *_digits(self._weight)]
-            self._carrier.load = torch.tensor(numbers, dtype=self._carrier.numbers.dtype)
+            self._load = torch.tensor(numbers, dtype=self._carrier.numbers.dtype)
+
+    def loads(self) -> Sequence[Tensor]:
+        return (torch.zeros_like(self._carrier.numbers) if self._load is None else self._load,)
 
     def close(self) -> tuple[Tensor, float, float]:
         carrier = self._carrier

@@ -62,9 +62,9 @@ def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> A
 
 
 def bare(module: nn.Module) -> Callable[[Any], Any]:
-    """A module to be called: our own, of which nobody knows, without what torch does for hooks."""
-    unknown = type(module) is LossModule and module._compiled_call_impl is None
-    return module.forward if unknown else module
+    """What to call of a module: of our own, which nobody can give hooks, the forward alone."""
+    is_own = type(module) is LossModule and module._compiled_call_impl is None
+    return module.forward if is_own else module
 
 
 def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:

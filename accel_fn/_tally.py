@@ -25,6 +25,9 @@ class Tally(Protocol):
     def add(self, loss: Tensor, weight: float, *, last: bool) -> None:
         """Count a micro-batch, after its forward and before its backward."""
 
+    def loads(self) -> Sequence[Tensor]:
+        """The gradients of what the module gives beside the loss, once the micro-batch is counted."""
+
     def close(self) -> tuple[Tensor, float, float]:
         """After the last: mean loss and weight of the global batch, and what gradients lack as a factor."""
 
@@ -80,6 +83,9 @@ class SummedTally:
             self._mean.add_(loss, alpha=weight / total)
         if last and self._state.world_size > 1:
             self._works = [self._sum(self._mean)]
+
+    def loads(self) -> Sequence[Tensor]:
+        return ()
 
     def close(self) -> tuple[Tensor, float, float]:
         total = self.total()

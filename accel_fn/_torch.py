@@ -24,11 +24,15 @@ def run_backward(
     loss: Tensor,
     seed: Tensor | None,
     inputs: Sequence[nn.Parameter],
-    beside: Sequence[tuple[Tensor, Tensor]] = (),
+    beside: Sequence[Tensor] = (),
+    loads: Sequence[Tensor] = (),
 ) -> None:
-    """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss, and for pairs beside it."""
-    roots = (loss, *[root for root, _ in beside])
-    seeds = (torch.ones_like(loss) if seed is None else seed, *[each for _, each in beside])
+    """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss, and others beside it.
+
+    Seeds and loads are used up: where a root is a view of a parameter, they become its gradient.
+    """
+    roots = (loss, *beside)
+    seeds = (torch.ones_like(loss) if seed is None else seed, *loads)
     if type(loss) is not Tensor or type(inputs[0]) is not nn.Parameter:
         torch.autograd.backward(roots, seeds, inputs=inputs)  # subclasses have a say
         return

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
+from accel_fn._batch import tensors_of
 from accel_fn._carrying import Carrier
 from accel_fn._errors import ArgumentError, PlanError, message
 from accel_fn._plan import Plan, Transform
@@ -141,8 +141,8 @@ def _settle_buckets(replicated: DistributedDataParallel) -> None:
     """
     if replicated.static_graph or replicated.find_unused_parameters:
         return  # laid out once, and the first backward of a static graph must be a real one
-    roots = replicated(None)
-    torch.autograd.backward(roots, pytree.tree_map(torch.zeros_like, roots))
+    roots = tensors_of(replicated(None))
+    torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
     replicated.zero_grad(set_to_none=True)
 
 

@@ -38,6 +38,17 @@ def test_accumulation_is_the_identity(optimizer, batches, num_microbatches):
     assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
 
 
+@given(num_microbatches=st.integers(1, 6))
+@example(num_microbatches=3)  # where backwards start from one tensor, the second changes it
+def test_a_loss_that_is_a_view_of_a_parameter_has_a_gradient_of_one(num_microbatches):
+    model = torch.nn.Linear(1, 1).double()
+    plan = af.Plan(lambda model, batch: model.bias[0], model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), af.accumulate(num_microbatches)(plan))
+    _, grads, _ = step.grads(state, torch.ones(12, 1).double())
+    [gradient] = [each for each in grads.values() if each is not None]
+    torch.testing.assert_close(gradient, torch.ones(1).double(), rtol=1e-12, atol=0.0)
+
+
 @given(batches=strategies.labelled_batches(), num_microbatches=st.integers(1, 50))
 @example(
     batches=[

@@ -121,9 +121,8 @@ def test_it_is_the_run_that_had_as_many_micro_batches_from_the_start_to_the_bit(
     counts = [report.extras["num_microbatches"] for report in runs[0][0]]
     mine = [len(part[0]) for part in parts[culprit % world_size]]
     for size, count in zip(mine, counts, strict=True):
-        assert (
-            size // count if late else -(-size // count)
-        ) <= limit  # the last part, or the largest
+        part = size // count if late else -(-size // count)  # the last, or the largest
+        assert part <= limit
 
     def expected(state):
         recipes = af.compose(recipe, cut_into(counts))

@@ -154,3 +154,38 @@ def test_a_batch_that_weighs_nothing_anywhere():
         return [float(t.abs().sum()) for t in grads.values()], float(report.loss), report.weight
 
     assert simulate(run, world_size=2) == [([0.0, 0.0], 0.0, 0)] * 2
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_it_is_carried_under_the_options_of_ddp_that_look_at_the_graph(option):
+    def run(state):
+        model = torch.nn.Linear(4, 1)
+        plan = af.Plan(
+            lambda model, batch: model(batch).mean(),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+        )
+        state, step = af.build(state, af.wrap_ddp(**{option: True})(plan))
+        found = []
+        for num_samples in (2, 3, 4):
+            state, report = step(state, torch.full((num_samples + state.rank, 4), 1.0))
+            found.append(report.weight)
+        return found
+
+    assert simulate(run, world_size=2) == [[5, 7, 9]] * 2
+
+
+def test_a_step_that_failed_leaves_nothing_to_be_carried_by_the_next():
+    def run(state):
+        model = torch.nn.Linear(4, 1)
+        plan = af.Plan(
+            lambda model, batch: model(batch).mean() if len(batch) > 1 else torch.ones(()),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+        )
+        state, step = af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
+        with pytest.raises(ValueError, match="requires no gradient"):
+            step(state, torch.ones(1, 4))
+        return step(state, torch.ones(6, 4))[1].weight
+
+    assert simulate(run, world_size=2) == [12, 12]
