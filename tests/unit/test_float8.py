@@ -176,7 +176,7 @@ def test_evaluation_is_in_float8_too_and_copies_of_a_plan_do_not_meet():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device with float8")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="products in float8 are for CUDA devices")
 def test_real_products_in_float8_train_as_bf16_does():
     ends = []
     for precision in ("fp8", "bf16"):

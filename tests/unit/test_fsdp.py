@@ -198,7 +198,7 @@ def test_in_a_world_of_one_nothing_is_sharded():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="holds a CUDA device against the CPU")
 @pytest.mark.parametrize("settings", [{"param_dtype": torch.float32}, {"offload": True}], ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_accelerator_trains_as_the_cpu_does(settings, fused):

@@ -128,7 +128,7 @@ def test_pinning_without_an_accelerator_is_no_matter(num_workers, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for CUDA alone")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_are_pinned_where_the_loader_says_so(num_workers):
     data = TensorDataset(torch.arange(6), torch.zeros(6, 2))
