@@ -319,7 +319,9 @@ def test_generators_are_afterwards_where_they_were():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="draws from the generator of a CUDA device")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="draws from the generator of a CUDA device"
+)
 def test_a_device_draws_by_slot_too_and_its_generator_is_afterwards_where_it_was():
     found = []
     for seed in (1, 2):

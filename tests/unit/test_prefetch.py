@@ -217,7 +217,7 @@ def test_training_through_prefetch_is_training_through_the_loader(world_size):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="batches are moved to a CUDA device")
 @pytest.mark.parametrize("options", [{}, {"pin_memory": True}, TWO_WORKERS])
 def test_batches_come_on_cuda_as_they_are(options):
     state = af.init(device="cuda")
@@ -230,7 +230,7 @@ def test_batches_come_on_cuda_as_they_are(options):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="work waits in a stream of a CUDA device")
 def test_memory_of_a_batch_is_not_reused_before_the_loop_is_done_with_it():
     """The loop's stream is kept busy, and batches are dropped while work on them still waits."""
     state = af.init(device="cuda")
