@@ -106,7 +106,10 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     if any(dtype.is_complex for dtype in dtypes):
         dense = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
     dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64
-    norms = torch._foreach_norm(dense, 2.0, dtype)
+    if torch.compiler.is_compiling():  # which takes the one call for a function it cannot look into
+        norms = tuple([torch.linalg.vector_norm(each, dtype=dtype) for each in dense])
+    else:
+        norms = torch._foreach_norm(dense, 2.0, dtype)
     if any(norm.device != norms[0].device for norm in norms):
         norms = tuple(norm.to(norms[0].device) for norm in norms)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))

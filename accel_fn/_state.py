@@ -186,19 +186,16 @@ class DistState:
         return self.rank == 0
 
     def advanced(self, scaler: LossScale | None) -> DistState:
-        """The state one batch further, with this loss scale."""
-        return DistState(
-            rank=self.rank,
-            world_size=self.world_size,
-            local_rank=self.local_rank,
-            local_world_size=self.local_world_size,
-            device=self.device,
-            scaler=scaler,
-            step=self.step + 1,
-            seed=self.seed,
-            group=self.group,
-            watch=self.watch,
-        )
+        """The state one batch further, with this loss scale.
+
+        Made field by field: a step makes one, and what was checked once needs no check again.
+        """
+        state = object.__new__(DistState)
+        for name in _KEPT:
+            _set(state, name, getattr(self, name))
+        _set(state, "scaler", scaler)
+        _set(state, "step", self.step + 1)
+        return state
 
     def __copy__(self) -> DistState:
         return self
@@ -209,6 +206,10 @@ class DistState:
     def __reduce__(self) -> tuple[Any, ...]:
         names = [name for name in self.__dataclass_fields__ if name not in ("group", "watch")]
         return _restored, ({name: getattr(self, name) for name in names},)
+
+
+_set = object.__setattr__
+_KEPT = tuple(name for name in DistState.__dataclass_fields__ if name not in ("scaler", "step"))
 
 
 def _restored(fields: dict[str, Any]) -> DistState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -124,9 +125,17 @@ def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.M
 
 
 def compile_step(state: DistState, whole: WholeFn, *, mode: str, dynamic: bool | None) -> WholeFn:
-    """The function compiled into one graph, without the checks of sizes that its guards make anyway."""
+    """The function compiled into one graph, without the checks of sizes that its guards make anyway.
+
+    On a CPU its kernels are called from C++, and not from Python between them.
+    """
     _check_machine(state)
-    options = {**torch._inductor.list_mode_options(mode), "size_asserts": False}
+    in_cpp = state.device.type == "cpu" and sys.platform == "linux"
+    options = {
+        **torch._inductor.list_mode_options(mode),
+        "size_asserts": False,
+        "cpp_wrapper": in_cpp,
+    }
     run = compile_function(whole, fullgraph=True, dynamic=dynamic, options=options)
     return keep_outputs(run, mode)
 
