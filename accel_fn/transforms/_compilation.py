@@ -125,19 +125,25 @@ def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.M
 
 
 def compile_step(state: DistState, whole: WholeFn, *, mode: str, dynamic: bool | None) -> WholeFn:
-    """The function compiled into one graph, without the checks of sizes that its guards make anyway.
-
-    On a CPU its kernels are called from C++, and not from Python between them.
-    """
+    """The function compiled into one graph, without the checks of sizes that its guards make anyway."""
     _check_machine(state)
-    in_cpp = state.device.type == "cpu" and sys.platform == "linux"
-    options = {
-        **torch._inductor.list_mode_options(mode),
-        "size_asserts": False,
-        "cpp_wrapper": in_cpp,
-    }
+    options = {**torch._inductor.list_mode_options(mode), "size_asserts": False}
+    if state.device.type == "cpu":
+        options |= _for_cpu()
     run = compile_function(whole, fullgraph=True, dynamic=dynamic, options=options)
     return keep_outputs(run, mode)
+
+
+def _for_cpu() -> dict[str, Any]:
+    """Kernels called from C++ and not from Python between them, and numbers computed once."""
+    # Here and not above, as it imports the compiler.
+    from accel_fn._hoisting import Hoisting
+
+    settings = torch._inductor.config
+    own: dict[str, Any] = {"cpp_wrapper": settings.cpp_wrapper or sys.platform == "linux"}
+    if settings.post_grad_custom_post_pass is None:  # else the user's
+        own["post_grad_custom_post_pass"] = Hoisting()
+    return own
 
 
 def _check_machine(state: DistState) -> None:

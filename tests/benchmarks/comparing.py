@@ -30,7 +30,7 @@ def compare(scenario: Scenario, station: Station, rounds: int, patience_s: float
     gc.freeze()  # what the libraries brought along is no garbage of the steps to come
     blocks = time_in_turn(works, rounds, station, patience_s)
     first, *_ = blocks.values()
-    targets = {OURS: scenario.way.target, COMPILED: scenario.way.compiled_target}
+    targets = {OURS: scenario.way.target, COMPILED: scenario.compiled_target}
     rows = []
     for name, variant in variants.items():
         target = targets.get(name)
