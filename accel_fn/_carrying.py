@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_fn._forward import bare
+from accel_fn._forward import Own, bare
 from accel_fn._state import DistState
 from accel_fn._tally import checked_total
 
@@ -17,7 +17,7 @@ _DIGIT = 4096.0
 _NUMBERS = 5
 
 
-class Carrier(nn.Module):
+class Carrier(Own):
     """A module that maps a batch to its loss, with a few numbers as one parameter more.
 
     DDP averages the gradient of every parameter. That of `numbers` is what a

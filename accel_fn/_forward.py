@@ -16,7 +16,11 @@ from accel_fn._state import DistState
 T = TypeVar("T")
 
 
-class LossModule(nn.Module):
+class Own(nn.Module):
+    """A module of the library's, which nobody but FSDP gives hooks."""
+
+
+class LossModule(Own):
     """The user's loss as a module: what DDP wraps in place of the user's model."""
 
     def __init__(self, loss_fn: LossFn, model: nn.Module) -> None:
@@ -62,9 +66,9 @@ def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> A
 
 
 def bare(module: nn.Module) -> Callable[[Any], Any]:
-    """What to call of a module: of our own, which nobody can give hooks, the forward alone."""
-    is_own = type(module) is LossModule and module._compiled_call_impl is None
-    return module.forward if is_own else module
+    """What to call of a module: of our own, where nothing goes around it, the forward alone."""
+    own = isinstance(module, Own) and not module._forward_pre_hooks
+    return module.forward if own and module._compiled_call_impl is None else module
 
 
 def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:

@@ -24,12 +24,14 @@ import accel_fn as af
 from accel_fn import _torch
 from accel_fn._capturing import methods_of
 from accel_fn._compiling import MODES, without_clock
+from accel_fn._forward import LossModule, bare
 from accel_fn._meshes import make_mesh
 from accel_fn._torch import run_backward, run_optimizer
 from accel_fn.data._reading import shown
 from accel_fn.data._workers import end_workers, lost_workers, start_workers
 from accel_fn.testing import simulate
 from accel_fn.testing._threads import make_group, make_store
+from accel_fn.transforms._ddp import Replicated
 from tests.optimizers import ROWS, batches, kinds
 from tests.strategies import mse, regression_model
 
@@ -78,6 +80,8 @@ def sgd(parameters):
         "torch.distributed:ProcessGroup.get_group_store",
         "torch.distributed.distributed_c10d:_world.pg_map",
         "torch.nn:Module._call_impl",
+        "torch.nn.parallel:DistributedDataParallel._post_forward",
+        "torch.nn.parallel:DistributedDataParallel._pre_forward",
         "torch.optim:Optimizer.profile_hook_step",
         "torch.optim.optimizer:_global_optimizer_post_hooks",
         "torch.optim.optimizer:_global_optimizer_pre_hooks",
@@ -301,6 +305,54 @@ def test_scheduler_still_warns_where_there_was_no_step():
     scheduler = torch.optim.lr_scheduler.StepLR(sgd([nn.Parameter(torch.ones(1))]), 1)
     with pytest.warns(UserWarning, match=r"lr_scheduler\.step\(\)` before `optimizer\.step\(\)"):
         scheduler.step()
+
+
+def steps_of_replicas(loss_fn, around=contextlib.nullcontext):
+    """What the first of two ranks has after three steps: losses, parameters, and what was around it."""
+
+    def rank(state):
+        model = regression_model()
+        plan = af.Plan(loss_fn, model, sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        losses = []
+        with around() if state.is_main else contextlib.nullcontext() as seen:
+            for batch in batches(torch.float64)[:3]:
+                state, report = step(state, batch)
+                losses.append(float(report.loss))
+        return losses, model.state_dict(), seen
+
+    return simulate(rank, world_size=2)[0]
+
+
+def test_profiler_records_the_forward_of_replicas():
+    """With a profiler DDP's own forward is called: the same steps, under its label."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    losses, _, profile = steps_of_replicas(
+        mse, lambda: torch.profiler.profile(activities=activities)
+    )
+    assert losses == steps_of_replicas(mse)[0]
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["DistributedDataParallel.forward"] == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_forward_of_replicas_says_which_module_is_active(monkeypatch, fails):
+    """A compiler cuts its graphs where the buckets of that module end."""
+    ddp, seen = nn.parallel.DistributedDataParallel, []
+    monkeypatch.setattr(ddp, "_active_ddp_module", None)  # ranks in threads share it
+
+    def loss_fn(model, batch):
+        seen.append(ddp._active_ddp_module)
+        if fails:
+            raise KeyError("no such column")
+        return mse(model, batch)
+
+    module = LossModule(loss_fn, regression_model())
+    replicated = Replicated(module, process_group=make_group(make_store(), 0, 1, 10.0))
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        bare(replicated)(batches(torch.float64)[0])
+    assert seen == [replicated]
+    assert ddp._active_ddp_module is None
 
 
 def test_profiler_records_the_step():
