@@ -17,7 +17,7 @@ from accel_fn._errors import CheckpointError
 from accel_fn.checkpoint._weight_entries import extra
 
 _BLOCK = 1 << 24
-_PIECE = 1 << 18  # is still in the processor's cache when it is hashed
+_PIECE = 1 << 19  # is still in the processor's cache when it is hashed
 
 
 @dataclass(frozen=True, slots=True)

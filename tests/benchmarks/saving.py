@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ WIDTH, MOST_ROUNDS = 2048, 7
 ASYNC, OURS_ASYNC = "DCP, async_save", "accel_fn, wait=False"
 SAVING = ("torch.save", "DCP", "accelerate", "accel_fn", ASYNC, OURS_ASYNC)
 LOADING = ("accelerate", "torch.load", "DCP", "accel_fn")
-TARGETS = {("save", OURS_ASYNC): 0.15, ("load", "accel_fn"): 0.40}
+LOAD, RESUME = "load", "load in a new process"
+TARGETS = {("save", OURS_ASYNC): 0.15, (LOAD, "accel_fn"): 0.40}
 
 
 class Run:
@@ -124,12 +126,15 @@ class Run:
 def measure(num_layers: int, rounds: int, folder: Path) -> dict[str, dict[str, list[Any]]]:
     """Blocks of every way, in turns: saving in one process, loading in a new one each."""
     saved = _in_child(lambda: _measure_saving(Run(num_layers, folder), rounds))
-    blocks: dict[str, list[Any]] = {name: [] for name in saved["load"]}
-    for name in in_turns(saved["load"], rounds):
-        found = _in_child(lambda name=name: _measure_loading(num_layers, folder, name))
-        assert found["corner"] == saved["corner"], name
-        blocks[name].append(found["block"])
-    return {"save": saved["save"], "load": blocks}
+    measured = {"save": saved["save"]}
+    for kind in (LOAD, RESUME):
+        measured[kind] = blocks = {name: [] for name in saved["load"]}
+        for name in in_turns(saved["load"], rounds):
+            run = partial(Run, num_layers, folder)
+            found = _in_child(partial(_measure_loading, run, name, trained=kind == LOAD))
+            assert found["corner"] == saved["corner"], name
+            blocks[name].append(found["block"])
+    return measured
 
 
 def _measure_saving(run: Run, rounds: int) -> dict[str, Any]:
@@ -147,9 +152,11 @@ def _measure_saving(run: Run, rounds: int) -> dict[str, Any]:
     return {"save": blocks, "load": list(run.ways_to_load()), "corner": run.corner()}
 
 
-def _measure_loading(num_layers: int, folder: Path, name: str) -> dict[str, Any]:
-    """As a run that is resumed: a new model, an optimizer that has made no update."""
-    run = Run(num_layers, folder)
+def _measure_loading(make_run: Callable[[], Run], name: str, *, trained: bool) -> dict[str, Any]:
+    """Of a run that goes back to its checkpoint, or one that is resumed, without any memory of an update."""
+    run = make_run()
+    if trained:
+        run.train()
     block = time_block(run.ways_to_load()[name])
     return {"block": asdict(block), "corner": run.corner()}
 
@@ -182,7 +189,7 @@ def compare_saving(name: str, num_layers: int, rounds: int) -> list[Table]:
         )
     measured = json.loads(done.stdout.splitlines()[-1])
     tables = []
-    for kind, names in (("save", SAVING), ("load", LOADING)):
+    for kind, names in (("save", SAVING), (LOAD, LOADING), (RESUME, LOADING)):
         blocks = {each: [Block(**b) for b in of_one] for each, of_one in measured[kind].items()}
         tables.append(_table(f"{name}, {kind}", kind, names, blocks))
     return tables
