@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.processes import launch
 
@@ -14,6 +15,8 @@ from torch import nn
 import accel_fn as af
 
 def resident():
+    if state.device.type == "cuda":
+        return torch.cuda.memory_allocated()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the allocator only keeps
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
@@ -29,12 +32,12 @@ class Block(nn.Module):
     def forward(self, inputs):
         return inputs + self.down(self.up(inputs).relu())
 
-state = af.init(device="cpu", timeout_s=200)
+state = af.init(device={device!r}, timeout_s=200)
 before = resident()
 model = nn.Sequential(*[Block() for _ in range({depth})])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
 plan = af.Plan(lambda model, batch: model(batch).square().mean(), model, optimizer)
-state, step = af.build(state, af.wrap_fsdp()(plan))
+state, step = af.build(state, af.compose(af.place(), af.wrap_fsdp())(plan))
 state, _ = step(state, torch.ones(2, {width}))
 _, grads, _ = step.grads(state, torch.ones(2, {width}))
 kept = [value for each in optimizer.state.values() for value in each.values() if value.ndim]
@@ -43,10 +46,9 @@ say(json.dumps([sum(each.numel() for each in model.parameters()), sizes, residen
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "depth"), [(2, 3), (4, 12)])
-def test_a_rank_holds_its_part_of_all(world_size, depth):
-    script = SCRIPT.format(width=WIDTH, depth=depth)
+def check_part(world_size, depth, device):
+    """Every rank's parameters, gradients and optimizer state, and all that it holds."""
+    script = SCRIPT.format(width=WIDTH, depth=depth, device=device)
     output = launch(script, num_processes=world_size, timeout_s=300)
     for line in output.splitlines():
         number, (parameters, gradients, optimizer), resident = json.loads(line)
@@ -56,3 +58,18 @@ def test_a_rank_holds_its_part_of_all(world_size, depth):
         assert gradients == part
         assert optimizer == 2 * part
         assert resident < 4 * part + 150e6  # modules that torch loads, and one block, whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "depth"), [(2, 3), (4, 12)])
+def test_a_rank_holds_its_part_of_all(world_size, depth):
+    check_part(world_size, depth, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(
+    torch.cuda.device_count() not in (2, 4, 8), reason="needs 2, 4 or 8 CUDA devices"
+)
+def test_an_accelerator_holds_its_part_of_all():
+    check_part(torch.cuda.device_count(), 12, None)
