@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Own(nn.Module):
-    """A module of the library's, which nobody but FSDP gives hooks."""
+    """A module of the library's, which nobody but torch's wrappers gives hooks."""
 
 
 class LossModule(Own):

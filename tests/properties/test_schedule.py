@@ -239,6 +239,45 @@ def refused(given_, text, error=ValueError, **options):
         af.build(af.DistState(), af.schedule(given_(optimizer), **options)(plan))
 
 
+def exponential(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def half(num_updates):
+    return 0.5**num_updates
+
+
+def scheduled_by(*makers):
+    model = ours.regression_model()
+    optimizer = sgd(model.parameters())
+    given = [make(optimizer) for make in makers]
+    return af.compose(*map(af.schedule, given))(af.Plan(ours.mse, model, optimizer))
+
+
+def test_schedulers_go_one_after_another():
+    plan = scheduled_by(exponential, exponential)
+    [group] = plan.optimizer.param_groups
+    rate = group["lr"]
+    state, step = af.build(af.DistState(), plan)
+    step(state, (torch.ones(2, 3).double(), torch.ones(2, 1).double()))
+    assert group["lr"] == rate / 4
+
+
+@pytest.mark.parametrize(
+    "makers",
+    [
+        (lambda _: half, exponential),
+        (exponential, lambda _: half),
+        (lambda _: half, lambda _: half),
+    ],
+    ids=["first", "second", "both"],
+)
+def test_a_function_is_the_only_schedule_of_a_plan(makers):
+    """It would undo what the other has done."""
+    with pytest.raises(ValueError, match="must be the plan's only one where one is a function"):
+        scheduled_by(*makers)
+
+
 def test_a_scheduler_over_another_optimizer_is_refused():
     other = sgd(ours.regression_model().parameters())
     text = "must be over the plan's optimizer, got a ExponentialLR over another SGD"
