@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_fn._errors import StateError, WorldError
+from accel_fn._errors import ArgumentError, StateError, WorldError, message
 from accel_fn._state import DistState
 
 if TYPE_CHECKING:
@@ -238,6 +238,17 @@ class _Heads:
                     f"rank {rank} and {names[1]} on rank {self._rank}"
                 )
         return [number for number, _ in heads]
+
+
+def check_backend(function: str, backend: str | None) -> None:
+    """Refuse one that this torch does not have; several are given by device, as torch takes them."""
+    if backend is None:
+        return
+    named = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    there = [name for name in named if dist.is_backend_available(name)]
+    if not {part.split(":")[-1].lower() for part in str(backend).split(",")} <= {*there}:
+        rule = f"be None or of those that this torch has ({', '.join(there)})"
+        raise ArgumentError(message(function, "backend", rule, backend))
 
 
 def default_backend(device: torch.device, backend: str | None) -> str:

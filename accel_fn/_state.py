@@ -162,7 +162,7 @@ class DistState:
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, torch.device):
-            object.__setattr__(self, "device", torch.device(self.device))
+            object.__setattr__(self, "device", device_of("DistState", self.device))
         places = (self.rank, self.world_size, self.local_rank, self.local_world_size)
         counts = (*places, self.step, self.seed)
         plain = {*map(type, counts)} == {int} and min(counts) >= 0
@@ -206,6 +206,15 @@ class DistState:
     def __reduce__(self) -> tuple[Any, ...]:
         names = [name for name in self.__dataclass_fields__ if name not in ("group", "watch")]
         return _restored, ({name: getattr(self, name) for name in names},)
+
+
+def device_of(function: str, device: torch.device | str) -> torch.device:
+    """A device by its name."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        rule = "be a torch.device or the name of one, such as 'cpu' or 'cuda:0'"
+        raise ArgumentError(message(function, "device", rule, device)) from error
 
 
 _set = object.__setattr__

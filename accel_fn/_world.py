@@ -15,7 +15,7 @@ from accel_fn._clusters import read_task
 from accel_fn._errors import WorldError, check_count, check_positive
 from accel_fn._joining import join_world, leave_world
 from accel_fn._launch_options import DefaultSeconds, launch_options
-from accel_fn._state import DistState
+from accel_fn._state import DistState, device_of
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -128,6 +128,7 @@ def _join(
         timeout_s = launch_options().timeout_s or timeout_s
     check_positive("init", "timeout_s", timeout_s)
     check_count("init", "seed", seed, minimum=0)
+    _comm.check_backend("init", backend)
     launch = read_launch(os.environ) or _current_launch()
     device = device or os.environ.get("ACCEL_FN_DEVICE") or None
     if launch is None:
@@ -238,7 +239,7 @@ def pick_device(
     asked: torch.device | str | None, local_rank: int, local_world_size: int, world_size: int
 ) -> torch.device:
     """The device of a local rank; it becomes the current one of its kind."""
-    device = torch.device(asked) if asked is not None else _default_kind(world_size)
+    device = device_of("init", asked) if asked is not None else _default_kind(world_size)
     if device.type in ("cpu", "meta"):
         return device
     accelerator = torch.accelerator.current_accelerator()

@@ -76,6 +76,33 @@ def test_alone_it_is_one_process_on_one_device(alone):
     assert state.device == torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ({"device": "gpu"}, "device must be a torch.device or the name of one, .* got 'gpu'"),
+        ({"device": ["cpu"]}, r"device must be a torch.device .* got \['cpu'\]"),
+        ({"backend": "glue"}, r"backend must be None or of those .*gloo.*, got 'glue'"),
+        ({"backend": "cpu:gloo,cuda:glue"}, "backend must be .*, got 'cpu:gloo,cuda:glue'"),
+        ({"backend": "undefined"}, "backend must be .*, got 'undefined'"),
+        ({"backend": 1}, "backend must be .*, got 1"),
+    ],
+    ids=str,
+)
+def test_what_torch_does_not_have_is_refused(alone, argument, text):
+    with pytest.raises(ValueError, match=f"init: {text}"):
+        af.init(**argument)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "GLOO", "cpu:gloo", None])
+def test_a_backend_may_be_given_as_torch_takes_it(alone, backend):
+    assert af.init(device="cpu", backend=backend).world_size == 1
+
+
+def test_a_state_is_of_a_device_that_there_is():
+    with pytest.raises(ValueError, match=r"DistState: device must be .* got 'gpu'"):
+        af.DistState(device="gpu")
+
+
 def test_a_world_of_one_needs_no_group(alone):
     for name, value in {**FULL, "RANK": "0", "WORLD_SIZE": "1"}.items():
         alone.setenv(name, value)
