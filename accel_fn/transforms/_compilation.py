@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from accel_fn._errors import ArgumentError, ArgumentTypeError, PlanError, messag
 from accel_fn._halving import Fitting
 from accel_fn._plan import Asked, Plan, Transform, WholeFn, describe
 from accel_fn._state import DistState
+
+_IN_CPP = ("default", "max-autotune-no-cudagraphs")
+"""Modes whose kernels torch can call from C++."""
 
 
 def compiled(
@@ -129,20 +133,19 @@ def compile_step(state: DistState, whole: WholeFn, *, mode: str, dynamic: bool |
     _check_machine(state)
     options = {**torch._inductor.list_mode_options(mode), "size_asserts": False}
     if state.device.type == "cpu":
-        options |= _for_cpu()
+        options |= _for_cpu(mode)
     run = compile_function(whole, fullgraph=True, dynamic=dynamic, options=options)
     return keep_outputs(run, mode)
 
 
-def _for_cpu() -> dict[str, Any]:
+def _for_cpu(mode: str) -> dict[str, Any]:
     """Kernels called from C++ and not from Python between them, and numbers computed once."""
-    # Here and not above, as it imports the compiler.
-    from accel_fn._hoisting import Hoisting
-
     settings = torch._inductor.config
-    own: dict[str, Any] = {"cpp_wrapper": settings.cpp_wrapper or sys.platform == "linux"}
+    in_cpp = sys.platform == "linux" and mode in _IN_CPP
+    own: dict[str, Any] = {"cpp_wrapper": settings.cpp_wrapper or in_cpp}
     if settings.post_grad_custom_post_pass is None:  # else the user's
-        own["post_grad_custom_post_pass"] = Hoisting()
+        hoisting = import_module("accel_fn._hoisting")  # which imports the compiler
+        own["post_grad_custom_post_pass"] = hoisting.Hoisting()
     return own
 
 

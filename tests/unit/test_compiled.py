@@ -92,6 +92,26 @@ def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(optimiz
 
 
 @needs_compiler
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize(
+    "mode",
+    [each if each == "default" else pytest.param(each, marks=pytest.mark.slow) for each in MODES],
+)
+def test_every_mode_trains_the_same_and_has_nothing_to_say(mode, capfd):
+    """Not every mode can be called from C++, and a large matrix has its numbers computed apart."""
+    batches, ends = make_batches(8, 8, 8, 8), []
+    for recipe in (af.compose(), af.compiled(scope="step", mode=mode)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 512), nn.Tanh(), nn.Linear(512, 1)).double()
+        plan = af.compose(af.accumulate(2), af.clip(0.1), recipe)(make_plan(model))
+        _, _, reports = run(plan, batches)
+        ends.append(([float(each.loss) for each in reports], model.state_dict()))
+    assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-6)
+    ours.assert_close(ends[0][1], ends[1][1])
+    assert capfd.readouterr().err == ""
+
+
+@needs_compiler
 def test_the_parts_of_a_compiled_step_run_without_the_compiler():
     plan = af.compiled(scope="step")(make_plan(optimizer=torch.optim.SGD))
     state, step = af.build(af.DistState(), plan)
