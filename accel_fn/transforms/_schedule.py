@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from accel_fn._echo import Echo
 from accel_fn._errors import ArgumentError, ArgumentTypeError, PlanError, message
-from accel_fn._plan import AfterFn, Kept, Plan, Report, Transform
+from accel_fn._plan import AfterFn, Asked, Kept, Plan, Report, Transform
 from accel_fn._state import DistState
 from accel_fn._updating import takes_factor
 
@@ -46,7 +46,8 @@ def schedule(
     Raises:
         TypeError: it is neither a scheduler nor a function.
         ValueError: a scheduler over another optimizer than the plan's; a function that gives
-            no finite number, or beside another schedule; a `metric` for a scheduler that takes none.
+            no finite number; a `metric` for a scheduler that takes none. In `build`: a function
+            beside another schedule.
 
     Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also
     where updates may be skipped: the learning rate is then a tensor on the device, chosen there
@@ -71,22 +72,24 @@ def schedule(
                 f"schedule: scheduler_or_fn must be over the plan's optimizer, got a "
                 f"{type(given).__name__} over another {type(given.optimizer).__name__}"
             )
-        schedules = [given, *_schedules(plan)]
-        if len(schedules) > 1 and not all(isinstance(each, LRScheduler) for each in schedules):
-            raise PlanError(
-                "schedule: scheduler_or_fn must be the plan's only one where one is a function, which "
-                "sets the learning rate whatever another has made of it; give one function, the product"
-            )
         return replace(plan, after=(*plan.after, following))
 
-    following = Kept(scheduled, by=given, **({} if metric is None else {"metric": metric}))
+    following = Scheduling(scheduled, by=given, **({} if metric is None else {"metric": metric}))
     return schedule_plan
 
 
-def _schedules(plan: Plan) -> list[Any]:
-    """What the plan's schedules were given."""
-    kept = [each for each in plan.after if isinstance(each, Kept)]
-    return [each.keywords["by"] for each in kept if each.func is scheduled]
+class Scheduling(Kept, Asked):
+    """`scheduled` with its settings."""
+
+    def check(self, state: DistState, plan: Plan) -> None:  # noqa: ARG002
+        """Refuse a function beside another schedule."""
+        all_of_plan = [each.keywords["by"] for each in plan.after if isinstance(each, Scheduling)]
+        if len(all_of_plan) > 1 and not all(isinstance(each, LRScheduler) for each in all_of_plan):
+            raise PlanError(
+                "build: schedule must stand alone in a plan where it is given a function, which sets "
+                f"the learning rate whatever another has made of it, got {len(all_of_plan)} schedules; "
+                "give one function, the product"
+            )
 
 
 def scheduled(

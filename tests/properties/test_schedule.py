@@ -274,8 +274,9 @@ def test_schedulers_go_one_after_another():
 )
 def test_a_function_is_the_only_schedule_of_a_plan(makers):
     """It would undo what the other has done."""
-    with pytest.raises(ValueError, match="must be the plan's only one where one is a function"):
-        scheduled_by(*makers)
+    plan = scheduled_by(*makers)
+    with pytest.raises(ValueError, match=r"schedule must stand alone .* got 2 schedules; give one"):
+        af.build(af.DistState(), plan)
 
 
 def test_a_scheduler_over_another_optimizer_is_refused():
