@@ -58,6 +58,14 @@ def test_fractions_are_summed_to_rounding(weights, dtype):
         assert found == pytest.approx(expected, rel=1e-6 if dtype == torch.float32 else 1e-12)
 
 
+def replicas(state, *, lr, ddp=None, **settings):
+    """A small model under DDP, whose loss is the mean of what it gives."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    plan = af.Plan(lambda model, batch: model(batch).mean(), model, optimizer, **settings)
+    return af.build(state, af.wrap_ddp(**(ddp or {}))(plan))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_came_before_moves_no_bit(dtype):
     """The unit follows the weights of earlier batches; a resumed run has had none."""
@@ -89,13 +97,7 @@ def test_a_factor_of_one_is_not_there():
     """Where weights are powers of two nothing passes over the gradients, from the second step on."""
 
     def run(state):
-        model = torch.nn.Linear(4, 1)
-        plan = af.Plan(
-            lambda model, batch: model(batch).mean(),
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-        )
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = replicas(state, lr=0.1)
         return [step.grads(state, torch.ones(16, 4))[1].factor is None for _ in range(3)]
 
     assert simulate(run, world_size=2) == [[False, True, True]] * 2
@@ -103,14 +105,8 @@ def test_a_factor_of_one_is_not_there():
 
 def test_a_rank_that_cannot_count_is_heard_of_by_all():
     def run(state):
-        model = torch.nn.Linear(4, 1)
-        plan = af.Plan(
-            lambda model, batch: model(batch).mean(),
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            weight_fn=lambda batch: 1 / int(batch[0, 0]),
-        )
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = replicas(state, lr=0.1, weight_fn=lambda batch: 1 / int(batch[0, 0]))
+        model = step.plan.model
         before = copy.deepcopy(model.state_dict())
         with pytest.raises((ZeroDivisionError, ValueError)) as caught:
             step(state, torch.full((2, 4), float(state.rank)))
@@ -127,13 +123,7 @@ def test_a_rank_that_cannot_count_is_heard_of_by_all():
 
 def test_a_loss_that_is_no_number_on_one_rank_leaves_the_weight_alone():
     def run(state):
-        model = torch.nn.Linear(4, 1)
-        plan = af.Plan(
-            lambda model, batch: model(batch).mean(),
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.0),
-        )
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = replicas(state, lr=0.0)
         _, report = step(state, torch.full((2, 4), math.nan if state.rank else 1.0))
         return math.isnan(report.loss), report.weight
 
@@ -142,14 +132,7 @@ def test_a_loss_that_is_no_number_on_one_rank_leaves_the_weight_alone():
 
 def test_a_batch_that_weighs_nothing_anywhere():
     def run(state):
-        model = torch.nn.Linear(4, 1)
-        plan = af.Plan(
-            lambda model, batch: model(batch).mean(),
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            weight_fn=lambda batch: 0,
-        )
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = replicas(state, lr=0.1, weight_fn=lambda batch: 0)
         _, grads, report = step.grads(state, torch.ones(2, 4))
         return [float(t.abs().sum()) for t in grads.values()], float(report.loss), report.weight
 
@@ -159,13 +142,7 @@ def test_a_batch_that_weighs_nothing_anywhere():
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_it_is_carried_under_the_options_of_ddp_that_look_at_the_graph(option):
     def run(state):
-        model = torch.nn.Linear(4, 1)
-        plan = af.Plan(
-            lambda model, batch: model(batch).mean(),
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.0),
-        )
-        state, step = af.build(state, af.wrap_ddp(**{option: True})(plan))
+        state, step = replicas(state, lr=0.0, ddp={option: True})
         found = []
         for num_samples in (2, 3, 4):
             state, report = step(state, torch.full((num_samples + state.rank, 4), 1.0))
