@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from accel_fn._carrying import CarriedTally, Carrier
 from accel_fn._errors import LossError
 from accel_fn._forward import run_forward
 from accel_fn._grads import Grads
+from accel_fn._graph import check_recomputed
 from accel_fn._microbatches import Parts, Weights, cut_or_fail
 from accel_fn._plan import Plan, Report
 from accel_fn._sharding import Sharded, evened
@@ -48,6 +49,8 @@ class Backward:
     """Called when all gradients of this rank are there, before any are averaged."""
     way: Way | None = None
     """Of a module in shards: the collectives, which a rank joins though its memory has run out."""
+    _unseen: list[bool] = field(default_factory=lambda: [True])
+    """Holds an entry until the graph of a first micro-batch was looked at."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         if not isinstance(self.module, Sharded):
@@ -77,7 +80,7 @@ class Backward:
     ) -> tuple[DistState, Grads, Report]:
         """All of the global batch in one backward: nothing to weigh, nothing to wait for."""
         loss = run_forward(state, self.plan, self.module, part)
-        self._check_graph(loss)
+        self._check_graph(loss, part)
         run_backward(loss, backward_seed(loss, 1.0, state.scaler), self.trainable)
         return state, self._take(state, weight), self._report(loss.detach().float(), weight, stop)
 
@@ -116,7 +119,7 @@ class Backward:
                 loss, *beside = (outcome,) if self.carrier is None else outcome
                 add(loss.detach(), weight, last=last)
                 if not index:
-                    self._check_graph(loss)
+                    self._check_graph(loss, part)
                 seed = backward_seed(loss, tally.share(weight), state.scaler)
                 run_backward(loss, seed, self.trainable, (*beside,), tally.loads())
 
@@ -132,8 +135,8 @@ class Backward:
             extras["stop"] = stop
         return Report(loss=loss, weight=weight, extras=extras)
 
-    def _check_graph(self, loss: Tensor) -> None:
-        """Refuse what a backward through DDP would not reach."""
+    def _check_graph(self, loss: Tensor, part: Any) -> None:
+        """Refuse what a backward, or one through DDP, would not reach."""
         if not loss.requires_grad:
             raise LossError(
                 "step: loss_fn must return a loss with a graph, got one that requires no gradient; "
@@ -145,6 +148,9 @@ class Backward:
                     "step: loss_fn must leave .grad of the model's parameters alone, got one that writes "
                     "it (backward, or autograd.grad by hand), which no other rank would see; return the loss"
                 )
+        if self._unseen and part is not None:
+            check_recomputed(loss)
+            self._unseen.clear()
 
     def _take(self, state: DistState, weight: float, factor: float = 1.0) -> Grads:
         """The gradients of the optimizer's parameters, off the parameters, to be multiplied by `factor`."""

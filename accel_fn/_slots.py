@@ -180,7 +180,7 @@ class SlotBackward(Backward):
             part = _in_own_memory(state, part)
             loss = run_forward(state, self.plan, self._slotted.module, part)
             if mean is None:
-                self._check_graph(loss)
+                self._check_graph(loss, part)
             share = weight / total
             run_backward(loss, backward_seed(loss, share, state.scaler), self.trainable)
             term = loss.detach().float() * share

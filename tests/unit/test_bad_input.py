@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -240,6 +241,46 @@ def test_gradients_out_of_reach_of_ddp_are_refused(world_size, loss_fn, text):
             step(state, BATCH)
 
     simulate(run, world_size=world_size)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [
+        (af.compose(), 1),
+        (af.accumulate(2), 1),
+        (af.reproducible(2), 1),
+        (af.wrap_ddp(), 2),
+        (af.wrap_ddp(find_unused_parameters=True), 2),
+        (af.wrap_fsdp(), 2),
+    ],
+)
+def test_reentrant_checkpoints_are_refused_on_every_rank(recipe, world_size, hidden):
+    """Where no parameter comes before it, the engine leaves out what is inside without a word."""
+
+    def loss_fn(model, batch):
+        inputs = batch[0].clone().requires_grad_() if hidden else model[0](batch[0])
+        inner = checkpoint(model[0] if hidden else model[1], inputs, use_reentrant=True)
+        return nn.functional.mse_loss(model[2](inner), batch[1])
+
+    def run(state):
+        state, step = af.build(state, recipe(make_plan(loss_fn)))
+        with pytest.raises(ValueError, match=r"must not use .*, got .*; use use_reentrant=False"):
+            step(state, BATCH)
+
+    simulate(run, world_size=world_size)
+
+
+def test_an_empty_part_does_not_stand_for_the_graphs_to_come():
+    def loss_fn(model, batch):
+        inputs = batch[0].clone().requires_grad_()
+        inner = checkpoint(model[0], inputs, use_reentrant=len(inputs) == 4)
+        return nn.functional.mse_loss(model[2](inner), batch[1])
+
+    state, step = af.build(af.DistState(), make_plan(loss_fn))
+    step(state, (BATCH[0][:0], BATCH[1][:0]))
+    with pytest.raises(ValueError, match="use_reentrant"):
+        step(state, BATCH)
 
 
 def test_functional_call_on_the_models_own_parameters_is_averaged():
