@@ -20,6 +20,7 @@ from accel_fn._grads import Grads
 from accel_fn._graph import check_recomputed
 from accel_fn._microbatches import Parts, Weights, cut_or_fail
 from accel_fn._plan import Plan, Report
+from accel_fn._settling import Settled
 from accel_fn._sharding import Sharded, evened
 from accel_fn._state import DistState, LossScale
 from accel_fn._tally import OwnTally, SummedTally, Tally
@@ -41,6 +42,7 @@ class Backward:
     """Those that a backward may reach."""
     parameters: Sequence[nn.Parameter]
     """Of the optimizer: those that gradients are given for."""
+    settled: Settled
     carrier: Carrier | None
     """Takes loss and weight along with the gradients, where that is how they travel."""
     no_sync: Callable[[], AbstractContextManager[Any]]
@@ -62,7 +64,7 @@ class Backward:
         for parameter in self.trainable:
             parameter.grad = None
         stop = any(ask() for ask in self.plan.stops)
-        parts, weights, failure = cut_or_fail(self.plan, batch)
+        parts, weights, failure = cut_or_fail(self.plan, batch, self.settled)
         if state.world_size == 1 and len(parts) == 1:
             return self._one(state, parts[0], weights[0], stop)
         tally: Tally

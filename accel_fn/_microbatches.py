@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accel_fn._errors import BatchError, message
 from accel_fn._plan import Plan
+from accel_fn._settling import Settled
 from accel_fn._weights import weigh
 
 Parts = Sequence[Any]
@@ -35,9 +36,13 @@ def _check_split(split: object) -> None:
         raise BatchError(message("step", "split", rule, type(split).__name__))
 
 
-def cut_or_fail(plan: Plan, batch: Any) -> tuple[Parts, Weights, Exception | None]:
+def cut_or_fail(
+    plan: Plan, batch: Any, settled: Settled | None = None
+) -> tuple[Parts, Weights, Exception | None]:
     """`cut`, or nothing and the reason: a failure is for all ranks to hear of before it is raised."""
     try:
+        if settled is not None:
+            settled.check()
         return *cut(plan, batch), None
     except Exception as error:
         return (), (), error

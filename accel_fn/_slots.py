@@ -155,6 +155,7 @@ class SlotBackward(Backward):
 
     def _cut(self, state: DistState, batch: Any) -> tuple[int, list[Slot]]:
         """The number of samples of this rank, and its slots: none where they do not divide it."""
+        self.settled.check()
         check_tracking(self._slotted.tracking, "step")
         rows, num_mine = num_samples(batch), self._slotted.num_slots // state.world_size
         if rows % num_mine:

@@ -22,6 +22,7 @@ from accel_fn._halving import Halving, Retrying, agree
 from accel_fn._microbatches import cut_or_fail
 from accel_fn._plan import GradFn, Plan, Report, with_kept
 from accel_fn._replicas import check_same_gradients, check_same_plan
+from accel_fn._settling import Settled
 from accel_fn._sharding import Sharded, evened
 from accel_fn._slots import SlotBackward, Slotted
 from accel_fn._state import DistState
@@ -203,7 +204,8 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
     The model keeps its type, its forward, its hooks and its `state_dict` keys;
     its parameters may move to the device, and take rank 0's values. Building
     twice, also from one plan, gives two steps that work independently. Which
-    parameters are trained is settled here: build again after `requires_grad` changes.
+    parameters are trained is settled here: a step refuses those that come later, into the optimizer
+    or by `requires_grad`; build again.
 
     Args:
         state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
@@ -275,6 +277,7 @@ def _grad_fn(state: DistState, plan: Plan, module: nn.Module) -> GradFn:
         module,
         trainable,
         plan.trained(),
+        Settled.of(plan),
         inner if isinstance(inner, Carrier) else None,
         getattr(module, "no_sync", nullcontext),
         agree if fits and way is None else None,

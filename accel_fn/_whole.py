@@ -16,6 +16,7 @@ from accel_fn._forward import LossModule, in_contexts, placed
 from accel_fn._grads import Grads
 from accel_fn._microbatches import Parts, Weights, cut
 from accel_fn._plan import Plan, Report, WholeFn
+from accel_fn._settling import Settled
 from accel_fn._state import DistState, LossScale
 
 _MOVING = ("scale", "good_steps", "skipped")
@@ -26,6 +27,7 @@ class Whole:
     """A step of one rank that is one call of a compiled function."""
 
     plan: Plan
+    settled: Settled
     captured: Captured
     run: WholeFn
     always: Tensor
@@ -42,6 +44,7 @@ class Whole:
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         plan = self.plan
         extras = {"stop": any(ask() for ask in plan.stops)} if plan.stops else {}
+        self.settled.check()
         parts, weights = cut(plan, batch)
         total = sum(weights)
         shares = _shares(state, weights) if len(weights) != 1 else None
@@ -98,7 +101,7 @@ def whole_step(state: DistState, plan: Plan, module: LossModule) -> Whole:
     stateless = not keeps_tensors(plan.optimizer, state.device)
     run = plan.compile_step[0](state, _function(plan, module, captured))
     always = torch.ones((), dtype=torch.bool, device=state.device)
-    return Whole(plan, captured, run, always, stateless, [True])
+    return Whole(plan, Settled.of(plan), captured, run, always, stateless, [True])
 
 
 def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:

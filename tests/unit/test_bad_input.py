@@ -182,6 +182,52 @@ def test_an_optimizer_without_trainable_parameters_is_refused():
         af.build(af.DistState(), plan)
 
 
+def grow(plan):
+    """The second layer is given to the optimizer too."""
+    plan.optimizer.add_param_group({"params": list(plan.model[2].parameters())})
+
+
+def unfreeze(plan):
+    plan.model[0].bias.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (grow, "hold the 2 parameters that build found in it, got 4; build again"),
+        (unfreeze, r"must not require one, got 0\.bias; build again"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [
+        (af.compose(), 1),
+        (lambda plan: replace(plan, compile_step=(lambda state, whole: whole,)), 1),
+        (af.wrap_ddp(), 2),
+        (af.wrap_fsdp(), 2),
+        (af.reproducible(2), 2),
+    ],
+)
+def test_what_is_to_be_trained_is_settled_by_build(recipe, world_size, change, text):
+    """The last rank alone changes it: the others must not wait for it."""
+
+    def run(state):
+        model = ours.regression_model()
+        model[0].bias.requires_grad_(False)
+        plan = recipe(af.Plan(ours.mse, model, ours.sgd(model[0].parameters())))
+        state, step = af.build(state, plan)
+        state, _ = step(state, BATCH)
+        last = state.rank == world_size - 1
+        if last:
+            change(plan)
+        with pytest.raises(ValueError, match=text if last else "countable on every rank"):
+            step(state, BATCH)
+        if not last:
+            change(plan)
+
+    simulate(run, world_size=world_size)
+
+
 def test_an_optimizer_that_evaluates_the_loss_again_is_refused():
     model = ours.regression_model()
     plan = af.Plan(ours.mse, model, torch.optim.LBFGS(model.parameters()))
