@@ -41,6 +41,12 @@ class Carrier(Own):
         return bare(self.module)(batch), self.numbers.view(-1)
 
 
+def is_wide(module: nn.Module) -> bool:
+    """Do its gradients hold a weight? Those in float16 end at 65504."""
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    return torch.float16 not in dtypes
+
+
 class CarriedTally:
     """By the gradients' own all-reduce: a micro-batch's share is its weight in units.
 

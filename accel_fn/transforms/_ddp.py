@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_fn._batch import tensors_of
-from accel_fn._carrying import Carrier
+from accel_fn._carrying import Carrier, is_wide
 from accel_fn._errors import ArgumentError, PlanError, message
 from accel_fn._forward import Own, bare
 from accel_fn._plan import Plan, Transform
@@ -124,7 +124,8 @@ def replicate(
         options.setdefault("bucket_cap_mb", 100)
     if options.get("find_unused_parameters"):
         module.idle = nn.Parameter(torch.zeros((), device=state.device))
-    if state.device.type == "cpu" and state.scaler is None and comm_hook is None:
+    on_host = state.device.type == "cpu" and state.scaler is None and comm_hook is None
+    if on_host and is_wide(module):
         module = Carrier(module)
     replicated = Replicated(module, process_group=state.group, **options)
     _settle_buckets(replicated)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,3 +167,30 @@ def test_a_step_that_failed_leaves_nothing_to_be_carried_by_the_next():
         return step(state, torch.ones(6, 4))[1].weight
 
     assert simulate(run, world_size=2) == [12, 12]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(3)], ids=["whole", "accumulated"])
+def test_large_counts_are_no_gradients_to_overflow(dtype, world_size, recipe):
+    """In float16, 70,000 labels times a gradient are infinite."""
+    inputs = torch.linspace(-1, 1, 48).view(12, 4)
+
+    def loss_fn(model, batch):
+        return model(batch).square().mean()
+
+    def trained(state, dtype):
+        model = torch.nn.Linear(4, 1).to(dtype)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 0.5)
+        plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        plan = replace(plan, weight_fn=lambda batch: 70_000 * len(batch))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
+        state, _ = step(state, inputs[state.rank :: state.world_size].to(dtype))
+        return model.state_dict()
+
+    expected = trained(af.DistState(), torch.float64)
+    for found in simulate(lambda state: trained(state, dtype), world_size=world_size):
+        for name, value in expected.items():
+            error = (found[name].double() - value).abs().max()
+            assert error <= 4 * torch.finfo(dtype).eps  # of values below 1, a few roundings
