@@ -103,15 +103,15 @@ def part_sizes(num_rows: int, num_parts: int) -> list[int]:
 
 
 def split_rows(tree: Any, sizes: list[int]) -> Sequence[Any]:
-    """`tree` cut into consecutive parts of these sizes: tensors, and lists of as many non-tensors."""
+    """`tree` cut into consecutive parts of these sizes: tensors, and what holds as many non-tensors."""
     if isinstance(tree, Tensor):
         return torch.split_with_sizes(tree, sizes) if tree.ndim else [tree] * len(sizes)
     kind = type(tree)
-    if kind is tuple and tree:
-        return list(zip(*[split_rows(child, sizes) for child in tree], strict=True))
-    if kind is list and len(tree) == sum(sizes) and not tensors_of(tree):
+    if (kind is tuple or kind is list) and _is_column(tree, sum(sizes)):
         stops = list(accumulate(sizes))
         return [tree[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+    if kind is tuple and tree:
+        return list(zip(*[split_rows(child, sizes) for child in tree], strict=True))
     if kind is dict:
         columns = zip(*[split_rows(child, sizes) for child in tree.values()], strict=True)
         return [dict(zip(tree, column, strict=True)) for column in columns] or [tree] * len(sizes)
@@ -124,6 +124,21 @@ def split_rows(tree: Any, sizes: list[int]) -> Sequence[Any]:
     return [pytree.tree_unflatten(column, structure) for column in columns]
 
 
+def _is_column(tree: Sequence[Any], num_rows: int) -> bool:
+    """Does it hold one non-tensor a sample?
+
+    Not where it holds columns itself: a tuple with a list or tuple as long, and what torch's
+    `default_collate` makes of samples with several strings, a list of tuples of them.
+    """
+    if len(tree) != num_rows or tensors_of(tree):
+        return False
+    as_long = [child for child in tree if type(child) in (tuple, list) and len(child) == num_rows]
+    if type(tree) is tuple or not as_long:
+        return not as_long
+    texts = [child for child in as_long if type(child) is tuple and {*map(type, child)} == {str}]
+    return len(texts) < num_rows
+
+
 def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
     """Cut a batch into consecutive parts along the leading dimension, as even as can be.
 
@@ -131,7 +146,7 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
     samples, and always one, so that no part is empty unless the batch is.
 
     Args:
-        batch: a tree of tensors, each [num_samples, ...]. Lists of num_samples
+        batch: a tree of tensors, each [num_samples, ...]. Lists and tuples of num_samples
             non-tensors are cut with them; anything else goes to every part whole.
         num_parts: at most this many parts, >= 1.
 

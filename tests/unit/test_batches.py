@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
 
 import accel_fn as af
 from accel_fn._batch import map_tensors, split_batch, take_part
@@ -45,6 +46,39 @@ def nested(n):
 
 def flat(batch):
     return pytree.tree_leaves(batch)
+
+
+@given(num_samples=st.integers(1, 12), num_parts=st.integers(1, 20))
+def test_strings_as_torch_collates_them_go_with_their_samples(num_samples, num_parts):
+    """One of a sample is a tuple, two beside each other are a list of tuples, in a dict it is a list."""
+    samples = [
+        (torch.tensor(i), f"{i}", (f"{i}", f"{i}"), [f"{i}", f"{i}", f"{i}"], {"name": f"{i}"})
+        for i in range(num_samples)
+    ]
+    for part in split_batch(default_collate(samples), num_parts):
+        numbers, names, pairs, triples, deep = part
+        expected = [str(number) for number in numbers.tolist()]
+        for column in (names, *pairs, *triples, deep["name"]):
+            assert list(column) == expected
+        assert (type(names), len(pairs), len(triples)) == (tuple, 2, 3)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize(
+    "items",
+    [[1, 2, 3, 4], [None] * 4, [{"id": i} for i in range(4)], [["a"] * i for i in (1, 2, 3, 5)]],
+    ids=["numbers", "nothing", "dicts", "words"],
+)
+def test_one_non_tensor_a_sample_is_cut_whatever_it_is(kind, items):
+    parts = split_batch((torch.arange(4), kind(items)), 2)
+    assert [part[1] for part in parts] == [kind(items[:2]), kind(items[2:])]
+
+
+@pytest.mark.parametrize("num_samples", [2, 3])
+def test_a_tuple_of_columns_is_not_taken_for_one(num_samples):
+    names = [f"{i}" for i in range(num_samples)]
+    parts = split_batch((torch.arange(num_samples), (names, names), (names, "all")), num_samples)
+    assert [part[1:] for part in parts] == [(([n], [n]), ([n], "all")) for n in names]
 
 
 @given(num_samples=st.integers(1, 12), num_parts=st.integers(1, 20))
