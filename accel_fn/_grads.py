@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from accel_fn._errors import ArgumentError, ArgumentTypeError, message
 from accel_fn._shards import is_sharded, local, norm_over_shards
 
 _DOUBLE = (torch.float64, torch.complex128)
@@ -30,7 +33,7 @@ class Grads:
 
     >>> import torch, accel_fn as af
     >>> grads = af.Grads((torch.tensor([3.0, 4.0]), None))
-    >>> float(grads.norm()), float(grads.scaled(torch.tensor(0.5)).norm())
+    >>> float(grads.norm()), float(grads.scaled(0.5).norm())
     (5.0, 2.5)
     """
 
@@ -68,10 +71,38 @@ class Grads:
         """The norm as it was when first asked for, before what was done with it; None if never."""
         return self._norm_read
 
-    def scaled(self, factor: Tensor) -> Grads:
-        """The same gradients times `factor`, a 0-dim tensor on their device. Pure; no read."""
+    def scaled(self, factor: float | Tensor) -> Grads:
+        """The same gradients times `factor`. Pure; no read.
+
+        Args:
+            factor: a finite number, or a real tensor [] on their device, which nobody waits for.
+
+        Returns:
+            New `Grads` over the same tensors.
+
+        Raises:
+            ValueError: `factor` is neither (TypeError too where it is of another type).
+        """
+        if not isinstance(factor, Tensor):
+            factor = self._as_tensor(factor)
+        elif factor.ndim or factor.dtype == torch.bool or factor.is_complex():
+            got = f"{factor.dtype} {list(factor.shape)}"
+            raise ArgumentError(f"Grads.scaled: factor must be a real 0-dim tensor, got {got}")
         total = factor if self.factor is None else self.factor * factor
         return Grads(self.tensors, total, self._raw_norm, self._norm_read)
+
+    def _as_tensor(self, factor: object) -> Tensor:
+        """A number, where and as wide as the gradients are."""
+        rule = "be a finite number or a 0-dim tensor"
+        if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
+            raise ArgumentTypeError(message("Grads.scaled", "factor", rule, factor))
+        if not math.isfinite(factor):
+            raise ArgumentError(message("Grads.scaled", "factor", rule, factor))
+        present = self.present()
+        double = any(tensor.dtype in _DOUBLE for tensor in present)
+        dtype = torch.float64 if double else torch.float32
+        device = present[0].device if present else None
+        return torch.tensor(float(factor), dtype=dtype, device=device)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Grads:
         """New gradients: `fn` of each one's value, shape kept. Pure.

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -208,6 +209,44 @@ def test_scaling_twice_is_scaling_by_the_product(tensors, factor, other):
     twice = af.Grads(tensors).scaled(number(factor)).scaled(number(other))
     once = af.Grads(tensors).scaled(number(factor) * number(other))
     torch.testing.assert_close(twice.values(), once.values(), rtol=0, atol=0)
+
+
+@given(tensors=tensors((torch.float32, torch.float64, *HALVES)), factor=factors)
+def test_scaling_by_a_number_is_scaling_by_a_tensor_as_wide_as_the_gradients(tensors, factor):
+    double = any(each is not None and each.dtype == torch.float64 for each in tensors)
+    dtype = torch.float64 if double else torch.float32
+    by_tensor = af.Grads(tensors).scaled(number(factor, dtype))
+    for plain in (factor, np.float64(factor)):
+        by_number = af.Grads(tensors).scaled(plain)
+        assert (by_number.factor.dtype, by_number.factor.shape) == (dtype, ())
+        assert torch.equal(flat(by_number), flat(by_tensor))
+
+
+def test_scaling_by_a_whole_number_and_without_gradients():
+    assert float(af.Grads((torch.ones(4),)).scaled(3).norm()) == 6.0
+    assert float(af.Grads((None,)).scaled(np.int64(3)).norm()) == 0.0
+
+
+@pytest.mark.parametrize("factor", [True, "2", None, 1j, [2.0]])
+def test_what_gradients_are_scaled_by_is_a_number_or_a_tensor(factor):
+    with pytest.raises(
+        TypeError, match=r"Grads\.scaled: factor must be a finite number or a 0-dim"
+    ):
+        af.Grads((torch.ones(4),)).scaled(factor)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf])
+def test_a_number_that_gradients_are_scaled_by_is_finite(factor):
+    with pytest.raises(ValueError, match=r"Grads\.scaled: factor must be a finite number"):
+        af.Grads((torch.ones(4),)).scaled(factor)
+
+
+@pytest.mark.parametrize(
+    "factor", [torch.ones(1), torch.ones(4), torch.tensor(True), torch.tensor(1j)]
+)
+def test_a_tensor_that_gradients_are_scaled_by_is_one_real_number(factor):
+    with pytest.raises(ValueError, match=r"Grads\.scaled: factor must be a real 0-dim tensor, got"):
+        af.Grads((torch.ones(4),)).scaled(factor)
 
 
 @given(tensors=tensors(), factor=factors)
