@@ -67,7 +67,8 @@ class Plan:
         loss_fn: `(model, batch) -> Tensor`, [], the *mean* loss over the batch's items.
         model: any `nn.Module`; it keeps its type, its hooks and its `state_dict` keys.
         optimizer: any `torch.optim.Optimizer` over parameters of `model`.
-        weight_fn: `batch -> number`: how many items that mean is over.
+        weight_fn: `batch -> number`: how many items that mean is over: a finite number >= 0, of
+            Python's or NumPy's kinds, or a tensor [].
         place_batch: `(state, batch) -> batch`, in the order listed.
         move_model: `(state, model) -> model`; at most one.
         compile_loss: `(state, module) -> module`, a module that maps a batch to its loss; at most one.

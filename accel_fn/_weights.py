@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ from accel_fn._errors import ArgumentTypeError, BatchError, message
 
 Key = str | int
 WeightFn = Callable[[Any], "int | float | Tensor"]
+_EXACT = 2**53
+"""Up to here sums of integers over ranks are exact."""
 
 
 def num_labels(key_or_path: Key | Sequence[Key], ignore_index: int = -100) -> WeightFn:
@@ -82,14 +84,15 @@ def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:
 
 
 def weigh(weight_fn: WeightFn, batch: Any) -> float:
-    """The checked weight of a batch: a finite number >= 0."""
+    """The checked weight of a batch: a finite int or float >= 0, whatever kind of number it came as."""
     weight = weight_fn(batch)
-    if type(weight) is int and weight >= 0:
+    if type(weight) is int and 0 <= weight <= _EXACT:
         return weight
     value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         rule = "return a number or a 0-dim tensor"
         raise BatchError(message("Plan", "weight_fn", rule, value))
-    if not (math.isfinite(value) and value >= 0):
+    plain = int(value) if isinstance(value, numbers.Integral) else float(value)
+    if not 0 <= plain <= sys.float_info.max:  # also no integer of which there is no float
         raise BatchError(message("Plan", "weight_fn", "return a finite count >= 0", value))
-    return value
+    return plain

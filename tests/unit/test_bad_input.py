@@ -3,6 +3,7 @@
 import collections
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -470,7 +471,15 @@ def test_a_batch_that_cannot_be_counted_is_refused_on_every_rank(world_size, bat
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), True, "4", torch.ones(2)])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        *(-1, float("nan"), float("inf"), 10**400, True, "4", None, 4j),
+        *(torch.ones(2), torch.tensor(True), torch.tensor(-1), torch.tensor(float("nan"))),
+        *(np.int64(-1), np.float32("nan"), np.float16("inf"), np.bool_(True), np.ones(2)),
+    ],
+    ids=repr,
+)
 def test_a_weight_must_be_a_finite_count_on_every_rank(world_size, weight):
     def run(state):
         last = state.rank == world_size - 1

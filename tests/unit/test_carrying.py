@@ -3,7 +3,10 @@
 import copy
 import math
 from dataclasses import replace
+from fractions import Fraction
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -47,6 +50,26 @@ def test_counts_are_exact_whatever_the_dtype_of_the_model(weights, world_size):
     for found in reports_of(weights, world_size):
         assert found == expected
         assert all(type(weight) is int for weight in found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "largest"),
+    [
+        (np.int64, 2**53),
+        (np.uint8, 255),
+        (np.float32, 1.5),
+        (np.float64, 2.0**51 + 0.5),
+        (Fraction, 2.5),
+        (torch.tensor, 2**53),
+        (partial(torch.tensor, dtype=torch.float64), 2.0**51 + 0.5),
+        (partial(torch.tensor, dtype=torch.uint8), 255),
+    ],
+)
+def test_a_number_of_any_kind_weighs_what_it_is(kind, largest, world_size):
+    [first, *_] = reports_of([[kind(largest), kind(0)]], world_size)
+    assert first == [largest]
+    assert type(first[0]) is type(largest)
 
 
 @given(
