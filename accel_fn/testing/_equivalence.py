@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accel_fn._batch import take_part
-from accel_fn._errors import AccelError
+from accel_fn._errors import AccelError, ArgumentError, ArgumentTypeError, message
 from accel_fn._plan import Plan
 from accel_fn._shards import whole
 from accel_fn._state import DistState
@@ -54,7 +56,10 @@ def assert_equivalent(
         timeout_s: how long a collective waits for a rank.
 
     Raises:
-        AssertionError: names the first batch, rank and parameter that differ, and by how much.
+        AssertionError: names the first batch, rank and parameter that differ, and by how much;
+            or the first that is not a number, with which nothing can be compared.
+        ValueError: no batches, with which every two plans would be equivalent; models of other
+            parameters; an argument outside its range.
         Exception: what training itself raises.
 
     Cost: trains twice.
@@ -65,6 +70,10 @@ def assert_equivalent(
     >>> assert_equivalent(plan, af.accumulate(3)(plan), batches=[batch], rtol=1e-5, atol=1e-6)
     """
     every = list(batches)
+    if not every:
+        raise ArgumentError(message("assert_equivalent", "batches", "hold a batch", every))
+    _check_tolerance("rtol", rtol)
+    _check_tolerance("atol", atol)
     expected = train(plan_a, every, world_size=world_sizes[0], timeout_s=timeout_s)[0]
     traces = train(plan_b, every, world_size=world_sizes[1], timeout_s=timeout_s)
     for batch in range(len(every)):
@@ -99,13 +108,41 @@ def copied(plan: Plan) -> Plan:
     return replace(plan, model=model, optimizer=optimizer)
 
 
+def _check_tolerance(name: str, value: float) -> None:
+    rule = "be a finite number >= 0"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(message("assert_equivalent", name, rule, value))
+    if not 0 <= value < math.inf:
+        raise ArgumentError(message("assert_equivalent", name, rule, value))
+
+
 def _compare(
     expected: dict[str, Tensor], found: dict[str, Tensor], where: str, rtol: float, atol: float
 ) -> None:
+    odd = sorted(_kinds(expected) ^ _kinds(found))
+    if odd:
+        rule = "hold models of the same parameters and buffers"
+        raise ArgumentError(f"assert_equivalent: plans must {rule}, got {odd[0]} in one alone")
     for name, value in expected.items():
-        if not torch.allclose(found[name], value, rtol=rtol, atol=atol, equal_nan=True):
-            largest = float((found[name] - value).abs().max())
+        _check_numbers(name, {"plan_a": value, "plan_b": found[name]}, where)
+        if not torch.allclose(found[name], value, rtol=rtol, atol=atol):
+            differences = (found[name] * 1.0 - value * 1.0).abs()  # also of booleans
+            largest = float(differences.nan_to_num(nan=0.0, posinf=math.inf).max())
             raise NotEquivalentError(
                 f"assert_equivalent: plans must train the same model, {name} differs by up to "
                 f"{largest:.3g} {where} (rtol={rtol:g}, atol={atol:g})"
             )
+
+
+def _kinds(tensors: dict[str, Tensor]) -> set[str]:
+    return {f"{name} {list(value.shape)} {value.dtype}" for name, value in tensors.items()}
+
+
+def _check_numbers(name: str, values: dict[str, Tensor], where: str) -> None:
+    """Two that are not numbers are neither equal nor not."""
+    whose = [plan for plan, value in values.items() if value.isnan().any()]
+    if whose:
+        raise NotEquivalentError(
+            f"assert_equivalent: plans must train to numbers, {name} is nan with {' and '.join(whose)} "
+            f"{where}; use batches, or a learning rate, with which both stay finite"
+        )

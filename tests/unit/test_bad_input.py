@@ -478,7 +478,7 @@ def test_a_batch_that_cannot_be_counted_is_refused_on_every_rank(world_size, bat
         *(torch.ones(2), torch.tensor(True), torch.tensor(-1), torch.tensor(float("nan"))),
         *(np.int64(-1), np.float32("nan"), np.float16("inf"), np.bool_(True), np.ones(2)),
     ],
-    ids=repr,
+    ids=lambda weight: repr(weight)[:20],
 )
 def test_a_weight_must_be_a_finite_count_on_every_rank(world_size, weight):
     def run(state):

@@ -1,11 +1,15 @@
 """simulate: ranks that fail never leave others, or the next simulation, waiting."""
 
 import contextlib
+import copy
+import math
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import accel_fn as af
 from accel_fn.testing import assert_equivalent, simulate
@@ -146,3 +150,63 @@ def test_plans_that_weigh_a_masked_loss_by_samples_are_told_apart():
     assert_equivalent(right, af.accumulate(2)(right), [batch])
     with pytest.raises(AssertionError, match="must train the same model"):
         assert_equivalent(right, af.accumulate(2)(wrong), [batch])
+
+
+@pytest.mark.parametrize("batches", [[], (), iter([])])
+def test_without_batches_nothing_is_equivalent(batches):
+    with pytest.raises(ValueError, match="assert_equivalent: batches must hold a batch, got"):
+        assert_equivalent(make_plan(), make_plan(), batches)
+
+
+@pytest.mark.parametrize("name", ["rtol", "atol"])
+@pytest.mark.parametrize("value", [True, "0", None, -1e-9, math.nan, math.inf])
+def test_a_tolerance_is_a_number(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a finite number >= 0, got"):
+        assert_equivalent(make_plan(), make_plan(), BATCHES, **{name: value})
+
+
+def spoiling(plan):
+    """A plan that trains to nan."""
+    return replace(plan, gradients=(lambda state, grads: grads.map(lambda g: g * torch.nan),))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "whose"),
+    [(True, True, "plan_a and plan_b"), (True, False, "plan_a"), (False, True, "plan_b")],
+)
+def test_what_is_no_number_is_told_of_and_never_equal(first, second, whose):
+    plans = [spoiling(make_plan()) if spoilt else make_plan() for spoilt in (first, second)]
+    with pytest.raises(AssertionError, match=rf"0\.weight is nan with {whose} after batch 0"):
+        assert_equivalent(*plans, BATCHES)
+
+
+class Marked(nn.Module):
+    """A model with buffers that are no finite floating-point numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = ours.regression_model()
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("seen", torch.tensor([False, True]))
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+
+def test_buffers_of_any_kind_are_compared():
+    model = Marked()
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    assert_equivalent(plan, af.accumulate(2)(plan), BATCHES)
+    for name, text in (("mask", "inf"), ("seen", "1")):
+        other = copy.deepcopy(model)
+        other.get_buffer(name)[0] = 1 if name == "seen" else -torch.inf
+        another = replace(plan, model=other, optimizer=ours.adamw(other.parameters()))
+        with pytest.raises(AssertionError, match=f"{name} differs by up to {text} after"):
+            assert_equivalent(plan, another, BATCHES)
+
+
+def test_models_of_other_parameters_are_not_compared():
+    model = nn.Linear(3, 1).double()
+    other = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    with pytest.raises(ValueError, match=r"same parameters and buffers, got 0\.bias \[5\]"):
+        assert_equivalent(make_plan(), other, BATCHES)
