@@ -59,7 +59,7 @@ class Draft:
         except OSError as error:
             raise cannot_write(self.path, error) from error
         if self.keep is not None:
-            retain(self.home, self.keep, self.keep_every, self.resumed_from)
+            retain(self.home, self.head.step, self.keep, self.keep_every, self.resumed_from)
 
     def discard(self) -> None:
         """Remove what was written of it."""

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -560,6 +561,19 @@ def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
     state = af.load(tmp_path, state, step, at=2)
     run(tmp_path, 3, keep=1, saver=(state, step))
     assert steps_of(tmp_path) == [2, 3]
+
+
+def test_the_new_one_stays_where_others_have_a_later_time(tmp_path):
+    """As another machine's clock may give it."""
+    run(tmp_path, 1, 2, 8, 9)
+    later = time.time() + 1e6
+    for number in (1, 2, 8, 9):
+        os.utime(tmp_path / f"step_{number:08d}" / "manifest.json", (later, later))
+    state, step = make(7)
+    state = af.load(tmp_path, state, step, at=2)
+    for number, left in ((3, [2, 3]), (4, [2, 4])):
+        run(tmp_path, number, keep=1, saver=(state, step))
+        assert steps_of(tmp_path) == left
 
 
 def test_a_save_that_fails_removes_nothing(tmp_path):
