@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import os
 from collections.abc import Sequence
 
 
@@ -95,6 +96,14 @@ def check_count(
     if value < minimum:
         raise ArgumentError(message(function, parameter, rule, value, repair))
     return int(value)
+
+
+def check_folder(function: str, folder: object) -> str:
+    """The path of a folder, which need not be there; given back as text."""
+    path = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+    if not isinstance(path, str):
+        raise ArgumentTypeError(message(function, "folder", "be the path of a folder", folder))
+    return path
 
 
 def check_alike(

@@ -11,11 +11,18 @@ from typing import Any
 
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
-from accel_fn._errors import CheckpointError
+from accel_fn._errors import CheckpointError, check_folder
 from accel_fn._random import derive_random, restore_random
 from accel_fn._state import DistState
 from accel_fn._step import Step
 from accel_fn.checkpoint._background import finish_writing
+from accel_fn.checkpoint._checking import (
+    check_at,
+    check_extras,
+    check_flag,
+    check_same,
+    check_steps,
+)
 from accel_fn.checkpoint._comparing import (
     differences,
     extra_differences,
@@ -39,7 +46,7 @@ from accel_fn.checkpoint._manifest import Manifest, read_manifest
 from accel_fn.checkpoint._naming import file_of, name_of, steps_in
 from accel_fn.checkpoint._plain import from_plain
 from accel_fn.checkpoint._reading import check_files, read_tensors
-from accel_fn.checkpoint._saving import COMMON, EXTRA, check_extras, check_steps
+from accel_fn.checkpoint._saving import COMMON, EXTRA
 
 
 def load(
@@ -74,7 +81,8 @@ def load(
         RuntimeError: on every rank: there is no such checkpoint, a file is missing or damaged
             (it is named), or the program is another one (each difference is listed,
             with both values).
-        ValueError: on every rank, extras cannot take anything back.
+        ValueError: on every rank, an argument is outside its rule, or another one than on other
+            ranks, or an extra cannot take anything back.
 
     Cost: reads the checkpoint, each rank what it needs, and together once more to check
         hashes; no memory for tensors that lie on the host as they were saved, else that of the
@@ -88,10 +96,12 @@ def load(
     ...     af.load(folder, state, step).step
     1
     """
-    steps, extras = named_steps(step), extras or {}
-    all_or_none(lambda: check_steps(steps, "load"), state, "load")
+    steps, extras = named_steps(step), {} if extras is None else extras
+    all_or_none(lambda: _check(folder, steps, extras, at, strict), state, "load")
+    given = {"folder": os.fspath(folder), "step": sorted(steps), "extras": sorted(extras)}
+    check_same(given | {"at": at, "strict": strict}, state, "load")
     finish_writing(notes_of(steps), state, "load")
-    path = all_or_none(lambda: _choose(Path(folder), at, extras), state, "load")
+    path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
     path = exchange(path, state, "load")[0]
 
     def check() -> _Saved:
@@ -127,13 +137,26 @@ class _Saved:
         return {name.removeprefix(EXTRA): self.mine[name] for name in names}
 
 
-def _choose(folder: Path, at: str | int, extras: Mapping[str, Any]) -> Path:
-    """The checkpoint that is meant; the newest by name, so that a damaged one is not passed over."""
+def _check(
+    folder: str | os.PathLike[str],
+    steps: Mapping[str, Step],
+    extras: Mapping[str, Any],
+    at: str | int,
+    strict: object,
+) -> None:
+    check_folder("load", folder)
+    check_steps(steps, "load")
     check_extras(extras, "load")
+    check_at(at, "load")
+    check_flag(strict, "strict", "load")
+
+
+def _choose(folder: Path, at: str | int) -> Path:
+    """The checkpoint that is meant; the newest by name, so that a damaged one is not passed over."""
     steps = steps_in(folder)
     if at == "latest" and steps:
         return folder / name_of(steps[-1])
-    path = folder / (name_of(at) if isinstance(at, int) else at)
+    path = folder / (at if isinstance(at, str) else name_of(at))
     if path.is_dir():
         return path
     there = ", ".join(map(str, steps[-5:])) or "none"

@@ -26,6 +26,11 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match and path.name == name_of(int(match[1])) else None
 
 
+def is_name(text: str) -> bool:
+    """Can a folder beside others have it?"""
+    return text not in ("", "..") and "\0" not in text and Path(text).name == text
+
+
 def file_of(kind: str, rank: int, ending: str) -> str:
     """The name of a file that a rank writes: `tensors_00003.bin`."""
     return f"{kind}_{rank:05d}.{ending}"

@@ -13,13 +13,20 @@ from torch import Tensor
 
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
-from accel_fn._errors import ArgumentTypeError, check_count, message
+from accel_fn._errors import check_folder
 from accel_fn._explain import tell
-from accel_fn._plan import Plan, slot_names
 from accel_fn._random import random_state
 from accel_fn._state import DistState
 from accel_fn._step import Step
 from accel_fn.checkpoint._background import Background, finish_writing
+from accel_fn.checkpoint._checking import (
+    ask_plan,
+    check_extras,
+    check_flag,
+    check_keep,
+    check_same,
+    check_steps,
+)
 from accel_fn.checkpoint._contents import (
     Contents,
     contents_of,
@@ -61,7 +68,8 @@ def save(
         folder: of this run's checkpoints, on a file system that all machines share; made if needed.
         state: after the last step.
         step: the step, or a dict of steps by name.
-        extras: anything with `state_dict` and `load_state_dict`, by name; saved of every rank.
+        extras: anything with `state_dict` and `load_state_dict`, by name; saved of every rank,
+            under the same names on all.
         keep: how many whole checkpoints stay, >= 1; None: all. The one that this run
             was resumed from stays.
         keep_every: checkpoints at multiples of so many steps stay, too.
@@ -70,11 +78,11 @@ def save(
             end of the process.
 
     Returns:
-        The checkpoint's folder; with `wait=False`, where it will be.
+        The checkpoint's folder, as an absolute path; with `wait=False`, where it will be.
 
     Raises:
-        ValueError: on every rank, an argument is outside its rule, or extras hold more than
-            tensors and plain data.
+        ValueError: on every rank, an argument is outside its rule, or another one than on other
+            ranks, or extras hold more than tensors and plain data.
         RuntimeError: on every rank: the folder cannot be written, or another run saves to it. The
             checkpoints that are there stay as they are. What goes wrong in the background is
             raised by the next `save` or `load` of the step; where none comes, the process
@@ -90,8 +98,18 @@ def save(
     ...     af.save(folder, state, step).name
     'step_00000000'
     """
-    steps, extras, home = named_steps(step), extras or {}, Path(folder)
-    contents = all_or_none(lambda: _check(steps, extras, keep, keep_every, wait), state, "save")
+    steps, extras = named_steps(step), {} if extras is None else extras
+    home, contents = all_or_none(
+        lambda: _check(folder, steps, extras, keep, keep_every, wait), state, "save"
+    )
+    given = {
+        "folder": os.fspath(folder),
+        "step": sorted(steps),
+        "extras": sorted(extras),
+        "wait": wait,
+    }
+    given |= {"state.step": state.step, "keep": keep, "keep_every": keep_every}
+    check_same(given, state, "save")
     notes = notes_of(steps)
     finish_writing(notes, state, "save")
     head = _head(state, steps, contents)
@@ -116,47 +134,22 @@ def save(
 
 
 def _check(
+    folder: str | os.PathLike[str],
     steps: Mapping[str, Step],
     extras: Mapping[str, Any],
     keep: int | None,
     keep_every: int | None,
     wait: object,
-) -> Contents:
+) -> tuple[Path, Contents]:
+    """The folder, wherever the program goes from here, and what is to be saved."""
+    home = Path(check_folder("save", folder)).absolute()
     check_steps(steps, "save")
-    for name, count in (("keep", keep), ("keep_every", keep_every)):
-        if count is not None:
-            check_count("save", name, count)
-    if not isinstance(wait, bool):
-        raise ArgumentTypeError(message("save", "wait", "be True or False", wait))
+    check_keep(keep, keep_every, "save")
+    check_flag(wait, "wait", "save")
     check_extras(extras, "save")
     for each in steps.values():
-        _ask(each.plan)
-    return contents_of(steps)
-
-
-def _ask(plan: Plan) -> None:
-    """Let what keeps something refuse to be saved just now."""
-    for part in (part for slot in slot_names() for part in getattr(plan, slot)):
-        refuse = getattr(part, "check_saved", None)
-        if refuse is not None:
-            refuse()
-
-
-def check_steps(steps: Mapping[str, Step], function: str) -> None:
-    """There must be one."""
-    if not steps or not all(isinstance(each, Step) for each in steps.values()):
-        raise ArgumentTypeError(message(function, "step", "be a Step or a dict of Steps", steps))
-
-
-def check_extras(extras: Mapping[str, Any], function: str) -> None:
-    """They must be able to say what they keep, and to take it back."""
-    if not isinstance(extras, Mapping):
-        raise ArgumentTypeError(message(function, "extras", "be a dict, by names", extras))
-    for name, extra in extras.items():
-        if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict")):
-            raise ArgumentTypeError(
-                message(function, f"extras[{name!r}]", "have state_dict and load_state_dict", extra)
-            )
+        ask_plan(each.plan)
+    return home, contents_of(steps)
 
 
 def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:

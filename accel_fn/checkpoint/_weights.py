@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn._collectives import all_or_none, barrier
-from accel_fn._errors import ArgumentError, ArgumentTypeError, check_count, message
+from accel_fn._errors import ArgumentError, check_count, check_folder, message
 from accel_fn._shards import axes_of, fill, is_sharded, whole
 from accel_fn._state import DistState
 from accel_fn.checkpoint._weight_entries import (
@@ -168,9 +168,7 @@ def parse_size(function: str, size: int | str) -> int:
 
 
 def _path(function: str, folder: str | os.PathLike[str]) -> Path:
-    path = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
-    if not isinstance(path, str):
-        raise ArgumentTypeError(message(function, "folder", "be the path of a folder", folder))
+    path = check_folder(function, folder)
     if Path(path).exists() and not Path(path).is_dir():
         raise ArgumentError(message(function, "folder", "be the path of a folder", path))
     return Path(path)

@@ -478,6 +478,99 @@ def test_arguments_are_checked(tmp_path):
             function(tmp_path, state, step, extras=["n"])
 
 
+MISTAKES_OF_ONE = {
+    "folder": ((3,), {}, "folder must be the path of a folder, got 3"),
+    "other folder": (("elsewhere",), {}, r"folder must be the same .* got 'elsewhere' on rank 1"),
+    "step": (("run", {"a": 3}), {}, "step must be a Step or a dict of Steps"),
+    "number": (("run", 3), {}, "step must be a Step or a dict of Steps, got 3"),
+    "no step": (("run", {}), {}, "step must be a Step or a dict of Steps"),
+    "extras": (
+        (),
+        {"extras": {"n": Counter()}},
+        r"extras must be the same .* got \['n'\] on rank 1",
+    ),
+    "no extras": ((), {"extras": 3}, "extras must be a dict, by names, got 3"),
+    "empty": ((), {"extras": np.zeros(2)}, "extras must be a dict, by names, got array"),
+    "name": ((), {"extras": {3: Counter()}}, "extras must be a dict, by names, got {3: "),
+}
+OF_SAVE = MISTAKES_OF_ONE | {
+    "wait": ((), {"wait": 1}, "wait must be True or False, got 1"),
+    "other wait": ((), {"wait": False}, "wait must be the same .* got False on rank 1 and True on"),
+    "keep": ((), {"keep": "all"}, "keep must be an integer >= 1, got 'all'"),
+    "other keep": ((), {"keep": 3}, "keep must be the same on every rank, got 3 on rank 1"),
+}
+OF_LOAD = MISTAKES_OF_ONE | {
+    "at": ((), {"at": True}, r"at must be \"latest\", the number of a step or the name of a"),
+    "other at": ((), {"at": 0}, "at must be the same .* got 0 on rank 1 and 'latest' on rank 0"),
+    "gone": (("nowhere",), {}, "folder must be the same on every rank"),
+    "strict": ((), {"strict": None}, "strict must be True or False, got None"),
+}
+IN_ALL = [
+    pytest.param(function, *mistake, id=f"{function}-{name}")
+    for function, mistakes in {"save": OF_SAVE, "load": OF_LOAD}.items()
+    for name, mistake in mistakes.items()
+]
+
+
+@pytest.mark.parametrize(("function", "given", "options", "words"), IN_ALL)
+def test_what_one_rank_alone_is_given_wrongly_is_refused_on_all(
+    tmp_path, monkeypatch, function, given, options, words
+):
+    """At once: none of them is left waiting."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        af.save("run", state, step)
+        folder, steps = (*given, *("run", step)[len(given) :]) if state.rank else ("run", step)
+        with pytest.raises((ValueError, RuntimeError), match=f"{function}: .*{words}"):
+            getattr(af, function)(folder, state, steps, **(options if state.rank else {}))
+        af.barrier(state)
+
+    simulate(run, world_size=2)
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_ranks_that_are_at_other_steps_are_refused(tmp_path):
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        with pytest.raises(ValueError, match=r"save: state.step must be the same .* got 1 on rank"):
+            af.save(tmp_path, replace(state, step=state.rank), step)
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "at", ["runs/step_00000001", "../step_00000001", "/step_00000001", "", ".."]
+)
+def test_a_checkpoint_is_named_without_its_folder(tmp_path, at):
+    state, step = make()
+    af.save(tmp_path, state, step)
+    with pytest.raises(
+        ValueError, match=r"load: at must be \"latest\", .*; folder says where it is"
+    ):
+        af.load(tmp_path, state, step, at=at)
+
+
+@pytest.mark.parametrize("at", [-1, True, 1.0, None])
+def test_what_is_no_step_is_no_place(tmp_path, at):
+    state, step = make()
+    af.save(tmp_path, state, step)
+    with pytest.raises(TypeError, match=r"load: at must be \"latest\", the number of a step"):
+        af.load(tmp_path, state, step, at=at)
+    with pytest.raises(TypeError, match=r"at must be .*'\); folder says where it is"):
+        af.load(tmp_path, state, step, at=af.latest(tmp_path))
+    assert af.load(tmp_path, state, step, at=np.int64(0)).step == 0
+
+
+@pytest.mark.parametrize("name", ["a/b", 3, None])
+def test_steps_have_names_that_entries_can_hold(tmp_path, name):
+    state, step = make()
+    for function in (af.save, af.load):
+        with pytest.raises(ValueError, match="step must have names that are text without /, got"):
+            function(tmp_path, state, {"a": step, name: step})
+
+
 def test_a_failure_on_one_rank_is_one_of_all_and_leaves_no_draft(tmp_path):
     class Bad(Counter):
         def state_dict(self):

@@ -321,6 +321,17 @@ def test_steps_are_one_run_however_they_are_listed(tmp_path, held):
     assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
 
 
+def test_a_program_may_go_to_another_folder_meanwhile(tmp_path, held, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    state, step = make()
+    path = af.save("run", state, step, wait=False)
+    monkeypatch.chdir("elsewhere")
+    held.set()
+    assert wait_for(tmp_path / "run", 0) == path
+    af.load(tmp_path / "run", state, step)
+
+
 def test_wait_is_checked(tmp_path):
     state, step = make()
     with pytest.raises(TypeError, match="save: wait must be"):

@@ -1,0 +1,79 @@
+"""What save and load are given: refused where it breaks a rule, or is another on another rank."""
+
+from __future__ import annotations
+
+import numbers
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accel_fn._comm import exchange
+from accel_fn._errors import ArgumentError, ArgumentTypeError, check_alike, check_count, message
+from accel_fn._plan import Plan, slot_names
+from accel_fn._state import DistState
+from accel_fn._step import Step
+from accel_fn.checkpoint._naming import is_name
+
+
+def check_flag(flag: object, name: str, function: str) -> None:
+    """It must be a boolean."""
+    if not isinstance(flag, bool):
+        raise ArgumentTypeError(message(function, name, "be True or False", flag))
+
+
+def check_steps(steps: Mapping[str, Step], function: str) -> None:
+    """There must be one, and names that the names of entries can hold."""
+    if not (
+        isinstance(steps, Mapping)
+        and steps
+        and all(isinstance(each, Step) for each in steps.values())
+    ):
+        raise ArgumentTypeError(message(function, "step", "be a Step or a dict of Steps", steps))
+    for name in steps:
+        if not isinstance(name, str) or "/" in name:
+            raise ArgumentError(
+                message(function, "step", "have names that are text without /", name)
+            )
+
+
+def check_extras(extras: Mapping[str, Any], function: str) -> None:
+    """They must be able to say what they keep, and to take it back."""
+    if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
+        raise ArgumentTypeError(message(function, "extras", "be a dict, by names", extras))
+    for name, extra in extras.items():
+        if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict")):
+            raise ArgumentTypeError(
+                message(function, f"extras[{name!r}]", "have state_dict and load_state_dict", extra)
+            )
+
+
+def check_keep(keep: int | None, keep_every: int | None, function: str) -> None:
+    """They must be counts, where they are given."""
+    for name, count in (("keep", keep), ("keep_every", keep_every)):
+        if count is not None:
+            check_count(function, name, count)
+
+
+def check_at(at: str | int, function: str) -> None:
+    """It must say which checkpoint, and lead nowhere else."""
+    is_number = isinstance(at, numbers.Integral) and not isinstance(at, bool) and at >= 0
+    if not is_number and not (isinstance(at, str) and is_name(at)):
+        rule = 'be "latest", the number of a step or the name of a checkpoint'
+        repair = "folder says where it is" if isinstance(at, str | os.PathLike) else ""
+        raise ArgumentTypeError(message(function, "at", rule, at, repair))
+
+
+def ask_plan(plan: Plan) -> None:
+    """Let what keeps something refuse to be saved just now."""
+    for part in (part for slot in slot_names() for part in getattr(plan, slot)):
+        refuse = getattr(part, "check_saved", None)
+        if refuse is not None:
+            refuse()
+
+
+def check_same(given: Mapping[str, object], state: DistState, function: str) -> None:
+    """Refuse on every rank what one rank alone was given otherwise. Cost: one small collective."""
+    told = exchange(given, state, function)
+    for name in given:
+        rule = f"{function}: {name} must be the same on every rank"
+        check_alike([repr(each[name]) for each in told], rule, error=ArgumentError)
