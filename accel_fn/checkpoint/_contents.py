@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn._plan import Plan, describe
-from accel_fn._shards import is_sharded
+from accel_fn._shards import is_sharded, local
 from accel_fn._state import DistState, LossScale
 from accel_fn._step import Step
 from accel_fn.checkpoint._manifest import Entry
@@ -157,19 +157,34 @@ def put_back(
     optimizer: bool,
     fresh: Collection[str],
 ) -> None:
-    """Give the model's extra state, the transforms and the optimizer what was saved; tensors are read.
+    """Give the model, the transforms and the optimizer what was saved; tensors are read.
 
     Not the transforms whose entries begin with one of `fresh`.
     """
-    own = plan.model.state_dict()
-    extra = {key: value for key, value in rest["model"].items() if key in own}
-    if extra:
-        plan.model.load_state_dict({**own, **extra})
+    _put_back_model(plan.model, _under(place_of("model", step), tensors), rest["model"])
     if optimizer:
         _put_back_optimizer(plan, place_of("optimizer", step), tensors, rest["optimizer"])
     for place, where, part in _parts(plan, step):
         if where in rest["transforms"] and place not in fresh:
             part.load_state_dict({**rest["transforms"][where], **_under(place, tensors)})
+
+
+def _put_back_model(
+    model: nn.Module, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]
+) -> None:
+    """Extra state, and tensors that a `state_dict` of its own gave as copies; others were read in place."""
+    mine = {_memory(each) for each in (*model.parameters(), *model.buffers())}
+    copies = {key: each for key, each in tensors.items() if _memory(each) not in mine}
+    own = model.state_dict()
+    found = {key: value for key, value in {**extra, **copies}.items() if key in own}
+    if found:
+        model.load_state_dict({**own, **found})
+
+
+def _memory(tensor: Tensor) -> tuple[torch.device, int]:
+    """Where a tensor begins."""
+    held = local(tensor)
+    return held.device, held.data_ptr()
 
 
 def _put_back_optimizer(

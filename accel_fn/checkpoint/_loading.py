@@ -198,7 +198,7 @@ def _fill(saved: _Saved, steps: Mapping[str, Step], state: DistState, *, strict:
     """Overwrite what fits: where the program must be the one that was saved, that is all."""
     manifest, contents, mine = saved.manifest, saved.contents, saved.mine
     fits = fitting(manifest, contents)
-    optimizers = {name for name in steps if has_optimizer(manifest, contents, fits, name)}
+    optimizers = {name for name in steps if strict or has_optimizer(manifest, contents, fits, name)}
     fresh = {} if strict else misfits(manifest, contents)
     entries = {
         name: entry for name, entry in manifest.entries.items() if not name.startswith(tuple(fresh))

@@ -318,6 +318,48 @@ def test_any_tensors_and_extra_state_come_back(tmp_path):
     assert again.image.is_contiguous(memory_format=torch.channels_last)
 
 
+class Copying(nn.Linear):
+    """Gives copies, and state of its own that is a tensor, as a quantised layer may."""
+
+    scale = torch.ones(2)
+
+    def state_dict(self, *arguments, **options):
+        kept = super().state_dict(*arguments, **options)
+        return {name: value.clone() for name, value in kept.items()}
+
+    def get_extra_state(self):
+        return self.scale
+
+    def set_extra_state(self, state):
+        self.scale = state.clone()
+
+
+class Renaming(nn.Linear):
+    """Gives its tensors under other names, and takes them so."""
+
+    def state_dict(self, *arguments, **options):
+        kept = super().state_dict(*arguments, **options)
+        return {f"old.{name}": value for name, value in kept.items()}
+
+    def load_state_dict(self, saved, **options):
+        return super().load_state_dict(
+            {name.removeprefix("old."): value for name, value in saved.items()}, **options
+        )
+
+
+@pytest.mark.parametrize("kind", [Copying, Renaming])
+def test_a_model_that_does_not_give_its_own_tensors_gets_them_back(tmp_path, kind):
+    state, step = make(model=(model := kind(3, 1).double()))
+    model.scale = torch.tensor([2.0, 3.0])
+    state = advance(state, step)
+    af.save(tmp_path, state, step)
+    state, other = make(model=(again := kind(3, 1).double()))
+    af.load(tmp_path, state, other)
+    ours.assert_identical(dict(again.named_parameters()), dict(model.named_parameters()))
+    torch.testing.assert_close(kept(other)[1], kept(step)[1], rtol=0, atol=0)
+    assert kind is Renaming or again.scale.tolist() == [2.0, 3.0]
+
+
 @dataclass
 class Counting:
     """A transform that keeps a number."""
