@@ -56,6 +56,8 @@ class Watch:
         self._judging = threading.Lock()
         self._thread = threading.Thread(target=self._look, name="accel_fn watch", daemon=True)
         self._shows_crashes = False
+        self.has_lost_rank = False
+        """Has a collective found that a rank is gone?"""
 
     def start(self) -> None:
         """Begin to look."""
@@ -116,6 +118,7 @@ class Watch:
                 self._board.is_alarmed()
             ):  # a connection is closed where the other end ran out of time
                 self._end(_ALARMED, error)
+        self.has_lost_rank = True
         entries[self._rank] = self._entry(Stack.of_error(error))
         ranks = list_ranks(entries, self._world_size) + self._board.absence()
         rule = "every rank must stay until all are through, got one that is gone"

@@ -45,7 +45,7 @@ class Background:
         """
         self._room = _room_for(share.parts, self._room)
         parts, ready = _copied(share.parts, self._room)
-        return Writing(replace(share, parts=parts), draft, state.world_size, ready, held)
+        return Writing(replace(share, parts=parts), draft, state, ready, held)
 
     def start(self, writing: Writing) -> None:
         """Have it written."""
@@ -82,13 +82,14 @@ class Writing:
         self,
         share: Share,
         draft: Draft,
-        world_size: int,
+        state: DistState,
         ready: Sequence[torch.Event],
         held: object,
     ) -> None:
         self._share = share
         self.draft = draft
-        self._world_size = world_size
+        self._world_size = state.world_size
+        self._watch = state.watch
         self._ready = ready
         self._held = held
         self._failure: Exception | None = None
@@ -114,7 +115,7 @@ class Writing:
             if self._share.rank:
                 tell_written(self.draft.path, self._share.rank, written)
             else:
-                others = hear(self.draft.path, range(1, self._world_size))
+                others = hear(self.draft.path, range(1, self._world_size), self._watch)
                 self.draft.publish([written, *others])
         except Exception as error:
             self._failure = error

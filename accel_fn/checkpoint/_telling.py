@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_fn._errors import CheckpointError
+from accel_fn._watching import Watch
 from accel_fn.checkpoint._hashing import FileMark
 from accel_fn.checkpoint._manifest import chunk_from
 from accel_fn.checkpoint._naming import file_of
 from accel_fn.checkpoint._writing import Written, cannot_write
 
-_PATIENCE_S = 600.0
+_PATIENCE_S, _PATIENCE_WITH_THE_DEAD_S = 600.0, 10.0
 _GLANCE_S, _LONGEST_GLANCE_S = 0.002, 0.1
 
 
@@ -34,13 +35,14 @@ def tell_failure(draft: Path, rank: int, error: Exception) -> None:
         _tell(draft, rank, {"failure": str(error) or repr(error)})
 
 
-def hear(draft: Path, ranks: Sequence[int]) -> list[Written]:
+def hear(draft: Path, ranks: Sequence[int], watch: Watch | None) -> list[Written]:
     """What these ranks have written, when all have.
 
-    Raises where one of them failed, or where nothing was written for ten minutes.
+    Raises where one of them failed, or where nothing was written for ten minutes: for ten seconds,
+    once this rank has met one in a collective that is gone.
     """
     found: dict[int, Written] = {}
-    seen, glance, deadline = -1, _GLANCE_S, 0.0
+    seen, glance, since = -1, _GLANCE_S, 0.0
     while True:
         for rank in ranks:
             path = _note(draft, rank)
@@ -51,10 +53,12 @@ def hear(draft: Path, ranks: Sequence[int]) -> list[Written]:
             return [found[rank] for rank in ranks]
         size = _size_of(draft)
         if size != seen:
-            seen, deadline = size, time.monotonic() + _PATIENCE_S
-        if time.monotonic() > deadline:
+            seen, since = size, time.monotonic()
+        is_short = watch is not None and watch.has_lost_rank
+        patience_s = _PATIENCE_WITH_THE_DEAD_S if is_short else _PATIENCE_S
+        if time.monotonic() > since + patience_s:
             raise CheckpointError(
-                f"save: every rank must write its share, got nothing of {missing} for {_PATIENCE_S:g} s"
+                f"save: every rank must write its share, got nothing of {missing} for {patience_s:g} s"
             )
         time.sleep(glance)
         glance = min(2 * glance, _LONGEST_GLANCE_S)

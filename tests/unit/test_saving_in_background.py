@@ -290,6 +290,31 @@ def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
     assert found.world_size == 2
 
 
+def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
+    """Rank 0 hears of it in a collective, while its thread waits for what that rank writes."""
+    script = f"""
+        import os, signal
+        from tests.unit.test_saving_in_background import make
+        from accel_fn.checkpoint import _telling
+        from accel_fn.checkpoint._writing import Share
+        import accel_fn as af
+        _telling._PATIENCE_WITH_THE_DEAD_S = 0.1
+        state, step = make(af.init(device="cpu", timeout_s=20))
+        if state.rank == 1:
+            Share.write = lambda share, draft: os.kill(os.getpid(), signal.SIGKILL)
+        af.save({str(tmp_path)!r}, state, step, wait=False)
+        while True:
+            af.barrier(state)
+    """
+    first, second = run_worlds({"script": script}, tmp_path)["script"]
+    assert (first.exit_code, second.exit_code) == (1, -9)
+    assert "every rank must stay until all are through, got one that is gone" in first.stderr
+    assert (
+        "was not written: save: every rank must write its share, got nothing of [1] for 0.1 s"
+        in (first.stderr)
+    )
+
+
 def test_a_failure_without_words_is_told_by_its_name(tmp_path, monkeypatch):
     def failing(share, draft):
         raise MemoryError
