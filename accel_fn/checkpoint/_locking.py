@@ -27,10 +27,12 @@ class FolderLock:
         # A worker that outlives a killed run would hold its folder.
         register_after_fork(self, FolderLock.close)
         if not self._takes():
-            owner = os.pread(self._number, 200, 0).decode(errors="replace")
+            owner = os.pread(self._number, 200, 0).decode(errors="replace") or "another process"
+            if owner == _own_name():
+                owner = f"another step of this process ({owner})"
             raise CheckpointError(
                 f"save: {folder} must be saved to by one run at a time, got a second one beside "
-                f"{owner or 'another process'}; give each run a folder of its own"
+                f"{owner}; give each run a folder of its own"
             )
 
     def holds(self, folder: Path) -> bool:
@@ -55,6 +57,10 @@ class FolderLock:
                 return True  # a file system without locks
             else:
                 os.truncate(self._number, 0)
-                os.pwrite(self._number, f"{socket.gethostname()}, pid {os.getpid()}".encode(), 0)
+                os.pwrite(self._number, _own_name().encode(), 0)
                 return True
         return False
+
+
+def _own_name() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"

@@ -465,6 +465,14 @@ def test_a_run_that_was_killed_lets_go(tmp_path, monkeypatch):
     run(tmp_path, 1)
 
 
+def test_the_name_of_a_run_that_is_gone_holds_nothing(tmp_path):
+    """Even where this process has its number."""
+    run(tmp_path, 1)
+    assert f"pid {os.getpid()}" in (tmp_path / ".lock").read_text()
+    run(tmp_path, 2)
+    assert steps_of(tmp_path) == [1, 2]
+
+
 def test_workers_that_outlive_their_run_do_not_hold_its_folder(tmp_path, monkeypatch):
     """They look for their parent every few seconds only."""
     monkeypatch.setattr(_locking, "_TRIES", 1)
@@ -505,7 +513,10 @@ def test_a_folder_waits_for_a_run_that_is_ending(tmp_path):
 def test_two_programs_of_one_process_are_two_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(_locking, "_TRIES", 1)
     saver = run(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=rf"pid {os.getpid()}\b"):
+    words = (
+        rf"beside another step of this process \(.*, pid {os.getpid()}\); give each run a folder"
+    )
+    with pytest.raises(CheckpointError, match=words):
         run(tmp_path, 2)
     del saver
     run(tmp_path, 2)
