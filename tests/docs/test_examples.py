@@ -111,6 +111,6 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_tests_that_a_page_names_exist() -> None:
     text = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:unit|properties|distributed)/\w+\.py)`", text))
+    named = set(re.findall(r"`((?:unit|properties|distributed|cli)/\w+\.py)`", text))
     assert named
     assert not [name for name in named if not (ROOT / "tests" / name).is_file()]
