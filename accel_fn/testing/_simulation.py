@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from accel_fn._state import DistState
 from accel_fn.testing._threads import called_alike, make_group, make_store
 
 T = TypeVar("T")
+
+_SLACK_S = 5.0
 
 
 class _Idle:
@@ -83,6 +86,7 @@ def simulate(
     Raises:
         BaseException: the first that `fn` raised on any rank, with a note of
             the rank; at once, while the others run out of time in the background.
+            Python waits for them at exit.
         ValueError: an argument is outside its range.
 
     Cost: about a millisecond a rank beside what `fn` does; groups are kept for
@@ -120,18 +124,29 @@ def simulate(
     for thread in threads:
         thread.start()
     results: list[Any] = [None] * world_size
-    for _ in threads:
-        ending = endings.get()
-        if ending.error is not None:  # the world is lost with its ranks: it is not given back
-            ending.error.add_note(f"on simulated rank {ending.rank} of {world_size}")
-            raise ending.error
-        results[ending.rank] = ending.value
+    try:
+        for _ in threads:
+            ending = endings.get()
+            if ending.error is not None:  # the world is lost with its ranks: it is not given back
+                ending.error.add_note(f"on simulated rank {ending.rank} of {world_size}")
+                raise ending.error
+            results[ending.rank] = ending.value
+    except BaseException:
+        atexit.register(_see_out, threads, timeout_s + _SLACK_S)
+        raise
     for thread in threads:
         thread.join()
     # What runs out of time can be caught, so that nobody raised need not mean that all met.
     if time.monotonic() - start < timeout_s and called_alike(world):
         _idle.give(world, timeout_s)
     return results
+
+
+def _see_out(threads: Sequence[threading.Thread], within_s: float) -> None:
+    """Let ranks that still wait run out of time: coming back when Python is gone aborts the process."""
+    deadline = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _run_threads(jobs: list[Callable[[], None]]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import accel_fn as af
 from accel_fn.testing import assert_equivalent, simulate
 from tests import strategies as ours
+from tests.forking import run_worlds
 
 
 def test_every_rank_has_a_state_of_its_own():
@@ -80,6 +81,33 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked():
     with pytest.raises(Exception, match=r"(?i)timed out|timeout|connection closed"):
         simulate(run, world_size=2, timeout_s=1)
     assert time.monotonic() - start < 8
+
+
+def test_ranks_that_still_wait_when_python_ends_do_not_abort_it(tmp_path):
+    """They run out of time in the background, and need the interpreter for that."""
+    script = """
+        import accel_fn as af
+        from accel_fn.testing import simulate
+
+        def run(state):
+            if state.is_main:
+                raise KeyError("broken")
+            af.barrier(state)
+
+        {call}
+    """
+    calls = {
+        "raised": "simulate(run, world_size=4, timeout_s=0.2)",
+        "caught": """try:
+            simulate(run, world_size=4, timeout_s=0.2)
+        except KeyError:
+            pass""",
+    }
+    scripts = {name: script.format(call=call) for name, call in calls.items()}
+    ended = run_worlds(scripts, tmp_path, num_processes=1)
+    assert {name: ranks[0].exit_code for name, ranks in ended.items()} == {"raised": 1, "caught": 0}
+    assert ended["caught"][0].stderr == ""
+    assert ended["raised"][0].stderr.endswith("KeyError: 'broken'\non simulated rank 0 of 4\n")
 
 
 @pytest.mark.slow
