@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_fn._errors import ArgumentError, check_count, check_positive, message
+from accel_fn._errors import ArgumentError, ArgumentTypeError, check_count, check_positive, message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -206,6 +206,14 @@ class DistState:
     def __reduce__(self) -> tuple[Any, ...]:
         names = [name for name in self.__dataclass_fields__ if name not in ("group", "watch")]
         return _restored, ({name: getattr(self, name) for name in names},)
+
+
+def check_state(state: object, function: str) -> None:
+    """Refuse what is no `DistState`: another argument in its place, say."""
+    if not isinstance(state, DistState):
+        repair = "init, build and every step give one"
+        got = type(state).__name__
+        raise ArgumentTypeError(message(function, "state", "be a DistState", got, repair))
 
 
 def device_of(function: str, device: torch.device | str) -> torch.device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,21 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn._apart import Apart
-from accel_fn._backward import Backward, cloned
-from accel_fn._carrying import Carrier
+from accel_fn._backward import cloned
 from accel_fn._checks import check_parameters, check_plan, check_precision
 from accel_fn._collectives import all_or_none
-from accel_fn._errors import StateError
+from accel_fn._differentiating import gradient_fn
+from accel_fn._errors import ArgumentError, ArgumentTypeError, StateError, message
 from accel_fn._forward import LossModule, run_forward
 from accel_fn._grads import Grads
-from accel_fn._halving import Halving, Retrying, agree
 from accel_fn._microbatches import cut_or_fail
 from accel_fn._plan import GradFn, Plan, Report, with_kept
 from accel_fn._replicas import check_same_gradients, check_same_plan
-from accel_fn._settling import Settled
 from accel_fn._sharding import Sharded, evened
-from accel_fn._slots import SlotBackward, Slotted
-from accel_fn._state import DistState
+from accel_fn._state import DistState, check_state
 from accel_fn._tally import SummedTally, mean_loss
 from accel_fn._updating import apply_update, follow_parameters, follow_shards
 from accel_fn._whole import Whole, whole_step
@@ -135,9 +131,14 @@ class Step:
         Returns:
             The state with `step` one further, and the report.
 
+        Raises:
+            ValueError: the state is another world's; gradients and report are not what a step
+                of this model gives.
+
         Cost: one read of the gradients with float16 or `clip`, and the optimizer's.
         """
         self._check_state(state)
+        self._check_outcome(grads, report)
         return self._update(state, grads, report)
 
     def _run(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
@@ -179,6 +180,7 @@ class Step:
         return state, report
 
     def _check_state(self, state: DistState) -> None:
+        check_state(state, "step")
         built = self._built_with
         if (
             state.group is not built.group
@@ -193,6 +195,18 @@ class Step:
             raise StateError(
                 "step: state must carry a loss scale, got none; go on from the state that build gave"
             )
+
+    def _check_outcome(self, grads: Grads, report: Report) -> None:
+        """Refuse what is not what `grads` gave."""
+        for name, value, kind in (("grads", grads, Grads), ("report", report, Report)):
+            if not isinstance(value, kind):
+                rule, got = f"be a {kind.__name__}, as step.grads gives it", type(value).__name__
+                raise ArgumentTypeError(message("step.update", name, rule, got))
+        if len(grads.tensors) != len(self._parameters):
+            rule = (
+                f"hold one tensor, or None, for each of {len(self._parameters)} trained parameters"
+            )
+            raise ArgumentError(message("step.update", "grads", rule, len(grads.tensors)))
 
     def __repr__(self) -> str:
         return f"Step({self.plan!r})"
@@ -226,6 +240,10 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
     >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
     >>> state, step = af.build(af.DistState(), plan)
     """
+    check_state(state, "build")
+    if not isinstance(plan, Plan):
+        rule = "be a Plan"
+        raise ArgumentTypeError(message("build", "plan", rule, type(plan).__name__))
     all_or_none(lambda: check_plan(state, plan), state, "build")
     check_same_plan(state, plan)
     built = state
@@ -246,52 +264,14 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
         module = wrap(built, module)
     follow_shards(plan.optimizer, parameters, plan.model)
     plan = with_kept(plan, built)
-    grad_fn = _grad_fn(built, plan, module)
     step = Step(
         plan=plan,
         _built_with=built,
         _module=module if isinstance(module, Sharded) else loss_module,
-        _grad_fn=grad_fn,
+        _grad_fn=gradient_fn(built, plan, module),
         _parameters=plan.trained(),
         _always=torch.ones((), dtype=torch.bool, device=built.device),
         _unchecked=[True] if built.world_size > 1 and not isinstance(module, Apart) else [],
         _whole=whole_step(built, plan, loss_module) if plan.compile_step else None,
     )
     return built, step
-
-
-def _grad_fn(state: DistState, plan: Plan, module: nn.Module) -> GradFn:
-    """Backward, inside what the plan's gradient functions make of it."""
-    trainable = (
-        module.trainable()
-        if isinstance(module, Sharded)
-        else [p for p in module.parameters() if p.requires_grad]
-    )
-    inner = getattr(module, "module", None)
-    halving = next((each for each in plan.split if isinstance(each, Halving)), None)
-    fits = halving is not None and state.world_size > 1
-    way = module.count_collectives() if fits and isinstance(module, Sharded) else None
-    kind = SlotBackward if isinstance(module, Slotted) else Backward
-    backward = kind(
-        plan,
-        module,
-        trainable,
-        plan.trained(),
-        Settled.of(plan),
-        inner if isinstance(inner, Carrier) else None,
-        getattr(module, "no_sync", nullcontext),
-        agree if fits and way is None else None,
-        way,
-    )
-    computing: GradFn = backward if halving is None else Retrying(backward, halving)
-    if not plan.grad_fns:
-        return computing
-
-    def kept(state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
-        state, grads, report = computing(state, batch)
-        return state, cloned(state, grads), report
-
-    grad_fn: GradFn = kept
-    for wrap in plan.grad_fns:
-        grad_fn = wrap(grad_fn)
-    return grad_fn

@@ -547,6 +547,43 @@ def test_a_state_of_another_world_is_refused():
             part(af.DistState(rank=1, world_size=2), BATCH)
 
 
+@pytest.mark.parametrize("state", [BATCH, None, 0])
+def test_what_is_no_state_is_told_in_words(state):
+    _, step = af.build(af.DistState(), make_plan())
+    _, grads, report = step.grads(af.DistState(), BATCH)
+    calls = {
+        "step": lambda: step(state, af.DistState()),
+        "forward": lambda: step.forward(state, af.DistState()),
+        "grads": lambda: step.grads(state, af.DistState()),
+        "update": lambda: step.update(state, grads, report),
+        "evaluate": lambda: af.evaluate(step, [BATCH], state),
+        "build": lambda: af.build(state, make_plan()),
+    }
+    for call in calls.values():
+        with pytest.raises(
+            TypeError, match=r"(step|build): state must be a DistState, got '\w+'; "
+        ):
+            call()
+
+
+def test_what_is_built_is_a_plan():
+    with pytest.raises(TypeError, match="build: plan must be a Plan, got 'function'"):
+        af.build(af.DistState(), af.clip(1.0))
+
+
+def test_an_update_takes_what_the_gradients_were_given_with():
+    state, step = af.build(af.DistState(), make_plan())
+    _, grads, report = step.grads(state, BATCH)
+    for given, text in (
+        ((report, grads), "grads must be a Grads, as step.grads gives it, got 'Report'"),
+        ((grads, None), "report must be a Report, as step.grads gives it, got 'NoneType'"),
+        ((grads.tensors, report), "grads must be a Grads"),
+        ((af.Grads(grads.tensors[:3]), report), "for each of 4 trained parameters, got 3"),
+    ):
+        with pytest.raises(ValueError, match=f"step.update: .*{text}"):
+            step.update(state, *given)
+
+
 def test_a_state_without_the_loss_scale_of_its_step_is_refused():
     _, step = af.build(af.DistState(), af.with_amp("fp16")(make_plan()))
     with pytest.raises(ValueError, match="must carry a loss scale, got none; go on from the state"):
