@@ -24,25 +24,58 @@ TRANSFORMS = {
     "check_replicas": af.check_replicas(2),
     "average": af.average(0.9),
     "schedule": af.schedule(lambda num_updates: 1 / (num_updates + 1)),
+    "checkpointed": af.checkpointed(blocks="0"),
+    "Preemption": af.Preemption(signals=()),
 }
+
+
+PRECISIONS = {
+    "float64": (torch.float64, af.with_amp("bf16")),  # in which autocast leaves everything alone
+    "bf16": (torch.float32, af.with_amp("bf16")),
+    "fp16": (torch.float32, af.with_amp("fp16", init_scale=2.0**8)),
+}
+
+
+def changed(**instead):
+    """The transforms, some of them others, in the order listed."""
+    return {**TRANSFORMS, **instead}
 
 
 @given(
     order=st.permutations(list(TRANSFORMS)),
     wrap=st.sampled_from([af.wrap_ddp(), af.wrap_fsdp()]),
+    clip=st.sampled_from([af.clip(0.3), af.clip_value(0.1)]),
+    precision=st.sampled_from(list(PRECISIONS)),
     batches=strategies.batches(num_batches=2),
     world_size=st.integers(1, 3),
 )
-def test_any_order_of_transforms_is_the_same_step_to_the_bit(order, wrap, batches, world_size):
-    transforms = {**TRANSFORMS, "wrap_ddp": wrap}
-    parts = ours.dealt_evenly(batches, world_size)
-    listed = ours.trained(ours.regression_model(), parts, af.compose(*transforms.values()))
-    permuted = ours.trained(
-        ours.regression_model(), parts, af.compose(*[transforms[name] for name in order])
+def test_any_order_of_transforms_is_the_same_step_to_the_bit(
+    order, wrap, clip, precision, batches, world_size
+):
+    dtype, autocast = PRECISIONS[precision]
+    transforms = changed(wrap_ddp=wrap, clip=clip, with_amp=autocast)
+    parts = ours.dealt_evenly(
+        [tuple(each.to(dtype) for each in batch) for batch in batches], world_size
     )
+    model = ours.regression_model().to(dtype)
+    listed = ours.trained(model, parts, af.compose(*transforms.values()))
+    permuted = ours.trained(model, parts, af.compose(*[transforms[name] for name in order]))
     for (losses, parameters), (expected_losses, expected) in zip(permuted, listed, strict=True):
         ours.assert_identical(parameters, expected)
         assert losses == expected_losses
+        assert not torch.equal(parameters["2.weight"], model[2].weight)  # and it did train
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_autocast_acts_on_the_models_that_are_drawn_with_it(precision):
+    dtype, autocast = PRECISIONS[precision]
+    model = ours.regression_model().to(dtype)
+    parts = [[(torch.ones(4, 3, dtype=dtype) / 3, torch.ones(4, 1, dtype=dtype))]]
+    [[with_it, _]] = ours.trained(model, parts, af.compose(*changed(with_amp=autocast).values()))
+    [[without, _]] = ours.trained(
+        model, parts, af.compose(*changed(with_amp=af.compose()).values())
+    )
+    assert (with_it == without) is (precision == "float64")
 
 
 def test_gradient_transforms_run_in_the_order_listed():
