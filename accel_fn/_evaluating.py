@@ -85,6 +85,16 @@ def evaluate(
         rule = "be what build gave"
         raise ArgumentTypeError(message("evaluate", "step", rule, type(step).__name__))
     step._check_state(state)
+
+    def mine() -> Totals:
+        _check_arguments(loader, state, metric_fn)
+        return _totals(step, loader, state, metric_fn, _bar(loader, state, progress))
+
+    totals = all_or_none(mine, state, "evaluate")
+    return means(_comm.exchange(totals, state, "evaluate"))
+
+
+def _check_arguments(loader: Iterable[Any], state: DistState, metric_fn: object) -> None:
     if metric_fn is not None and not callable(metric_fn):
         rule = "be a function (model, batch) -> {name: values}"
         raise ArgumentTypeError(message("evaluate", "metric_fn", rule, metric_fn))
@@ -92,9 +102,6 @@ def evaluate(
         rule = f"be shared out over {state.world_size} ranks"
         repair = "give it to shard_loader; every rank would count every sample"
         raise ArgumentError(message("evaluate", "loader", rule, type(loader).__name__, repair))
-    bar = _bar(loader, state, progress)
-    mine = all_or_none(lambda: _totals(step, loader, state, metric_fn, bar), state, "evaluate")
-    return means(_comm.exchange(mine, state, "evaluate"))
 
 
 def _totals(

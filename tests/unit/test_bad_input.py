@@ -445,6 +445,32 @@ def test_a_plan_that_fails_on_one_rank_fails_on_all():
     simulate(run, world_size=3)
 
 
+def breaks(state, result):
+    """What stands in a slot, and fails on the second rank alone."""
+    if not state.is_main:
+        raise OSError("broken here")
+    return result
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [
+        {"starts": (lambda state: breaks(state, state),)},
+        {"move_model": (breaks,)},
+        {"after": (af.Kept(lambda state, plan: breaks(state, breaks)),)},
+    ],
+    ids=lambda slot: next(iter(slot)),
+)
+def test_what_fails_on_one_rank_while_a_step_is_built_fails_on_all(slot):
+    """A model that does not fit on one device, say."""
+
+    def run(state):
+        with pytest.raises((OSError, RuntimeError), match="broken here"):
+            af.build(state, replace(af.wrap_ddp()(make_plan()), **slot))
+
+    simulate(run, world_size=2)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
     ("batch", "text"),

@@ -380,6 +380,17 @@ def test_arguments_of_another_kind_are_refused(arguments, text):
         af.evaluate(given_step, given_loader, state, *rest)
 
 
+def test_an_argument_that_is_refused_on_one_rank_is_refused_on_all():
+    def run(state):
+        state, step, loader = make(state)
+        mine = loader if state.is_main else DataLoader(DATA, batch_size=4)
+        for given, metric_fn in ((mine, None), (loader, None if state.is_main else "accuracy")):
+            with pytest.raises((ValueError, RuntimeError), match=r"shared out|be a function"):
+                af.evaluate(step, given, state, metric_fn)
+
+    simulate(run, world_size=2)
+
+
 class Uneven:
     """A way to share that gives every rank as many batches as it says; one pass."""
 
