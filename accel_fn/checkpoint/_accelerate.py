@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_fn._collectives import all_or_none
-from accel_fn._errors import ArgumentTypeError, CheckpointError, message
+from accel_fn._errors import ArgumentTypeError, CheckpointError, check_folder, message
+from accel_fn._shards import is_sharded, shard_like
 from accel_fn._state import DistState, LossScale
 from accel_fn._step import Step
+from accel_fn.checkpoint._checking import check_same
 from accel_fn.checkpoint._comparing import listed
 from accel_fn.checkpoint._contents import load_optimizer
 from accel_fn.checkpoint._plain import from_plain
 from accel_fn.checkpoint._weight_files import INDEX, SINGLE
 from accel_fn.checkpoint._weights import load_model
 
+_MOST_TOLD = 12
+_WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _OPTIMIZER, _SCALER = "optimizer.bin", "scaler.pt"
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of a group that say how it is computed: those of the running program stay."""
@@ -43,10 +49,11 @@ def load_accelerate(
 
     Read are the weights, the optimizer, the schedulers and the scale of float16. Everything
     is checked against the program before anything is overwritten; nothing in the folder can
-    run code. Random generators are left as they are.
+    run code. Random generators are left as they are; files that are not read are named on stderr.
+    A model in shards is filled, too, and its optimizer.
 
     Args:
-        folder: with `model.safetensors` and `optimizer.bin`, of one model.
+        folder: with `model.safetensors`, or its shards and index, and `optimizer.bin`; of one model.
         step: over the same model and optimizer, as `build` gave it.
         state: as `build` gave it.
         schedulers: to be given `scheduler.bin`, `scheduler_1.bin` and so on: anything with
@@ -72,35 +79,60 @@ def load_accelerate(
     >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
     >>> state = af.load_accelerate(folder, step, state)
     """
-    path = Path(folder)
-    saved = all_or_none(lambda: _read(path, step, schedulers), state, "load_accelerate")
-    all_or_none(lambda: _fill(path, step, saved, schedulers), state, "load_accelerate")
-    scaler = state.scaler
-    if scaler is not None and saved[_SCALER]:
-        scaler = _scale(saved[_SCALER], scaler)
+    saved = all_or_none(lambda: _read(folder, step, state, schedulers), state, "load_accelerate")
+    given = {"folder": os.fspath(folder), "schedulers": len(schedulers)}
+    check_same(given, state, "load_accelerate")
+    all_or_none(lambda: _fill(saved, step, schedulers), state, "load_accelerate")
     if state.is_main:
-        for line in _left_out(path, saved, scaler, schedulers):
+        for line in _left_out(saved, state.scaler, schedulers):
             print(f"accel_fn: load_accelerate: {line}", file=sys.stderr)
-    return replace(state, step=_num_updates(saved[_OPTIMIZER]), scaler=scaler)
+    return replace(state, step=saved.num_updates, scaler=saved.scaler)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """The files but the weights, checked."""
+
+    path: Path
+    optimizer: Mapping[str, Any]
+    num_updates: int
+    """What the optimizer has counted."""
+    schedulers: Sequence[Any]
+    has_scale: bool
+    scaler: LossScale | None
+    """The program's, with what was saved of one."""
 
 
 def _scheduler(index: int) -> str:
     return f"scheduler_{index}.bin" if index else "scheduler.bin"
 
 
-def _read(path: Path, step: Step, schedulers: Sequence[Any]) -> dict[str, Any]:
-    """The files but the weights, checked."""
+def _read(
+    folder: str | os.PathLike[str], step: Step, state: DistState, schedulers: Sequence[Any]
+) -> _Saved:
+    path = Path(check_folder("load_accelerate", folder))
+    if not isinstance(step, Step):
+        raise ArgumentTypeError(message("load_accelerate", "step", "be a Step", step))
     for each in schedulers:
         if not hasattr(each, "load_state_dict"):
             rule = "have load_state_dict"
             raise ArgumentTypeError(message("load_accelerate", "schedulers", rule, each))
     names = [_OPTIMIZER, *map(_scheduler, range(len(schedulers)))]
     _check_folder(path, names)
-    saved = {name: from_plain(path / name, "load_accelerate") for name in names}
+    optimizer, *others = (from_plain(path / name, "load_accelerate") for name in names)
     has_scale = (path / _SCALER).exists()
-    saved[_SCALER] = from_plain(path / _SCALER, "load_accelerate") if has_scale else {}
-    _check_optimizer(path / _OPTIMIZER, saved[_OPTIMIZER], step.plan.optimizer)
-    return saved
+    scale = from_plain(path / _SCALER, "load_accelerate") if has_scale else {}
+    with _made_of(path / _OPTIMIZER, "an optimizer's state_dict"):
+        differences = _differences(optimizer, step.plan.optimizer)
+        num_updates = _num_updates(optimizer)
+    if differences:
+        raise CheckpointError(
+            f"load_accelerate: {path / _OPTIMIZER} must be of this program, got differences:\n"
+            f"{listed(differences)}"
+        )
+    with _made_of(path / _SCALER, "a scaler's state_dict"):
+        scaler = _scale(scale, state.scaler) if state.scaler and scale else state.scaler
+    return _Saved(path, optimizer, num_updates, others, bool(scale), scaler)
 
 
 def _check_folder(path: Path, names: Sequence[str]) -> None:
@@ -118,18 +150,15 @@ def _check_folder(path: Path, names: Sequence[str]) -> None:
             )
 
 
-def _check_optimizer(path: Path, saved: Any, optimizer: Optimizer) -> None:
-    """Refuse what is no optimizer's, or another one's."""
+@contextmanager
+def _made_of(path: Path, what: str) -> Iterator[None]:
+    """Tell of a file in which something is not where it should be."""
     try:
-        differences = _differences(saved, optimizer)
-    except (AttributeError, KeyError, TypeError) as error:
+        yield
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"load_accelerate: {path} must hold an optimizer's state_dict, got something else; {error!r}"
+            f"load_accelerate: {path} must hold {what}, got something else; {error!r}"
         ) from error
-    if differences:
-        raise CheckpointError(
-            f"load_accelerate: {path} must be of this program, got differences:\n{listed(differences)}"
-        )
 
 
 def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
@@ -155,19 +184,33 @@ def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
     return found
 
 
-def _fill(path: Path, step: Step, saved: Mapping[str, Any], schedulers: Sequence[Any]) -> None:
+def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any]) -> None:
     """Overwrite: the weights come first, since they may be refused."""
-    load_model(step.plan.model, path)
-    optimizer = saved[_OPTIMIZER]
+    load_model(step.plan.model, saved.path)
+    theirs, ours = saved.optimizer["param_groups"], step.plan.optimizer.param_groups
     groups = [
-        {**theirs, **{key: ours[key] for key in _HOW if key in ours}}
-        for theirs, ours in zip(
-            optimizer["param_groups"], step.plan.optimizer.param_groups, strict=True
-        )
+        {**their, **{key: our[key] for key in _HOW if key in our}}
+        for their, our in zip(theirs, ours, strict=True)
     ]
-    load_optimizer(step.plan, {**optimizer, "param_groups": groups})
-    for index, each in enumerate(schedulers):
-        each.load_state_dict(saved[_scheduler(index)])
+    numbers = [number for group in theirs for number in group["params"]]
+    parameters = [each for group in ours for each in group["params"]]
+    state = {
+        number: {
+            key: _cut(value, parameter)
+            for key, value in saved.optimizer["state"].get(number, {}).items()
+        }
+        for number, parameter in zip(numbers, parameters, strict=True)
+    }
+    kept = {number: values for number, values in state.items() if values}
+    load_optimizer(step.plan, {**saved.optimizer, "state": kept, "param_groups": groups})
+    for scheduler, each in zip(schedulers, saved.schedulers, strict=True):
+        scheduler.load_state_dict(each)
+
+
+def _cut(value: Any, parameter: Tensor) -> Any:
+    """This rank's part of what an optimizer keeps of a parameter in shards."""
+    is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
+    return shard_like(value, parameter) if is_alike and is_sharded(parameter) else value
 
 
 def _scale(saved: Mapping[str, Any], scaler: LossScale) -> LossScale:
@@ -187,15 +230,18 @@ def _num_updates(saved: Mapping[str, Any]) -> int:
     return max((int(each["step"]) for each in saved["state"].values() if "step" in each), default=0)
 
 
-def _left_out(
-    path: Path, saved: Mapping[str, Any], scaler: LossScale | None, schedulers: Sequence[Any]
-) -> list[str]:
+def _left_out(saved: _Saved, scaler: LossScale | None, schedulers: Sequence[Any]) -> list[str]:
     """What was there and is not used, or was not there."""
-    lines = []
-    if (path / _scheduler(len(schedulers))).exists():
-        lines.append(f"{_scheduler(len(schedulers))} is left out; give schedulers=[...]")
-    if scaler is None and saved[_SCALER]:
+    read = {_OPTIMIZER, _SCALER, *map(_scheduler, range(len(schedulers)))}
+    names = {path.name for path in saved.path.iterdir() if not _WEIGHTS.fullmatch(path.name)}
+    rest = sorted(names - read)
+    lines = [f"{name} is left out" for name in rest[:_MOST_TOLD]]
+    if len(rest) > _MOST_TOLD:
+        lines.append(f"so are {len(rest) - _MOST_TOLD} more files")
+    if _scheduler(len(schedulers)) in rest:
+        lines.append("give schedulers=[...] to have them filled")
+    if scaler is None and saved.has_scale:
         lines.append(f'{_SCALER} is left out; the plan has no with_amp("fp16")')
-    if scaler is not None and not saved[_SCALER]:
+    if scaler is not None and not saved.has_scale:
         lines.append(f"{_SCALER} is not there; the loss scale starts fresh")
     return lines

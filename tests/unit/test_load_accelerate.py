@@ -12,6 +12,7 @@ from torch import nn
 
 import accel_fn as af
 from accel_fn._errors import CheckpointError
+from accel_fn._shards import whole
 from accel_fn.testing import simulate
 from tests.processes import launch
 
@@ -137,9 +138,49 @@ def test_how_updates_are_computed_stays_that_of_the_program(saved):
 def test_what_is_left_out_is_said(saved, capsys):
     state, step, _ = built()
     af.load_accelerate(saved[0] / "AdamW", step, state)
-    assert capsys.readouterr().err == (
-        "accel_fn: load_accelerate: scheduler.bin is left out; give schedulers=[...]\n"
-    )
+    assert capsys.readouterr().err.splitlines() == [
+        "accel_fn: load_accelerate: random_states_0.pkl is left out",
+        "accel_fn: load_accelerate: scheduler.bin is left out",
+        "accel_fn: load_accelerate: give schedulers=[...] to have them filled",
+    ]
+
+
+def test_what_accelerate_kept_for_others_is_named(saved, tmp_path, capsys):
+    """Of many files, some."""
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
+    (tmp_path / "copy" / "custom_checkpoint_0.pkl").touch()
+    for rank in range(1, 15):
+        (tmp_path / "copy" / f"random_states_{rank}.pkl").touch()
+    state, step, schedule = built()
+    af.load_accelerate(tmp_path / "copy", step, state, schedulers=[schedule])
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "accel_fn: load_accelerate: custom_checkpoint_0.pkl is left out"
+    assert told[-1] == "accel_fn: load_accelerate: so are 4 more files"
+    assert len(told) == 13
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weights_in_several_files_fill_a_model_in_shards(saved, tmp_path, world_size):
+    """The optimizer as well; some ranks hold nothing of some parameters."""
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
+    model, _ = make()
+    af.load_model(model, tmp_path / "copy")
+    af.save_model(model, tmp_path / "copy", max_shard_size=64)
+    assert not (tmp_path / "copy" / "model.safetensors").exists()
+
+    def run(state, recipe, folder):
+        state, step, _ = built(state, recipe)
+        step.plan.model.eval()
+        state = af.load_accelerate(folder, step, state)
+        for batch in batches()[NUM_BEFORE:]:
+            state, _ = step(state, batch[state.rank :: state.world_size])
+        return [whole(each).clone() for each in step.plan.model.parameters()]
+
+    (one,) = simulate(lambda state: run(state, af.compose(), saved[0] / "AdamW"), world_size=1)
+    for each in simulate(
+        lambda state: run(state, af.wrap_fsdp(), tmp_path / "copy"), world_size=world_size
+    ):
+        torch.testing.assert_close(each, one, rtol=1e-12, atol=1e-12)
 
 
 # What does not fit changes nothing.
@@ -205,6 +246,35 @@ def test_the_scale_of_a_scaler_that_was_off_is_that_of_the_program(saved, tmp_pa
     state, step = af.build(af.DistState(), plan)
     state = af.load_accelerate(tmp_path / "copy", step, state)
     assert float(state.scaler.scale) == 256.0
+
+
+@pytest.mark.parametrize("content", [[1], {"scale": 2.0}, {"scale": "much", "_growth_tracker": 1}])
+def test_a_file_that_is_no_scaler_s_is_refused(saved, tmp_path, content):
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
+    torch.save(content, tmp_path / "copy" / "scaler.pt")
+    refused(
+        tmp_path / "copy",
+        "scaler.pt must hold a scaler's state_dict, got something else",
+        recipe=af.with_amp("fp16"),
+    )
+
+
+@pytest.mark.parametrize("count", [torch.ones(2), "many", None])
+def test_a_count_that_is_none_is_refused(saved, tmp_path, count):
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
+    path = tmp_path / "copy" / "optimizer.bin"
+    content = torch.load(path)
+    content["state"][0]["step"] = count
+    torch.save(content, path)
+    refused(tmp_path / "copy", "optimizer.bin must hold an optimizer's state_dict, got something")
+
+
+def test_what_is_no_step_or_folder_is_refused(saved):
+    state, step, _ = built()
+    with pytest.raises(TypeError, match="load_accelerate: step must be a Step, got "):
+        af.load_accelerate(saved[0] / "AdamW", {"a": step}, state)
+    with pytest.raises(TypeError, match="load_accelerate: folder must be the path of a folder"):
+        af.load_accelerate(3, step, state)
 
 
 def test_a_scheduler_that_is_none_is_refused(saved):
