@@ -43,10 +43,13 @@ from accel_fn.checkpoint._contents import (
 )
 from accel_fn.checkpoint._listing import check_sizes
 from accel_fn.checkpoint._manifest import Manifest, read_manifest
-from accel_fn.checkpoint._naming import file_of, name_of, steps_in
+from accel_fn.checkpoint._naming import COMMON, file_of, name_of, steps_in
 from accel_fn.checkpoint._plain import from_plain
 from accel_fn.checkpoint._reading import check_files, read_tensors
-from accel_fn.checkpoint._saving import COMMON, EXTRA
+from accel_fn.checkpoint._saving import EXTRA
+
+_OF_ALL, _OF_RANK = {"scaler", "steps"}, {"buffers", "random"}
+"""What the files of plain data hold at least."""
 
 
 def load(
@@ -171,6 +174,9 @@ def _read(path: Path, contents: Contents, state: DistState) -> _Saved:
     names = [COMMON, file_of("rank", number, "pt")]
     check_files(path, manifest, names)
     common, mine = (from_plain(path / name, "load") for name in names)
+    for name, found, keys in zip(names, (common, mine), (_OF_ALL, _OF_RANK), strict=True):
+        if not isinstance(found, dict) or not keys <= found.keys():
+            raise CheckpointError(f"load: {path / name} must hold {', '.join(sorted(keys))}")
     return _Saved(path, manifest, contents, common, mine)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_fn._errors import CheckpointError
 from accel_fn.checkpoint._hashing import FileMark, hash_of
+from accel_fn.checkpoint._manifest_checking import check_manifest
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -75,33 +76,26 @@ def read_manifest(checkpoint: Path) -> Manifest:
     body = rest.removesuffix(b"}\n")
     if head != b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":' or body == rest:
         raise CheckpointError(f"load: {path} is damaged: its content is not what was written")
-    found = json.loads(body)
-    version = found.pop("format")
+    try:
+        return _from_json(path, json.loads(body))
+    except ValueError as error:
+        raise CheckpointError(f"load: {path} must be one of this version, got {error}") from error
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        raise CheckpointError(f"load: {path} must be one of this version, got {error!r}") from error
+
+
+def _from_json(path: Path, found: dict[str, Any]) -> Manifest:
+    version = found.pop("format", None)
     if version != FORMAT:
         raise CheckpointError(
             f"load: {path} must be of format {FORMAT}, got {version}, written by accel_fn "
             f"{found.get('accel_fn')}; read it with that version"
         )
-    try:
-        manifest = _from_json(found)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"load: {path} must be one of this version, got {error!r}") from error
-    _check_names(path, manifest)
-    return manifest
-
-
-def _check_names(path: Path, manifest: Manifest) -> None:
-    """Refuse one that leads to files elsewhere, or to some that it does not list."""
-    chunks = (chunk for entry in manifest.entries.values() for chunk in entry.chunks)
-    for name in {*manifest.files, *(chunk.file for chunk in chunks)}:
-        if name != Path(name).name or name not in manifest.files:
-            raise CheckpointError(f"load: {path} must name files beside it, got {name!r}")
-
-
-def _from_json(found: dict[str, Any]) -> Manifest:
     entries = {name: _entry(**entry) for name, entry in found.pop("entries").items()}
     files = {name: FileMark(**mark) for name, mark in found.pop("files").items()}
-    return Manifest(entries=entries, files=files, **found)
+    manifest = Manifest(entries=entries, files=files, **found)
+    check_manifest(manifest)
+    return manifest
 
 
 def _entry(dtype: str, shape: Sequence[int], chunks: Sequence[dict[str, Any]]) -> Entry:

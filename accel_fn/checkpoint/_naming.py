@@ -9,6 +9,9 @@ from pathlib import Path
 
 from accel_fn.checkpoint._hashing import sync
 
+COMMON = "common.pt"
+"""The file of what is alike on all ranks and no tensor."""
+
 _STEP = re.compile(r"step_(\d{8,})")
 _NEW, _OLD = ".new_", ".old_"
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)

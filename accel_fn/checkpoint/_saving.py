@@ -37,14 +37,14 @@ from accel_fn.checkpoint._contents import (
 from accel_fn.checkpoint._hashing import hash_of, memory_of, sync
 from accel_fn.checkpoint._locking import FolderLock
 from accel_fn.checkpoint._manifest import Manifest
-from accel_fn.checkpoint._naming import file_of
+from accel_fn.checkpoint._naming import COMMON, file_of
 from accel_fn.checkpoint._plain import to_plain
 from accel_fn.checkpoint._planning import plan_parts, to_entries
 from accel_fn.checkpoint._publishing import Draft
 from accel_fn.checkpoint._retaining import tidy
 from accel_fn.checkpoint._writing import Share, cannot_write
 
-COMMON, EXTRA = "common.pt", "extras/"
+EXTRA = "extras/"
 
 
 def save(

@@ -201,20 +201,72 @@ def test_a_newer_format_is_refused_and_says_who_wrote_it(tmp_path):
     assert "format 1, got 2" in af.list_checkpoints(tmp_path)[0].damage
 
 
+def put(*places_and_value):
+    """Another value in a place of the manifest."""
+
+    def change(body):
+        *places, last, value = places_and_value
+        for place in places:
+            body = body[place]
+        body[last] = value
+
+    return change
+
+
 def leads_away(body):
     body["files"]["../common.pt"] = body["files"]["common.pt"]
 
 
-def reads_elsewhere(body):
-    next(iter(body["entries"].values()))["chunks"][0]["file"] = "/etc/passwd"
-
-
+CHUNK = ("entries", "model/0.weight", "chunks", 0)
+NOT_OF_THIS_VERSION = {
+    "path": (leads_away, r"files='\.\./common\.pt', which must be names of files beside it"),
+    "elsewhere": (
+        put(*CHUNK, "file", "/etc/passwd"),
+        "'/etc/passwd', which must be in a file beside",
+    ),
+    "more": (put("new", 1), "TypeError.*'new'"),
+    "less": (lambda body: body.pop("seed"), "TypeError.*'seed'"),
+    "no entries": (lambda body: body.pop("entries"), "KeyError.*'entries'"),
+    "no files": (lambda body: body.pop("files"), "KeyError.*'files'"),
+    "no object": (put("entries", 3), "AttributeError"),
+    "a list": (put("files", ["common.pt"]), "AttributeError"),
+    "step": (put("step", "1"), "step='1', which must be an integer >= 0"),
+    "negative step": (put("step", -1), "step=-1, which must be an integer >= 0"),
+    "seed": (put("seed", None), "seed=None, which must be an integer >= 0"),
+    "no ranks": (put("world_size", 0), "world_size=0, which must be an integer >= 1"),
+    "more ranks": (put("world_size", 10**15), r"files=\[.*, which must be those of 10{15} ranks"),
+    "other ranks": (put("world_size", 2), r"which must be names that have rank_00001\.pt among"),
+    "no common file": (lambda body: body["files"].pop("common.pt"), "have common.pt among them"),
+    "version": (put("accel_fn", 3), "accel_fn=3, which must be text"),
+    "tied": (put("tied", {"a": 3}), r"tied=\{'a': 3\}, which must be text by names"),
+    "explained": (put("explained", []), r"explained=\[\], which must be text by names"),
+    "plans": (put("plans", {"": "none"}), "plans=.*, which must be dicts by names"),
+    "size": (put("files", "common.pt", "size", -1), "which must be a size >= 0 and a hash"),
+    "a size of text": (put("files", "common.pt", "size", "7"), "which must be a size >= 0 and"),
+    "hash": (put("files", "common.pt", "hash", 7), "which must be a size >= 0 and a hash"),
+    "no mark": (put("files", "common.pt", 3), "TypeError"),
+    "dtype": (
+        put("entries", "model/0.weight", "dtype", "nn"),
+        "'nn', which must be one of torch's",
+    ),
+    "no dtype": (put("entries", "model/0.weight", "dtype", 3), "=3, which must be one of torch's"),
+    "shape": (put("entries", "model/0.weight", "shape", [-4, 3]), "which must be integers >= 0"),
+    "no shape": (put("entries", "model/0.weight", "shape", 4), "TypeError"),
+    "a hole": (put("entries", "model/0.weight", "chunks", []), "=0, which must be all of its elem"),
+    "offset": (put(*CHUNK, "offsets", [1, 0]), r"which must be a block of \[4, 3\]"),
+    "no offset": (put(*CHUNK, "offsets", []), r"which must be a block of \[4, 3\]"),
+    "half": (put(*CHUNK, "sizes", [2.0, 3]), r"which must be a block of \[4, 3\]"),
+    "length": (put(*CHUNK, "length", 47), "which must be of 48 bytes"),
+    "start": (put(*CHUNK, "start", -8), "which must be in the .* bytes of its file"),
+    "end": (put(*CHUNK, "start", 10**9), "which must be in the .* bytes of its file"),
+    "no chunk": (put(*CHUNK, 3), "TypeError"),
+}
 MANIFESTS = {
-    "path": (leads_away, r"must name files beside it, got '\.\./common\.pt'"),
-    "elsewhere": (reads_elsewhere, r"must name files beside it, got '/etc/passwd'"),
-    "more": (lambda body: body.update(new=1), "must be one of this version, got .*'new'"),
-    "less": (lambda body: body.pop("seed"), "must be one of this version, got .*'seed'"),
-    "no object": (lambda body: body.update(entries=3), "must be one of this version, got "),
+    name: (change, f"must be one of this version, got .*{words}")
+    for name, (change, words) in NOT_OF_THIS_VERSION.items()
+} | {
+    "format": (put("format", "2"), "must be of format 1, got 2, written by accel_fn"),
+    "no format": (lambda body: body.pop("format"), "must be of format 1, got None, written by"),
 }
 
 
@@ -226,6 +278,35 @@ def test_a_manifest_of_others_is_not_trusted(tmp_path, change, words):
     refused(tmp_path, rf"step_00000001/manifest\.json {words}")
     assert af.latest(tmp_path) is None
     assert "manifest.json" in af.list_checkpoints(tmp_path)[0].damage
+
+
+@pytest.mark.parametrize("body", [b"[]", b"3", b"no JSON", b"", b"[" * 10**5, b"\xff"])
+def test_a_manifest_that_is_none_is_not_trusted(tmp_path, body):
+    run(tmp_path, 1)
+    path = tmp_path / "step_00000001" / "manifest.json"
+    path.write_bytes(b'{"hash": "%s", "checkpoint":\n%s}\n' % (hash_of(body).encode(), body))
+    refused(tmp_path, r"step_00000001/manifest\.json must be one of this version, got ")
+
+
+@pytest.mark.parametrize(
+    ("file", "words"), [("common.pt", "scaler, steps"), ("rank_00000.pt", "buffers, random")]
+)
+@pytest.mark.parametrize("content", [[1], {}])
+def test_files_that_hold_something_else_are_refused(tmp_path, file, words, content):
+    run(tmp_path, 1)
+    checkpoint = tmp_path / "step_00000001"
+    torch.save(content, checkpoint / file)
+    remark(checkpoint, file)
+    refused(tmp_path, f"load: .*{file} must hold {words}")
+
+
+def remark(checkpoint, file):
+    """Have the manifest list a file as it is now."""
+    data = (checkpoint / file).read_bytes()
+    digest = xxhash.xxh3_128(data).digest()
+    mark = {"size": len(data), "hash": xxhash.xxh3_128(digest).hexdigest()}
+    with_manifest(checkpoint, put("files", file, mark))
+    assert read_manifest(checkpoint).files[file] == FileMark(**mark)
 
 
 class Bomb:
@@ -248,11 +329,7 @@ def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, file, packed):
         assert zipfile.is_zipfile(checkpoint / file)
     else:
         (checkpoint / file).write_bytes(pickle.dumps(bomb, protocol=2))
-    data = (checkpoint / file).read_bytes()
-    digest = xxhash.xxh3_128(data).digest()
-    mark = {"size": len(data), "hash": xxhash.xxh3_128(digest).hexdigest()}
-    with_manifest(checkpoint, lambda body: body["files"].update({file: mark}))
-    assert read_manifest(checkpoint).files[file] == FileMark(**mark)
+    remark(checkpoint, file)
     state, step = make(7)
     before = everything(step)
     with pytest.raises(CheckpointError):
@@ -262,7 +339,7 @@ def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, file, packed):
     if packed:
         torch.load(checkpoint / file, weights_only=False)  # it is one
     else:
-        pickle.loads(data)
+        pickle.loads((checkpoint / file).read_bytes())
     assert fuse.exists()
 
 
