@@ -58,6 +58,10 @@ class CheckpointError(AccelError, RuntimeError):
     """A checkpoint is missing, damaged, or of another run."""
 
 
+class ExtraError(AccelError, ModuleNotFoundError):
+    """A library that is an extra is not installed."""
+
+
 class WorldError(AccelError, RuntimeError):
     """A world of processes could not be described, joined or kept together."""
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from accel_fn._errors import CheckpointError
+from accel_fn._errors import ArgumentError, CheckpointError, ExtraError, message
 from accel_fn.checkpoint._contents import place_of
 from accel_fn.checkpoint._listing import check_sizes
 from accel_fn.checkpoint._manifest import read_manifest
 from accel_fn.checkpoint._reading import check_files, read_tensors
-from accel_fn.checkpoint._weight_entries import Entries
+from accel_fn.checkpoint._weight_entries import Entries, check_storable
 from accel_fn.checkpoint._weight_files import write_set
 
 
@@ -37,6 +37,8 @@ def export_model(
 
     Raises:
         RuntimeError: the checkpoint is damaged, or holds no such step.
+        ValueError: the folder cannot be written to, or a tensor has a dtype that safetensors does
+            not know.
 
     Cost: reads the checkpoint to check it, then the model, which is held on the host.
     """
@@ -63,14 +65,22 @@ def export_model(
         if name.startswith(prefix)
     }
     plain = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    write_set(Path(folder), Entries(plain, tied), max_shard_size)
+    entries = Entries(plain, tied)
+    with _told_by_export():
+        check_storable(entries)
+    try:
+        write_set(Path(folder), entries, max_shard_size)
+    except OSError as error:
+        rule = "be one that can be written to"
+        why = error.strerror or str(error)
+        raise ArgumentError(message("export", "folder", rule, str(folder), why)) from error
     return len(plain)
 
 
 @contextmanager
 def _told_by_export() -> Iterator[None]:
-    """A checkpoint is read as `load` reads it, which names itself in errors."""
+    """What `load` reads and `save_model` checks names these in errors."""
     try:
         yield
-    except CheckpointError as error:
-        raise CheckpointError(f"export: {str(error).removeprefix('load: ')}") from None
+    except (ArgumentError, CheckpointError, ExtraError) as error:
+        raise type(error)(f"export: {str(error).partition(': ')[2]}") from None

@@ -81,21 +81,28 @@ def check_file(path: Path, mark: FileMark, pool: Executor) -> None:
     """Read a file to its end, and refuse it if it is not what was written."""
     try:
         number = os.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(number).st_size
+            starts = range(0, size, _BLOCK)
+            digests = pool.map(lambda start: _digest(number, start), starts)
+            found = hash_of(b"".join(digests))
+        finally:
+            os.close(number)
     except FileNotFoundError:
         raise CheckpointError(f"load: a file of the checkpoint is missing: {path}") from None
-    try:
-        size = os.fstat(number).st_size
-        starts = range(0, size, _BLOCK)
-        digests = pool.map(lambda start: _digest(number, start), starts)
-        found = hash_of(b"".join(digests))
-    finally:
-        os.close(number)
+    except OSError as error:
+        raise cannot_read(path, error) from error
     if size != mark.size:
         raise CheckpointError(
             f"load: {path} is damaged: it must have {mark.size} bytes, got {size}"
         )
     if found != mark.hash:
         raise CheckpointError(f"load: {path} is damaged: its content is not what was written")
+
+
+def cannot_read(path: Path, error: OSError) -> CheckpointError:
+    """What to tell of a file of a checkpoint that is there and cannot be read."""
+    return CheckpointError(f"load: {path} must be a file that can be read ({error.strerror})")
 
 
 def _digest(number: int, start: int) -> bytes:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from accel_fn._errors import CheckpointError
+from accel_fn.checkpoint._hashing import cannot_read
 from accel_fn.checkpoint._manifest import NAME, Manifest, read_manifest
 from accel_fn.checkpoint._naming import name_of, steps_in
 
@@ -84,6 +85,8 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
             size = path.stat().st_size
         except FileNotFoundError:
             raise CheckpointError(f"load: a file of the checkpoint is missing: {path}") from None
+        except OSError as error:
+            raise cannot_read(path, error) from error
         if size != mark.size:
             raise CheckpointError(
                 f"load: {path} is damaged: it must have {mark.size} bytes, got {size}"
@@ -100,7 +103,7 @@ def _look(path: Path, step: int) -> Checkpoint | None:
     except CheckpointError as error:
         damage = str(error).removeprefix("load: ")
     for each in (path / NAME, path):
-        with suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(OSError):
             saved_at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
             return Checkpoint(path, step, saved_at, size, world_size, damage)
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fn._errors import CheckpointError
-from accel_fn.checkpoint._hashing import FileMark, hash_of
+from accel_fn.checkpoint._hashing import FileMark, cannot_read, hash_of
 from accel_fn.checkpoint._manifest_checking import check_manifest
 
 FORMAT = 1
@@ -72,6 +72,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"load: {checkpoint} is no checkpoint: it has no {NAME}") from None
+    except OSError as error:
+        raise cannot_read(path, error) from error
     head, _, rest = data.partition(b"\n")
     body = rest.removesuffix(b"}\n")
     if head != b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":' or body == rest:

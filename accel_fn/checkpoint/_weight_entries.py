@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from accel_fn._errors import ArgumentError, ArgumentTypeError, message
+from accel_fn._errors import ArgumentError, ArgumentTypeError, ExtraError, message
 from accel_fn._shards import is_sharded, local
 
 
@@ -34,7 +34,7 @@ def extra(function: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
+        raise ExtraError(
             f'{function}: {error.name} must be installed; pip install "accel-fn[checkpoint]"',
             name=error.name,
         ) from None

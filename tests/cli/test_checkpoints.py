@@ -10,6 +10,7 @@ import torch
 
 import accel_fn as af
 from tests import strategies as ours
+from tests.cli.commands import run_python
 
 
 @pytest.fixture
@@ -81,3 +82,50 @@ def test_mistakes_of_export_are_one_line(launchers, folder, tmp_path):
     done = launchers.command(tmp_path, "export", "run", "weights")
     assert done.stderr == "Error: export: run is no checkpoint: it has no manifest.json\n"
     assert not (tmp_path / "weights").exists()
+
+
+def test_folders_of_export_that_cannot_be_written_to_are_one_line(launchers, folder, tmp_path):
+    (tmp_path / "file").touch()
+    done = launchers.command(tmp_path, "export", "run/step_00000002", "file/weights")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        "Error: export: folder must be one that can be written to, got 'file/weights'; Not a directory\n"
+    )
+
+
+def test_what_is_no_file_is_one_line(launchers, folder, tmp_path):
+    """Others' folders and links may stand in the place of files."""
+    for step, make in {1: "mkdir", 2: "symlink_to"}.items():
+        manifest = folder / f"step_0000000{step}" / "manifest.json"
+        manifest.unlink()
+        getattr(manifest, make)(*["manifest.json"] * (step - 1))
+    done = launchers.command(tmp_path, "checkpoints", "run")
+    assert (done.exit_code, done.stderr) == (1, "")
+    words = "manifest.json must be a file that can be read"
+    assert f"step_00000001/{words} (Is a directory)" in done.stdout
+    assert f"step_00000002/{words} (Too many levels of symbolic links)" in done.stdout
+    done = launchers.command(tmp_path, "export", "run/step_00000001", "weights")
+    assert done.stderr == f"Error: export: run/step_00000001/{words} (Is a directory)\n"
+
+
+def test_what_safetensors_cannot_hold_is_one_line(launchers, tmp_path):
+    model = torch.nn.Linear(2, 1)
+    model.register_buffer("waves", torch.zeros(2, dtype=torch.complex128))
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    af.save(tmp_path / "run", *af.build(af.DistState(), plan))
+    done = launchers.command(tmp_path, "export", "run/step_00000000", "weights")
+    assert done.stderr == (
+        "Error: export: model must hold tensors of the dtypes that safetensors knows, "
+        "got torch.complex128 for 'waves'\n"
+    )
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_library_that_is_missing_is_one_line(folder, tmp_path):
+    script = "import sys; sys.modules['safetensors.torch'] = None; sys.argv[0] = 'accel-fn'; "
+    script += "from accel_fn.cli import main; main()"
+    done = run_python(tmp_path, "-c", script, "export", "run/step_00000002", "weights")
+    assert done.returncode == 1
+    assert done.stderr == (
+        'Error: export: safetensors.torch must be installed; pip install "accel-fn[checkpoint]"\n'
+    )
