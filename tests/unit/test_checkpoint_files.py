@@ -28,6 +28,7 @@ from accel_fn.checkpoint import _locking
 from accel_fn.checkpoint._hashing import FileMark, hash_of
 from accel_fn.checkpoint._manifest import read_manifest
 from accel_fn.checkpoint._naming import publish
+from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.processes import ROOT, launch
 
@@ -71,12 +72,13 @@ def loss_fn(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def make(seed=0):
+def make(seed=0, *, state=None, recipe=None):
     """A step of a new program."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    plan = af.Plan(loss_fn, model, optimizer)
+    return af.build(state or af.DistState(), recipe(plan) if recipe else plan)
 
 
 def run(folder, *steps, saver=None, **options):
@@ -89,10 +91,15 @@ def run(folder, *steps, saver=None, **options):
     return state, step
 
 
+def tensors_of(step):
+    """Model and optimizer, bit for bit."""
+    tensors = ours.kept_tensors(step)
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
 def everything(step):
     """Model, optimizer and generators, bit for bit."""
-    tensors = ours.kept_tensors(step)
-    found = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    found = tensors_of(step)
     found["torch"] = torch.get_rng_state().numpy().tobytes()
     found["numpy"] = pickle.dumps(np.random.get_state())
     found["python"] = repr(random.getstate()).encode()
@@ -153,6 +160,43 @@ def test_damage_is_found_before_anything_is_overwritten(tmp_path, file, damage):
     damage(tmp_path / "step_00000002" / file)
     refused(tmp_path, rf"step_00000002\S* .*{file}|step_00000002/{file}")
     refused(tmp_path, rf"step_00000002\S* .*{file}|step_00000002/{file}", at=2)
+
+
+OF_TWO = [*FILES, "rank_00001.pt", "tensors_00001.bin"]
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    """A checkpoint that two ranks have written, each a share of every file's kind."""
+    folder = tmp_path_factory.mktemp("two")
+
+    def save(state):
+        state, step = make(state=state, recipe=af.wrap_ddp())
+        state, _ = step(state, BATCH)
+        af.save(folder, state, step, extras={"extra": Extra(state.rank)})
+
+    simulate(save, world_size=2)
+    assert names(folder / "step_00000001") == sorted(OF_TWO)
+    return folder
+
+
+@pytest.mark.parametrize("file", OF_TWO)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_damage_of_any_rank_s_file_is_found_by_all(of_two, tmp_path, file, damage, world_size):
+    """Also by fewer ranks than have written."""
+    folder = shutil.copytree(of_two, tmp_path / "run")
+    damage(folder / "step_00000001" / file)
+
+    def load(state):
+        state, step = make(7, state=state, recipe=af.wrap_ddp())
+        extra, before = Extra("mine"), tensors_of(step)
+        with pytest.raises(RuntimeError, match=rf"step_00000001(/| .*){file}"):
+            af.load(folder, state, step, extras={"extra": extra})
+        assert tensors_of(step) == before
+        assert extra.value == "mine"
+
+    simulate(load, world_size=world_size)
 
 
 @each_file
