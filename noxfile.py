@@ -89,7 +89,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Ratios to the hand-written loop and to the peers, side by side: `-- --write` updates docs."""
-    install(session, groups=("bench",))
+    install(session, "cli", "checkpoint", groups=("bench",))
     session.run("python", "-m", "tests.benchmarks", *session.posargs, env=ONE_THREAD)
 
 
