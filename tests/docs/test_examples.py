@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import importlib
 import os
 import pkgutil
@@ -101,6 +102,40 @@ def test_program_of_the_readme_prints_the_same_on_two_processes(
 ) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert run_readme(tmp_path, launcher) == printed_alone
+
+
+def test_a_run_of_the_readme_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines in place of the loop; stopped within an epoch, and started again."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    program, saving = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    program = program[: program.index("for epoch in")] + saving.replace("epochs(5", "epochs(2")
+    stopping = program + "        if state.step == 20:\n            break\n"
+    ends = []
+    for name, programs in (("whole", [program]), ("stopped", [stopping, program])):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        for each in programs:
+            exec(each, {})
+            gc.collect()  # the run lets go of its folder
+        ends.append(Path("runs/a/step_00000032/tensors_00000.bin").read_bytes())
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_python_stands_in_a_block_that_is_not_run(page: Path) -> None:
+    """But what takes a folder that accelerate wrote: unit/test_load_accelerate.py makes one."""
+    fences = re.findall(
+        r"^ *```(\S+)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    texts = [text for language, text in fences if language not in ("python", "{eval-rst}")]
+    assert not [
+        text
+        for text in texts
+        if re.search(r"^(import |from \S+ import |.*= af\.)", text, re.MULTILINE)
+        and "load_accelerate" not in text
+    ]
 
 
 def test_every_public_name_is_in_the_reference() -> None:
