@@ -21,9 +21,7 @@ class Carrier(Own):
     """A module that maps a batch to its loss, with a few numbers as one parameter more.
 
     DDP averages the gradient of every parameter. That of `numbers` is what a
-    backward is given for it, so its average arrives with the gradients: on a
-    CPU, an all-reduce of its own costs several percent of a small step, in
-    switches between threads.
+    backward is given for it, so its average arrives with the gradients.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -207,7 +207,7 @@ class _Hole:
 def barrier(state: DistState) -> None:
     """Wait until every rank is here.
 
-    Cost: one small collective on the host; none in a world of one.
+    Cost: two small collectives on the host; none in a world of one.
 
     >>> import accel_fn as af
     >>> af.barrier(af.DistState())

@@ -207,7 +207,7 @@ class Asked(partial[Any]):
 
 
 def slot_names() -> list[str]:
-    """The slots of a plan, in the order in which a step comes to them."""
+    """The slots of a plan, in the order in which it tells them."""
     return [each.name for each in fields(Plan)[4:]]
 
 

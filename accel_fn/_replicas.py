@@ -59,7 +59,7 @@ def _identity(fn: Any) -> str:
 def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
     """Raise on every rank if what the optimizer is about to see differs between ranks.
 
-    Cost: one read of the gradients, one small collective, one host synchronisation.
+    Cost: one read of the gradients, two small collectives, one host synchronisation.
     """
     names = {id(p): name for name, p in plan.model.named_parameters()}
     tensors = {"the factor": grads.factor}
@@ -78,7 +78,7 @@ def check_same(tensors: Mapping[str, Tensor | None], state: DistState, words: st
 
     Of a tensor in shards, ranks that hold the same one are compared.
 
-    Cost: one read of the tensors, one small collective, one host synchronisation.
+    Cost: one read of the tensors, two small collectives, one host synchronisation.
     """
     prints = fingerprints(list(tensors.values()))
     places = [0 if each is None else place_of(each) for each in tensors.values()]

@@ -93,7 +93,7 @@ class Step:
         Returns:
             [], float32, on the device; the same on every rank. 0 where nothing counts.
 
-        Cost: two all-reduces of one number in a world of several.
+        Cost: two small collectives in a world of several.
         """
         self._check_state(state)
         parts, weights, failure = cut_or_fail(self.plan, batch)
@@ -235,7 +235,8 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
             nothing that averages over them.
         RuntimeError: ranks build different plans.
 
-    Cost: in a world of several, four small collectives and one broadcast of the parameters.
+    Cost: in a world of several, four small collectives, and what transforms do: those that train
+    on several ranks broadcast the parameters.
 
     >>> import accel_fn as af
     >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))

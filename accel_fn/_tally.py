@@ -33,7 +33,7 @@ class Tally(Protocol):
 
 
 class SummedTally:
-    """By two small all-reduces: the weight before the first backward, the loss beside the last.
+    """By two small collectives: the weight before the first backward, the loss beside the last.
 
     A micro-batch's share is w * world_size / w_total, so that an average over
     the ranks is the mean over the global batch. One rank's failure to count

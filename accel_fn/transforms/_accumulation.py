@@ -54,7 +54,7 @@ def accumulate(
             rank, with `wrap_fsdp`: no sample is too much.
         TypeError: `split` is none of these.
 
-    Cost: one forward and backward per micro-batch; the ranks talk once, in the last. "auto" adds a
+    Cost: one forward and backward per micro-batch; gradients are averaged once, in the last. "auto" adds a
     copy of buffers and of random generators' states, and in a world of several a small
     collective; with `wrap_ddp`, averaging gradients then overlaps with no backward.
 

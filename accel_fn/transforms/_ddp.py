@@ -57,12 +57,12 @@ def wrap_ddp(
         ValueError: an option that DDP does not have, or that comes from the state;
             in `build`, `sync_batchnorm` on CPUs.
 
-    Cost: one all-reduce of the gradients a step, overlapped with the last
-    backward. On an accelerator, with a `comm_hook` or with float16, also two of
-    one number each, started before forward and backward and awaited after; on
-    a CPU these numbers travel with the gradients, and where the global batch
-    and the world are no powers of two, the factor left open costs an optimizer
-    that is not fused one pass over the gradients.
+    Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
+    the last backward. On an accelerator, with a `comm_hook` or with float16, also two
+    small collectives: of weights, started before the first forward and awaited before the
+    first backward, and of losses, beside the last backward. Else these numbers travel with
+    the gradients, and where the global batch and the world are no powers of two, the
+    factor left open costs an optimizer that is not fused one pass over the gradients.
 
     Source: Li et al. 2020, arXiv:2006.15704.
 

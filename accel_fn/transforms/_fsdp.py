@@ -80,7 +80,7 @@ def wrap_fsdp(
             sharded already, or of another dtype.
         TypeError: another argument is of the wrong type.
 
-    Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients a
+    Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients of each a
         step (with accumulation, the gathers for every micro-batch, and gradients that stay
         whole until the last); beside them two small collectives on the host and one of a number.
         Where ranks have different numbers of micro-batches, those with fewer compute another

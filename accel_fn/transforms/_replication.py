@@ -30,7 +30,7 @@ def check_replicas(every: int) -> Transform:
         ValueError: `every` is no integer >= 1. From the step, on every rank, a
             RuntimeError that names the first parameter that differs, and the ranks.
 
-    Cost: when it compares, one read of the parameters, one small collective and one host
+    Cost: when it compares, one read of the parameters, two small collectives and one host
     synchronisation; nothing otherwise, nor in a world of one.
 
     >>> import accel_fn as af
