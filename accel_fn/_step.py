@@ -93,7 +93,7 @@ class Step:
         Returns:
             [], float32, on the device; the same on every rank. 0 where nothing counts.
 
-        Cost: two small collectives in a world of several.
+        Cost: two small collectives in a world of several, and what `wrap_fsdp` gathers.
         """
         self._check_state(state)
         parts, weights, failure = cut_or_fail(self.plan, batch)

@@ -1,6 +1,6 @@
 """Two of torch's functions without their wrappers, where nothing listens to those.
 
-A small step spends a quarter of its time in checks and profiler hooks around
+A small step spends much of its time in checks and profiler hooks around
 the engine's backward and the optimizer's step. Both functions here do what the
 public ones do, or call them. They rest on private names of torch;
 tests/unit/test_torch_internals.py says so loudly when one of them changes.

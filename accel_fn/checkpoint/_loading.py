@@ -82,7 +82,7 @@ def load(
 
     Raises:
         RuntimeError: on every rank: there is no such checkpoint, a file is missing or damaged
-            (it is named), or the program is another one (each difference is listed,
+            (it is named), or the program is another one (differences are listed,
             with both values).
         ValueError: on every rank, an argument is outside its rule, or another one than on other
             ranks, or an extra cannot take anything back.

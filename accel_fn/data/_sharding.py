@@ -64,7 +64,7 @@ def shard_loader(
             that gives them out of order.
         RuntimeError: ranks gave loaders of different length, batch size or seed.
 
-    Cost: in a world of several, two small collectives, once. Per batch, this
+    Cost: in a world of several, four small collectives, once. Per batch, this
     rank's samples alone are read, in one read where the data set is of tensors or
     arrays. With a sampler of your own, three messages a rank per some thousand samples.
     Of a stream, turns read all items on every rank, and two small messages a rank say whether

@@ -138,6 +138,12 @@ def test_no_python_stands_in_a_block_that_is_not_run(page: Path) -> None:
     ]
 
 
+def test_the_readme_links_every_page_and_nothing_else() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([^)#]+)", text))
+    assert linked == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     documented = set(re.findall(r":: accel_fn\.(\w+)$", reference, re.MULTILINE))
