@@ -5,8 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-_SETTLE_S = 0.05
+_SETTLE_S, _TRY_AGAIN_S, _ANSWER_S = 0.05, 0.1, 1.0
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 
 
@@ -47,7 +51,7 @@ def join_world(
         group: ProcessGroup | None = dist.new_group(backend=backend, timeout=timeout)
     else:
         deadline = time.monotonic() + timeout_s
-        store = _reach_store(rank, world_size, host, port, serves, timeout_s)
+        store = _reach_store(rank, world_size, host, port, serves, timeout_s, deadline)
         store = _wait_for_all(store, rank, world_size, f"{host}:{port}", timeout_s, deadline)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
@@ -100,26 +104,36 @@ def _check_world(rank: int, world_size: int) -> None:
 
 
 def _reach_store(
-    rank: int, world_size: int, host: str, port: int, serves: bool, timeout_s: float
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    serves: bool,
+    timeout_s: float,
+    deadline: float,
 ) -> Store:
     """The key-value store at `host:port`: served by rank 0, or by the launcher's agent."""
     try:
-        socket.getaddrinfo(host, port)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise WorldError(
             f"init: MASTER_ADDR must be a host that resolves, got {host!r} ({error})"
         ) from error
+    make = partial(
+        TCPStore,
+        host,
+        port,
+        world_size,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     try:
-        store = TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=serves,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError, ValueError) as error:
+        if not serves:
+            _knock(host, port, len(addresses), deadline)
+        store = _made_in_time(make, deadline)
+    except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError) as error:
         what = "serve" if serves else "reach"
         raise WorldTimeoutError(
             f"init: rank {rank} of {world_size} could not {what} MASTER_ADDR={host} MASTER_PORT={port} "
@@ -128,6 +142,38 @@ def _reach_store(
         ) from error
     atexit.register(_keep, store)  # peers may still be talking to it: it ends with this process
     return store
+
+
+def _knock(host: str, port: int, num_addresses: int, deadline: float) -> None:
+    """Return once connections are taken there: torch's own tries go on for seconds after the time is up."""
+    while True:
+        left_s = max(deadline - time.monotonic(), _TRY_AGAIN_S)
+        try:
+            socket.create_connection((host, port), left_s / num_addresses).close()
+            return
+        except OSError:
+            if time.monotonic() + _TRY_AGAIN_S > deadline:
+                raise
+        time.sleep(_TRY_AGAIN_S)
+
+
+def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
+    """What is made by a thread: it may be left alone with who takes connections and says nothing."""
+    made: Future[Store] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    thread = threading.Thread(target=run, name="accel_fn store", daemon=True)
+    thread.start()
+    try:
+        return made.result(max(deadline - time.monotonic(), _ANSWER_S))
+    except TimeoutError as error:
+        atexit.register(thread.join, _ANSWER_S)  # giving up when Python is gone aborts the process
+        raise TimeoutError(str(error) or "connections are taken, and no store answers") from error
 
 
 def _keep(_store: Store) -> None:

@@ -1,11 +1,13 @@
 """init and distributed: what is read, what is refused, what is left behind."""
 
+import contextlib
 import copy
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -157,6 +159,40 @@ def test_an_address_that_nobody_serves_is_an_error_in_time(alone):
     ):
         af.init(device="cpu", timeout_s=2)
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("backlog", "num_waiting", "why"),
+    [
+        (None, 0, "Connection refused"),
+        (0, 4, "(timed out|no store answers)"),  # kernels differ in how many may wait
+        (9, 0, "no store answers"),
+    ],
+    ids=["bound alone", "full", "silent"],
+)
+def test_an_address_that_takes_no_rank_is_an_error_in_time(alone, capfd, backlog, num_waiting, why):
+    """torch's own tries print pages, go on long after the time is up, and wait for a silent one forever."""
+    with contextlib.ExitStack() as sockets:
+        there = sockets.enter_context(socket.socket())
+        there.bind(("127.0.0.1", 0))
+        if backlog is not None:
+            there.listen(backlog)
+        for _ in range(num_waiting):
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(there.getsockname())
+        port = there.getsockname()[1]
+        for name, value in {**FULL, "MASTER_PORT": str(port)}.items():
+            alone.setenv(name, value)
+        with pytest.raises(
+            TimeoutError,
+            match=rf"could not reach MASTER_ADDR=127\.0\.0\.1 MASTER_PORT={port} .*{why}",
+        ):
+            af.init(device="cpu", timeout_s=0.5)
+        assert capfd.readouterr().err == ""
+    for thread in threading.enumerate():
+        if thread.name == "accel_fn store":  # it was left alone with the silent one, which is gone
+            thread.join(60)
 
 
 def test_a_port_that_is_taken_is_an_error(alone):
