@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from accel_fn._collectives import barrier as barrier
     from accel_fn._collectives import broadcast as broadcast
     from accel_fn._collectives import on_main as on_main
-    from accel_fn._collectives import reduce_mean as reduce_mean
-    from accel_fn._collectives import reduce_sum as reduce_sum
     from accel_fn._errors import AccelError as AccelError
     from accel_fn._estimating import MemoryEstimate as MemoryEstimate
     from accel_fn._estimating import estimate_memory as estimate_memory
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
     from accel_fn._plan import Report as Report
     from accel_fn._plan import Transform as Transform
     from accel_fn._plan import compose as compose
+    from accel_fn._reducing import reduce_mean as reduce_mean
+    from accel_fn._reducing import reduce_sum as reduce_sum
     from accel_fn._state import DistState as DistState
     from accel_fn._state import LossScale as LossScale
     from accel_fn._step import Step as Step
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "_batch": ["num_samples"],
-    "_collectives": ["barrier", "broadcast", "on_main", "reduce_mean", "reduce_sum"],
+    "_collectives": ["barrier", "broadcast", "on_main"],
     "_errors": ["AccelError"],
     "_estimating": ["MemoryEstimate", "estimate_memory"],
     "_evaluating": ["evaluate"],
@@ -83,6 +83,7 @@ _MODULES = {
     "_grads": ["Grads"],
     "_launch_options": ["LaunchOptions", "launch_options"],
     "_plan": ["Kept", "Plan", "Report", "Transform", "compose"],
+    "_reducing": ["reduce_mean", "reduce_sum"],
     "_state": ["DistState", "LossScale"],
     "_step": ["Step", "build"],
     "_weights": ["num_labels"],

@@ -1,10 +1,10 @@
-"""What ranks say to each other: reduce, broadcast, barrier, on_main."""
+"""What ranks say to each other: broadcast, barrier, on_main."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -13,138 +13,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel_fn import _comm
+from accel_fn._agreeing import agreed
 from accel_fn._errors import (
     ArgumentError,
+    ArgumentTypeError,
     BatchError,
-    ReplicaError,
     WorldError,
     check_alike,
+    check_count,
     message,
 )
-from accel_fn._state import DistState
+from accel_fn._state import DistState, check_state
 
 T = TypeVar("T")
-
-
-def reduce_sum(tree: T, state: DistState) -> T:
-    """Sum over the ranks, leaf by leaf, on all ranks.
-
-    Integers are summed as integers, exactly.
-
-    Args:
-        tree: a tree of tensors of one shape and dtype on all ranks, and of numbers.
-        state: of this rank.
-
-    Returns:
-        The same tree of sums: new tensors, and Python numbers for numbers.
-        In a world of one, `tree` itself.
-
-    Raises:
-        ValueError: on every rank alike, before any data moves: structures, shapes or dtypes differ.
-
-    Cost: two small collectives for the check, then one all-reduce a leaf; one
-    host synchronisation where the tree holds numbers.
-
-    >>> import accel_fn as af
-    >>> af.reduce_sum({"right": 9, "seen": 10}, af.DistState())
-    {'right': 9, 'seen': 10}
-    """
-    if state.world_size == 1:
-        return tree
-    return cast("T", _reduced(tree, state, "reduce_sum", _kind, Tensor.clone))
-
-
-def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
-    """Weighted mean over the ranks, leaf by leaf, on all ranks.
-
-    A mean of per-rank means is the mean over all items only if every rank's
-    mean is weighted by its number of items: give that as `weight`.
-
-    Args:
-        tree: a tree of floating-point tensors of one shape and dtype on all
-            ranks, and of numbers.
-        state: of this rank.
-        weight: of this rank's values, finite and >= 0; a rank of weight 0 does not count,
-            whatever its values.
-
-    Returns:
-        The same tree of means: new tensors, and floats for numbers. In a
-        world of one, `tree` itself.
-
-    Raises:
-        ValueError: on every rank alike: structures, shapes or dtypes differ,
-            a weight is negative or not finite, or all are 0.
-
-    Cost: as `reduce_sum`.
-
-    >>> import accel_fn as af
-    >>> af.reduce_mean(0.5, af.DistState(), weight=32)
-    0.5
-    """
-    weights = _comm.exchange(weight, state, "reduce_mean")
-    for rank, each in enumerate(weights):
-        if not 0 <= each < float("inf"):
-            rule = f"be finite and >= 0 on every rank, it is not on rank {rank}"
-            raise ArgumentError(message("reduce_mean", "weight", rule, each))
-    if not sum(weights) > 0:
-        raise ArgumentError(message("reduce_mean", "weight", "be > 0 on some rank", weights))
-    if state.world_size == 1:
-        return tree
-    share = weight / sum(weights)
-
-    def shared(value: Tensor) -> Tensor:
-        value = value if value.is_floating_point() else value.double()
-        return value * share if share else torch.zeros_like(value)  # 0, also of what is not finite
-
-    return cast("T", _reduced(tree, state, "reduce_mean", _kind_of_mean, shared))
-
-
-def _reduced(
-    tree: Any,
-    state: DistState,
-    function: str,
-    kind: Callable[[Any], str | None],
-    prepare: Callable[[Tensor], Tensor],
-) -> Any:
-    """The sum over ranks of `prepare`d leaves, once ranks have agreed on the `kind` of each."""
-    leaves, structure = pytree.tree_flatten(tree)
-    kinds = [kind(leaf) for leaf in leaves]
-    check_alike(
-        _comm.exchange((str(structure), kinds), state, function, leaves),
-        f"{function}: tree must have one structure, and one shape and dtype a leaf, on every rank",
-        error=BatchError,
-    )
-    if None in kinds:
-        what = (
-            "numbers and tensors"
-            if function == "reduce_sum"
-            else "numbers and floating-point tensors"
-        )
-        raise BatchError(message(function, "tree", f"hold {what}", leaves[kinds.index(None)]))
-    sums = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            total = prepare(leaf.detach().to(state.device))
-        else:
-            dtype = torch.int64 if isinstance(leaf, int) else torch.float64
-            total = prepare(torch.tensor(leaf, dtype=dtype))
-        _comm.start_sum(total, state, function).wait()
-        sums.append(total if isinstance(leaf, Tensor) else total.item())
-    return pytree.tree_unflatten(sums, structure)
-
-
-def _kind(leaf: Any) -> str | None:
-    """On what ranks must agree of a leaf; None for what cannot be summed."""
-    if isinstance(leaf, Tensor):
-        return f"{leaf.dtype} {list(leaf.shape)}"
-    return type(leaf).__name__ if isinstance(leaf, int | float) else None
-
-
-def _kind_of_mean(leaf: Any) -> str | None:
-    """The same for what has a mean: floating-point tensors, and numbers of any kind."""
-    if isinstance(leaf, Tensor):
-        return _kind(leaf) if leaf.is_floating_point() else None
-    return "number" if isinstance(leaf, int | float) else None
 
 
 def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
@@ -160,7 +41,9 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
         one, `tree` itself.
 
     Raises:
-        ValueError: `source` is no rank of this world.
+        ValueError: `source` is no rank of this world, or not the same on every rank; or the source's
+            tree holds what cannot be sent, on the source.
+        RuntimeError: another rank was given such a thing.
 
     Cost: two small collectives, then one broadcast a tensor.
 
@@ -168,23 +51,45 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     >>> af.broadcast({"run": "blue-7"}, af.DistState())
     {'run': 'blue-7'}
     """
-    if not 0 <= source < state.world_size:
-        rule = f"be in 0 .. world_size - 1 = {state.world_size - 1}"
-        raise ArgumentError(message("broadcast", "source", rule, source))
-    if state.world_size == 1:
-        return tree
+    check_state("broadcast", state)
     leaves, structure = pytree.tree_flatten(tree)
-    holes = [_Hole.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    sent = pytree.tree_unflatten(holes, structure) if state.rank == source else None
-    theirs, structure = pytree.tree_flatten(
-        _comm.exchange(sent, state, "broadcast", leaves)[source]
-    )
+
+    def told() -> tuple[int, bytes]:
+        _check_source(source, state)
+        return source, _sent(leaves, structure) if state.rank == source else b""
+
+    if state.world_size == 1:
+        _check_source(source, state)
+        return tree
+    every = agreed(told, state, "broadcast", leaves)
+    rule = "broadcast: source must be the same on every rank"
+    check_alike([each for each, _ in every], rule, error=ArgumentError)
+    theirs, structure = pytree.tree_flatten(pickle.loads(every[source][1]))
     for place, hole in enumerate(theirs):
         if isinstance(hole, _Hole):
             given = leaves[place].detach() if state.rank == source else None
             theirs[place] = hole.filled(given, state.device)
             _comm.broadcast(theirs[place], state, source, "broadcast")
     return cast("T", pytree.tree_unflatten(theirs, structure))
+
+
+def _check_source(source: int, state: DistState) -> None:
+    if check_count("broadcast", "source", source, minimum=0) >= state.world_size:
+        rule = f"be in 0 .. world_size - 1 = {state.world_size - 1}"
+        raise ArgumentError(message("broadcast", "source", rule, source))
+
+
+def _sent(leaves: Sequence[Any], structure: pytree.TreeSpec) -> bytes:
+    """The pickle of a tree with holes where its tensors are."""
+    holes = [_Hole.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    try:
+        data = pickle.dumps(pytree.tree_unflatten(holes, structure))
+        pickle.loads(data)
+    except Exception as error:
+        rule = f"hold tensors and what can be pickled ({error})"
+        what = [type(leaf).__name__ for leaf in leaves]
+        raise BatchError(message("broadcast", "tree", rule, what)) from error
+    return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +101,9 @@ class _Hole:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Hole:
+        if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+            what = f"{type(tensor).__name__} of layout {tensor.layout}"
+            raise BatchError(message("broadcast", "tree", "hold dense tensors", what))
         return cls(tensor.dtype, tuple(tensor.shape))
 
     def filled(self, given: Tensor | None, device: torch.device) -> Tensor:
@@ -212,6 +120,7 @@ def barrier(state: DistState) -> None:
     >>> import accel_fn as af
     >>> af.barrier(af.DistState())
     """
+    check_state("barrier", state)
     if state.world_size > 1:
         _comm.exchange(None, state, "barrier")
 
@@ -232,6 +141,8 @@ def on_main(fn: Callable[[], T], state: DistState) -> T:
     Raises:
         BaseException: what `fn` raised, on every rank; where it cannot be
             pickled, a `RuntimeError` with its traceback instead on the others.
+        TypeError: `fn` cannot be called.
+        RuntimeError: `fn` cannot be called on another rank.
 
     Cost: two small collectives, and the time of `fn` on all ranks.
 
@@ -239,33 +150,40 @@ def on_main(fn: Callable[[], T], state: DistState) -> T:
     >>> af.on_main(lambda: 6 * 7, af.DistState())
     42
     """
-    if state.world_size == 1:
-        return fn()
-    sent: tuple[str, Any] = ("", None)
-    failure: BaseException | None = None
-    if state.is_main:
+    check_state("on_main", state)
+    failures: list[BaseException] = []
+
+    def told() -> tuple[str, Any]:
+        _check_callable(fn)
+        if not state.is_main:
+            return "", None
         try:
-            sent = ("result", fn())
+            return _picklable("result", fn())
         except BaseException as error:
-            failure = error
-            sent = ("error", error)
-        sent = _picklable(sent)
-    kind: str
-    value: Any
-    kind, value = _comm.exchange(sent, state, "on_main")[0]
-    if failure is not None:
-        raise failure
+            failures.append(error)
+            return _picklable("error", error)
+
+    if state.world_size == 1:
+        _check_callable(fn)
+        return fn()
+    kind, value = agreed(told, state, "on_main")[0]
+    if failures:
+        raise failures.pop()
     if kind == "error":
         raise value
     return cast("T", value)
 
 
-def _picklable(sent: tuple[str, Any]) -> tuple[str, Any]:
-    """`sent` if it survives pickling, else an error that says what was lost."""
-    kind, value = sent
+def _check_callable(fn: object) -> None:
+    if not callable(fn):
+        raise ArgumentTypeError(message("on_main", "fn", "be a function", fn))
+
+
+def _picklable(kind: str, value: Any) -> tuple[str, Any]:
+    """Both, if the value survives pickling, else an error that says what was lost."""
     try:
         pickle.loads(pickle.dumps(value))
-        return sent
+        return kind, value
     except Exception as reason:
         what = "".join(traceback.format_exception(value)) if kind == "error" else repr(value)
         error = WorldError(
@@ -276,18 +194,6 @@ def _picklable(sent: tuple[str, Any]) -> tuple[str, Any]:
 
 def all_or_none(fn: Callable[[], T], state: DistState, function: str) -> T:
     """Run `fn` on every rank; where it raises on one, raise on all."""
-    result, failure = None, None
-    try:
-        result = fn()
-    except Exception as error:
-        failure = error
-    verdicts = _comm.exchange(None if failure is None else repr(failure), state, function)
-    if failure is not None:
-        try:
-            raise failure
-        finally:
-            del failure  # an error that this frame holds would keep the frame, and it the error
-    for rank, verdict in enumerate(verdicts):
-        if verdict is not None:
-            raise ReplicaError(f"{function}: failed on rank {rank}: {verdict}")
-    return result  # type: ignore[return-value]
+    results: list[T] = []
+    agreed(lambda: results.append(fn()), state, function)
+    return results[0]

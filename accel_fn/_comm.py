@@ -152,9 +152,9 @@ def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> N
     options = dist.BroadcastOptions()
     options.rootRank = source
     sent = tensor.contiguous()
-    plain = torch.view_as_real(sent) if sent.is_complex() else sent  # Gloo knows no complex numbers
+    data = sent.view(-1).view(torch.uint8)  # no backend knows every dtype
     with waiting(state, function, [tensor]):
-        group_of(state, function).broadcast([plain], options).wait()
+        group_of(state, function).broadcast([data], options).wait()
     if sent is not tensor:
         tensor.copy_(sent)
 

@@ -42,6 +42,10 @@ class ReplicaError(AccelError, RuntimeError):
     """Ranks that must hold the same values do not."""
 
 
+class ElsewhereError(ReplicaError):
+    """Another rank failed, or was given what is wrong; nothing is wrong with this one."""
+
+
 class SkippedError(AccelError, ArithmeticError):
     """A run leaves out one update after another."""
 

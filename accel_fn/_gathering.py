@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel_fn import _comm
+from accel_fn._agreeing import agreed
 from accel_fn._errors import ArgumentError, BatchError, check_alike, message
 from accel_fn._rows import Lists, is_rows, may_be_columns, pack, sort_of, typed, unpack
-from accel_fn._state import DistState
+from accel_fn._state import DistState, check_state
 
 T = TypeVar("T")
 
@@ -49,7 +50,8 @@ def gather(tree: T, state: DistState, *, lists: Lists | None = None) -> T:
     Raises:
         ValueError: on every rank alike, before any data moves: structures,
             dtypes or trailing dimensions differ, a list could be rows or columns, an
-            item cannot be pickled, or a leaf has no rows to join.
+            item cannot be pickled, or a leaf has no rows to join; or `lists` is none of the above.
+        RuntimeError: `lists` is none of the above on another rank.
 
     Cost: two small collectives for shapes and all that is no tensor, then one all-gather for
     tensors on the host and one for those on the device, of world_size times the
@@ -59,12 +61,16 @@ def gather(tree: T, state: DistState, *, lists: Lists | None = None) -> T:
     >>> af.gather({"scores": torch.arange(3), "names": ["a", "b", "c"]}, af.DistState())
     {'scores': tensor([0, 1, 2]), 'names': ['a', 'b', 'c']}
     """
-    if lists not in (None, "rows", "columns"):
-        raise ArgumentError(message("gather", "lists", 'be "rows", "columns" or None', lists))
+    check_state("gather", state)
     leaves, structure = pytree.tree_flatten(tree, is_leaf=partial(is_rows, lists=lists))
     described = [_describe(leaf) for leaf in leaves]
-    said = (f"{structure} of {lists or 'any'} lists", [leaf for leaf, _ in described])
-    every = _comm.exchange(said, state, "gather", leaves)
+
+    def told() -> tuple[str, list[_Leaf]]:
+        if lists not in (None, "rows", "columns"):
+            raise ArgumentError(message("gather", "lists", 'be "rows", "columns" or None', lists))
+        return f"{structure} of {lists or 'any'} lists", [leaf for leaf, _ in described]
+
+    every = agreed(told, state, "gather", leaves)
     _check_structure(every)
     _check_leaves([leaves for _, leaves in every], lists)
     if state.world_size == 1:

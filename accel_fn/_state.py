@@ -225,6 +225,15 @@ def device_of(function: str, device: torch.device | str) -> torch.device:
         raise ArgumentError(message(function, "device", rule, device)) from error
 
 
+def check_state(function: str, state: object) -> None:
+    """Refuse what is no state, such as another argument in its place."""
+    if not isinstance(state, DistState):
+        raise ArgumentTypeError(
+            f"{function}: state must be a DistState, as af.init() gives it, got a "
+            f"{type(state).__name__}; are the arguments in their order?"
+        )
+
+
 _set = object.__setattr__
 _KEPT = tuple(name for name in DistState.__dataclass_fields__ if name not in ("scaler", "step"))
 

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_fn._collectives import broadcast, reduce_mean, reduce_sum
+from accel_fn._collectives import broadcast
 from accel_fn._comm import exchange
 from accel_fn._gathering import gather
 from accel_fn._plan import Plan, compose
+from accel_fn._reducing import reduce_mean, reduce_sum
 from accel_fn._state import DistState
 from accel_fn._step import build
 from accel_fn.data._sharding import shard_loader
