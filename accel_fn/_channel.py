@@ -12,7 +12,7 @@ from weakref import finalize
 import torch
 
 from accel_fn import _comm
-from accel_fn._errors import AccelError, ReplicaError
+from accel_fn._errors import AccelError, ElsewhereError
 from accel_fn._state import DistState
 
 _TAGS = 1 << 30
@@ -124,7 +124,7 @@ class Channel:
 
     def _failure(self, error: Exception) -> _Failure:
         words = f"shard_loader: failed on rank {self.state.rank}: {error!r}"
-        return _Failure(ReplicaError, words)
+        return _Failure(ElsewhereError, words)
 
     def _verdict(self, error: Exception) -> _Failure:
         """Of rank 0 for all: a rule of ours is broken on every rank alike."""

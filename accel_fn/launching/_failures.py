@@ -27,7 +27,7 @@ _CRASHES = {"SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"}
 _LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was likely )?closed|connection refused"
     r"|remote process exited|communicator was aborted|got 0 bytes|did not see rank|socket timeout"
-    r"|timed out waiting|could not reach MASTER_ADDR|got one that is gone",
+    r"|timed out waiting|could not reach MASTER_ADDR|got one that is gone|ElsewhereError",
     re.IGNORECASE,
 )
 
@@ -155,7 +155,7 @@ def has_spoken(folder: Path) -> bool:
 
 
 def blames_peer(folder: Path) -> bool:
-    """Does it say that it lost another?"""
+    """Does it say that it lost another, or that another has failed?"""
     return _LOST_PEER.search(_read_record(folder, 0)[1]) is not None
 
 

@@ -10,6 +10,10 @@ from accel_fn.launching._failures import Failure, cause, read_failure, report
 
 RAISED = {"exit_code": 1, "exception": "ValueError: boom\n"}
 LOST = {"exit_code": 1, "exception": "RuntimeError: Connection closed by peer [10.0.0.1]:1\n"}
+TOLD = {
+    "exit_code": 1,
+    "exception": "accel_fn._errors.ElsewhereError: save: failed on rank 9: ValueError('boom')\n",
+}
 KILLED, ABORTED, STOPPED = {"exit_code": -9}, {"exit_code": -6}, {"exit_code": -15, "stopped": True}
 GAVE_UP = {"exit_code": 7}
 
@@ -22,14 +26,16 @@ def failure(rank=0, time=1.0, **how):
     ("first", "others"),
     [
         (KILLED, [LOST, ABORTED, STOPPED]),
-        (RAISED, [LOST, ABORTED, GAVE_UP, STOPPED]),
+        (RAISED, [LOST, TOLD, ABORTED, GAVE_UP, STOPPED]),
         (GAVE_UP, [LOST, STOPPED]),
         (ABORTED, [LOST, STOPPED]),
         (LOST, [STOPPED]),
     ],
     ids=["killed", "raised", "exit code", "aborted", "lost a peer"],
 )
-def test_who_only_lost_a_peer_is_not_the_cause_even_if_its_end_was_seen_first(first, others):
+def test_who_only_lost_a_peer_or_heard_of_one_is_not_the_cause_even_if_its_end_was_seen_first(
+    first, others
+):
     failures = [failure(rank, time=rank, **how) for rank, how in enumerate(others)]
     expected = failure(9, time=9, **first)
     assert cause([*failures, expected]) is cause([expected, *failures]) is expected

@@ -19,7 +19,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import accel_fn as af
 from accel_fn._channel import Channel
-from accel_fn._errors import ReplicaError
+from accel_fn._errors import ElsewhereError
 from accel_fn.data._generators import Generators
 from accel_fn.data._packing import pack, unpack
 from accel_fn.testing import simulate
@@ -715,7 +715,7 @@ def test_an_error_in_one_shard_reaches_all_ranks(num_workers):
     (count, elsewhere), (same, there) = simulate(run, world_size=2)
     assert set(multiprocessing.active_children()) <= before  # though the errors are kept
     assert count == same
-    assert type(elsewhere) is ReplicaError
+    assert type(elsewhere) is ElsewhereError
     assert "shard_loader: failed on rank 1: RuntimeError(" in str(elsewhere)
     assert "the disk is gone" in str(elsewhere)
     assert type(there) is RuntimeError
