@@ -208,14 +208,6 @@ class DistState:
         return _restored, ({name: getattr(self, name) for name in names},)
 
 
-def check_state(state: object, function: str) -> None:
-    """Refuse what is no `DistState`: another argument in its place, say."""
-    if not isinstance(state, DistState):
-        repair = "init, build and every step give one"
-        got = type(state).__name__
-        raise ArgumentTypeError(message(function, "state", "be a DistState", got, repair))
-
-
 def device_of(function: str, device: torch.device | str) -> torch.device:
     """A device by its name."""
     try:
@@ -226,12 +218,11 @@ def device_of(function: str, device: torch.device | str) -> torch.device:
 
 
 def check_state(function: str, state: object) -> None:
-    """Refuse what is no state, such as another argument in its place."""
+    """Refuse what is no `DistState`, such as another argument in its place."""
     if not isinstance(state, DistState):
-        raise ArgumentTypeError(
-            f"{function}: state must be a DistState, as af.init() gives it, got a "
-            f"{type(state).__name__}; are the arguments in their order?"
-        )
+        repair = "init, build and every step give one"
+        got = type(state).__name__
+        raise ArgumentTypeError(message(function, "state", "be a DistState", got, repair))
 
 
 _set = object.__setattr__

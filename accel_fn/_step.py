@@ -181,7 +181,7 @@ class Step:
         return state, report
 
     def _check_state(self, state: DistState) -> None:
-        check_state(state, "step")
+        check_state("step", state)
         built = self._built_with
         if (
             state.group is not built.group
@@ -242,7 +242,7 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
     >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
     >>> state, step = af.build(af.DistState(), plan)
     """
-    check_state(state, "build")
+    check_state("build", state)
     if not isinstance(plan, Plan):
         rule = "be a Plan"
         raise ArgumentTypeError(message("build", "plan", rule, type(plan).__name__))
