@@ -27,6 +27,7 @@ from tests.processes import free_port, launch
 pytestmark = pytest.mark.slow
 
 _NUM_KILLS = 50
+_NUM_RESTARTS = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 16
 
 
 def data(dtype=torch.float32):
@@ -49,7 +50,7 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def train(state, folder, num_workers, started=lambda: None):
+def train(state, folder, num_workers, started=lambda: None, *, num_epochs=2):
     """With all that is random; the hash of what this rank has at the end."""
     state, step = build(state, nn.BatchNorm1d(12), nn.Dropout(0.3))
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -59,14 +60,17 @@ def train(state, folder, num_workers, started=lambda: None):
     if af.latest(folder):
         state = af.load(folder, state, step)
     started()
-    for epoch in loader.epochs(2, since=state):
+    last = 19 * num_epochs
+    for epoch in loader.epochs(num_epochs, since=state):
         for inputs, kinds, _ in epoch:
             factor = 1 + 0.1 * random.random() + 0.1 * np.random.rand()
             state, _ = step(state, (inputs * factor, kinds))
-            if state.step % 3 == 0 or state.step == 38:
-                wait = state.step % 2 == 1 or state.step == 38  # every other one in the background
+            if state.step % 3 == 0 or state.step == last:
+                wait = (
+                    state.step % 2 == 1 or state.step == last
+                )  # every other one in the background
                 af.save(folder, state, step, keep=3, keep_every=12, wait=wait)
-    assert state.step == 38
+    assert state.step == last
     return hash_of(step)
 
 
@@ -128,11 +132,11 @@ class World:
         return codes
 
 
-def run_world(folder, num_workers):
+def run_world(folder, num_workers, num_epochs=2):
     """A world that trains; each rank writes its hash at the end."""
 
     def work(state, started):
-        found = train(state, folder / "run", num_workers, started)
+        found = train(state, folder / "run", num_workers, started, num_epochs=num_epochs)
         (folder / f"hash.{state.rank}").write_text(found)
 
     folder.mkdir(exist_ok=True)
@@ -253,40 +257,49 @@ def test_a_run_goes_on_in_a_world_of_another_size(tmp_path, sizes):
 # The launcher.
 
 
-def train_under_launcher():
-    """A user's script; says that a rank is up, which in some attempts kills itself."""
+_LONG = 12
+"""Epochs of a run that is not through before it has been killed often."""
+
+
+def train_under_launcher(num_kills):
+    """A user's script, of which a rank kills itself at some instant of each of the first attempts."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    state = af.init(device="cpu", timeout_s=20, seed=3)
+    state = af.init(device="cpu", timeout_s=60, seed=3)
+    draws = random.Random(attempt)
+    victim, delay_s = draws.randrange(2), draws.uniform(0, 0.3)
 
     def die():
-        time.sleep(random.Random(attempt).uniform(0, 0.3))
+        time.sleep(delay_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def started():
-        os.write(1, f"up {attempt} {state.rank} {os.getpid()}\n".encode())
-        if attempt in (1, 2) and attempt % 2 == state.rank:
+        if attempt < num_kills and victim == state.rank:
             threading.Thread(target=die, daemon=True).start()
 
-    found = train(state, Path("run"), attempt % 2 * 2, started)
+    num_workers = 2 if attempt % 8 == 1 else 0
+    found = train(state, Path("run"), num_workers, started, num_epochs=_LONG)
+    if attempt < num_kills:
+        time.sleep(600)  # whoever is through too early waits for the kill
     os.write(1, f"hash {state.rank} {found}\n".encode())
 
 
+@pytest.mark.timeout(60 + 60 * _NUM_RESTARTS)
 def test_the_launcher_brings_a_killed_run_back(launchers, tmp_path):
-    """Killed from outside, then twice by itself; now with workers, now without."""
-    script = "from tests.cli.test_resume import train_under_launcher as run; run()"
-    started = launchers.start(
-        tmp_path, "-n", 2, "--cpu", "--max-restarts", 30, "script.py", script=script
-    )
-    (pid,) = started.said(r"up 0 1 (\d+)")
-    time.sleep(0.1)
-    os.kill(int(pid), signal.SIGKILL)
-    ended = started.wait(timeout_s=250)
+    """Each time, while it trains or saves; now with workers, now without."""
+    script = "from tests.cli.test_resume import train_under_launcher as run; "
+    script += f"run({_NUM_RESTARTS})"
+    arguments = ("-n", 2, "--cpu", "--max-restarts", _NUM_RESTARTS, "script.py")
+    started = launchers.start(tmp_path, *arguments, script=script)
+    ended = started.wait(timeout_s=30 + 55 * _NUM_RESTARTS)
+    restarts = re.findall(r"restart \d+ of \d+: .*", ended.stderr)
+    others = [line for line in restarts if "SIGKILL" not in line]
+    assert not others, ended
     assert ended.exit_code == 0, ended
-    assert len(re.findall(r"restart \d+ of 30: .*SIGKILL", ended.stderr)) >= 3
+    assert len(restarts) == _NUM_RESTARTS
     expected = run_apart(tmp_path, "never_killed(folder)")
     assert dict(re.findall(r"hash (\d) (\w+)", ended.stdout)) == expected
 
 
 def never_killed(folder):
-    assert run_world(folder / "never", 0).end() == [0, 0]
+    assert run_world(folder / "never", 0, _LONG).end() == [0, 0]
     return dict(zip("01", hashes(folder / "never"), strict=True))
