@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -68,10 +69,13 @@ def fitting(model: nn.Module) -> list[nn.Linear]:
 def in_float8(state: DistState, plan: Plan) -> ContextFn:
     """The context of forward and loss, of one step."""
     emulated = state.device.type != "cuda"
-    twins = {layer: _twin(layer, emulated) for layer in fitting(plan.model)}
+    # The same objects in every step, or a compiler would begin anew.
+    forwards: dict[nn.Module, Callable[..., Any]] = {
+        layer: partial(_run, layer, _twin(layer, emulated)) for layer in fitting(plan.model)
+    }
 
     def within(state: DistState) -> AbstractContextManager[None]:
-        return with_forwards({layer: partial(_run, layer, twin) for layer, twin in twins.items()})
+        return with_forwards(forwards)
 
     return within
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchao.float8 as torchao_float8
+from torch._dynamo.utils import counters
 
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests import strategies as ours
+from tests.compilers import needs_compiler
 
 
 def make_model():
@@ -173,6 +175,22 @@ def test_evaluation_is_in_float8_too_and_copies_of_a_plan_do_not_meet():
         expected = float(loss_fn(torchaos(copy.deepcopy(model)), batch))
     assert float(step.forward(state, batch)) == pytest.approx(expected, rel=1e-6)
     assert float(other.forward(state, batch)) == pytest.approx(expected, rel=1e-6)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torchao's and the compiler's own code
+def test_compiled_products_take_one_graph():
+    """Not one per step, of which torch makes eight before it gives up."""
+    model = make_model()
+    recipe = af.compose(af.with_amp("fp8"), af.compiled())
+    state, step = af.build(
+        af.DistState(), recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+    )
+    graphs = counters["stats"]["unique_graphs"]
+    for batch in make_batches(4):
+        state, _ = step(state, batch)
+    assert counters["stats"]["unique_graphs"] - graphs == 1
 
 
 @pytest.mark.gpu
