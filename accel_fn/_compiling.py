@@ -54,6 +54,20 @@ def compile_in_place(
         module._compiled_call_impl = partial(compiled, module)
 
 
+class Compiled(partial[Any]):
+    """A function for the slot `compile_loss` whose settings are those of `torch.compile`."""
+
+
+def compile_inside(compile_loss: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """What calls a function as a plan compiles its loss: of parts that its own graphs leave out."""
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    settings = [each.keywords for each in compile_loss if isinstance(each, Compiled)]
+    return compile_function(call, **settings[0]) if settings else call
+
+
 def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
     assert isinstance(fn, FunctionType)
     code = fn.__code__.replace()

@@ -14,8 +14,9 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from accel_fn._blocks import Blocks, check_blocks, find_blocks
+from accel_fn._compiling import Compiled, compile_inside
 from accel_fn._errors import ArgumentTypeError, PlanError, message
-from accel_fn._plan import Asked, ContextFn, Kept, Plan, Transform
+from accel_fn._plan import Asked, ContextFn, Kept, Plan, Transform, describe
 from accel_fn._replacing import with_forwards
 from accel_fn._state import DistState
 
@@ -28,9 +29,10 @@ def checkpointed(*, blocks: Blocks = None, offload: bool = False) -> Transform:
 
     Memory for activations falls from all of the model's to those of one block; the forward of
     the blocks is computed twice. The second time, random numbers and buffers are what they
-    were, so dropout and running statistics are those of the run without it.
+    were, so dropout and running statistics are those of the run without it. With `compiled`,
+    graphs begin and end with a block.
 
-    Law: the identity, bit for bit.
+    Law: the identity, bit for bit; with `compiled`, to rounding.
 
     Args:
         blocks: classes of modules, or names of modules (the name of a list stands for its items).
@@ -43,7 +45,8 @@ def checkpointed(*, blocks: Blocks = None, offload: bool = False) -> Transform:
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: in `build`, on all ranks: `blocks` match nothing.
+        ValueError: in `build`, on all ranks: `blocks` match nothing, or `compiled` is given
+            `scope="step"` or `fullgraph=True`.
 
     Cost: one more forward of the blocks; with `offload`, a copy of their inputs to the host and
     back. No host synchronisation on a CPU; on an accelerator that of `save_on_cpu`.
@@ -66,42 +69,52 @@ class Checkpointing(Kept, Asked):
     """`computed_again` with its settings."""
 
     def check(self, state: DistState, plan: Plan) -> None:  # noqa: ARG002
-        """Refuse blocks that match nothing."""
+        """Refuse blocks that match nothing, and graphs that would have to go through them."""
         if not find_blocks(plan.model, self.keywords["blocks"], "checkpointed"):
             raise PlanError(
                 "build: checkpointed(blocks) must match modules that are repeated in a list or sequence, "
                 f"got none in {type(plan.model).__name__}; name them"
             )
+        graphs = [*plan.compile_step, *filter(_is_whole, plan.compile_loss)]
+        if graphs:
+            raise PlanError(
+                "build: checkpointed must have blocks that are called from outside of a graph, got "
+                f'{describe(graphs[0])}; use compiled(scope="blocks") or compiled(), without fullgraph'
+            )
+
+
+def _is_whole(compile_loss: Callable[..., Any]) -> bool:
+    """Is a graph refused a break?"""
+    return isinstance(compile_loss, Compiled) and compile_loss.keywords["fullgraph"]
 
 
 def computed_again(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
     """The context of forward and loss, of one step."""
-    found = list(find_blocks(plan.model, blocks, "checkpointed").values())
+    inside = compile_inside(plan.compile_loss)
+    pinned = state.device.type == "cuda"
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    """Of the blocks as they are in a step: another context may have given them others."""
+
+    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A block's forward, of which the backward will know the inputs alone."""
+        forward = partial(inside, forwards[block])
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
+            return checkpoint(
+                forward, *args, use_reentrant=False, context_fn=partial(_contexts, block), **kwargs
+            )
+
+    # The same objects in every step, or a compiler would begin anew.
+    outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
+    found = find_blocks(plan.model, blocks, "checkpointed").values()
+    running = {block: partial(outside, block) for block in found}
 
     def within(state: DistState) -> AbstractContextManager[None]:
-        elsewhere = state.device.type == "cuda"
-        return with_forwards(
-            {block: partial(_run, block, block.forward, offload, elsewhere) for block in found}
-        )
+        forwards.update({block: block.forward for block in running})
+        return with_forwards(running)
 
     return within
-
-
-def _run(
-    block: nn.Module,
-    forward: Callable[..., Any],
-    offload: bool,
-    pinned: bool,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """A block's forward, of which the backward will know the inputs alone."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
-        return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=partial(_contexts, block), **kwargs
-        )
 
 
 def _contexts(
@@ -114,24 +127,25 @@ def _contexts(
     inside = [each for each in block.modules() if each is not block and "forward" in vars(each)]
     forwards = {each: each.forward for each in inside}
     buffers: Buffers = [
-        (vars(module)["_buffers"], name, buffer)
+        (vars(module)["_buffers"], name, buffer.clone())
         for module in block.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    were = [buffer.clone() for _, _, buffer in buffers]
-    return nullcontext(), _again(buffers, were, forwards)
+    return nullcontext(), _again(buffers, forwards)
 
 
 @contextmanager
-def _again(
-    buffers: Buffers, values: list[Tensor], forwards: dict[nn.Module, Callable[..., Any]]
-) -> Iterator[None]:
+def _again(buffers: Buffers, forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Other buffers and forwards in their places."""
-    for (home, name, _), value in zip(buffers, values, strict=True):
-        home[name] = value
+    now = [(home, name, home[name]) for home, name, _ in buffers]
+    _put(buffers)
     try:
         with with_forwards(forwards):
             yield
     finally:
-        for home, name, buffer in buffers:
-            home[name] = buffer
+        _put(now)
+
+
+def _put(buffers: Buffers) -> None:
+    for home, name, buffer in buffers:
+        home[name] = buffer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +14,7 @@ from accel_fn._blocks import repeated
 from accel_fn._collectives import all_or_none
 from accel_fn._compiling import (
     MODES,
+    Compiled,
     check_compiler,
     compile_function,
     compile_in_place,
@@ -73,8 +73,8 @@ fullgraph=False, dynamic=None)])
         raise ArgumentTypeError(message("compiled", "dynamic", "be True, False or None", dynamic))
     settings: dict[str, Any] = {"mode": mode, "fullgraph": fullgraph, "dynamic": dynamic}
     slots = {
-        "loss": ("compile_loss", partial(compile_loss, **settings)),
-        "blocks": ("compile_loss", partial(compile_blocks, **settings)),
+        "loss": ("compile_loss", Compiled(compile_loss, **settings)),
+        "blocks": ("compile_loss", Compiled(compile_blocks, **settings)),
         "step": ("compile_step", Compiling(compile_step, mode=mode, dynamic=dynamic)),
     }
     if scope not in slots:

@@ -7,16 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
+from tests.compilers import needs_compiler
 from tests.stacks import Block, stack, weights_after
 
 
 class Noisy(nn.Module):
-    """Dropout, and a running mean that its output depends on."""
+    """Dropout, and running figures that its output depends on."""
 
     def __init__(self, width, *, dropout=0.5):
         super().__init__()
@@ -24,11 +26,13 @@ class Noisy(nn.Module):
         self.norm = nn.BatchNorm1d(width)
         self.dropout = dropout
         self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("largest", torch.zeros(width))
 
     def forward(self, inputs):
         found = nn.functional.dropout(self.norm(self.layer(inputs)), self.dropout, self.training)
         self.mean.lerp_(found.detach().mean(dim=0), 0.5)
-        return inputs + found * (found - self.mean.clone()).tanh()
+        self.largest = torch.maximum(self.largest, found.detach().amax(dim=0))  # a new tensor
+        return inputs + found * (found - self.mean.clone() - self.largest).tanh()
 
 
 def noisy_model(**options):
@@ -70,6 +74,45 @@ def test_random_numbers_and_running_statistics_are_those_of_the_run_without_it(
     assert found[0] == expected[0]
     ours.assert_identical(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
+
+
+@needs_compiler
+@pytest.mark.slow
+# torch's compiler looks at the gradients of tensors that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("scope", ["blocks", "loss"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_compiled_blocks_compute_again_what_they_have_computed(scope, offload):
+    """More steps than torch makes graphs of one function, before it gives up."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        tuple(torch.randn(4, width, generator=generator).double() for width in (3, 1))
+        for _ in range(10)
+    ]
+    compiling = af.compiled(scope=scope)
+    expected = train(noisy_model(), compiling, batches)
+    graphs = counters["stats"]["unique_graphs"]
+    recipe = af.compose(af.checkpointed(offload=offload), compiling)
+    found = train(noisy_model(), recipe, batches)
+    assert counters["stats"]["unique_graphs"] - graphs <= 4
+    # Where compiled code ends, BatchNorm is rounded: its eps is of single precision in there.
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"scope": "step"}, "compile_step"), ({"fullgraph": True}, "compile_loss")],
+    ids=str,
+)
+def test_a_graph_without_a_break_around_blocks_is_refused(settings, name):
+    model = stack()
+    recipe = af.compose(af.checkpointed(), af.compiled(**settings))
+    plan = recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    text = rf"checkpointed must have blocks that .* outside of a graph, got {name}.*; use compiled"
+    with pytest.raises(ValueError, match=text):
+        af.build(af.DistState(), plan)
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])

@@ -94,10 +94,12 @@ def not_compiled(transforms):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
 @pytest.mark.parametrize("scope", ["loss", "blocks"])
-def test_a_compiled_loss_of_several_processes_is_one_process(wrap, scope):
+@pytest.mark.parametrize("beside", ["", "af.checkpointed(), "], ids=["alone", "checkpointed"])
+def test_a_compiled_loss_of_several_processes_is_one_process(wrap, scope, beside):
     """In processes: the compiler says to all threads that they are compiled, which optimizers read."""
     transforms = "af.accumulate(3), af.clip(0.5)"
     expected = not_compiled(transforms)
-    for actual in run(2, wrap=wrap, transforms=f"af.compiled(scope={scope!r}), {transforms}"):
+    compiling = f"{beside}af.compiled(scope={scope!r}), {transforms}"
+    for actual in run(2, wrap=wrap, transforms=compiling):
         assert actual[0] == pytest.approx(expected[0][0], rel=1e-6)
         ours.assert_close(actual[3], expected[0][3])

@@ -189,10 +189,18 @@ def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation(mode):
 
 @needs_compiler
 @pytest.mark.usefixtures("forgetful")
-def test_blocks_are_compiled_once_with_plain_keys():
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        af.compiled(scope="blocks", fullgraph=True),
+        af.compose(af.checkpointed(), af.compiled(scope="blocks")),
+    ],
+    ids=["alone", "checkpointed"],
+)
+def test_blocks_are_compiled_once_with_plain_keys(recipe):
     model = stack()
     eager = make_plan(copy.deepcopy(model))
-    plan = af.compiled(scope="blocks", fullgraph=True)(make_plan(model))
+    plan = recipe(make_plan(model))
     keys = list(model.state_dict())
     batches = make_batches(4, 4, 4)
     run(eager, batches)
