@@ -11,7 +11,8 @@ from tests.processes import ROOT, launch
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import json, logging, torch
+import json, logging, os, torch
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the page tells of a CPU
 torch.set_num_threads(1)
 logging.disable()
 from accelerate import Accelerator
