@@ -9,6 +9,7 @@ from accel_fn._apart import Parting
 from accel_fn._launch_options import FromLaunch
 from accel_fn._plan import Plan, describe
 from accel_fn._state import DistState
+from accel_fn.transforms._fsdp import Sharding
 from accel_fn.transforms._reproducing import Slotting
 
 
@@ -105,13 +106,21 @@ def _forward(plan: Plan) -> str:
 
 def _backward(plan: Plan, several: bool) -> str:
     owner = _listed(plan.own_parameters)
-    if not several and not any(isinstance(each, Slotting) for each in plan.own_parameters):
+    if not several and not any(map(_acts_alone, plan.own_parameters)):
         comma = "," if any(isinstance(each, FromLaunch) for each in plan.own_parameters) else ""
         idle = f"; {owner}{comma} has nothing to do" if owner else ""
         return "the mean over the global batch" + idle
     if any(isinstance(each, Parting) for each in plan.own_parameters):
         return f"the mean over the rank's own items, by {owner}"
     return f"the mean over the global batch, by {owner or 'nothing: build will refuse this'}"
+
+
+def _acts_alone(owner: Any) -> bool:
+    """Is there something to do for it in a world of one?"""
+    is_sharding = isinstance(owner, Sharding)
+    return isinstance(owner, Slotting) or (
+        is_sharding and not owner.keywords.keys().isdisjoint(("param_dtype", "offload"))
+    )
 
 
 def _update(plan: Plan) -> str:

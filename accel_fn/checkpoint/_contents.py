@@ -14,6 +14,7 @@ from accel_fn._shards import is_sharded, local
 from accel_fn._state import DistState, LossScale
 from accel_fn._step import Step
 from accel_fn.checkpoint._manifest import Entry
+from accel_fn.transforms._reproducing import num_slots_of
 
 Steps = Mapping[str, Step]
 _TELLING = ("contexts", "grad_fns", "verdicts", "gradients", "starts", "after")
@@ -76,6 +77,7 @@ def signature(plan: Plan) -> dict[str, Any]:
     return {
         "weight_fn": describe(plan.weight_fn),
         **{slot: told for slot, told in slots.items() if told},
+        **{"num_slots": each for each in map(num_slots_of, plan.own_parameters) if each},
         "optimizer": type(plan.optimizer).__name__,
         "groups": [
             [names[id(each)] for each in group["params"]] for group in plan.optimizer.param_groups

@@ -233,7 +233,7 @@ def _load_random(mine: Mapping[str, Any], manifest: Manifest, state: DistState) 
         derive_random(state)
     if state.is_main and state.world_size > manifest.world_size:
         print(
-            f"accel_fn: saved by {manifest.world_size} ranks, loaded by {state.world_size}: random "
-            "generators of the new ranks are derived from seed, rank and step",
+            f"accel_fn: saved in a world of {manifest.world_size}, loaded in one of {state.world_size}: "
+            "random generators of the new ranks are derived from seed, rank and step",
             file=sys.stderr,
         )

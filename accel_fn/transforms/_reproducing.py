@@ -86,6 +86,11 @@ class Slotting(Asked):
             )
 
 
+def num_slots_of(owner: object) -> int | None:
+    """Of what stands where `reproducible` does; it decides the bits."""
+    return owner.keywords["num_slots"] if isinstance(owner, Slotting) else None
+
+
 def in_slots(state: DistState, module: nn.Module, *, num_slots: int) -> nn.Module:
     """`module`, of which a step will run one slot at a time, with rank 0's parameters and buffers."""
     if state.world_size > 1:

@@ -118,7 +118,7 @@ def test_generators_of_new_ranks_are_derived_and_that_is_said(tmp_path, capsys):
 
     simulate(run, world_size=2)
     assert capsys.readouterr().err == (
-        "accel_fn: saved by 1 ranks, loaded by 2: random generators of the new ranks "
+        "accel_fn: saved in a world of 1, loaded in one of 2: random generators of the new ranks "
         "are derived from seed, rank and step\n"
     )
 
@@ -154,6 +154,16 @@ def shared(num_samples=40, batch_size=4, *, seed=0, generator=None, **options):
     generator = None if generator is None else torch.Generator().manual_seed(generator)
     loader = DataLoader(data, batch_size, generator=generator, **options)
     return af.shard_loader(loader, af.DistState(seed=seed))
+
+
+def test_other_slots_are_told_since_they_decide_the_bits(tmp_path):
+    state, step = make(recipe=af.reproducible(4))
+    af.save(tmp_path, state, step)
+    with pytest.raises(CheckpointError, match="num_slots: 4 saved, 8 here"):
+        af.load(tmp_path, *make(recipe=af.reproducible(8)))
+    with pytest.raises(CheckpointError, match="num_slots: 4 saved, nothing here"):
+        af.load(tmp_path, *make(recipe=af.wrap_ddp()))
+    assert af.load(tmp_path, *make(recipe=af.reproducible(4))).step == state.step
 
 
 OTHER_DATA = {

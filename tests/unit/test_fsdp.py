@@ -197,6 +197,25 @@ def test_in_a_world_of_one_nothing_is_sharded():
     assert not any(isinstance(each, DTensor) for each in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"replicate": 1}, "the mean over the global batch; shard() has nothing to do"),
+        ({"offload": True}, "the mean over the global batch, by shard(offload=True)"),
+        (
+            {"param_dtype": torch.bfloat16},
+            "the mean over the global batch, by shard(param_dtype=torch.bfloat16)",
+        ),
+    ],
+    ids=str,
+)
+def test_explain_tells_what_it_does_in_a_world_of_one(options, told, capsys):
+    model = stack()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    text = af.explain(af.wrap_fsdp(**options)(plan), af.DistState())
+    assert f"backward   {told}" in text
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="holds a CUDA device against the CPU")
 @pytest.mark.parametrize("settings", [{"param_dtype": torch.float32}, {"offload": True}], ids=str)
