@@ -55,10 +55,14 @@ class Backward:
     """Holds an entry until the graph of a first micro-batch was looked at."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
-        if not isinstance(self.module, Sharded):
-            return self._run(state, batch)
-        with self.module.clean():
-            return self._run(state, batch)
+        try:
+            if not isinstance(self.module, Sharded):
+                return self._run(state, batch)
+            with self.module.clean():
+                return self._run(state, batch)
+        except RuntimeError as error:
+            self.settled.tell(self.parameters, error)
+            raise
 
     def _run(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         for parameter in self.trainable:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from accel_fn._errors import PlanError
 from accel_fn._plan import Asked, Plan, describe, slot_names
@@ -48,6 +49,11 @@ def _check_slots(state: DistState, plan: Plan) -> None:
 
 def check_parameters(plan: Plan) -> None:
     """Refuse a model with nothing to train, and an optimizer over anything else."""
+    lazy = next((name for name, p in plan.model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise PlanError(
+            f"build: model must have parameters with shapes, got {lazy} without; call the model once"
+        )
     if not any(p.requires_grad for p in plan.model.parameters()):
         raise PlanError(
             f"build: model must have parameters that require a gradient, "

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_fn._errors import LossError
-from accel_fn._plan import ContextFn, LossFn, Plan
+from accel_fn._errors import BatchError, LossError
+from accel_fn._plan import ContextFn, LossFn, Plan, describe
 from accel_fn._state import DistState
 
 T = TypeVar("T")
@@ -80,6 +80,9 @@ def placed(state: DistState, plan: Plan, part: Any) -> Any:
     """A micro-batch where the plan places it."""
     for place_batch in plan.place_batch:
         part = place_batch(state, part)
+        if part is None:  # it stands for a rank without items: loss_fn would not be called
+            name = describe(place_batch)
+            raise BatchError(f"step: place_batch must return the batch, got None from {name}")
     return part
 
 

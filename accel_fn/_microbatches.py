@@ -19,14 +19,22 @@ Weights = Sequence[float]
 def cut(plan: Plan, batch: Any) -> tuple[Parts, Weights]:
     """The micro-batches that count for something, and their weights."""
     if not plan.split:
-        weight = weigh(plan.weight_fn, batch)
+        weight = _weigh(plan, batch)
         return ((batch,), (weight,)) if weight else ((), ())
     split = plan.split[0](batch)
     if not isinstance(split, list | tuple):
         _check_split(split)
-    weighed = [(part, weigh(plan.weight_fn, part)) for part in split]
+    weighed = [(part, _weigh(plan, part)) for part in split]
     counted = [(part, weight) for part, weight in weighed if weight]
     return [part for part, _ in counted], [weight for _, weight in counted]
+
+
+def _weigh(plan: Plan, part: Any) -> float:
+    weight = weigh(plan.weight_fn, part)
+    if part is None and weight:  # it stands for a rank without items: loss_fn would not be called
+        repair = "use () where loss_fn needs none"
+        raise BatchError(message("step", "batch", "be a batch", part, repair))
+    return weight
 
 
 def _check_split(split: object) -> None:

@@ -221,7 +221,7 @@ def compose(*transforms: Transform) -> Transform:
         A transform.
 
     Raises:
-        TypeError: one of them cannot be called.
+        TypeError: one of them cannot be called, or returns no plan.
 
     Cost: none; nothing runs before `build`.
 
@@ -238,9 +238,17 @@ gradients=[clip_norm(max_norm=1.0)])
             )
 
     def composed(plan: Plan) -> Plan:
-        return reduce(lambda done, transform: transform(done), transforms, plan)
+        return reduce(_transformed, transforms, plan)
 
     return composed
+
+
+def _transformed(plan: Plan, transform: Transform) -> Plan:
+    found = transform(plan)
+    if not isinstance(found, Plan):
+        rule, got = f"return a Plan, {describe(transform)} does not", type(found).__name__
+        raise ArgumentTypeError(message("compose", "transforms", rule, got))
+    return found
 
 
 def describe(fn: Any) -> str:

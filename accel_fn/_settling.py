@@ -47,3 +47,12 @@ class Settled:
                     "step: parameters that required no gradient in build must not require one, got "
                     f"{name}; {_REPAIR}"
                 )
+
+    def tell(self, trained: Sequence[nn.Parameter], error: Exception) -> None:
+        """Say so in words where a backward has failed because parameters were frozen since."""
+        for name, parameter in self.plan.model.named_parameters():
+            if not parameter.requires_grad and any(parameter is each for each in trained):
+                raise PlanError(
+                    "step: parameters that required a gradient in build must go on to, got "
+                    f"{name}; build again, or freeze those"
+                ) from error

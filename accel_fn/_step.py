@@ -19,7 +19,7 @@ from accel_fn._errors import ArgumentError, ArgumentTypeError, StateError, messa
 from accel_fn._forward import LossModule, run_forward
 from accel_fn._grads import Grads
 from accel_fn._microbatches import cut_or_fail
-from accel_fn._plan import GradFn, Plan, Report, with_kept
+from accel_fn._plan import GradFn, Plan, Report, describe, with_kept
 from accel_fn._replicas import check_same_gradients, check_same_plan
 from accel_fn._sharding import Sharded, evened
 from accel_fn._state import DistState, check_state
@@ -162,6 +162,9 @@ class Step:
             ok = verdict if ok is None else ok & verdict
         for transform in plan.gradients:
             grads = transform(state, grads)
+            if not isinstance(grads, Grads):
+                rule = f"return Grads, {describe(transform)} does not"
+                raise ArgumentTypeError(message("step", "gradients", rule, type(grads).__name__))
         if self._unchecked and self._unchecked.pop():
             check_same_gradients(state, plan, grads)
         apply_update(plan.optimizer, self._parameters, grads, ok)

@@ -538,6 +538,66 @@ def test_labels_that_are_not_there_are_named(path, batch, text):
         af.num_labels(path)(batch)
 
 
+@pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(2, split=lambda batch: [batch])])
+def test_a_batch_of_nothing_that_weighs_something_is_refused(recipe):
+    """It would stand for a rank without items, and the loss would not be called."""
+    plan = make_plan(lambda model, batch: ours.mse(model, BATCH), weight_fn=lambda batch: 4)
+    state, step = af.build(af.DistState(), recipe(plan))
+    with pytest.raises(ValueError, match=r"step: batch must be a batch, got None; use \(\)"):
+        step(state, None)
+    _, report = step(state, ())
+    assert report.loss > 0
+
+
+def test_a_batch_that_is_lost_where_it_is_placed_is_refused():
+    def forgetful(state, batch):
+        batch[0].add_(0)
+
+    state, step = af.build(af.DistState(), replace(make_plan(), place_batch=(forgetful,)))
+    for call in (step, step.forward):
+        with pytest.raises(ValueError, match="must return the batch, got None from forgetful"):
+            call(state, BATCH)
+
+
+def test_a_transform_returns_a_plan():
+    def forgetful(plan):
+        af.clip(1.0)(plan)
+
+    recipe = af.compose(af.accumulate(2), forgetful, af.clip(1.0))
+    with pytest.raises(TypeError, match="return a Plan, forgetful does not, got 'NoneType'"):
+        recipe(make_plan())
+
+
+def test_a_gradient_transform_returns_gradients():
+    def forgetful(state, grads):
+        return grads.values()
+
+    state, step = af.build(af.DistState(), replace(make_plan(), gradients=(forgetful,)))
+    with pytest.raises(TypeError, match="return Grads, forgetful does not, got 'tuple'"):
+        step(state, BATCH)
+
+
+def test_a_model_whose_shapes_are_not_known_yet_is_refused():
+    model = nn.Sequential(nn.LazyLinear(1)).double()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    with pytest.raises(
+        ValueError, match=r"parameters with shapes, got 0\.weight without; call the"
+    ):
+        af.build(af.DistState(), plan)
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), [(af.compose(), 1), (af.wrap_ddp(), 2)])
+def test_parameters_that_are_frozen_after_build_are_named(recipe, world_size):
+    def run(state):
+        plan = recipe(make_plan())
+        state, step = af.build(state, plan)
+        plan.model[2].bias.requires_grad_(False)
+        with pytest.raises(ValueError, match=r"must go on to, got 2\.bias; build again"):
+            step(state, BATCH)
+
+    simulate(run, world_size=world_size)
+
+
 @pytest.mark.parametrize("path", [(), True, 1.5, None, {"labels"}, (1.5,), ("labels", None)])
 def test_a_path_to_labels_is_made_of_keys(path):
     with pytest.raises(TypeError, match="num_labels: key_or_path must be a key"):
