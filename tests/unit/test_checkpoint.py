@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from accel_fn._errors import CheckpointError
+from accel_fn.checkpoint import _reading
 from accel_fn.checkpoint._manifest import read_manifest
 from accel_fn.testing import simulate
 from tests import strategies as ours
@@ -94,6 +97,32 @@ def test_tensors_are_filled_where_they_are(tmp_path):
     assert [each.data_ptr() for each in step.plan.model.parameters()] == places
     moments = step.plan.optimizer.state[next(step.plan.model.parameters())]
     assert moments["exp_avg"].data_ptr() == place
+
+
+class Here(Executor):
+    """Runs all in this thread, which is the one that torch's profiler looks at."""
+
+    def submit(self, function, *arguments, **options):
+        future = Future()
+        future.set_result(function(*arguments, **options))
+        return future
+
+
+def test_loading_in_place_takes_no_memory_for_tensors(tmp_path, monkeypatch):
+    monkeypatch.setattr(_reading, "_pool", Here)
+    model = nn.Linear(3, 20_000).double()
+    state, step = make(model=model, recipe=lambda plan: replace(plan, loss_fn=sum_of_outputs))
+    state = advance(state, step)
+    af.save(tmp_path, state, step)
+    (found,) = af.list_checkpoints(tmp_path)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        af.load(tmp_path, state, step)
+    taken = sum(max(event.self_cpu_memory_usage, 0) for event in seen.events())
+    assert 0 < taken < 0.05 * found.size
+
+
+def sum_of_outputs(model, batch):
+    return model(batch[0]).sum(dim=1).mean()
 
 
 def test_generators_go_on_where_they_stood(tmp_path):
