@@ -32,7 +32,17 @@ def group_of(state: DistState, function: str) -> ProcessGroup:
             f"{function}: state must carry a process group to talk to {state.world_size} ranks, "
             "got one built by hand or unpickled; take it from af.init()"
         )
+    check_joined(state, function)
     return state.group
+
+
+def check_joined(state: DistState, function: str) -> None:
+    """Refuse a state whose processes are no world any more."""
+    if state.watch is not None and state.group not in dist.distributed_c10d._world.pg_map:
+        raise StateError(
+            f"{function}: state must be of a world that is not over, got one whose group was left; a "
+            "state is of use until the end of af.distributed(), or of the process after af.init()"
+        )
 
 
 def waiting(

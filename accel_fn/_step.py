@@ -14,6 +14,7 @@ from accel_fn._apart import Apart
 from accel_fn._backward import cloned
 from accel_fn._checks import check_parameters, check_plan, check_precision
 from accel_fn._collectives import all_or_none
+from accel_fn._comm import check_joined
 from accel_fn._differentiating import gradient_fn
 from accel_fn._errors import ArgumentError, ArgumentTypeError, StateError, message
 from accel_fn._forward import LossModule, run_forward
@@ -199,6 +200,7 @@ class Step:
             raise StateError(
                 "step: state must carry a loss scale, got none; go on from the state that build gave"
             )
+        check_joined(state, "step")
 
     def _check_outcome(self, grads: Grads, report: Report) -> None:
         """Refuse what is not what `grads` gave."""

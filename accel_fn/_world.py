@@ -94,6 +94,8 @@ def distributed(
 ) -> Iterator[DistState]:
     """`init` with a clear end: the group is left when the block is.
 
+    Steps and collectives refuse the state from then on. Leaving the first group of a process leaves all.
+
     Args:
         device: as in `init`.
         backend: as in `init`.

@@ -74,10 +74,11 @@ def signature(plan: Plan) -> dict[str, Any]:
     """What must be the same where a run goes on: not how many ranks, micro-batches or which device."""
     slots = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _TELLING}
     names = {id(parameter): name for name, parameter in plan.model.named_parameters()}
+    num_slots = next(filter(None, map(num_slots_of, plan.own_parameters)), None)
     return {
         "weight_fn": describe(plan.weight_fn),
         **{slot: told for slot, told in slots.items() if told},
-        **{"num_slots": each for each in map(num_slots_of, plan.own_parameters) if each},
+        **({"num_slots": num_slots} if num_slots else {}),
         "optimizer": type(plan.optimizer).__name__,
         "groups": [
             [names[id(each)] for each in group["params"]] for group in plan.optimizer.param_groups

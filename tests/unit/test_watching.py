@@ -210,7 +210,7 @@ def test_a_stack_is_told_from_the_users_first_call_on():
         stack = Stack.of_error(error)
     frames = [frame.f_code.co_name for frame, _ in stack.calls]
     start = frames.index("fail")
-    assert frames[start : start + 3] == ["fail", "gather", "exchange"]
+    assert frames[start : start + 3] == ["fail", "gather", "agreed"]
     assert stack.place(LIBRARIES) == Place(fail.__code__, fail.__code__.co_firstlineno + 1)
     under = stack.under((sys.prefix, sys.base_prefix, "<"))  # "<frozen runpy>", "<string>"
     assert str(under).splitlines()[0].strip().startswith(f'File "{__file__}"')

@@ -262,6 +262,40 @@ def test_a_block_leaves_its_world_and_another_can_follow():
     )
 
 
+def test_a_state_whose_world_was_left_is_refused_in_words():
+    launch(
+        """
+        import accel_fn as af, torch
+
+        def build(state):
+            model = torch.nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            plan = af.Plan(lambda model, batch: model(batch).mean(), model, optimizer)
+            return af.build(state, af.wrap_ddp()(plan))
+
+        with af.distributed(device="cpu", timeout_s=30) as state:
+            state, step = build(state)
+            other = af.init(device="cpu", timeout_s=30)
+        for call in (
+            lambda: af.barrier(state),
+            lambda: af.gather(torch.ones(1), other),
+            lambda: step(state, torch.ones(3, 2)),
+            lambda: build(state),
+        ):
+            try:
+                call()
+            except ValueError as error:
+                say(error)
+        """,
+        expect=[
+            f"{function}: state must be of a world that is not over, got one whose group was left; "
+            "a state is of use until the end of af.distributed(), or of the process after af.init()"
+            for function in ("barrier", "gather", "step", "build")
+        ]
+        * 2,
+    )
+
+
 def test_a_world_that_the_script_has_joined_itself_is_taken_over():
     launch(
         """
