@@ -36,9 +36,14 @@ class Whole:
     """Does the optimizer remember nothing between two updates?"""
     fresh: list[bool]
     """Holds an entry until there is a graph."""
+    late: list[bool]
+    """Holds an entry until parameters that came to the optimizer after others could be updated."""
 
     def is_ready(self) -> bool:
         """Does the optimizer have the state that its first update makes?"""
+        if self.late:
+            self.late.clear()
+            return False
         return self.stateless or bool(self.plan.optimizer.state)
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
@@ -101,7 +106,8 @@ def whole_step(state: DistState, plan: Plan, module: LossModule) -> Whole:
     stateless = not keeps_tensors(plan.optimizer, state.device)
     run = plan.compile_step[0](state, _function(plan, module, captured))
     always = torch.ones((), dtype=torch.bool, device=state.device)
-    return Whole(plan, Settled.of(plan), captured, run, always, stateless, [True])
+    is_late = 0 < len(plan.optimizer.state) < len(plan.trained())
+    return Whole(plan, Settled.of(plan), captured, run, always, stateless, [True], [True] * is_late)
 
 
 def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:

@@ -397,6 +397,22 @@ def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
 
 @needs_compiler
 @pytest.mark.slow
+def test_parameters_that_come_to_the_optimizer_are_trained_by_a_step_that_is_built_again():
+    found = []
+    for recipe in (af.compose(), af.compiled(scope="step")):
+        model = ours.regression_model()
+        optimizer = ours.adamw(model[0].parameters())
+        plan = recipe(af.Plan(ours.mse, model, optimizer))
+        batches = [(torch.ones(4, 3).double(), torch.zeros(4, 1).double())] * 3
+        run(plan, batches)
+        optimizer.add_param_group({"params": [*model[2].parameters()]})
+        run(plan, batches)
+        found.append(model.state_dict())
+    ours.assert_close(*found)
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_a_hyperparameter_that_changes_is_followed():
     eager, plan = make_plan(optimizer=ours.sgd), make_plan(optimizer=ours.sgd)
     states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
