@@ -90,7 +90,11 @@ class Agent(LocalElasticAgent):
                 why = cause(self.failures).summary
             say(f"restart {attempt} of {most}: {why}")
         self.failures = []
-        started: dict[int, int] = super()._start_workers(worker_group)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:  # ranks inherit it: Ctrl-C reaches them once they can end without a traceback
+            started: dict[int, int] = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return started
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002

@@ -53,7 +53,7 @@ def main(caller: str, cpus: str, place: str) -> None:
         _worker.bind(cpus)
     folder = Path(place)
     own = folder / os.environ["RANK"]
-    (own / "pid").write_text(str(os.getpid()))
+    _worker.sign(own)
     # Where native code ends, this says which line called it.
     faulthandler.enable(os.open(own / CRASH, os.O_WRONLY | os.O_CREAT))
     try:

@@ -33,8 +33,11 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
-    (folder / "pid").write_text(str(os.getpid()))
+    sign(folder)
     if kind == "program":
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the program begins
+        _hear_ctrl_c()
         os.execvp(target, [target, *arguments])  # noqa: S606
     # Where native code ends, this says which line called it.
     faulthandler.enable(os.open(folder / "crash", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
@@ -53,6 +56,19 @@ def end_with(launcher: int) -> None:
         threading.Thread(target=watch, args=(launcher,), daemon=True).start()
     if os.getppid() != launcher:
         os._exit(1)
+
+
+def sign(folder: Path) -> None:
+    """Leave this process's number in its folder; where that is gone, so is what it was started for."""
+    try:
+        (folder / "pid").write_text(str(os.getpid()))
+    except FileNotFoundError:
+        os._exit(1)
+
+
+def _hear_ctrl_c() -> None:
+    """The launcher has it held back while a rank starts."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def watch(launcher: int) -> None:
@@ -83,6 +99,7 @@ def _run(
     if not show:
         sys.excepthook = hook
     try:
+        _hear_ctrl_c()
         start(target, arguments)
     except SystemExit as end:
         if end.code in (None, 0):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import ROOT, surroundings
+from accel_fn.launching import _worker
+from tests.cli.commands import ROOT, run_python, surroundings
 from tests.cli.launchers import until
 
 _COMMANDS = {
@@ -119,6 +120,41 @@ def test_ctrl_c_ends_a_launch_whenever_it_comes(tmp_path):
 def test_ctrl_c_ends_a_test_and_its_ranks_whenever_it_comes(tmp_path, delay_s):
     ended = interrupt(tmp_path, "test", delay_s=delay_s)
     assert ended == (130, "accel-fn test: stopped by Ctrl-C\n")
+
+
+# Stops the launcher while both ranks still start.
+_STOPPING = """
+    import os, signal, time
+
+    if "RANK" in os.environ:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "program"])
+def test_ranks_that_still_start_end_without_a_word(tmp_path, launchers, kind):
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(_STOPPING))
+    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
+    target = ["script.py"] if kind == "script" else ["--no-python", "sleep", "60"]
+    paths = f"{tmp_path}{os.pathsep}{ROOT}"
+    ended = launchers.run(tmp_path, "-n", 2, *target, PYTHONPATH=paths)
+    assert (ended.exit_code, ended.stderr) == (130, "accel-fn launch: stopped by Ctrl-C\n")
+
+
+@pytest.mark.parametrize("kind", ["command", "function"])
+def test_a_rank_whose_launcher_has_tidied_up_ends_without_a_word(tmp_path, kind):
+    place = str(tmp_path / "gone")
+    call = f"from accel_fn.launching._called import main; main('{os.getpid()}', '', {place!r})"
+    arguments = [_worker.__file__, str(os.getpid()), "", "", "script", "script.py"]
+    ended = run_python(
+        tmp_path,
+        *(arguments if kind == "command" else ["-c", call]),
+        RANK="0",
+        TORCHELASTIC_ERROR_FILE=f"{place}/error.json",
+    )
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_a_command_that_was_told_to_ignore_ctrl_c_does(tmp_path):
