@@ -114,6 +114,12 @@ def check_folder(function: str, folder: object) -> str:
     return path
 
 
+def check_flag(function: str, parameter: str, value: object) -> None:
+    """True or False, not what counts as either."""
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(message(function, parameter, "be True or False", value))
+
+
 def check_alike(
     told: Sequence[object], rule: str, repair: str = "", error: type[AccelError] = ReplicaError
 ) -> None:

@@ -15,12 +15,6 @@ from accel_fn._step import Step
 from accel_fn.checkpoint._naming import is_name
 
 
-def check_flag(flag: object, name: str, function: str) -> None:
-    """It must be a boolean."""
-    if not isinstance(flag, bool):
-        raise ArgumentTypeError(message(function, name, "be True or False", flag))
-
-
 def check_steps(steps: Mapping[str, Step], function: str) -> None:
     """There must be one, and names that the names of entries can hold."""
     if not (

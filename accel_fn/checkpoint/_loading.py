@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
-from accel_fn._errors import CheckpointError, check_folder
+from accel_fn._errors import CheckpointError, check_flag, check_folder
 from accel_fn._random import derive_random, restore_random
 from accel_fn._state import DistState
 from accel_fn._step import Step
@@ -19,7 +19,6 @@ from accel_fn.checkpoint._background import finish_writing
 from accel_fn.checkpoint._checking import (
     check_at,
     check_extras,
-    check_flag,
     check_same,
     check_steps,
 )
@@ -151,7 +150,7 @@ def _check(
     check_steps(steps, "load")
     check_extras(extras, "load")
     check_at(at, "load")
-    check_flag(strict, "strict", "load")
+    check_flag("load", "strict", strict)
 
 
 def _choose(folder: Path, at: str | int) -> Path:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
-from accel_fn._errors import check_folder
+from accel_fn._errors import check_flag, check_folder
 from accel_fn._explain import tell
 from accel_fn._random import random_state
 from accel_fn._state import DistState
@@ -22,7 +22,6 @@ from accel_fn.checkpoint._background import Background, finish_writing
 from accel_fn.checkpoint._checking import (
     ask_plan,
     check_extras,
-    check_flag,
     check_keep,
     check_same,
     check_steps,
@@ -145,7 +144,7 @@ def _check(
     home = Path(check_folder("save", folder)).absolute()
     check_steps(steps, "save")
     check_keep(keep, keep_every, "save")
-    check_flag(wait, "wait", "save")
+    check_flag("save", "wait", wait)
     check_extras(extras, "save")
     for each in steps.values():
         ask_plan(each.plan)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_fn._blocks import Blocks, check_blocks, find_blocks
 from accel_fn._compiling import Compiled, compile_inside
-from accel_fn._errors import ArgumentTypeError, PlanError, message
+from accel_fn._errors import PlanError, check_flag
 from accel_fn._plan import Asked, ContextFn, Kept, Plan, Transform, describe
 from accel_fn._replacing import with_forwards
 from accel_fn._state import DistState
@@ -59,8 +59,7 @@ def checkpointed(*, blocks: Blocks = None, offload: bool = False) -> Transform:
 offload=False)])
     """
     check_blocks("checkpointed", blocks)
-    if not isinstance(offload, bool):
-        raise ArgumentTypeError(message("checkpointed", "offload", "be True or False", offload))
+    check_flag("checkpointed", "offload", offload)
     context = Checkpointing(computed_again, blocks=blocks, offload=offload)
     return lambda plan: replace(plan, contexts=(*plan.contexts, context))
 

@@ -20,7 +20,7 @@ from accel_fn._compiling import (
     compile_in_place,
     keep_outputs,
 )
-from accel_fn._errors import ArgumentError, ArgumentTypeError, PlanError, message
+from accel_fn._errors import ArgumentError, ArgumentTypeError, PlanError, check_flag, message
 from accel_fn._halving import Fitting
 from accel_fn._plan import Asked, Plan, Transform, WholeFn, describe
 from accel_fn._state import DistState
@@ -67,8 +67,7 @@ fullgraph=False, dynamic=None)])
     """
     if mode not in MODES:
         raise ArgumentError(message("compiled", "mode", f"be one of {', '.join(MODES)}", mode))
-    if not isinstance(fullgraph, bool):
-        raise ArgumentTypeError(message("compiled", "fullgraph", "be True or False", fullgraph))
+    check_flag("compiled", "fullgraph", fullgraph)
     if dynamic is not None and not isinstance(dynamic, bool):
         raise ArgumentTypeError(message("compiled", "dynamic", "be True, False or None", dynamic))
     settings: dict[str, Any] = {"mode": mode, "fullgraph": fullgraph, "dynamic": dynamic}

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 
 from accel_fn import _comm
 from accel_fn._blocks import Blocks, check_blocks, find_blocks, is_container
-from accel_fn._errors import ArgumentTypeError, PlanError, check_count, message
+from accel_fn._errors import ArgumentTypeError, PlanError, check_count, check_flag, message
 from accel_fn._halving import Fitting
 from accel_fn._meshes import make_mesh
 from accel_fn._plan import Asked, Plan, Transform
@@ -97,8 +97,7 @@ def wrap_fsdp(
     flags = {"reshard_after_forward": reshard_after_forward, "offload": offload}
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ArgumentTypeError(message("wrap_fsdp", name, "be True or False", flag))
+        check_flag("wrap_fsdp", name, flag)
     for name, dtype in dtypes.items():
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             rule = "be a floating-point torch.dtype or None"
