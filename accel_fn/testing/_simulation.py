@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
-from accel_fn._errors import check_count, check_positive
+from accel_fn._errors import ArgumentTypeError, check_count, check_positive, message
 from accel_fn._state import DistState
 from accel_fn.testing._threads import called_alike, make_group, make_store
 
@@ -78,7 +78,7 @@ def simulate(
         fn: what one rank does.
         world_size: number of ranks, >= 1.
         timeout_s: how long a collective waits for ranks that do not come.
-        seed: of every state.
+        seed: of every state, >= 0.
 
     Returns:
         What `fn` returned, in rank order.
@@ -97,8 +97,11 @@ def simulate(
     >>> simulate(lambda state: af.reduce_sum(state.rank, state), world_size=3)
     [3, 3, 3]
     """
+    if not callable(fn):
+        raise ArgumentTypeError(message("simulate", "fn", "be a function", fn))
     check_count("simulate", "world_size", world_size)
     check_positive("simulate", "timeout_s", timeout_s)
+    check_count("simulate", "seed", seed, minimum=0)
     world = _idle.take(world_size, timeout_s)
     start = time.monotonic()
     endings: queue.SimpleQueue[_Ending] = queue.SimpleQueue()
@@ -123,14 +126,8 @@ def simulate(
     ]
     for thread in threads:
         thread.start()
-    results: list[Any] = [None] * world_size
     try:
-        for _ in threads:
-            ending = endings.get()
-            if ending.error is not None:  # the world is lost with its ranks: it is not given back
-                ending.error.add_note(f"on simulated rank {ending.rank} of {world_size}")
-                raise ending.error
-            results[ending.rank] = ending.value
+        results = _results(endings, world_size)
     except BaseException:
         atexit.register(_see_out, threads, timeout_s + _SLACK_S)
         raise
@@ -139,6 +136,18 @@ def simulate(
     # What runs out of time can be caught, so that nobody raised need not mean that all met.
     if time.monotonic() - start < timeout_s and called_alike(world):
         _idle.give(world, timeout_s)
+    return results
+
+
+def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
+    """Of every rank; the first error is raised at once."""
+    results: list[Any] = [None] * world_size
+    for _ in range(world_size):
+        ending = endings.get()
+        if ending.error is not None:  # the world is lost with its ranks: it is not given back
+            ending.error.add_note(f"on simulated rank {ending.rank} of {world_size}")
+            raise ending.error
+        results[ending.rank] = ending.value
     return results
 
 

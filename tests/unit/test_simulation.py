@@ -129,11 +129,13 @@ def test_a_thousand_simulations_neither_hang_nor_leak_threads():
     [
         ({"world_size": 0}, "world_size must be an integer >= 1, got 0"),
         ({"world_size": 2, "timeout_s": -1}, "timeout_s must be a finite number > 0, got -1"),
+        ({"world_size": 2, "seed": -1}, "seed must be an integer >= 0, got -1"),
+        ({"world_size": 2, "fn": 3}, "fn must be a function, got 3"),
     ],
 )
 def test_arguments_are_checked(arguments, text):
     with pytest.raises(ValueError, match=f"simulate: {text}"):
-        simulate(af.barrier, **arguments)
+        simulate(**{"fn": af.barrier, **arguments})
 
 
 def make_plan():
