@@ -53,6 +53,8 @@ class Backward:
     """Of a module in shards: the collectives, which a rank joins though its memory has run out."""
     _unseen: list[bool] = field(default_factory=lambda: [True])
     """Holds an entry until the graph of a first micro-batch was looked at."""
+    _idle: list[bool] = field(default_factory=list)
+    """Of each parameter: did the last backward that missed some miss it?"""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         try:
@@ -164,6 +166,7 @@ class Backward:
         for tensor in tensors:
             if tensor is None and weight:
                 self._check_reached()
+                self._look_again(tensors)
                 break
         for parameter in self.trainable:
             parameter.grad = None
@@ -173,7 +176,14 @@ class Backward:
         dtype = torch.float64 if double else torch.float32
         if state.scaler is None:
             return Grads(tensors, torch.tensor(factor, dtype=dtype))
-        return Grads(tensors, state.scaler.scale.to(dtype).reciprocal())
+        unscaling = state.scaler.scale.to(dtype).reciprocal()
+        return Grads(tensors, unscaling if factor == 1.0 else unscaling * factor)
+
+    def _look_again(self, tensors: Sequence[Tensor | None]) -> None:
+        """Have the next graph looked at where others have no gradient than before: they may be hidden."""
+        idle = [tensor is None for tensor in tensors]
+        if idle != self._idle:
+            self._idle[:], self._unseen[:] = idle, [True]
 
     def _check_reached(self) -> None:
         """Refuse a loss that misses the model, or misses parameters that DDP waits for."""

@@ -107,7 +107,7 @@ def split_rows(tree: Any, sizes: list[int]) -> Sequence[Any]:
     if isinstance(tree, Tensor):
         return torch.split_with_sizes(tree, sizes) if tree.ndim else [tree] * len(sizes)
     kind = type(tree)
-    if (kind is tuple or kind is list) and _is_column(tree, sum(sizes)):
+    if (kind is tuple or kind is list) and _is_column(tree, sizes):
         stops = list(accumulate(sizes))
         return [tree[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
     if kind is tuple and tree:
@@ -124,19 +124,19 @@ def split_rows(tree: Any, sizes: list[int]) -> Sequence[Any]:
     return [pytree.tree_unflatten(column, structure) for column in columns]
 
 
-def _is_column(tree: Sequence[Any], num_rows: int) -> bool:
-    """Does it hold one non-tensor a sample?
-
-    Not where it holds columns itself: a tuple with a list or tuple as long, and what torch's
-    `default_collate` makes of samples with several strings, a list of tuples of them.
-    """
-    if len(tree) != num_rows or tensors_of(tree):
+def _is_column(tree: Sequence[Any], sizes: list[int]) -> bool:
+    """Does it hold one non-tensor a sample? A tuple, as `default_collate` makes it, of texts alone."""
+    if len(tree) != sum(sizes):
         return False
-    as_long = [child for child in tree if type(child) in (tuple, list) and len(child) == num_rows]
-    if type(tree) is tuple or not as_long:
-        return not as_long
-    texts = [child for child in as_long if type(child) is tuple and {*map(type, child)} == {str}]
-    return len(texts) < num_rows
+    kinds = {*map(type, tree)}
+    if type(tree) is tuple:
+        return kinds <= {str, bytes}
+    if kinds == {tuple} and len(sizes) > 1 and all(_is_column(each, sizes) for each in tree):
+        raise BatchError(
+            f"step: batch must not be open to two readings, got a list of {len(tree)} tuples of as many "
+            "texts for as many samples, of which each may be a sample or a field; give accumulate a split"
+        )
+    return not tensors_of(tree)
 
 
 def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
@@ -146,8 +146,9 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
     samples, and always one, so that no part is empty unless the batch is.
 
     Args:
-        batch: a tree of tensors, each [num_samples, ...]. Lists and tuples of num_samples
-            non-tensors are cut with them; anything else goes to every part whole.
+        batch: a tree of tensors, each [num_samples, ...]. Lists of num_samples
+            non-tensors, and tuples of as many texts, are cut with them; anything else
+            goes to every part whole.
         num_parts: at most this many parts, >= 1.
 
     Returns:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel_fn._bytes import bytes_of
 from accel_fn._errors import ArgumentError, StateError, WorldError, message
 from accel_fn._state import DistState
 
@@ -162,7 +163,7 @@ def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> N
     options = dist.BroadcastOptions()
     options.rootRank = source
     sent = tensor.contiguous()
-    data = sent.view(-1).view(torch.uint8)  # no backend knows every dtype
+    data = bytes_of(sent)  # no backend knows every dtype
     with waiting(state, function, [tensor]):
         group_of(state, function).broadcast([data], options).wait()
     if sent is not tensor:

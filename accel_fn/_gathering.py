@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from accel_fn import _comm
 from accel_fn._agreeing import agreed
+from accel_fn._bytes import bytes_of
 from accel_fn._errors import ArgumentError, BatchError, check_alike, message
 from accel_fn._rows import Lists, is_rows, may_be_columns, pack, sort_of, typed, unpack
 from accel_fn._state import DistState, check_state
@@ -186,7 +187,7 @@ def _all_bytes(
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
-    return plain.contiguous().view(-1).view(torch.uint8)
+    return bytes_of(plain.contiguous())
 
 
 def _exchange_bytes(

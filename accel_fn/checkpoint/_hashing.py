@@ -10,9 +10,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
+from accel_fn._bytes import bytes_of
 from accel_fn._errors import CheckpointError
 from accel_fn.checkpoint._weight_entries import extra
 
@@ -131,4 +131,4 @@ def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host."""
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(cast("Any", tensor.view(-1).view(torch.uint8).numpy()))
+    return memoryview(cast("Any", bytes_of(tensor).numpy()))

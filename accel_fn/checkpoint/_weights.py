@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from accel_fn._bytes import bytes_of
 from accel_fn._collectives import all_or_none, barrier
 from accel_fn._errors import ArgumentError, check_count, check_folder, message
 from accel_fn._shards import axes_of, fill, is_sharded, whole
@@ -210,7 +211,7 @@ def _spec(tensor: Tensor) -> str:
 
 def _same(stored: Stored, one: str, other: str) -> bool:
     first, second = (stored.tensor(key).contiguous() for key in (one, other))
-    return torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8))
+    return torch.equal(bytes_of(first), bytes_of(second))
 
 
 def _told(path: Path, differences: list[str]) -> str:

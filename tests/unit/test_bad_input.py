@@ -229,6 +229,15 @@ def test_what_is_to_be_trained_is_settled_by_build(recipe, world_size, change, t
     simulate(run, world_size=world_size)
 
 
+def test_as_many_other_parameters_are_not_those_that_build_found():
+    plan = make_plan()
+    state, step = af.build(af.DistState(), plan)
+    plan.model[0] = nn.Linear(3, 8).double()
+    plan.optimizer.param_groups[0]["params"] = [*plan.model.parameters()]
+    with pytest.raises(ValueError, match="that build found in it, got others; build again"):
+        step(state, BATCH)
+
+
 def test_an_optimizer_that_evaluates_the_loss_again_is_refused():
     model = ours.regression_model()
     plan = af.Plan(ours.mse, model, torch.optim.LBFGS(model.parameters()))
@@ -316,6 +325,23 @@ def test_reentrant_checkpoints_are_refused_on_every_rank(recipe, world_size, hid
             step(state, BATCH)
 
     simulate(run, world_size=world_size)
+
+
+def test_a_reentrant_checkpoint_that_comes_later_is_refused_by_the_step_after_it():
+    """A gradient that is no longer there has the graph looked at again."""
+    model = ours.regression_model()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), plan)
+    state, _ = step(state, BATCH)
+    forward = model[0].forward
+
+    def again(inputs):
+        return checkpoint(forward, inputs.clone().requires_grad_(), use_reentrant=True)
+
+    model[0].forward = again
+    state, _ = step(state, BATCH)
+    with pytest.raises(ValueError, match="use_reentrant"):
+        step(state, BATCH)
 
 
 def test_an_empty_part_does_not_stand_for_the_graphs_to_come():

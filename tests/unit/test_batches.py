@@ -50,28 +50,46 @@ def flat(batch):
 
 @given(num_samples=st.integers(1, 12), num_parts=st.integers(1, 20))
 def test_strings_as_torch_collates_them_go_with_their_samples(num_samples, num_parts):
-    """One of a sample is a tuple, two beside each other are a list of tuples, in a dict it is a list."""
+    """One of a sample is a tuple, several beside each other are a list of tuples, in a dict it is a list."""
+    several = (f"{num_samples}",) * (num_samples + 1)
     samples = [
-        (torch.tensor(i), f"{i}", (f"{i}", f"{i}"), [f"{i}", f"{i}", f"{i}"], {"name": f"{i}"})
+        (torch.tensor(i), f"{i}", tuple(f"{i}" for _ in several), {"name": f"{i}"})
         for i in range(num_samples)
     ]
     for part in split_batch(default_collate(samples), num_parts):
-        numbers, names, pairs, triples, deep = part
+        numbers, names, columns, deep = part
         expected = [str(number) for number in numbers.tolist()]
-        for column in (names, *pairs, *triples, deep["name"]):
+        for column in (names, *columns, deep["name"]):
             assert list(column) == expected
-        assert (type(names), len(pairs), len(triples)) == (tuple, 2, 3)
+        assert (type(names), len(columns)) == (tuple, num_samples + 1)
 
 
-@pytest.mark.parametrize("kind", [tuple, list])
 @pytest.mark.parametrize(
     "items",
     [[1, 2, 3, 4], [None] * 4, [{"id": i} for i in range(4)], [["a"] * i for i in (1, 2, 3, 5)]],
     ids=["numbers", "nothing", "dicts", "words"],
 )
-def test_one_non_tensor_a_sample_is_cut_whatever_it_is(kind, items):
-    parts = split_batch((torch.arange(4), kind(items)), 2)
-    assert [part[1] for part in parts] == [kind(items[:2]), kind(items[2:])]
+def test_a_list_of_one_non_tensor_a_sample_is_cut_whatever_it_is(items):
+    parts = split_batch((torch.arange(4), items), 2)
+    assert [part[1] for part in parts] == [items[:2], items[2:]]
+
+
+@pytest.mark.parametrize("settings", [(224, 224), (None, "text"), (["a"], ["b"])], ids=str)
+def test_a_tuple_of_anything_but_texts_goes_to_every_part(settings):
+    parts = split_batch({"inputs": torch.arange(2), "settings": settings}, 2)
+    assert [part["settings"] for part in parts] == [settings, settings]
+
+
+@pytest.mark.parametrize("num_samples", [2, 3])
+def test_as_many_tuples_as_texts_in_each_and_samples_are_refused_where_they_are_cut(num_samples):
+    """Torch's collate makes a tuple a field of it, one of a user's may make one a sample."""
+    captions = [tuple(f"{i}-{j}" for j in range(num_samples)) for i in range(num_samples)]
+    batch = (torch.arange(num_samples), captions)
+    assert split_batch(batch, 1)[0][1] == captions
+    with pytest.raises(
+        ValueError, match=f"not be open to two readings, got a list of {num_samples}"
+    ):
+        split_batch(batch, 2)
 
 
 @pytest.mark.parametrize("num_samples", [2, 3])

@@ -217,3 +217,34 @@ def test_large_counts_are_no_gradients_to_overflow(dtype, world_size, recipe):
         for name, value in expected.items():
             error = (found[name].double() - value).abs().max()
             assert error <= 4 * torch.finfo(dtype).eps  # of values below 1, a few roundings
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_step_without_a_loss_scale_goes_with_one_that_has_one_on_one_state(num_microbatches):
+    """As of a GAN: the state has the scale of the second, whatever the first was built with."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(10, 4, generator=generator)
+    batch = inputs, inputs.sum(1, keepdim=True)
+    scaled = af.compose(af.wrap_ddp(), af.with_amp("fp16", init_scale=2.0**10))
+
+    def run(state):
+        part = tuple(each.tensor_split(state.world_size)[state.rank] for each in batch)
+        steps, found = [], {}
+        for recipe in (af.wrap_ddp(), scaled):
+            model = torch.nn.Linear(4, 1)
+            torch.nn.init.constant_(model.weight, 0.25)
+            torch.nn.init.zeros_(model.bias)
+            plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+            recipe = af.compose(recipe, af.accumulate(num_microbatches))
+            state, step = af.build(state, recipe(plan))
+            steps.append(step)
+        for _ in range(3):
+            for index, step in enumerate(steps):
+                state, report = step(state, part)
+                found[f"loss {index}"] = report.loss
+        return {**steps[0].plan.model.state_dict(), "loss": found["loss 0"]}
+
+    [alone] = simulate(run, world_size=1)
+    for world_size in (2, 3):
+        for found in simulate(run, world_size=world_size):
+            ours.assert_close(found, alone, rtol=1e-5, atol=1e-6)  # of float32

@@ -185,6 +185,16 @@ def shared(num_samples=40, batch_size=4, *, seed=0, generator=None, **options):
     return af.shard_loader(loader, af.DistState(seed=seed))
 
 
+def test_a_tensor_of_one_element_is_saved_whatever_its_stride(tmp_path):
+    model = ours.regression_model()
+    model.register_buffer("first", torch.arange(6.0).reshape(2, 3)[1:, 1])
+    state, step = make(model=model)
+    af.save(tmp_path, state, step)
+    model.first.zero_()
+    af.load(tmp_path, state, step)
+    assert model.first.tolist() == [4.0]
+
+
 def test_other_slots_are_told_since_they_decide_the_bits(tmp_path):
     state, step = make(recipe=af.reproducible(4))
     af.save(tmp_path, state, step)

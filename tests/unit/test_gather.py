@@ -402,3 +402,10 @@ def test_row_15_unequal_shapes_are_an_error_on_every_rank_or_arrive_as_they_are(
 
     for found in simulate(run, world_size=2):
         assert_same(found, [{"x": torch.full((2, 1 + rank), rank)} for rank in range(2)])
+
+
+def test_a_column_of_any_number_of_rows_is_gathered():
+    """Torch calls one of a single row, or of none, contiguous, whatever lies between its rows."""
+    logits = torch.arange(6.0).reshape(2, 3)
+    found = simulate(lambda state: af.gather(logits[: 2 - state.rank, 0], state), world_size=3)
+    assert [each.tolist() for each in found] == [[0.0, 3.0, 0.0]] * 3
