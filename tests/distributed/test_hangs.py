@@ -178,8 +178,8 @@ def assert_tells(end, *texts):
 @of("gather_on_one")
 def test_a_collective_on_one_rank_is_reported_by_all_with_its_shapes_and_lines(ended):
     ranks, place = ended
-    waits = f"in collective 4, gather of float32 [5, 3], int64 [5], at {place('# alone')}"
-    works = f"at {place('# elsewhere')}; last collective 3, barrier, at {place('af.barrier')}"
+    waits = f"in collective 6, gather of float32 [5, 3], int64 [5], at {place('# alone')}"
+    works = f"at {place('# elsewhere')}; last collective 5, barrier, at {place('af.barrier')}"
     assert_reports(ranks, f"  rank 0: {waits}\n", f"  rank 1: {works}\n")
     assert "gather has waited for longer than timeout_s=3\n" in ranks[0].stderr
     assert "another rank has waited for too long\n" in ranks[1].stderr
@@ -192,7 +192,7 @@ def test_a_collective_on_one_rank_is_reported_by_all_with_its_shapes_and_lines(e
 def test_a_step_on_one_rank_is_reported_by_all_with_its_number_and_phase(ended):
     ranks, place = ended
     at = place("# steps")
-    last = f"last collective 4, step, at {at}"
+    last = f"last collective 6, step, at {at}"
     assert_reports(
         ranks,
         f"  rank 0: at {at}; in step 4, backward; {last}\n",
@@ -206,10 +206,10 @@ def test_a_step_on_one_rank_is_reported_by_all_with_its_number_and_phase(ended):
 @of("four_steps_against_three_and_an_evaluation")
 def test_numbers_of_another_collective_are_never_taken_for_gradients(ended):
     ranks, place = ended
-    evaluates = f"in collective 5, step of float64 [2], at {place('# evaluates')}"
+    evaluates = f"in collective 7, step of float64 [2], at {place('# evaluates')}"
     assert_reports(
         ranks,
-        f"  rank 0: at {place('# steps')}; in step 4, backward; last collective 4, step, ",
+        f"  rank 0: at {place('# steps')}; in step 4, backward; last collective 6, step, ",
         f"  rank 1: {evaluates}; last step 3, at {place('# steps')}\n",
     )
     assert len(ranks[1].stdout.splitlines()) == 1  # the mark alone
@@ -222,8 +222,8 @@ def test_a_rank_that_has_left_is_named_with_its_last_step(ended):
     at = place("# steps")
     assert_tells(
         waits,
-        f"  rank 0: at {at}; in step 4, backward; last collective 4, step, at {at}\n",
-        f"  rank 1: has left; last step 3, at {at}; last collective 4, step, at {at}\n",
+        f"  rank 0: at {at}; in step 4, backward; last collective 6, step, at {at}\n",
+        f"  rank 1: has left; last step 3, at {at}; last collective 6, step, at {at}\n",
     )
 
 
@@ -241,8 +241,8 @@ def test_a_collective_that_a_rank_has_left_alone_is_told_by_its_line(ended):
     assert (left.exit_code, left.stderr) == (0, "")
     assert_tells(
         waits,
-        f"  rank 0: in collective 4, gather of float32 [5, 3], at {place('# alone')}\n",
-        f"  rank 1: has left; last collective 3, barrier, at {place('af.barrier')}\n",
+        f"  rank 0: in collective 6, gather of float32 [5, 3], at {place('# alone')}\n",
+        f"  rank 1: has left; last collective 5, barrier, at {place('af.barrier')}\n",
     )
 
 
@@ -279,15 +279,15 @@ def test_where_a_rank_raises_the_others_tell_its_error_and_their_own_line(ended)
     assert "ValueError: of rank 1 alone\n" in raised.stderr
     assert_tells(
         waits,
-        f"  rank 0: in collective 4, barrier, at {place('# waits')}\n",
-        "  rank 1: has left by ValueError: of rank 1 alone; last collective 3, barrier, at ",
+        f"  rank 0: in collective 6, barrier, at {place('# waits')}\n",
+        "  rank 1: has left by ValueError: of rank 1 alone; last collective 5, barrier, at ",
     )
 
 
 @of("an_exception_on_one_that_stays")
 def test_a_rank_that_cannot_end_after_its_error_is_ended(ended):
     ranks, place = ended
-    assert_reports(ranks, f"  rank 0: in collective 4, barrier, at {place('# waits')}\n")
+    assert_reports(ranks, f"  rank 0: in collective 6, barrier, at {place('# waits')}\n")
     assert in_stack(place("# raises")) in ranks[1].stderr
 
 
@@ -308,7 +308,7 @@ def test_a_crash_in_native_code_shows_the_line_that_called_it(ended):
     assert f'File "{path}", line {rest.split()[0]} in <module>' in crashed.stderr
     assert_tells(
         waits,
-        f"  rank 0: in collective 4, barrier, at {place('# waits')}\n",
+        f"  rank 0: in collective 6, barrier, at {place('# waits')}\n",
         "  rank 1: no word; killed, or on the way here\n",
     )
 
@@ -316,7 +316,7 @@ def test_a_crash_in_native_code_shows_the_line_that_called_it(ended):
 @of("a_wait_that_no_backend_ends")
 def test_a_wait_that_no_backend_ends_is_ended_all_the_same(ended):
     ranks, place = ended
-    waits = f"in collective 4, gather of float32 [4, 3], at {place('# enters')}"
+    waits = f"in collective 6, gather of float32 [4, 3], at {place('# enters')}"
     assert_reports(ranks, f"  rank 0: {waits}\n", f"  rank 1: at {place('# elsewhere')}; last ")
     assert in_stack(place("# waits")) in ranks[0].stderr
 
