@@ -118,8 +118,10 @@ def save(
         share = _share(state, contents, extras)
         if not wait:
             background = notes.setdefault("background", Background())
-            lock = notes.get("lock")
-            writing = all_or_none(lambda: background.copy(share, draft, state, lock), state, "save")
+            locks = notes.get("locks")
+            writing = all_or_none(
+                lambda: background.copy(share, draft, state, locks), state, "save"
+            )
             background.start(writing)
             return draft.final
         mine = all_or_none(lambda: share.write(draft.path), state, "save")
@@ -159,9 +161,9 @@ def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:
         if not home.is_dir():
             home.mkdir(parents=True, exist_ok=True)
             sync(home.parent)
-        lock = notes.get("lock")
-        if lock is None or not lock.holds(home):
-            notes["lock"] = FolderLock(home)
+        locks, real = notes.setdefault("locks", {}), home.resolve()
+        if real not in locks or not locks[real].holds(home):
+            locks[real] = FolderLock(home)
         tidy(home)
         draft.path.mkdir()
     except OSError as error:

@@ -643,6 +643,18 @@ def test_two_programs_of_one_process_are_two_runs(tmp_path, monkeypatch):
     run(tmp_path, 2)
 
 
+def test_a_run_holds_each_folder_that_it_saves_to(tmp_path, monkeypatch):
+    """One is often of the last checkpoints, another of the best."""
+    monkeypatch.setattr(_locking, "_TRIES", 1)
+    saver = run(tmp_path / "last", 1)
+    run(tmp_path / "best", 1, saver=saver)
+    (tmp_path / "link").symlink_to("last")
+    run(tmp_path / "link", 1, saver=saver)
+    for folder in ("last", "best"):
+        with pytest.raises(CheckpointError, match="by one run at a time"):
+            run(tmp_path / folder, 2)
+
+
 # What stays.
 
 
