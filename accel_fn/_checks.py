@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from accel_fn._apart import Parting
 from accel_fn._errors import PlanError
 from accel_fn._plan import Asked, Plan, describe, slot_names
 from accel_fn._state import DistState
@@ -89,6 +90,8 @@ def _check_world(state: DistState, plan: Plan) -> None:
             f"build: plan must average gradients over the {state.world_size} ranks, got nothing that "
             "does; add wrap_ddp()"
         )
+    if state.world_size > 1 and not any(isinstance(each, Parting) for each in plan.own_parameters):
+        check_row_norms(plan.model)
     options: dict[str, Any] = (
         getattr(plan.own_parameters[0], "keywords", {}) if plan.own_parameters else {}
     )
@@ -97,6 +100,17 @@ def _check_world(state: DistState, plan: Plan) -> None:
             "build: wrap_ddp(static_graph=True) must not be combined with accumulate, whose first "
             "micro-batches DDP does not see; leave out one"
         )
+
+
+def check_row_norms(model: nn.Module) -> None:
+    """Refuse tables whose forward writes to their weight: each rank would, to the rows of its own samples."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise PlanError(
+                "build: model must not write to parameters in its forward, which on each rank is that of "
+                f"other samples, got {name or 'the model'}, of max_norm={module.max_norm}; leave it out, "
+                "and let torch.renorm bound the rows that were looked up"
+            )
 
 
 def check_precision(state: DistState, model: nn.Module) -> None:

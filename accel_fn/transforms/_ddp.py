@@ -55,7 +55,8 @@ def wrap_ddp(
 
     Raises:
         ValueError: an option that DDP does not have, or that comes from the state;
-            in `build`, `sync_batchnorm` on CPUs.
+            in `build`, `sync_batchnorm` on CPUs; in a world of several, an `nn.Embedding` with
+            a `max_norm`.
 
     Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
     the last backward. On an accelerator, with a `comm_hook` or with float16, also two

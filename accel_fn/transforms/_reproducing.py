@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from accel_fn import _comm
+from accel_fn._checks import check_row_norms
 from accel_fn._errors import ArgumentError, PlanError, check_count, message
 from accel_fn._halving import Fitting
 from accel_fn._plan import Asked, Plan, Transform
@@ -39,9 +40,9 @@ def reproducible(num_slots: int = 8) -> Transform:
     Raises:
         ValueError: `num_slots` is no power of two. In `build`, on every rank: the number of
             ranks does not divide it; a BatchNorm or InstanceNorm takes running statistics; an
-            `nn.Embedding` has sparse gradients; `accumulate("auto")` or `compiled(scope="step")`.
-            From the step, on every rank: `num_slots` does not divide the samples of a batch; the
-            forward of the first one changes a buffer that is saved with the model.
+            `nn.Embedding` has sparse gradients or a `max_norm`; `accumulate("auto")` or
+            `compiled(scope="step")`. From the step, on every rank: `num_slots` does not divide the
+            samples of a batch; the forward of the first one changes a buffer that is saved with the model.
 
     Cost: a forward and backward a slot; memory for log2(slots of a rank) gradients more. In a
     world of several, two small collectives on the host before the first forward, and after the last
@@ -70,6 +71,7 @@ class Slotting(Asked):
                 f"num_slots, a power of two, got {state.world_size} ranks"
             )
         check_tracking(tracking_modules(plan.model), "build")
+        check_row_norms(plan.model)
         for name, module in plan.model.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 rule, repair = "have dense gradients", "use sparse=False"

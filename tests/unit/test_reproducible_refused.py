@@ -177,6 +177,43 @@ def test_sparse_gradients_are_named():
     )
 
 
+def bounded(kind):
+    """A table whose forward shortens rows of its weight: on a rank those of its own samples."""
+    return nn.Sequential(nn.Sequential(kind(5, 3, max_norm=1.0)), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [
+        (af.reproducible(), 1),
+        (af.reproducible(), 2),
+        (af.wrap_ddp(), 2),
+        (af.wrap_fsdp(), 2),
+        (af.compose(af.wrap_ddp(), af.accumulate(2)), 2),
+    ],
+    ids=["reproducible alone", "reproducible", "wrap_ddp", "wrap_fsdp", "accumulate"],
+)
+def test_a_table_whose_forward_writes_to_its_weight_is_named(recipe, world_size, kind):
+    assert refused(recipe, world_size, lambda: bounded(kind)) == (
+        "build: model must not write to parameters in its forward, which on each rank is that of other "
+        "samples, got 0.0, of max_norm=1.0; leave it out, and let torch.renorm bound the rows that were "
+        "looked up"
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [(af.accumulate(2), 1), (af.wrap_ddp(), 1), (af.wrap_fsdp(), 1), (af.local_sgd(2), 2)],
+    ids=["accumulate", "wrap_ddp", "wrap_fsdp", "local_sgd"],
+)
+def test_where_a_rank_trains_alone_such_a_table_is_fine(recipe, world_size):
+    simulate(
+        lambda state: af.build(state, recipe(make_plan(bounded(nn.Embedding)))),
+        world_size=world_size,
+    )
+
+
 @pytest.mark.parametrize(
     ("num_slots", "sizes", "got"),
     [
