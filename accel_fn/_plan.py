@@ -161,7 +161,8 @@ class Kept(partial[Any]):
     `build` calls it as `(state, plan) -> function` once parameters are what they will be, so
     every step has its own. If the function has `state_dict` and `load_state_dict`,
     checkpoints hold what it keeps. If it has `check_saved`, `save` asks it first: it
-    raises, on every rank alike, where there is nothing that could be saved.
+    raises, on every rank alike, where there is nothing that could be saved. So does `load`, where it
+    has `check_loaded`.
 
     >>> import accel_fn as af
     >>> from dataclasses import replace

@@ -20,7 +20,7 @@ from accel_fn._errors import ArgumentTypeError, CheckpointError, check_folder, m
 from accel_fn._shards import is_sharded, shard_like
 from accel_fn._state import DistState, LossScale
 from accel_fn._step import Step
-from accel_fn.checkpoint._checking import check_same
+from accel_fn.checkpoint._checking import ask_plan, check_same
 from accel_fn.checkpoint._comparing import listed
 from accel_fn.checkpoint._contents import load_optimizer
 from accel_fn.checkpoint._plain import from_plain
@@ -113,6 +113,7 @@ def _read(
     path = Path(check_folder("load_accelerate", folder))
     if not isinstance(step, Step):
         raise ArgumentTypeError(message("load_accelerate", "step", "be a Step", step))
+    ask_plan(step.plan, "check_loaded")
     for each in schedulers:
         if not hasattr(each, "load_state_dict"):
             rule = "have load_state_dict"

@@ -57,10 +57,10 @@ def check_at(at: str | int, function: str) -> None:
         raise ArgumentTypeError(message(function, "at", rule, at, repair))
 
 
-def ask_plan(plan: Plan) -> None:
-    """Let what keeps something refuse to be saved just now."""
+def ask_plan(plan: Plan, question: str) -> None:
+    """Let what keeps something refuse to be saved, or loaded, just now: by its method of that name."""
     for part in (part for slot in slot_names() for part in getattr(plan, slot)):
-        refuse = getattr(part, "check_saved", None)
+        refuse = getattr(part, question, None)
         if refuse is not None:
             refuse()
 

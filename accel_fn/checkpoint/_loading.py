@@ -17,6 +17,7 @@ from accel_fn._state import DistState
 from accel_fn._step import Step
 from accel_fn.checkpoint._background import finish_writing
 from accel_fn.checkpoint._checking import (
+    ask_plan,
     check_at,
     check_extras,
     check_same,
@@ -151,6 +152,8 @@ def _check(
     check_extras(extras, "load")
     check_at(at, "load")
     check_flag("load", "strict", strict)
+    for each in steps.values():
+        ask_plan(each.plan, "check_loaded")
 
 
 def _choose(folder: Path, at: str | int) -> Path:

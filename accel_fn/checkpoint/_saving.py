@@ -149,7 +149,7 @@ def _check(
     check_flag("save", "wait", wait)
     check_extras(extras, "save")
     for each in steps.values():
-        ask_plan(each.plan)
+        ask_plan(each.plan, "check_saved")
     return home, contents_of(steps)
 
 

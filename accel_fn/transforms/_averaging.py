@@ -101,10 +101,11 @@ class Built(Protocol):
 
 @contextmanager
 def averaged(step: Built) -> Iterator[None]:
-    """Within it, the model's parameters are their average: to evaluate, or to save them.
+    """Within it, the model's parameters are their average: to evaluate, or for `save_model`.
 
-    Buffers stay the model's own, and what is done to them within is undone. For running
-    statistics of the averaged model, let `torch.optim.swa_utils.update_bn` run within.
+    A step, `save` and `load` are refused within. Buffers stay the model's own, and what is done to
+    them within is undone. For running statistics of the averaged model, let
+    `torch.optim.swa_utils.update_bn` run within.
 
     Args:
         step: of a plan with `average`.
@@ -203,6 +204,19 @@ class Average:
         finally:
             _copy(kept, there)
             self._is_shown = False
+
+    def check_saved(self) -> None:
+        """Refuse to save the means as the parameters."""
+        self._check_own("save")
+
+    def check_loaded(self) -> None:
+        """Refuse to load what would be undone afterwards."""
+        self._check_own("load")
+
+    def _check_own(self, function: str) -> None:
+        if self._is_shown:
+            rule = "have its own parameters, got those of averaged(step)"
+            raise StateError(f"{function}: step must {rule}; call it before or after")
 
     def state_dict(self) -> dict[str, Any]:
         """What goes into checkpoints."""

@@ -1,7 +1,7 @@
 """The average of the parameters: what torch's own gives, untouched by skipped updates, equal on all ranks."""
 
 import copy
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -188,6 +188,43 @@ def test_a_step_within_is_refused():
     state, step = make(af.average(0.5))
     with af.averaged(step), pytest.raises(ValueError, match="must not be stepped within averaged"):
         step(state, BATCH)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_saving_the_run_within_is_refused_on_all_ranks(tmp_path, wait):
+    """Also where one rank alone is within."""
+
+    def run(state):
+        state, step = make(af.compose(af.wrap_ddp(), af.average(0.5)), state)
+        with (
+            af.averaged(step) if state.rank else nullcontext(),
+            pytest.raises(af.AccelError) as told,
+        ):
+            af.save(tmp_path, state, step, wait=wait)
+        return str(told.value)
+
+    first, second = simulate(run, world_size=2)
+    assert first.startswith("save: ")
+    assert second == (
+        "save: step must have its own parameters, got those of averaged(step); call it before or after"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+LOADS = {
+    "load": lambda folder, state, step: af.load(folder, state, step),
+    "load_accelerate": lambda folder, state, step: af.load_accelerate(folder, step, state),
+}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_loading_a_run_within_is_refused_before_anything_is_read(tmp_path, load):
+    state, step = make(af.average(0.5))
+    with (
+        af.averaged(step),
+        pytest.raises(ValueError, match="load: step must have its own parameters, got those of"),
+    ):
+        load(tmp_path, state, step)
 
 
 def test_showing_it_twice_is_refused():
