@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -15,6 +15,11 @@ from accel_fn._grads import Grads
 from accel_fn._plan import Plan, describe, slot_names
 from accel_fn._shards import local, place_of
 from accel_fn._state import DistState
+
+_PIECE, _PIECE_ON_HOST = 2**22, 2**16
+"""So many words at a time: many for few kernels, few on the host for its cache."""
+_MIXING = 6364136223846793005
+"""An odd number that looks like a random one: Knuth's for MMIX."""
 
 
 def check_same_plan(state: DistState, plan: Plan) -> None:
@@ -94,17 +99,42 @@ def check_same(tensors: Mapping[str, Tensor | None], state: DistState, words: st
 
 
 def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Of each, a sum over the bits that this rank holds: equal tensors give equal sums."""
+    """Of each, 64 bits that follow from the bits that this rank holds and from their places.
+
+    Equal tensors give equal ones, others all but never.
+    """
     nothing = torch.zeros((), dtype=torch.int64)
-    sums = [nothing if each is None else _sum(local(each)) for each in tensors]
-    if len({each.device for each in sums}) > 1:
-        sums = [each.cpu() for each in sums]
-    found: list[int] = torch.stack(sums).tolist()
-    return found
+    factors: dict[torch.device, Tensor] = {}
+    found = [nothing if each is None else _fingerprint(local(each), factors) for each in tensors]
+    if len({each.device for each in found}) > 1:
+        found = [each.cpu() for each in found]
+    told: list[int] = torch.stack(found).tolist()
+    return told
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    dense = tensor.coalesce().values() if tensor.is_sparse else tensor
-    dense = torch.view_as_real(dense) if dense.is_complex() else dense
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.element_size()]
-    return dense.contiguous().view(bits).sum(dtype=torch.int64)
+def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
+    """The sum of its words of bits, each times a number of its place: in pieces, since that takes memory."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        values, places = (
+            _fingerprint(each, factors) for each in (tensor.values(), tensor.indices())
+        )
+        return values * _MIXING + places
+    dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    # Words of 32 bits at most: of 64, two signs that change places would move the sum by 2**64, which is 0.
+    bits = {1: torch.int8, 2: torch.int16}.get(dense.element_size(), torch.int32)
+    words = dense.reshape(-1).view(bits)
+    if words.device not in factors:
+        factors[words.device] = _factors(words.device)
+    of_places = factors[words.device]
+    first, *others = (
+        (piece * of_places[: len(piece)]).sum() for piece in torch.split(words, len(of_places))
+    )
+    return reduce(lambda total, each: total * _MIXING + each, others, first)
+
+
+def _factors(device: torch.device) -> Tensor:
+    """Of the places in a piece: odd, and not linear in them, since 0 and 3 would then be 1 and 2."""
+    size = _PIECE_ON_HOST if device.type == "cpu" else _PIECE
+    mixed = torch.arange(size, device=device) * _MIXING
+    return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

@@ -11,7 +11,7 @@ from accel_fn._state import DistState
 
 
 def check_replicas(every: int) -> Transform:
-    """Compare the parameters over the ranks, every so many steps, bit for bit.
+    """Compare the parameters over the ranks, every so many steps: a fingerprint of all bits and their places.
 
     Replicas drift apart where something changes them on one rank alone: a loss that writes
     to parameters, random numbers by rank, memory that fails. Nothing else would tell. Under

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accel_fn as af
+from accel_fn import _replicas
 from accel_fn._shards import local
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
@@ -68,6 +69,54 @@ def test_where_all_is_well_nothing_changes_by_a_bit(batches, world_size):
     found = ours.trained(ours.regression_model(), parts, watched)
     for (_, actual), (_, parameters) in zip(found, expected, strict=True):
         ours.assert_identical(actual, parameters)
+
+
+def test_rows_in_other_places_are_told():
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=0.0))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), af.check_replicas(1))(plan))
+        if state.rank:
+            with torch.no_grad():
+                model[0].weight.copy_(model[0].weight.flip(0).clone())
+        with pytest.raises(RuntimeError, match=r"at step 1, 0\.weight differs on rank 1;"):
+            step(state, BATCH)
+
+    simulate(run, world_size=2)
+
+
+def signs(*places, dtype, size=12):
+    ones = torch.ones(size, dtype=dtype)
+    ones[list(places)] = -1
+    return ones
+
+
+MOVED = {
+    "float64": (signs(1, dtype=torch.float64), signs(2, dtype=torch.float64)),
+    "complex64": (signs(1, dtype=torch.complex64), signs(2, dtype=torch.complex64)),
+    "float16": (signs(0, dtype=torch.float16), signs(11, dtype=torch.float16)),
+    "int8": (signs(3, dtype=torch.int8), signs(5, dtype=torch.int8)),
+    "two for two": (signs(0, 3, dtype=torch.float32), signs(1, 2, dtype=torch.float32)),
+    "piece for piece": (
+        signs(*range(4), dtype=torch.float32),
+        signs(*range(4, 8), dtype=torch.float32),
+    ),
+    "sparse": (torch.tensor([1.0, 0.0]).to_sparse(), torch.tensor([0.0, 1.0]).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("pair", MOVED.values(), ids=MOVED)
+def test_numbers_in_other_places_have_another_fingerprint(pair, monkeypatch):
+    monkeypatch.setattr(_replicas, "_PIECE_ON_HOST", 4)
+    first, second = _replicas.fingerprints(pair)
+    assert first != second
+    assert [first, second] == _replicas.fingerprints([each.clone() for each in pair])
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(()), torch.ones(0, 3), torch.ones(3, 2).T])
+def test_a_tensor_of_any_shape_has_a_fingerprint(tensor):
+    first, second = _replicas.fingerprints([tensor, tensor.clone()])
+    assert first == second
 
 
 def test_groups_of_shards_are_compared_shard_by_shard():
