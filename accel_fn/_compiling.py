@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +24,15 @@ def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., A
     """`torch.compile(fn, **settings)`, whose graphs are counted apart from those of any other."""
     compiled: Callable[..., Any] = torch.compile(_with_own_code(fn), **settings)
     return compiled
+
+
+def options_of(mode: str) -> dict[str, Any]:
+    """A mode of `torch.compile` as options for it, with a pass that keeps torch from an error."""
+    options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
+    if torch._inductor.config.post_grad_custom_pre_pass is None:  # else the user's
+        addends = import_module("accel_fn._addends")  # which imports the compiler
+        options["post_grad_custom_pre_pass"] = addends.Addends()
+    return options
 
 
 def without_clock() -> AbstractContextManager[Any]:
@@ -47,7 +57,7 @@ def compile_in_place(
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    compiled = compile_function(call, mode=mode, **settings)
+    compiled = compile_function(call, **_settings(mode, **settings))
     if outermost:
         compiled = keep_outputs(compiled, mode)
     for module in modules:
@@ -64,8 +74,15 @@ def compile_inside(compile_loss: Sequence[Callable[..., Any]]) -> Callable[..., 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    settings = [each.keywords for each in compile_loss if isinstance(each, Compiled)]
-    return compile_function(call, **settings[0]) if settings else call
+    for each in compile_loss:
+        if isinstance(each, Compiled):
+            return compile_function(call, **_settings(**each.keywords))
+    return call
+
+
+def _settings(mode: str, **others: Any) -> dict[str, Any]:
+    """For `torch.compile`."""
+    return {"options": options_of(mode), **others}
 
 
 def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
