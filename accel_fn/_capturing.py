@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from accel_fn._compiling import compile_function, reason_of
 from accel_fn._errors import LossError, PlanError
+from accel_fn._factoring import Factored
 
 Memory = dict[str, Any]
 Group = dict[str, Any]
@@ -45,6 +47,8 @@ class Captured:
         """Learning rates of the groups: as numbers, a change of them would take another graph."""
         self._seen: list[Group] = [{} for _ in groups]
         self._settings: list[Group] = [{} for _ in groups]
+        self._around: AbstractContextManager[Any] = nullcontext()
+        """What the optimizer's step runs in."""
 
     def settings(self) -> list[Group]:
         """The hyperparameters of the groups as they are now, but for the learning rates.
@@ -61,10 +65,13 @@ class Captured:
         for name, value in group.items():
             if name in seen and seen[name] is value:
                 continue
+            moves = name in seen and seen[name] != value
             seen[name] = value
             if name == "lr" and isinstance(value, float | int):
                 self.rates[index] = value
             elif name != "params":
+                if moves:
+                    self._around = Factored()  # from now on its values are inputs of the graph
                 settings[name] = _IN_A_GRAPH.get(name, value)
 
     def memory(self) -> list[Memory]:
@@ -103,7 +110,8 @@ class Captured:
                     members.append(parameter)
                     reached.append((parameter, parameter.clone(), held, memory[number]))
             running.param_groups.append({"lr": rate, **group, "params": members})
-        running.step()
+        with self._around:
+            running.step()
         for parameter, old, held, remembered in reached:
             parameter.grad = None
             if ok is not None:

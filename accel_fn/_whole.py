@@ -83,6 +83,13 @@ class Whole:
             held.settle()
             with without_clock():
                 return self.run(*inputs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise LossError(
+                'step: compiled(scope="step") must make do with the '
+                f"{torch._dynamo.config.recompile_limit} graphs that torch keeps of a function, got what "
+                "needs one more: another batch size, or another setting of the optimizer or of the "
+                'model; use dynamic=True, batches of one size, or scope="loss"'
+            ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             raise LossError(
                 'step: compiled(scope="step") must hold the step in one graph, got '

@@ -1,6 +1,7 @@
 """compiled: what it computes, how many graphs it takes, what it leaves alone, and what it refuses."""
 
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -393,6 +394,45 @@ def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
     state, step, _ = run(plan, make_batches(4, 4))
     with pytest.raises(ValueError, match="loss_fn reaches a parameter that it did not at first"):
         step(state, make_batches(5)[0])
+
+
+@needs_compiler
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+        pytest.param(functools.partial(torch.optim.Adam, weight_decay=0.1), marks=pytest.mark.slow),
+        pytest.param(torch.optim.Adamax, marks=pytest.mark.slow),
+    ],
+    ids=["nesterov", "adam", "adamax"],
+)
+def test_a_schedule_that_moves_more_than_the_rate_takes_one_graph_more(optimizer):
+    """OneCycleLR gives a momentum, or the first beta, another value at every update."""
+    ends, batches = [], make_batches(*[8] * 12)
+    for recipe in (af.compose(), af.compiled(scope="step")):
+        plan = recipe(make_plan(optimizer=lambda p: optimizer(p, lr=0.01)))
+        cycle = torch.optim.lr_scheduler.OneCycleLR(plan.optimizer, 0.1, total_steps=13)
+        state, step = af.build(af.DistState(), af.schedule(cycle)(plan))
+        graphs = num_graphs()
+        for batch in batches:
+            state, _ = step(state, batch)
+        ends.append(plan.model.state_dict())
+    assert num_graphs() - graphs == 2
+    ours.assert_close(ends[1], ends[0])
+
+
+@needs_compiler
+@pytest.mark.usefixtures("forgetful")
+def test_more_graphs_than_torch_keeps_are_an_error_that_says_so():
+    plan = af.compiled(scope="step", dynamic=False)(make_plan(optimizer=plain_sgd))
+    text = (
+        r"make do with the 1 graphs .* another batch size.*; use dynamic=True, batches of one size"
+    )
+    with torch._dynamo.config.patch(recompile_limit=1):
+        state, step, _ = run(plan, make_batches(4))
+        with pytest.raises(ValueError, match=text):
+            step(state, make_batches(5)[0])
 
 
 @needs_compiler
