@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -133,9 +133,15 @@ class Writing:
             return
         failure = str(self._failure) or repr(self._failure)
         print(f"accel_fn: save: {self.draft.final} was not written: {failure}", file=sys.stderr)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
+        if __name__ not in vars(sys):  # which Python clears last of all
+            vars(sys)[__name__] = _ExitCode()
+
+
+class _ExitCode:
+    """Ends the process with exit code 1 where it is let go of: handlers have run, files are closed."""
+
+    def __del__(self, end: Callable[[int], None] = os._exit) -> None:
+        end(1)
 
 
 def _room_for(parts: Sequence[Part], room: Room) -> Room:

@@ -230,8 +230,8 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
     write = Share.write
 
     def late(share, draft):
-        if share.rank == 1:
-            time.sleep(1.5)
+        while share.rank == 1 and draft.exists():  # as long as rank 0 waits for it
+            time.sleep(0.01)
         return write(share, draft)
 
     monkeypatch.setattr(Share, "write", late)
@@ -270,6 +270,33 @@ def test_a_failure_that_no_later_call_tells_of_is_told_at_exit(tmp_path):
         assert "step_00000002 was not written" in rank.stderr
         assert "File too large" in rank.stderr
     assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+
+
+def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_code(tmp_path):
+    """Handlers of the user run, each once, and what is in open files is not lost."""
+    script = f"""
+        import atexit, sys
+        atexit.register(say, "first handler")
+        import accel_fn as af
+        from accel_fn.checkpoint._writing import Share
+        from tests.unit.test_saving_in_background import make
+        def full(share, draft):
+            raise OSError("full")
+        Share.write = full
+        runs = [make() for _ in range(2)]
+        for number, (state, step) in enumerate(runs):
+            af.save({str(tmp_path)!r} + f"/run{{number}}", state, step, wait=False)
+            step.notes["background"]._writing._thread.join()
+        atexit.register(say, "last handler")
+        sys.log = open({str(tmp_path / "log")!r}, "w")  # Python lets go of what is there
+        print("last line", file=sys.log)
+        print("last word")
+    """
+    (ended,) = run_worlds({"script": script}, tmp_path, num_processes=1)["script"]
+    assert ended.exit_code == 1
+    assert ended.stderr.count("step_00000000 was not written: full") == 2
+    assert sorted(ended.stdout.splitlines()) == ["first handler", "last handler", "last word"]
+    assert (tmp_path / "log").read_text() == "last line\n"
 
 
 def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
