@@ -146,6 +146,12 @@ def _without_views(_module: nn.Module, _inputs: object, output: Any) -> Any:
     return map_tensors(apart, output)
 
 
+def shards_alone(module: nn.Module) -> None:
+    """Have shards alone, where a call of the model outside of a step has left them whole for its backward."""
+    if isinstance(module, Sharded):
+        module.begin_anew()
+
+
 def loss_module_of(module: nn.Module) -> LossModule:
     """The user's loss, inside of what was made of it."""
     return next(each for each in module.modules() if isinstance(each, LossModule))

@@ -22,7 +22,7 @@ from accel_fn._grads import Grads
 from accel_fn._microbatches import cut_or_fail
 from accel_fn._plan import GradFn, Plan, Report, describe, with_kept
 from accel_fn._replicas import check_same_gradients, check_same_plan
-from accel_fn._sharding import Sharded, evened
+from accel_fn._sharding import Sharded, evened, shards_alone
 from accel_fn._state import DistState, check_state
 from accel_fn._tally import SummedTally, mean_loss
 from accel_fn._updating import apply_update, follow_parameters, follow_shards
@@ -141,6 +141,7 @@ class Step:
         """
         self._check_state(state)
         self._check_outcome(grads, report)
+        shards_alone(self._module)
         return self._update(state, grads, report)
 
     def _run(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:

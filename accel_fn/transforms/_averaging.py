@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_fn._echo import Echo
 from accel_fn._errors import (
@@ -21,6 +21,7 @@ from accel_fn._errors import (
     message,
 )
 from accel_fn._plan import AfterFn, OfReplicas, Plan, Report, Transform, describe
+from accel_fn._sharding import shards_alone
 from accel_fn._state import DistState
 
 RateFn = Callable[[int], float]
@@ -97,6 +98,8 @@ class Built(Protocol):
 
     @property
     def plan(self) -> Plan: ...
+    @property
+    def _module(self) -> nn.Module: ...
 
 
 @contextmanager
@@ -129,8 +132,12 @@ def averaged(step: Built) -> Iterator[None]:
         raise PlanError(
             f"averaged: step must have one average in its plan, got {len(found)}; add average(decay)"
         )
+    shards_alone(step._module)
     with found[0].shown():
-        yield
+        try:
+            yield
+        finally:
+            shards_alone(step._module)
 
 
 def moving_average(state: DistState, plan: Plan, *, rate: RateFn, num_warmup: int) -> AfterFn:
