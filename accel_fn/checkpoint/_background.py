@@ -49,8 +49,14 @@ class Background:
 
     def start(self, writing: Writing) -> None:
         """Have it written."""
-        self._writing = writing
         writing.start()
+        self._writing = writing
+
+    def drop(self) -> None:
+        """Wait for what was just started to come to nothing: another rank could not start its own."""
+        if self._writing is not None:
+            self._writing.finish()
+            self._writing = None
 
     def finish(self, state: DistState, function: str) -> None:
         """Wait for what is being written; where that failed on one rank, all raise."""

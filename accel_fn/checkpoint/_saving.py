@@ -122,7 +122,7 @@ def save(
             writing = all_or_none(
                 lambda: background.copy(share, draft, state, locks), state, "save"
             )
-            background.start(writing)
+            all_or_none(lambda: background.start(writing), state, "save")
             return draft.final
         mine = all_or_none(lambda: share.write(draft.path), state, "save")
         written = exchange(mine, state, "save")
@@ -130,6 +130,8 @@ def save(
     except BaseException:
         if state.is_main:
             draft.discard()
+        if "background" in notes:
+            notes["background"].drop()
         raise
     return draft.final
 

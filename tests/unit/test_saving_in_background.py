@@ -225,6 +225,30 @@ def test_a_rank_that_has_no_memory_for_a_copy_is_one_of_all_at_once(tmp_path, mo
     assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
 
 
+def test_a_rank_that_has_no_thread_is_one_of_all_at_once(tmp_path, monkeypatch):
+    start, left = threading.Thread.start, ["rank 1 "]
+
+    def failing(thread):
+        is_ours = thread.name == "accel_fn save"
+        if is_ours and left and threading.current_thread().name.startswith(left[0]):
+            left.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+
+    def run(state):
+        state, step = make(state)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            af.save(tmp_path, state, step, wait=False)
+        af.barrier(state)
+        af.save(tmp_path, state, step, wait=False)
+        af.load(tmp_path, state, step)
+
+    simulate(run, world_size=2)
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+
+
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(_telling, "_PATIENCE_S", 0.3)
     write = Share.write
@@ -320,16 +344,24 @@ def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
 def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
     """Rank 0 hears of it in a collective, while its thread waits for what that rank writes."""
     script = f"""
-        import os, signal
+        import os, signal, time
+        from pathlib import Path
         from tests.unit.test_saving_in_background import make
         from accel_fn.checkpoint import _telling
         from accel_fn.checkpoint._writing import Share
         import accel_fn as af
         _telling._PATIENCE_WITH_THE_DEAD_S = 0.1
         state, step = make(af.init(device="cpu", timeout_s=20))
+        through = Path({str(tmp_path / "through")!r})
+        def die(share, draft):
+            while not through.exists():  # save has its own collectives
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
         if state.rank == 1:
-            Share.write = lambda share, draft: os.kill(os.getpid(), signal.SIGKILL)
-        af.save({str(tmp_path)!r}, state, step, wait=False)
+            Share.write = die
+        af.save({str(tmp_path / "run")!r}, state, step, wait=False)
+        if state.rank == 0:
+            through.touch()
         while True:
             af.barrier(state)
     """
