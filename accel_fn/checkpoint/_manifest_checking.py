@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +61,32 @@ def _check_entry(name: str, entry: Entry, files: Mapping[str, FileMark]) -> None
         inside = _is_count(chunk.start, 0) and chunk.start + length <= files[chunk.file].size
         _hold(inside, place, chunk, f"in the {files[chunk.file].size} bytes of its file")
     num_held = sum(prod(chunk.sizes) for chunk in entry.chunks)
-    _hold(num_held >= prod(entry.shape), f"chunks of {name}", num_held, "all of its elements")
+    once = num_held == prod(entry.shape)
+    _hold(once, f"number of elements in chunks of {name}", num_held, "all of its elements once")
+    apart = _are_apart(entry.chunks)
+    _hold(apart, f"chunks of {name}", entry.chunks, "blocks that have no element in common")
+
+
+def _are_apart(chunks: Sequence[Chunk]) -> bool:
+    """Compared are those alone that reach each other along the axis on which most begin apart."""
+    blocks = [chunk for chunk in chunks if prod(chunk.sizes)]
+    if len(blocks) < 2:
+        return True
+    starts = [len(set(axis)) for axis in zip(*(block.offsets for block in blocks), strict=True)]
+    axis = starts.index(max(starts))
+    reaching: list[Chunk] = []
+    for block in sorted(blocks, key=lambda block: block.offsets[axis]):
+        start = block.offsets[axis]
+        reaching = [each for each in reaching if each.offsets[axis] + each.sizes[axis] > start]
+        if any(_meet(each, block) for each in reaching):
+            return False
+        reaching.append(block)
+    return True
+
+
+def _meet(one: Chunk, other: Chunk) -> bool:
+    spans = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(mine < its + width and its < mine + size for mine, size, its, width in spans)
 
 
 def _lies_in(chunk: Chunk, entry: Entry) -> bool:

@@ -261,6 +261,22 @@ def leads_away(body):
     body["files"]["../common.pt"] = body["files"]["common.pt"]
 
 
+def overlaps(body):
+    """Two halves of another tensor's size, both the first."""
+    (chunk,) = body["entries"]["model/0.weight"]["chunks"]
+    half = chunk | {"sizes": [2, 3], "length": 24}
+    body["entries"]["model/0.weight"]["chunks"] = [half, half]
+
+
+def overlaps_in_part(body):
+    (chunk,) = body["entries"]["model/0.weight"]["chunks"]
+    blocks = [([0, 0], [2, 2]), ([1, 1], [2, 2]), ([3, 0], [1, 3]), ([0, 2], [1, 1])]
+    body["entries"]["model/0.weight"]["chunks"] = [
+        chunk | {"offsets": offsets, "sizes": sizes, "length": 4 * sizes[0] * sizes[1]}
+        for offsets, sizes in blocks
+    ]
+
+
 CHUNK = ("entries", "model/0.weight", "chunks", 0)
 NOT_OF_THIS_VERSION = {
     "path": (leads_away, r"files='\.\./common\.pt', which must be names of files beside it"),
@@ -296,7 +312,18 @@ NOT_OF_THIS_VERSION = {
     "no dtype": (put("entries", "model/0.weight", "dtype", 3), "=3, which must be one of torch's"),
     "shape": (put("entries", "model/0.weight", "shape", [-4, 3]), "which must be integers >= 0"),
     "no shape": (put("entries", "model/0.weight", "shape", 4), "TypeError"),
-    "a hole": (put("entries", "model/0.weight", "chunks", []), "=0, which must be all of its elem"),
+    "a hole": (
+        put("entries", "model/0.weight", "chunks", []),
+        "=0, which must be all of its elements once",
+    ),
+    "twice": (
+        lambda body: body["entries"]["model/0.weight"]["chunks"].append(
+            body["entries"]["model/0.weight"]["chunks"][0]
+        ),
+        "=24, which must be all of its elements once",
+    ),
+    "an overlap": (overlaps, "which must be blocks that have no element in common"),
+    "a part in common": (overlaps_in_part, "which must be blocks that have no element in common"),
     "offset": (put(*CHUNK, "offsets", [1, 0]), r"which must be a block of \[4, 3\]"),
     "no offset": (put(*CHUNK, "offsets", []), r"which must be a block of \[4, 3\]"),
     "half": (put(*CHUNK, "sizes", [2.0, 3]), r"which must be a block of \[4, 3\]"),
