@@ -175,7 +175,7 @@ def kill_often(folder, num_kills, num_workers=0):
     return {"kills": kills, "while saving": while_saving, "worst": worst, "equal": found}
 
 
-def run_apart(folder, call):
+def run_apart(folder, call, timeout_s=110):
     """What a call of this module gives in a process of its own."""
     script = f"""
         import json
@@ -185,12 +185,13 @@ def run_apart(folder, call):
         folder = Path({str(folder)!r})
         say(json.dumps(test_resume.{call}))
     """
-    return json.loads(launch(script, num_processes=1, timeout_s=110))
+    return json.loads(launch(script, num_processes=1, timeout_s=timeout_s))
 
 
+@pytest.mark.timeout(60 + 10 * _NUM_KILLS)
 def test_a_run_that_is_killed_at_fifty_instants_ends_as_one_that_is_not(tmp_path):
     """Parameters, buffers, optimizer and generators of each rank, to the bit."""
-    found = run_apart(tmp_path, f"kill_often(folder, {_NUM_KILLS})")
+    found = run_apart(tmp_path, f"kill_often(folder, {_NUM_KILLS})", 30 + 10 * _NUM_KILLS)
     assert found["kills"] >= _NUM_KILLS
     assert found["while saving"] >= 5, found
     assert found["worst"] >= 3, found
