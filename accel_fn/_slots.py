@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel_fn import _comm
 from accel_fn._backward import Backward, backward_seed
 from accel_fn._batch import map_tensors, num_samples, part_sizes, split_rows
-from accel_fn._errors import BatchError, PlanError
+from accel_fn._errors import BatchError, PlanError, message
 from accel_fn._forward import run_forward
 from accel_fn._grads import Grads
 from accel_fn._microbatches import Parts, Weights, cut
@@ -184,12 +184,20 @@ class SlotBackward(Backward):
                 self._check_graph(loss, part)
             share = weight / total
             run_backward(loss, backward_seed(loss, share, state.scaler), self.trainable)
+            self._check_dense()
             term = loss.detach().float() * share
             mean = term if mean is None else mean + term
         found = [mean, *[parameter.grad for parameter in self.parameters]]
         for parameter in self.trainable:
             parameter.grad = None
         return found
+
+    def _check_dense(self) -> None:
+        """Refuse gradients of some rows alone, which the sum over slots and ranks cannot take."""
+        for name, parameter in loss_module_of(self._slotted).model.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                rule, repair = "have dense gradients", "use sparse=False"
+                raise PlanError(message("step", "reproducible's model", rule, name, repair))
 
 
 def _in_own_memory(state: DistState, part: Any) -> Any:

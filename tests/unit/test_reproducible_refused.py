@@ -177,6 +177,29 @@ def test_sparse_gradients_are_named():
     )
 
 
+class Looked(nn.Module):
+    """A table of its own: what kind of gradient it has, its forward says."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(5, 1))
+
+    def forward(self, inputs):
+        return nn.functional.embedding(inputs, self.rows, sparse=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sparse_gradients_that_a_forward_makes_are_named_by_the_step_on_all_ranks(world_size):
+    def run(state):
+        state, step = af.build(state, af.reproducible(4)(make_plan(Looked())))
+        with pytest.raises(
+            ValueError, match=r"step: .* dense gradients, got 'rows'; use sparse=False"
+        ):
+            step(state, (torch.arange(4), torch.ones(4, 1)))
+
+    simulate(run, world_size=world_size)
+
+
 def bounded(kind):
     """A table whose forward shortens rows of its weight: on a rank those of its own samples."""
     return nn.Sequential(nn.Sequential(kind(5, 3, max_norm=1.0)), nn.Linear(3, 1))
