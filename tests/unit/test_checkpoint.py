@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -511,6 +512,21 @@ def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, cap
     assert other.plan.after[0].state_dict()["num_updates"] == 0
     assert other.plan.after[1].state_dict() == step.plan.after[1].state_dict()
     advance(state, other)
+
+
+def test_what_a_transform_keeps_in_other_shapes_is_a_difference(tmp_path):
+    """Such as the norms of a window of another length."""
+    state, step = make(recipe=af.skip_spikes(window=8))
+    af.save(tmp_path, advance(state, step), step)
+    state, other = make(recipe=af.skip_spikes(window=16))
+    before = copy.deepcopy(kept(other))
+    with pytest.raises(RuntimeError) as told:
+        af.load(tmp_path, state, other)
+    assert str(told.value).endswith(
+        "got differences:\n  verdicts/0 norm_in_line: what it keeps was saved of other shapes"
+    )
+    torch.testing.assert_close(kept(other), before, rtol=0, atol=0)
+    advance(af.load(tmp_path, state, other, strict=False), other)
 
 
 def test_extras_that_do_not_fit_are_left_and_told(tmp_path, capsys):
