@@ -59,7 +59,8 @@ def skip_spikes(
 
     Far above is more than `num_sigmas` standard deviations over the mean of the last
     `window` norms that were no spikes, and more than twice that mean. Until half a window
-    is known, only what is not finite is left out. As with `skip_nonfinite`, all ranks
+    is known, only what is not finite is left out. A norm of 0, that of a batch without weight,
+    is fine and is not looked back on. As with `skip_nonfinite`, all ranks
     decide alike, and nothing else moves.
 
     Law: the run over the other batches, bit for bit.
@@ -169,8 +170,9 @@ class NormInLine(FiniteNorm):
         bound = torch.maximum(mean + self.num_sigmas * spread.sqrt(), _LEAST * mean)
         ok = torch.isfinite(norm) & ((norm <= bound) | (self._num_seen < window // 2))
         here = self._places == self._num_seen % window
-        self._norms = torch.where(here & ok, norm, self._norms)
-        self._num_seen = self._num_seen + ok
+        tells = ok & (norm > 0)  # of a batch in which nothing counts it is 0
+        self._norms = torch.where(here & tells, norm, self._norms)
+        self._num_seen = self._num_seen + tells
         return ok
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -176,6 +176,18 @@ def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule, world_si
     assert simulate(run, world_size=world_size) == [8] * world_size
 
 
+@pytest.mark.parametrize("empty", [{0, 1}, {3, 4, 5, 6}], ids=["first", "window"])
+def test_a_batch_without_weight_is_no_norm_to_look_back_on(empty):
+    """Norms of 0 would make a spike of any other."""
+    model = linear_model()
+    plan = af.Plan(ours.mse, model, tiny_sgd(model.parameters()), lambda batch: batch[1].sum())
+    recipe = af.skip_spikes(window=4, max_consecutive=3)
+    state, step = af.build(af.DistState(), recipe(plan))
+    for index, (inputs, targets) in enumerate(linear_run([1.0] * 10)):
+        state, report = step(state, (inputs, targets * (index not in empty)))
+        assert report.applied
+
+
 def test_a_spike_leaves_the_loss_scale_alone():
     recipe = af.compose(scaled(1024.0), af.skip_spikes(window=4))
     model = linear_model()
