@@ -158,7 +158,7 @@ class Average:
         """Made, as far as the host has heard."""
         self._echo = Echo()
         self._is_shown = False
-        self._means = {name: _wide(value).clone() for name, value in self._values().items()}
+        self._means = {name: _wide(value).clone() for name, value in self._averaged().items()}
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         if self._is_shown:
@@ -181,7 +181,7 @@ class Average:
         """Each mean goes so far to its parameter."""
         means, values = (
             list(self._means.values()),
-            [_wide(each) for each in self._values().values()],
+            [_wide(each) for each in self._averaged().values()],
         )
         if isinstance(weight, float):
             torch._foreach_lerp_(means, values, weight)
@@ -192,21 +192,30 @@ class Average:
     def _values(self) -> dict[str, Tensor]:
         return {name: each.detach() for name, each in self._model.named_parameters()}
 
+    def _averaged(self) -> dict[str, Tensor]:
+        """Those that have a mean: codes and masks, which are frozen, have none."""
+        values = self._values().items()
+        return {
+            name: each for name, each in values if each.is_floating_point() or each.is_complex()
+        }
+
     def _hear(self, applied: Tensor | None) -> None:
         self._num_updates += 0 if applied is None else int(applied)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """The means in place of the parameters; all is as it was afterwards."""
+        """The means, if there is any yet, in place of the parameters; all is as it was afterwards."""
         if self._is_shown:
             raise StateError(
                 "averaged: step must not be within averaged(step) already, got it twice"
             )
         there = {**self._values(), **dict(self._model.named_buffers())}
         kept = {name: value.clone() for name, value in there.items()}
+        self._hear(self._echo.last())
         self._is_shown = True
         try:
-            _copy(self._means, there)
+            if self._num_updates:
+                _copy(self._means, there)
             yield
         finally:
             _copy(kept, there)

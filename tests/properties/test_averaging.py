@@ -126,6 +126,43 @@ def test_after_showing_it_all_is_as_it_was_even_after_an_error():
     ours.assert_identical(model.state_dict(), before)
 
 
+def test_before_the_first_update_the_average_is_the_parameters_as_they_are(tmp_path):
+    """Those that were loaded since, and not those of build; also where a first update was left out."""
+    state, step = make(af.compose(af.average(0.5), af.skip_nonfinite()))
+    af.save_model(ours.regression_model(3), tmp_path)
+    af.load_model(step.plan.model, tmp_path)
+    ours.assert_identical(means(step), ours.regression_model(3).state_dict())
+    state, report = step(state, (BATCH[0] * float("nan"), BATCH[1]))
+    assert not report.applied
+    ours.assert_identical(means(step), ours.regression_model(3).state_dict())
+
+
+def test_a_new_average_of_a_run_that_goes_on_is_that_of_the_run(tmp_path):
+    state, step = make(af.compose())
+    state, _ = step(state, BATCH)
+    af.save(tmp_path, state, step)
+    expected = copy.deepcopy(step.plan.model.state_dict())
+    state, step = make(af.average(0.5))
+    af.load(tmp_path, state, step, strict=False)
+    ours.assert_identical(means(step), expected)
+
+
+def test_parameters_that_are_no_numbers_to_average_are_left_alone(tmp_path):
+    model = ours.regression_model()
+    for name, value in {"codes": torch.arange(3), "mask": torch.ones(2).bool()}.items():
+        model.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    plan = af.average(0.5)(af.Plan(ours.mse, model, ours.adamw(trained)))
+    state, step = af.build(af.DistState(), plan)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    with af.averaged(step):
+        model.codes.data += 1
+    assert model.codes.tolist() == [0, 1, 2]
+    af.save(tmp_path, state, step)
+    af.load(tmp_path, state, step)
+
+
 def test_parameters_of_half_precision_have_a_mean_of_single_precision():
     """A thousandth of a difference is below the last of eight bits."""
     model = torch.nn.Linear(1, 1, bias=False).bfloat16()
