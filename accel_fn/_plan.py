@@ -160,9 +160,9 @@ class Kept(partial[Any]):
 
     `build` calls it as `(state, plan) -> function` once parameters are what they will be, so
     every step has its own. If the function has `state_dict` and `load_state_dict`,
-    checkpoints hold what it keeps. If it has `check_saved`, `save` asks it first: it
-    raises, on every rank alike, where there is nothing that could be saved. So does `load`, where it
-    has `check_loaded`.
+    checkpoints hold what it keeps, tensors in the shapes that they have in a new step. If it has
+    `check_saved`, `save` asks it first: it raises, on every rank alike, where there is nothing that
+    could be saved. So does `load`, where it has `check_loaded`.
 
     >>> import accel_fn as af
     >>> from dataclasses import replace

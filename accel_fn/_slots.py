@@ -194,8 +194,10 @@ class SlotBackward(Backward):
 
     def _check_dense(self) -> None:
         """Refuse gradients of some rows alone, which the sum over slots and ranks cannot take."""
-        for name, parameter in loss_module_of(self._slotted).model.named_parameters():
+        for parameter in self.trainable:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                named = loss_module_of(self._slotted).model.named_parameters()
+                name = next(name for name, each in named if each is parameter)
                 rule, repair = "have dense gradients", "use sparse=False"
                 raise PlanError(message("step", "reproducible's model", rule, name, repair))
 

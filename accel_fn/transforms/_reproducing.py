@@ -42,7 +42,8 @@ def reproducible(num_slots: int = 8) -> Transform:
             ranks does not divide it; a BatchNorm or InstanceNorm takes running statistics; an
             `nn.Embedding` has sparse gradients or a `max_norm`; `accumulate("auto")` or
             `compiled(scope="step")`. From the step, on every rank: `num_slots` does not divide the
-            samples of a batch; the forward of the first one changes a buffer that is saved with the model.
+            samples of a batch; the forward of the first one changes a buffer that is saved with the model;
+            gradients are sparse.
 
     Cost: a forward and backward a slot; memory for log2(slots of a rank) gradients more. In a
     world of several, two small collectives on the host before the first forward, and after the last
