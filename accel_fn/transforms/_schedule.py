@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from accel_fn._echo import Echo
@@ -37,8 +39,9 @@ def schedule(
             plan's optimizer: it advances in place, as the optimizer does. Or a function from
             the number of updates made so far to a finite number, which is what the learning
             rate that each group had is multiplied by.
-        metric: for `ReduceLROnPlateau`, `report -> number`; default: the loss of the batch. On
-            an accelerator it is heard of one update late, so that nothing waits for it.
+        metric: for `ReduceLROnPlateau` and transformers' `GreedyLR`, `report -> number`; default:
+            the loss of the batch. On an accelerator it is heard of one update late, so that
+            nothing waits for it.
 
     Returns:
         A transform.
@@ -59,18 +62,20 @@ def schedule(
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after=[scheduled(by=<lambda>)])
     """
     given = scheduler_or_fn
-    if not isinstance(given, LRScheduler) and not callable(given):
+    is_scheduler = isinstance(given, LRScheduler) or heeds_metric(given)
+    if not is_scheduler and not callable(given):
         rule = "be a learning-rate scheduler or a function num_updates -> multiplier"
         raise ArgumentTypeError(message("schedule", "scheduler_or_fn", rule, given))
-    if metric is not None and not isinstance(given, ReduceLROnPlateau):
-        rule = "be given for ReduceLROnPlateau alone"
+    if metric is not None and not heeds_metric(given):
+        rule = "be given for a scheduler that heeds one, as ReduceLROnPlateau does"
         raise ArgumentError(message("schedule", "metric", rule, type(given).__name__))
 
     def schedule_plan(plan: Plan) -> Plan:
-        if isinstance(given, LRScheduler) and given.optimizer is not plan.optimizer:
+        over: Any = getattr(given, "optimizer", None)
+        if is_scheduler and over is not plan.optimizer:
             raise PlanError(
                 f"schedule: scheduler_or_fn must be over the plan's optimizer, got a "
-                f"{type(given).__name__} over another {type(given.optimizer).__name__}"
+                f"{type(given).__name__} over another {type(over).__name__}"
             )
         return replace(plan, after=(*plan.after, following))
 
@@ -84,7 +89,8 @@ class Scheduling(Kept, Asked):
     def check(self, state: DistState, plan: Plan) -> None:  # noqa: ARG002
         """Refuse a function beside another schedule."""
         all_of_plan = [each.keywords["by"] for each in plan.after if isinstance(each, Scheduling)]
-        if len(all_of_plan) > 1 and not all(isinstance(each, LRScheduler) for each in all_of_plan):
+        schedulers = [each for each in all_of_plan if hasattr(each, "optimizer")]
+        if len(all_of_plan) > 1 and len(schedulers) < len(all_of_plan):
             raise PlanError(
                 "build: schedule must stand alone in a plan where it is given a function, which sets "
                 f"the learning rate whatever another has made of it, got {len(all_of_plan)} schedules; "
@@ -96,13 +102,22 @@ def scheduled(
     state: DistState, plan: Plan, *, by: LRScheduler | MultiplierFn, metric: MetricFn | None = None
 ) -> AfterFn:
     """What advances the schedule of one step."""
-    if isinstance(by, ReduceLROnPlateau):
+    if heeds_metric(by):
         return Plateau(by, metric or (lambda report: report.loss))
     scheduler = by if isinstance(by, LRScheduler) else LambdaLR(plan.optimizer, _checked(by))
     always = plan.updates_always(state)
     if not always and state.device.type != "cpu" and takes_factor(plan.optimizer):
         return DeviceSchedule(scheduler, state.device, Echo())
     return Schedule(scheduler, always=always)
+
+
+def heeds_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
+    """Does its `step` take a metric? Not all that do are of torch's class: transformers' GreedyLR is none."""
+    if not isinstance(getattr(scheduler, "optimizer", None), Optimizer):
+        return False
+    step: Any = getattr(scheduler, "step", None)
+    parameters = inspect.signature(step).parameters if callable(step) else {}
+    return [n for n, each in parameters.items() if each.default is each.empty] == ["metrics"]
 
 
 def _checked(multiplier_fn: MultiplierFn) -> MultiplierFn:

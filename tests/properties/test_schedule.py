@@ -118,11 +118,20 @@ def test_a_function_is_a_schedule(batches, skipped):
     ours.assert_identical(found[1], expected[1])
 
 
-@given(batches=strategies.batches(num_batches=6))
-def test_a_plateau_is_seen_in_the_loss(batches):
-    def make(optimizer):
-        return schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
+def greedy(optimizer):
+    """Of transformers, and none of torch's schedulers by its class."""
+    return transformers.get_scheduler(
+        "greedy", optimizer, scheduler_specific_kwargs={"patience": 0}
+    )
 
+
+def plateau(optimizer):
+    return schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
+
+
+@pytest.mark.parametrize("make", [plateau, greedy])
+@given(batches=strategies.batches(num_batches=6))
+def test_a_plateau_is_seen_in_the_loss(make, batches):
     model = ours.regression_model()
     optimizer = sgd(model.parameters())
     scheduler = make(optimizer)
@@ -290,7 +299,13 @@ def test_what_is_no_schedule_is_refused():
 
 
 def test_a_metric_is_for_a_plateau_alone():
-    refused(SCHEDULERS["steps"], "metric must be given for ReduceLROnPlateau alone", metric=len)
+    refused(SCHEDULERS["steps"], "metric must be given for a scheduler that heeds one", metric=len)
+
+
+def test_a_schedule_by_a_metric_is_over_the_plan_s_optimizer():
+    refused(
+        lambda _: greedy(sgd(ours.regression_model().parameters())), "over the plan's optimizer"
+    )
 
 
 def test_a_multiplier_must_be_a_number():
