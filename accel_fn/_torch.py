@@ -55,16 +55,24 @@ def run_optimizer(optimizer: Optimizer) -> None:
         return
     listened = (
         "step" in vars(optimizer)  # patched on the instance, as schedulers do
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _hooks._global_optimizer_pre_hooks
-        or _hooks._global_optimizer_post_hooks
+        or has_hooks(optimizer)
         or torch._C._autograd._profiler_enabled()
     )
     if listened:
         optimizer.step()
     else:
         bare(optimizer)
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Is anything called before or after its step?"""
+    own = vars(optimizer)  # not all have called Optimizer's __init__
+    return bool(
+        own.get("_optimizer_step_pre_hooks")
+        or own.get("_optimizer_step_post_hooks")
+        or _hooks._global_optimizer_pre_hooks
+        or _hooks._global_optimizer_post_hooks
+    )
 
 
 def _unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:

@@ -25,6 +25,7 @@ from accel_fn._errors import ArgumentError, ArgumentTypeError, PlanError, check_
 from accel_fn._halving import Fitting
 from accel_fn._plan import Asked, Plan, Transform, WholeFn, describe
 from accel_fn._state import DistState
+from accel_fn._torch import has_hooks
 
 _IN_CPP = ("default", "max-autotune-no-cudagraphs")
 """Modes whose kernels torch can call from C++."""
@@ -106,6 +107,20 @@ class Compiling(Asked):
                 'build: compiled(scope="step") must hold all from micro-batches to the update, got '
                 f'{names}; leave it out, or use scope="loss"'
             )
+        hooked = _hooked(plan)
+        if hooked:
+            raise PlanError(
+                'build: compiled(scope="step") must have an optimizer and parameters without hooks, which '
+                f'no graph calls, got those of {hooked}; remove them, or use scope="loss"'
+            )
+
+
+def _hooked(plan: Plan) -> str:
+    """What has hooks that are called in an update or for a gradient: a name of it, or none."""
+    if has_hooks(plan.optimizer):
+        return f"{type(plan.optimizer).__name__}.step"
+    named = plan.model.named_parameters()
+    return next((n for n, p in named if p._backward_hooks or p._post_accumulate_grad_hooks), "")
 
 
 def compile_loss(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:

@@ -123,6 +123,12 @@ class Sharding(Asked):
             raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
         if any(isinstance(each, Fitting) for each in plan.split) and state.world_size > 1:
             _check_fitting(replicate)
+        alone = [name for name in ("param_dtype", "offload") if self.keywords.get(name)]
+        if plan.compile_step and alone:
+            raise PlanError(
+                f'build: wrap_fsdp({alone[0]}) must not be used with compiled(scope="step"), whose graph '
+                'cannot hold what gathers parameters; leave it out, or use scope="loss"'
+            )
         _check_parameters(plan.model, _units(plan.model, self.keywords.get("blocks")))
         _check_optimizer(plan.optimizer)
 

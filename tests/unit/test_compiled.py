@@ -341,6 +341,32 @@ def test_a_whole_step_with_what_is_in_no_graph_is_refused(recipe, name):
 
 
 @pytest.mark.parametrize(
+    ("hook", "name"),
+    [
+        (lambda plan: plan.optimizer.register_step_pre_hook(print), "AdamW.step"),
+        (lambda plan: plan.optimizer.register_step_post_hook(print), "AdamW.step"),
+        (lambda plan: plan.model[0].weight.register_hook(print), "0.weight"),
+        (lambda plan: plan.model[2].bias.register_post_accumulate_grad_hook(print), "2.bias"),
+    ],
+)
+def test_a_whole_step_with_hooks_that_no_graph_calls_is_refused(hook, name):
+    plan = af.compiled(scope="step")(make_plan())
+    hook(plan)
+    text = f"must have an optimizer and parameters without hooks, .* got those of {name}; remove"
+    with pytest.raises(ValueError, match=text):
+        af.build(af.DistState(), plan)
+
+
+@pytest.mark.parametrize("options", [{"param_dtype": torch.bfloat16}, {"offload": True}])
+def test_a_whole_step_with_shards_on_one_rank_is_refused(options):
+    plan = af.compose(af.wrap_fsdp(blocks="0", **options), af.compiled(scope="step"))(make_plan())
+    [name] = options
+    text = rf'wrap_fsdp\({name}\) must not be used with compiled\(scope="step"\), .*; leave it out'
+    with pytest.raises(ValueError, match=text):
+        af.build(af.DistState(), plan)
+
+
+@pytest.mark.parametrize(
     ("kind", "reason"),
     [
         (torch.optim.SparseAdam, "SparseAdam does not support dense gradients"),
