@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from accel_fn._collectives import all_or_none
 from accel_fn._errors import ArgumentTypeError, CheckpointError, check_folder, message
 from accel_fn._shards import is_sharded, shard_like
-from accel_fn._state import DistState, LossScale
+from accel_fn._state import DistState, LossScale, check_state
 from accel_fn._step import Step
 from accel_fn.checkpoint._checking import ask_plan, check_same
 from accel_fn.checkpoint._comparing import listed
-from accel_fn.checkpoint._contents import load_optimizer
+from accel_fn.checkpoint._contents import HOW, load_optimizer
 from accel_fn.checkpoint._plain import from_plain
 from accel_fn.checkpoint._weight_files import INDEX, SINGLE
 from accel_fn.checkpoint._weights import load_model
@@ -30,9 +30,7 @@ from accel_fn.checkpoint._weights import load_model
 _MOST_TOLD = 12
 _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _OPTIMIZER, _SCALER = "optimizer.bin", "scaler.pt"
-_HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Options of a group that say how it is computed: those of the running program stay."""
-_OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *_HOW}
+_OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *HOW}
 
 _LIKE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
 """What optimizers keep in the shape of a parameter."""
@@ -79,6 +77,7 @@ def load_accelerate(
     >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
     >>> state = af.load_accelerate(folder, step, state)
     """
+    check_state("load_accelerate", state)
     saved = all_or_none(lambda: _read(folder, step, state, schedulers), state, "load_accelerate")
     given = {"folder": os.fspath(folder), "schedulers": len(schedulers)}
     check_same(given, state, "load_accelerate")
@@ -114,6 +113,9 @@ def _read(
     if not isinstance(step, Step):
         raise ArgumentTypeError(message("load_accelerate", "step", "be a Step", step))
     ask_plan(step.plan, "check_loaded")
+    if not isinstance(schedulers, Sequence):
+        rule = "be a list of schedulers"
+        raise ArgumentTypeError(message("load_accelerate", "schedulers", rule, schedulers))
     for each in schedulers:
         if not hasattr(each, "load_state_dict"):
             rule = "have load_state_dict"
@@ -121,6 +123,8 @@ def _read(
     names = [_OPTIMIZER, *map(_scheduler, range(len(schedulers)))]
     _check_folder(path, names)
     optimizer, *others = (from_plain(path / name, "load_accelerate") for name in names)
+    for name, scheduler, each in zip(names[1:], schedulers, others, strict=True):
+        _check_scheduler(path / name, scheduler, each)
     has_scale = (path / _SCALER).exists()
     scale = from_plain(path / _SCALER, "load_accelerate") if has_scale else {}
     with _made_of(path / _OPTIMIZER, "an optimizer's state_dict"):
@@ -149,6 +153,23 @@ def _check_folder(path: Path, names: Sequence[str]) -> None:
             raise CheckpointError(
                 f"load_accelerate: folder must be of one model and one optimizer, got {other} in {path}"
             )
+
+
+def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
+    """Refuse what is no `state_dict` of it, but for what versions of torch keep for themselves."""
+    if not hasattr(scheduler, "state_dict"):
+        return
+    names = [
+        sorted({str(key) for key in each if not str(key).startswith("_")} - {"verbose"})
+        if isinstance(each, Mapping)
+        else type(each).__name__
+        for each in (saved, scheduler.state_dict())
+    ]
+    if names[0] != names[1]:
+        raise CheckpointError(
+            f"load_accelerate: {path} must hold the state_dict of a {type(scheduler).__name__}, "
+            f"got {names[0]} where it has {names[1]}"
+        )
 
 
 @contextmanager
@@ -189,10 +210,6 @@ def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any]) -> None:
     """Overwrite: the weights come first, since they may be refused."""
     load_model(step.plan.model, saved.path)
     theirs, ours = saved.optimizer["param_groups"], step.plan.optimizer.param_groups
-    groups = [
-        {**their, **{key: our[key] for key in _HOW if key in our}}
-        for their, our in zip(theirs, ours, strict=True)
-    ]
     numbers = [number for group in theirs for number in group["params"]]
     parameters = [each for group in ours for each in group["params"]]
     state = {
@@ -203,7 +220,7 @@ def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any]) -> None:
         for number, parameter in zip(numbers, parameters, strict=True)
     }
     kept = {number: values for number, values in state.items() if values}
-    load_optimizer(step.plan, {**saved.optimizer, "state": kept, "param_groups": groups})
+    load_optimizer(step.plan, {**saved.optimizer, "state": kept})
     for scheduler, each in zip(schedulers, saved.schedulers, strict=True):
         scheduler.load_state_dict(each)
 

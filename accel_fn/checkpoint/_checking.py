@@ -7,11 +7,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from accel_fn._comm import exchange
 from accel_fn._errors import ArgumentError, ArgumentTypeError, check_alike, check_count, message
 from accel_fn._plan import Plan, slot_names
+from accel_fn._shards import local
 from accel_fn._state import DistState
 from accel_fn._step import Step
+from accel_fn.checkpoint._comparing import is_model
 from accel_fn.checkpoint._naming import is_name
 
 
@@ -27,6 +31,19 @@ def check_steps(steps: Mapping[str, Step], function: str) -> None:
         if not isinstance(name, str) or "/" in name:
             raise ArgumentError(
                 message(function, "step", "have names that are text without /", name)
+            )
+
+
+def check_model(tensors: Mapping[str, Tensor], function: str) -> None:
+    """Each element must have a place of its own, in which it can be read back."""
+    for name, tensor in tensors.items():
+        held = local(tensor)
+        if is_model(name) and any(
+            not step and size > 1 for size, step in zip(held.shape, held.stride(), strict=True)
+        ):
+            raise ArgumentError(
+                f"{function}: step must hold tensors of the model that can be written, none that was "
+                f"expanded, got strides {held.stride()} for {name!r}; clone it"
             )
 
 

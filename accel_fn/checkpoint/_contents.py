@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_fn._errors import CheckpointError
 from accel_fn._plan import Plan, describe
 from accel_fn._shards import is_sharded, local
 from accel_fn._state import DistState, LossScale
 from accel_fn._step import Step
 from accel_fn.checkpoint._manifest import Entry
 from accel_fn.transforms._reproducing import num_slots_of
+from accel_fn.transforms._schedule import Schedule
 
 Steps = Mapping[str, Step]
+HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Options of a group that say how it is computed: those of the running program stay."""
 _TELLING = ("contexts", "grad_fns", "verdicts", "gradients", "starts", "after")
 """The slots that decide what is computed; the others decide where, and in how many parts."""
 
@@ -180,8 +184,14 @@ def _put_back_model(
     copies = {key: each for key, each in tensors.items() if _memory(each) not in mine}
     own = model.state_dict()
     found = {key: value for key, value in {**extra, **copies}.items() if key in own}
-    if found:
+    if not found:
+        return
+    if type(model).load_state_dict is not nn.Module.load_state_dict:
         model.load_state_dict({**own, **found})
+        return
+    lost = model.load_state_dict({**own, **found}, strict=False).unexpected_keys
+    if found.keys() & set(lost):  # it may leave something out, but takes back what it gives
+        raise CheckpointError(f"load: model must take back what its state_dict gives, got {lost}")
 
 
 def _memory(tensor: Tensor) -> tuple[torch.device, int]:
@@ -203,11 +213,16 @@ def _put_back_optimizer(
 
 
 def load_optimizer(plan: Plan, saved: Mapping[str, Any]) -> None:
-    """Give the optimizer a `state_dict` back, each tensor in the dtype that it was saved in.
+    """Give the optimizer a `state_dict` back, but how it computes; tensors in the dtypes that were saved.
 
     Torch turns what is kept of a float64 parameter into float64, float32 counters too.
     """
-    plan.optimizer.load_state_dict(dict(saved))
+    theirs, ours = saved["param_groups"], plan.optimizer.param_groups
+    groups = [
+        {**their, **{key: our[key] for key in HOW if key in our}}
+        for their, our in zip(theirs, ours, strict=True)
+    ]
+    plan.optimizer.load_state_dict({**saved, "param_groups": groups})
     groups = plan.optimizer.param_groups
     order = list(dict.fromkeys(each for group in groups for each in group["params"]))
     for number, values in saved["state"].items():
@@ -274,4 +289,5 @@ def _order(plan: Plan) -> list[str]:
 
 
 def _name(function: Any) -> str:
-    return describe(function).partition("(")[0]
+    told = describe(function)
+    return told if isinstance(function, Schedule) else told.partition("(")[0]

@@ -13,13 +13,14 @@ from accel_fn._collectives import all_or_none
 from accel_fn._comm import exchange
 from accel_fn._errors import CheckpointError, check_flag, check_folder
 from accel_fn._random import derive_random, restore_random
-from accel_fn._state import DistState
+from accel_fn._state import DistState, check_state
 from accel_fn._step import Step
 from accel_fn.checkpoint._background import finish_writing
 from accel_fn.checkpoint._checking import (
     ask_plan,
     check_at,
     check_extras,
+    check_model,
     check_same,
     check_steps,
 )
@@ -99,6 +100,7 @@ def load(
     ...     af.load(folder, state, step).step
     1
     """
+    check_state("load", state)
     steps, extras = named_steps(step), {} if extras is None else extras
     all_or_none(lambda: _check(folder, steps, extras, at, strict), state, "load")
     given = {"folder": os.fspath(folder), "step": sorted(steps), "extras": sorted(extras)}
@@ -108,7 +110,9 @@ def load(
     path = exchange(path, state, "load")[0]
 
     def check() -> _Saved:
-        saved = _read(path, contents_of(steps), state)
+        contents = contents_of(steps)
+        check_model(contents.tensors, "load")
+        saved = _read(path, contents, state)
         _compare(saved, extras, state, strict=strict)
         return saved
 

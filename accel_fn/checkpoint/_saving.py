@@ -16,13 +16,14 @@ from accel_fn._comm import exchange
 from accel_fn._errors import check_flag, check_folder
 from accel_fn._explain import tell
 from accel_fn._random import random_state
-from accel_fn._state import DistState
+from accel_fn._state import DistState, check_state
 from accel_fn._step import Step
 from accel_fn.checkpoint._background import Background, finish_writing
 from accel_fn.checkpoint._checking import (
     ask_plan,
     check_extras,
     check_keep,
+    check_model,
     check_same,
     check_steps,
 )
@@ -81,7 +82,8 @@ def save(
 
     Raises:
         ValueError: on every rank, an argument is outside its rule, or another one than on other
-            ranks, or extras hold more than tensors and plain data.
+            ranks, or extras hold more than tensors and plain data, or the model a tensor that was
+            expanded.
         RuntimeError: on every rank: the folder cannot be written, or another run saves to it. The
             checkpoints that are there stay as they are. What goes wrong in the background is
             raised by the next `save` or `load` of the step; where none comes, the process
@@ -97,6 +99,7 @@ def save(
     ...     af.save(folder, state, step).name
     'step_00000000'
     """
+    check_state("save", state)
     steps, extras = named_steps(step), {} if extras is None else extras
     home, contents = all_or_none(
         lambda: _check(folder, steps, extras, keep, keep_every, wait), state, "save"
@@ -152,7 +155,9 @@ def _check(
     check_extras(extras, "save")
     for each in steps.values():
         ask_plan(each.plan, "check_saved")
-    return home, contents_of(steps)
+    contents = contents_of(steps)
+    check_model(contents.tensors, "save")
+    return home, contents
 
 
 def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:

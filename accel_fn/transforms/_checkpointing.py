@@ -50,7 +50,8 @@ def checkpointed(*, blocks: Blocks = None, offload: bool = False) -> Transform:
             `scope="step"` or `fullgraph=True`.
 
     Cost: one more forward of the blocks, and some tens of microseconds for each to see whether it
-    draws from Python or NumPy; with `offload`, a copy of their inputs to the host and back. No host synchronisation on a CPU; on an accelerator that of `save_on_cpu`.
+    draws from Python or NumPy; with `offload`, a copy of their inputs to the host and back. No
+    host synchronisation on a CPU; on an accelerator that of `save_on_cpu`.
 
     Source: Chen et al. 2016, arXiv:1604.06174; `torch.utils.checkpoint`.
 

@@ -384,6 +384,66 @@ class Copying(nn.Linear):
         self.scale = state.clone()
 
 
+class Hiding(nn.Linear):
+    """Leaves a tensor out, as one that is large and fixed, and has extra state."""
+
+    words = "mine"
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("table", torch.zeros(2))
+
+    def state_dict(self, *arguments, **options):
+        kept = super().state_dict(*arguments, **options)
+        return {name: value for name, value in kept.items() if name != "table"}
+
+    def get_extra_state(self):
+        return {"words": self.words}
+
+    def set_extra_state(self, state):
+        self.words = state["words"]
+
+
+class Demanding(Hiding):
+    """Takes all that it gives in a way of its own."""
+
+    def load_state_dict(self, saved):
+        assert "weight" in saved
+        return super().load_state_dict(saved, strict=False)
+
+
+@pytest.mark.parametrize("kind", [Hiding, Demanding])
+def test_a_model_that_leaves_a_tensor_out_gets_its_extra_state_back(tmp_path, kind):
+    state, step = make(model=(model := kind(3, 1).double()))
+    model.words = "others"
+    af.save(tmp_path, advance(state, step), step)
+    state, other = make(model=(again := kind(3, 1).double()))
+    again.table.fill_(5)
+    af.load(tmp_path, state, other)
+    assert again.words == "others"
+    assert again.table.tolist() == [5, 5]
+    torch.testing.assert_close(again.weight, model.weight, rtol=0, atol=0)
+
+
+class Expanding(nn.Linear):
+    """Holds several elements in one place."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("mask", torch.arange(3)[:, None].expand(3, 4))
+
+
+def test_a_tensor_with_several_elements_in_one_place_is_refused_by_name(tmp_path):
+    state, step = make(model=(model := Expanding(3, 1).double()))
+    expanded, model.mask = model.mask, model.mask.clone()
+    af.save(tmp_path, state, step)
+    model.mask = expanded
+    for function in (af.save, af.load):
+        words = rf"{function.__name__}: step must hold .*, got strides \(1, 0\) for 'model/mask'; clone it"
+        with pytest.raises(ValueError, match=words):
+            function(tmp_path, state, step)
+
+
 class Renaming(nn.Linear):
     """Gives its tensors under other names, and takes them so."""
 
@@ -425,6 +485,38 @@ class Counting:
 
     def load_state_dict(self, saved):
         self.count = saved["count"]
+
+
+@pytest.mark.parametrize("saved", [{"foreach": True}, {"capturable": True}], ids=str)
+def test_how_updates_are_computed_stays_that_of_the_program(tmp_path, saved):
+    """The rest of a group is that of the checkpoint."""
+
+    def adamw(**options):
+        return lambda parameters: torch.optim.AdamW(parameters, **options)
+
+    state, step = make(optimizer=adamw(lr=0.5, **saved))
+    af.save(tmp_path, state, step)
+    state, other = make(optimizer=adamw(lr=0.1, fused=True))
+    state = af.load(tmp_path, state, other)
+    (group,) = other.plan.optimizer.param_groups
+    assert (group["lr"], group["fused"]) == (0.5, True)
+    assert not group["capturable"]
+    assert not group["foreach"]
+    advance(state, other)
+
+
+def test_another_schedule_is_told(tmp_path):
+    def scheduled(by, *options):
+        return lambda plan: af.schedule(by(plan.optimizer, *options))(plan)
+
+    steps, cosine = torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.CosineAnnealingLR
+    state, step = make(recipe=scheduled(steps, 2))
+    af.save(tmp_path, advance(state, step), step)
+    state, other = make(recipe=scheduled(cosine, 10))
+    with pytest.raises(CheckpointError, match=r"StepLR.* saved, .*CosineAnnealingLR.* here"):
+        af.load(tmp_path, state, other)
+    state, again = make(recipe=scheduled(steps, 7))
+    af.load(tmp_path, state, again)
 
 
 def test_what_a_transform_keeps_is_kept(tmp_path):
@@ -636,6 +728,14 @@ def test_what_one_rank_alone_is_given_wrongly_is_refused_on_all(
 
     simulate(run, world_size=2)
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_arguments_in_another_order_are_told(tmp_path):
+    state, step = make()
+    for function in (af.save, af.load):
+        words = f"{function.__name__}: state must be a DistState, got 'Step'"
+        with pytest.raises(TypeError, match=words):
+            function(tmp_path, step, state)
 
 
 def test_ranks_that_are_at_other_steps_are_refused(tmp_path):

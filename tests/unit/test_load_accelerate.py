@@ -279,3 +279,34 @@ def test_what_is_no_step_or_folder_is_refused(saved):
 
 def test_a_scheduler_that_is_none_is_refused(saved):
     refused(saved[0] / "AdamW", "schedulers must have load_state_dict", TypeError, schedulers=[3])
+
+
+@pytest.mark.parametrize("schedulers", [None, 3, "one"])
+def test_what_is_no_list_of_schedulers_is_refused(saved, schedulers):
+    words = "load_accelerate: schedulers must be a list of schedulers, got "
+    if schedulers == "one":
+        schedulers = built()[2]
+    refused(saved[0] / "AdamW", words, TypeError, schedulers=schedulers)
+
+
+def test_arguments_in_another_order_are_told(saved):
+    state, step, _ = built()
+    with pytest.raises(TypeError, match="load_accelerate: state must be a DistState, got 'Step'"):
+        af.load_accelerate(saved[0] / "AdamW", state, step)
+
+
+def without_count(content):
+    del content["last_epoch"]
+    return content
+
+
+@pytest.mark.parametrize(
+    "change", [without_count, lambda content: [1], lambda content: content | {"T_max": 3}]
+)
+def test_a_file_that_is_not_of_the_scheduler_is_refused(saved, tmp_path, change):
+    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
+    path = tmp_path / "copy" / "scheduler.bin"
+    torch.save(change(torch.load(path)), path)
+    schedule = torch.optim.lr_scheduler.StepLR(make()[1], 2, 0.5)
+    words = "scheduler.bin must hold the state_dict of a StepLR, got "
+    refused(tmp_path / "copy", words, schedulers=[schedule])
