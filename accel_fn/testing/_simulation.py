@@ -19,6 +19,8 @@ from accel_fn.testing._threads import called_alike, make_group, make_store
 T = TypeVar("T")
 
 _SLACK_S = 5.0
+_MAX_LOST_SOCKETS = 256
+"""So many may stay open of worlds that failed, whose ranks wait: processes may often have 1024 files."""
 
 
 class _Idle:
@@ -33,6 +35,7 @@ class _Idle:
             waiting = self._worlds.get((world_size, timeout_s))
             if waiting:
                 return waiting.pop()
+        _lost.see_out(_MAX_LOST_SOCKETS)
         return _make_world(world_size, timeout_s)
 
     def give(self, world: list[ProcessGroup | None], timeout_s: float) -> None:
@@ -40,6 +43,36 @@ class _Idle:
             self._worlds.setdefault((len(world), timeout_s), []).append(world)
 
 
+class _Lost:
+    """Ranks of simulations that failed: what holds their worlds until they have run out of time."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[list[threading.Thread], float]] = []
+        self._lock = threading.Lock()
+
+    def add(self, threads: list[threading.Thread], within_s: float) -> None:
+        with self._lock:
+            self._ranks.append((threads, within_s))
+
+    def see_out(self, num_sockets: int = 0) -> None:
+        """Wait until those that still wait hold no more, the oldest first.
+
+        At exit for all: coming back when Python is gone aborts the process.
+        """
+        with self._lock:
+            waiting = [each for each in self._ranks if any(map(threading.Thread.is_alive, each[0]))]
+            first = len(waiting)
+            while (
+                first and sum(len(ranks) ** 2 for ranks, _ in waiting[first - 1 :]) <= num_sockets
+            ):
+                first -= 1
+            self._ranks = waiting[first:]
+        for threads, within_s in waiting[:first]:
+            _join(threads, within_s)
+
+
+_lost = _Lost()
+atexit.register(_lost.see_out)
 _idle = _Idle()  # groups cannot be destroyed safely, so they are shared for the life of the process
 
 
@@ -86,7 +119,7 @@ def simulate(
     Raises:
         BaseException: the first that `fn` raised on any rank, with a note of
             the rank; at once, while the others run out of time in the background.
-            Python waits for them at exit.
+            Python waits for them at exit, and a later simulation where they are many.
         ValueError: an argument is outside its range.
 
     Cost: about a millisecond a rank beside what `fn` does; groups are kept for
@@ -129,7 +162,7 @@ def simulate(
     try:
         results = _results(endings, world_size)
     except BaseException:
-        atexit.register(_see_out, threads, timeout_s + _SLACK_S)
+        _lost.add(threads, timeout_s + _SLACK_S)
         raise
     for thread in threads:
         thread.join()
@@ -151,11 +184,12 @@ def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
     return results
 
 
-def _see_out(threads: Sequence[threading.Thread], within_s: float) -> None:
-    """Let ranks that still wait run out of time: coming back when Python is gone aborts the process."""
+def _join(threads: Sequence[threading.Thread], within_s: float) -> None:
+    """But for the caller itself, which a rank may be that simulates."""
     deadline = time.monotonic() + within_s
     for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
+        if thread is not threading.current_thread():
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _run_threads(jobs: list[Callable[[], None]]) -> None:

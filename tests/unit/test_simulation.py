@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import queue
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.testing import assert_equivalent, simulate
+from accel_fn.testing import _simulation, assert_equivalent, simulate
 from tests import strategies as ours
 from tests.forking import run_worlds
 
@@ -81,6 +82,53 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked():
     with pytest.raises(Exception, match=r"(?i)timed out|timeout|connection closed"):
         simulate(run, world_size=2, timeout_s=1)
     assert time.monotonic() - start < 8
+
+
+@pytest.fixture
+def lost(monkeypatch):
+    """None of the other tests' worlds."""
+    lost = _simulation._Lost()
+    monkeypatch.setattr(_simulation, "_lost", lost)
+    yield
+    lost.see_out()
+
+
+@pytest.mark.usefixtures("lost")
+def test_worlds_that_failed_are_not_many_at_a_time(monkeypatch):
+    """Each has sockets open until its ranks have run out of time."""
+    monkeypatch.setattr(_simulation, "_MAX_LOST_SOCKETS", 8)
+    others = threading.enumerate()
+
+    def run(state):
+        if state.is_main:
+            raise KeyError("broken")
+        af.barrier(state)
+
+    for _ in range(7):
+        with pytest.raises(KeyError):
+            simulate(run, world_size=2, timeout_s=0.3)
+        waiting = [each for each in threading.enumerate() if each not in others]
+        assert (
+            sum(each.name == "rank 1 of 2" for each in waiting) <= 3
+        )  # two lost before, and this one
+
+
+@pytest.mark.usefixtures("lost")
+def test_a_rank_that_outlives_its_simulation_may_simulate(monkeypatch):
+    """It is one of those that are seen out, and cannot wait for itself."""
+    monkeypatch.setattr(_simulation, "_MAX_LOST_SOCKETS", 0)
+    has_failed, found = threading.Event(), queue.SimpleQueue()
+
+    def run(state):
+        if state.is_main:
+            raise KeyError("broken")
+        has_failed.wait(60)
+        found.put(simulate(lambda inner: af.reduce_sum(1, inner), world_size=2, timeout_s=7.5))
+
+    with pytest.raises(KeyError):
+        simulate(run, world_size=2)
+    has_failed.set()
+    assert found.get(timeout=60) == [2, 2]
 
 
 def test_ranks_that_still_wait_when_python_ends_do_not_abort_it(tmp_path):
