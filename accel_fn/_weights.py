@@ -17,6 +17,7 @@ Key = str | int
 WeightFn = Callable[[Any], "int | float | Tensor"]
 _EXACT = 2**53
 """Up to here sums of integers over ranks are exact."""
+_SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 def num_labels(key_or_path: Key | Sequence[Key], ignore_index: int = -100) -> WeightFn:
@@ -95,4 +96,7 @@ def weigh(weight_fn: WeightFn, batch: Any) -> float:
     plain = int(value) if isinstance(value, numbers.Integral) else float(value)
     if not 0 <= plain <= sys.float_info.max:  # also no integer of which there is no float
         raise BatchError(message("Plan", "weight_fn", "return a finite count >= 0", value))
+    if plain and not _SMALLEST <= plain <= _LARGEST:
+        rule = f"return 0 or a count from {_SMALLEST:g} to {_LARGEST:g}, as gradients in float32 go times it"
+        raise BatchError(message("Plan", "weight_fn", rule, value))
     return plain

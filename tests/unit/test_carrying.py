@@ -72,8 +72,31 @@ def test_a_number_of_any_kind_weighs_what_it_is(kind, largest, world_size):
     assert type(first[0]) is type(largest)
 
 
+@pytest.mark.parametrize("weight", [1e-40, 1e40, 10**40])
+def test_weights_at_the_ends_of_float32_are_refused_on_every_rank(weight):
+    def refused(state):
+        model = torch.nn.Linear(2, 1)
+        plan = af.Plan(
+            lambda model, batch: model(batch[0]).square().mean(),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            weight_fn=lambda batch: batch[1],
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            step(state, (torch.ones(1, 2), weight if state.rank else 1))
+        return str(caught.value)
+
+    other, own = simulate(refused, world_size=2)
+    assert "weight_fn must return 0 or a count from 1e-30 to 1e+30" in own
+    assert other == "step: batch must be countable on every rank; another rank's error says why"
+
+
+ANY_WEIGHT = st.just(0.0) | st.floats(1e-30, 1e6)
+
+
 @given(
-    weights=st.lists(st.lists(st.floats(0, 1e6), min_size=3, max_size=3), min_size=2, max_size=2),
+    weights=st.lists(st.lists(ANY_WEIGHT, min_size=3, max_size=3), min_size=2, max_size=2),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_fractions_are_summed_to_rounding(weights, dtype):
