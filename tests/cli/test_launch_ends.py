@@ -31,6 +31,7 @@ _FAMILY = """
     fork = os.fork()
     if fork == 0:
         time.sleep(100)
+        os._exit(0)  # where nobody has ended it
     if "--tells" in sys.argv:
         for stop in stops:
             signal.signal(stop, tell)
