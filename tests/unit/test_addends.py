@@ -47,6 +47,7 @@ def test_the_pass_has_a_name_for_caches():
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_what_is_added_to_a_matrix_product_keeps_its_number():
     compiled = compile_function(decayed, fullgraph=True, options=options_of("default"))
     torch.testing.assert_close(compiled(*matrices()), decayed(*matrices()))
