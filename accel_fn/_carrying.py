@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_fn._errors import ElsewhereError
 from accel_fn._forward import Own, bare
 from accel_fn._state import DistState
 from accel_fn._tally import checked_total
 
 _DIGIT = 4096.0
-_NUMBERS = 5
+_CALLS = 64
+_NUMBERS = 7
 
 
 class Carrier(Own):
@@ -33,6 +35,8 @@ class Carrier(Own):
         self.numbers = nn.Parameter(torch.zeros(_NUMBERS, dtype=dtype))
         self.unit = 1.0
         """About the weight of one rank, a power of two: multiplying by it rounds nothing."""
+        self.calls = 0
+        """How many global batches were begun, also those that failed here."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The loss of the module, and the numbers: a backward starts from both."""
@@ -70,6 +74,7 @@ class CarriedTally:
         self._loss = 0.0
         self._load: Tensor | None = None
         self.stop = stop
+        carrier.calls += 1
 
     def share(self, weight: float) -> float:
         return weight / self._carrier.unit
@@ -78,7 +83,8 @@ class CarriedTally:
         if weight:
             self._loss += loss.item() * self.share(weight)
         if last:
-            numbers = [self._loss, float(self.stop), *_digits(self._weight)]
+            call = float(self._carrier.calls % _CALLS)
+            numbers = [self._loss, float(self.stop), call, call * call, *_digits(self._weight)]
             self._load = torch.tensor(numbers, dtype=self._carrier.numbers.dtype)
 
     def loads(self) -> Sequence[Tensor]:
@@ -88,8 +94,9 @@ class CarriedTally:
         carrier = self._carrier
         arrived = carrier.numbers.grad
         assert arrived is not None
-        loss, stops, *digits = arrived.tolist()
+        loss, stops, call, square, *digits = arrived.tolist()
         self.stop = stops > 0
+        self._check_call(call, square)
         total = checked_total(_number(digits, self._world_size), self._failure)
         if not total:
             return torch.zeros(()), total, 1.0
@@ -97,6 +104,15 @@ class CarriedTally:
         mean = torch.tensor(loss * factor)
         carrier.unit = math.ldexp(1.0, math.frexp(total / self._world_size)[1] - 1)
         return mean, total, factor
+
+    def _check_call(self, mean: float, mean_square: float) -> None:
+        """Refuse, on all ranks alike, a sum over different calls: numbers without variance are equal."""
+        total, squares = (round(each * self._world_size) for each in (mean, mean_square))
+        if total * total != squares * self._world_size:
+            raise ElsewhereError(
+                "step: every rank must be at the same call of it, got another rank at another one; where a "
+                "step fails on one rank, end the run: the others are within that step"
+            )
 
 
 def _digits(weight: float) -> list[float]:

@@ -215,6 +215,32 @@ def test_a_step_that_failed_leaves_nothing_to_be_carried_by_the_next():
     assert simulate(run, world_size=2) == [12, 12]
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_goes_on_after_its_loss_failed_is_no_batch_ahead_of_the_others(world_size):
+    """Gradients of two batches in one update would be nobody's mean; all ranks hear of it at once."""
+
+    def run(state):
+        def loss_fn(model, batch):
+            if batch[0, 0] < 0:
+                raise ZeroDivisionError
+            return model(batch).mean()
+
+        model = torch.nn.Linear(4, 1)
+        plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, _ = step(state, torch.ones(2, 4))
+        before = copy.deepcopy(model.state_dict())
+        if state.rank == 1:
+            with pytest.raises(ZeroDivisionError):
+                step(state, -torch.ones(2, 4))
+        with pytest.raises(RuntimeError, match="step: every rank must be at the same call of it"):
+            step(state, torch.ones(2, 4))
+        ours.assert_identical(model.state_dict(), before)
+        return state.rank
+
+    assert simulate(run, world_size=world_size) == [*range(world_size)]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(3)], ids=["whole", "accumulated"])
