@@ -100,18 +100,22 @@ def test_twenty_updates_have_one_hash_for_every_number_of_ranks():
     assert len(fingerprints(af.clip(0.5))) == 1
 
 
-def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_that_hash_too(tmp_path):
+@pytest.mark.parametrize("names", [[], ["average", "schedule", "freeze", "norm", "fp16"]], ids=str)
+def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_that_hash_too(names, tmp_path):
+    recipe = af.compose(af.clip(0.5), *[RECIPES[name] for name in names])
+
     def leg(state, stop):
         model = Net()
         with torch.no_grad():
             model.heads[0].bias += state.rank + len(
                 heard
             )  # of which what is loaded takes the place
-        state, step = built(state, af.clip(0.5), model)
+        state, step = built(state, recipe, model)
         state = af.load(tmp_path, state, step) if heard else state
         state, said = train(state, step, batches()[state.step : stop])
         af.save(tmp_path, state, step)
-        return said, sha256([*ours.kept_tensors(step).values(), *heard, *said])
+        scale = [] if state.scaler is None else [state.scaler.scale]
+        return said, sha256([*ours.kept_tensors(step).values(), *heard, *said, *scale])
 
     heard = []
     for world_size, stop in [(4, 7), (2, 13), (8, 20)]:
@@ -120,7 +124,7 @@ def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_that_hash_too(tmp_pa
         )
         assert {each for _, each in others} == {found}
         heard += said
-    assert {found} == fingerprints(af.clip(0.5), worlds=(1,))
+    assert {found} == fingerprints(recipe, worlds=(1,))
 
 
 def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():

@@ -146,3 +146,55 @@ def test_stops_at_one_world_size_change_no_bit(world_size, sharded, stops):
             ends.append(live(folder, Life(world_size, 0, 0, True, sharded), data, last=True))
     for (whole, _), (found, _) in zip(*ends, strict=True):
         ours.assert_identical(found, whole)
+
+
+def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
+    """A rate that moves, an average, parameters that thaw, norms that are looked back on: as on one rank."""
+    data = batches(frozenset({5}))
+    recipe = af.compose(
+        af.accumulate(2),
+        af.clip(0.5),
+        af.schedule(lambda num_updates: 1.0 / (1 + num_updates)),
+        af.average(0.9),
+        af.freeze("0", until=4),
+        af.skip_nonfinite(),
+        af.skip_spikes(),
+    )
+
+    def leg(state, wrap, stop, folder):
+        goes_on = folder is not None and af.latest(folder) is not None
+        model = ours.regression_model(seed=5 if goes_on else 0)  # other values than those saved
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        state, step = af.build(state, af.compose(wrap, recipe)(plan))
+        if goes_on:
+            state = af.load(folder, state, step)
+        applied = []
+        while state.step < stop:
+            state, report = step(state, part(data, state))
+            applied.append(bool(report.applied))
+        if folder:
+            af.save(folder, state, step)
+        parameters = {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
+        with af.averaged(step):
+            averages = ours.whole(model.state_dict())
+            found = parameters | {
+                f"average of {name}": each.clone() for name, each in averages.items()
+            }
+        return found, applied, plan.optimizer.param_groups[0]["lr"]
+
+    def run(legs, folder=None):
+        applied = []
+        for world_size, wrap, stop in legs:
+            ends = simulate(
+                lambda state, wrap=wrap, stop=stop: leg(state, wrap, stop, folder),
+                world_size=world_size,
+            )
+            applied += ends[0][1]
+        return [(found, applied, rate) for found, _, rate in ends]
+
+    [(expected, verdicts, last_rate)] = run([(1, af.wrap_ddp(), NUM_BATCHES)])
+    assert not all(verdicts)
+    legs = [(2, af.wrap_ddp(), 3), (3, af.wrap_fsdp(), 6), (2, af.wrap_fsdp(), 7)]
+    for found, applied, rate in run([*legs, (1, af.wrap_ddp(), NUM_BATCHES)], tmp_path):
+        ours.assert_close(found, expected)
+        assert (applied, rate) == (verdicts, last_rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -282,6 +283,16 @@ def test_several_steps_are_one_checkpoint(tmp_path):
     assert af.load(tmp_path, state, others).step == 2
     for name, step in steps.items():
         torch.testing.assert_close(kept(others[name]), kept(step), rtol=0, atol=0)
+
+
+def test_the_manifest_tells_of_the_run_in_plain_json(tmp_path):
+    state, step = make(recipe=af.compose(af.clip(0.5), af.accumulate(2)))
+    path = af.save(tmp_path, advance(state, step), step)
+    manifest = json.loads((path / "manifest.json").read_text())["checkpoint"]
+    assert list(manifest["explained"].values()) == [af.explain(step.plan, state)]
+    assert (manifest["world_size"], manifest["step"], manifest["seed"]) == (1, 2, 0)
+    assert (manifest["accel_fn"], manifest["torch"]) == (af.__version__, torch.__version__)
+    assert {*manifest["files"], "manifest.json"} == {each.name for each in path.iterdir()}
 
 
 class Tied(nn.Module):
