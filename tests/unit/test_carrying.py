@@ -17,18 +17,23 @@ from accel_fn.testing import simulate
 from tests import strategies as ours
 
 
+def weighing(state, dtype=torch.float32):
+    """A step over batches that bring their weight."""
+    model = torch.nn.Linear(2, 1).to(dtype)
+    plan = af.Plan(
+        lambda model, batch: model(batch[0]).square().mean(),
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        weight_fn=lambda batch: batch[1],
+    )
+    return af.build(state, af.wrap_ddp()(plan))
+
+
 def reports_of(weights, world_size, dtype=torch.float32):
     """One step per row of weights, a rank's each: what every rank reports."""
 
     def run(state):
-        model = torch.nn.Linear(2, 1).to(dtype)
-        plan = af.Plan(
-            lambda model, batch: model(batch[0]).square().mean(),
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            weight_fn=lambda batch: batch[1],
-        )
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = weighing(state, dtype)
         found = []
         for row in weights:
             state, report = step(state, (torch.ones(1, 2, dtype=dtype), row[state.rank]))
@@ -75,14 +80,7 @@ def test_a_number_of_any_kind_weighs_what_it_is(kind, largest, world_size):
 @pytest.mark.parametrize("weight", [1e-40, 1e40, 10**40])
 def test_weights_at_the_ends_of_float32_are_refused_on_every_rank(weight):
     def refused(state):
-        model = torch.nn.Linear(2, 1)
-        plan = af.Plan(
-            lambda model, batch: model(batch[0]).square().mean(),
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            weight_fn=lambda batch: batch[1],
-        )
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = weighing(state)
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             step(state, (torch.ones(1, 2), weight if state.rank else 1))
         return str(caught.value)
