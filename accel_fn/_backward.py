@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accel_fn._accompanying import Way, accompany
 from accel_fn._apart import Apart
 from accel_fn._carrying import CarriedTally, Carrier
-from accel_fn._errors import LossError
+from accel_fn._errors import ElsewhereError, LossError
 from accel_fn._forward import run_forward
 from accel_fn._grads import Grads
 from accel_fn._graph import check_recomputed
@@ -102,7 +102,11 @@ class Backward:
         else:
             go = partial(self._go_anew, state, weights, tally, self.way.counted(tally.add))
             accompany(state, self.way, go, parts)
-        mean, total, factor = tally.close()
+        try:
+            mean, total, factor = tally.close()
+        except ElsewhereError:
+            self._check_reached()  # where DDP waits for a parameter, nothing has arrived
+            raise
         own = {"own_weight": tally.own} if isinstance(tally, OwnTally) else {}
         report = self._report(mean, total, tally.stop, **own)
         return state, self._take(state, total, factor), report
