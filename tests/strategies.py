@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import settings
 from torch import Tensor, nn
 
 import accel_fn as af
@@ -24,6 +25,11 @@ MakeOptimizer = Callable[[Any], Optimizer]
 # a dozen terms; AdamW divides by the root of a second moment, which can take away half the digits
 # of a gradient near zero, but not of the parameters that this is compared on.
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def share(part: float) -> settings:
+    """So much of a profile's examples: less where each is dear."""
+    return settings(max_examples=max(2, round(part * settings().max_examples)))
 
 
 def regression_model(seed: int = 0) -> nn.Module:

@@ -26,7 +26,9 @@ from tests.compilers import needs_compiler
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    pytest.param(page, marks=needs_compiler) if "af.compiled(" in page.read_text() else page
+    pytest.param(page, marks=[needs_compiler, pytest.mark.slow])
+    if "af.compiled(" in page.read_text()
+    else page
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -20,7 +20,11 @@ from tests.examples.running import Run, finished, run_forked
 from tests.reference import train
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.slow)],
+    ids=["one process", "two processes"],
+)
 def any_run(request: pytest.FixtureRequest) -> Run:
     return request.getfixturevalue({1: "on_one", 2: "on_two"}[request.param])
 
@@ -59,12 +63,14 @@ def test_picture_of_the_curves_opens(any_run: Run) -> None:
         assert picture.width > picture.height > 400
 
 
+@pytest.mark.slow
 def test_main_rank_alone_shows_a_progress_bar_and_prints(on_two: Run) -> None:
     assert "240/240" in on_two.stderr[0]
     assert "batch/s" not in on_two.stderr[1]
     assert on_two.stdout[1] == ""
 
 
+@pytest.mark.slow
 def test_loss_curve_is_the_same_on_two_processes_to_bf16_rounding(on_one: Run, on_two: Run) -> None:
     one, two = on_one.curves()["loss"], on_two.curves()["loss"]
     assert len(one) == 240
@@ -72,6 +78,7 @@ def test_loss_curve_is_the_same_on_two_processes_to_bf16_rounding(on_one: Run, o
     assert one == pytest.approx(two, rel=0, abs=4 * 2**-8)
 
 
+@pytest.mark.slow
 def test_accuracy_is_the_same_on_two_processes(on_one: Run, on_two: Run) -> None:
     one, two = on_one.curves()["test_accuracy"], on_two.curves()["test_accuracy"]
     assert one[-1] == pytest.approx(two[-1], abs=3.01 / 360)  # bf16: digits on the border

@@ -35,6 +35,7 @@ def test_losses_are_the_same_on_two_processes_to_rounding(
     assert one == pytest.approx(two, rel=0, abs=20 * torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.slow
 def test_sharpness_aware_training_finds_a_flatter_place(on_one: Run) -> None:
     curves = on_one.curves()
     assert 0 < curves["sharpness-aware"]["sharpness"] < curves["plain"]["sharpness"]

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import swa_utils
 
@@ -60,7 +60,6 @@ def make(recipe, state=None, model=None):
 
 
 @each_rule
-@settings(max_examples=25)
 @given(
     batches=strategies.batches(num_batches=5),
     skipped=st.sets(st.integers(0, 4), max_size=3),

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.utils import counters
@@ -58,7 +58,7 @@ def train(model, recipe, batches):
 @pytest.mark.parametrize(
     "options", [{}, {"blocks": Noisy}, {"offload": True}, {"blocks": "1.1"}], ids=str
 )
-@settings(max_examples=10)
+@ours.share(0.4)
 @given(
     sizes=st.lists(st.integers(4, 9), min_size=1, max_size=3),
     num_microbatches=st.integers(1, 2),

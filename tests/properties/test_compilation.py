@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
@@ -68,7 +68,7 @@ def twins(request):
 
 @pytest.mark.slow
 @given(data=st.data(), half=st.integers(2, 6), rate=st.floats(1e-4, 1e-2), seed=st.integers(0, 9))
-@settings(max_examples=30)
+@ours.share(1.2)
 def test_a_compiled_step_is_the_step(twins, data, half, rate, seed):
     """Accumulated, clipped and scaled, with overflows: parameters, optimizer, scale and report."""
     generator, size = torch.Generator().manual_seed(seed), 2 * half + 1

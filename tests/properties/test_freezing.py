@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
@@ -29,7 +29,6 @@ def by_hand(batches, names, until, max_norm):
     return model.state_dict()
 
 
-@settings(max_examples=25)
 @given(
     batches=strategies.batches(num_batches=4),
     name=st.sampled_from(sorted(FROZEN)),

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accel_fn as af
@@ -13,7 +13,7 @@ from tests import strategies as ours
 from tests.properties.test_scaling import OPTIMIZERS, scaled
 from tests.properties.test_worlds import dealt_batches
 
-few = settings(max_examples=4)
+few = ours.share(0.16)
 names = [name for name in OPTIMIZERS if name != "fused sgd"]  # torch has no such kernel for shards
 optimizers = pytest.mark.parametrize("optimizer", [OPTIMIZERS[name] for name in names], ids=names)
 ONE_BATCH = [(torch.ones(3, 3).double(), torch.ones(3, 1).double())]

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -93,7 +93,7 @@ def assert_same_runs(runs, expected, counts):
             assert float(state.scaler.scale) == float(other.scaler.scale)
 
 
-@settings(max_examples=8)
+@ours.share(0.32)
 @given(
     batches=strategies.batches(num_batches=3),
     world_size=st.sampled_from([1, 2, 4]),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 
@@ -82,7 +82,7 @@ def train(state, parts, loss_fn, recipe, **options):
     return reports, {**shards, **dict(model.named_buffers())}, state
 
 
-@settings(max_examples=6)
+@ours.share(0.25)
 @given(
     batches=strategies.batches(num_batches=2),
     world_size=st.sampled_from([2, 4]),

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accel_fn as af
@@ -24,7 +24,7 @@ LINEAR = {
 }
 
 
-few, some = settings(max_examples=12), settings(max_examples=20)
+few, some = ours.share(0.5), ours.share(0.8)
 
 
 @st.composite

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
@@ -46,7 +46,6 @@ def train(state, recipe, asked):
     return stops, {name: value.clone() for name, value in tensors.items()}
 
 
-@settings(max_examples=25)
 @given(
     world_size=st.integers(2, 4),
     recipe=st.sampled_from(sorted(RECIPES)),

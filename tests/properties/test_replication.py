@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
@@ -15,7 +15,6 @@ BATCH = (torch.ones(2, 3).double(), torch.zeros(2, 1).double())
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-@settings(max_examples=25)
 @given(
     world_size=st.integers(2, 4),
     every=st.integers(1, 3),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
@@ -167,7 +167,7 @@ RECIPES = {
 }
 
 
-@settings(max_examples=8)
+@ours.share(0.32)
 @given(
     chosen=st.lists(st.sampled_from(sorted(RECIPES)), unique=True, max_size=4).filter(
         lambda names: not {"fp16", "bf16"} <= set(names)
@@ -187,7 +187,7 @@ def test_it_holds_with_every_transform(chosen, num_slots, samples, bad_row):
     assert len(fingerprints(recipe, worlds, data=data)) == 1
 
 
-@settings(max_examples=15)
+@ours.share(0.6)
 @given(
     data=strategies.labelled_batches(max_samples=4),
     num_slots=st.sampled_from([1, 2, 4]),

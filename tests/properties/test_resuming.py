@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accel_fn as af
@@ -106,7 +106,7 @@ def begin(folder):
     simulate(run, world_size=1)
 
 
-@settings(max_examples=5)
+@ours.share(0.2)
 @given(lives=lives, spoilt=st.frozensets(st.integers(0, NUM_BATCHES - 1), max_size=3))
 @example(lives=[Life(2, 3, 2), Life(4, 2, 1, False), Life(1, 1, 3)], spoilt=frozenset({1, 4}))
 @example(
@@ -128,7 +128,7 @@ def test_any_stops_at_any_worlds_are_the_run_by_hand(lives, spoilt):
             assert int(state.scaler.skipped) == len(spoilt)
 
 
-@settings(max_examples=4)
+@ours.share(0.16)
 @given(
     world_size=st.integers(1, 4),
     sharded=st.booleans(),

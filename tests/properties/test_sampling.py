@@ -5,7 +5,7 @@ from itertools import chain
 
 import numpy as np
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 import accel_fn as af
 from accel_fn.testing import simulate
+from tests import strategies as ours
 
 
 class Global:
@@ -146,7 +147,7 @@ def test_the_order_does_not_depend_on_the_world(case, seed):
     check(case, seed)
 
 
-@settings(max_examples=4)
+@ours.share(0.16)
 @given(case=sampled(max_world=2), seed=st.integers(0, 9))
 def test_workers_change_nothing(case, seed):
     check(case, seed, num_workers=2)

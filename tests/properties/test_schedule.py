@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedulers
 
@@ -80,7 +80,7 @@ def scheduled(state, parts, skipped, recipe, optimizer):
 
 
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
-@settings(max_examples=15)
+@ours.share(0.6)
 @given(
     batches=strategies.batches(num_batches=6),
     skipped=st.sets(st.integers(0, 5), max_size=3),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,7 +87,7 @@ def test_loaders_give_what_the_order_says(order, epoch):
     check_loaders(order, epoch)
 
 
-@settings(max_examples=4)
+@ours.share(0.16)
 @given(order=orders(max_world=3), epoch=st.integers(0, 1))
 def test_workers_change_nothing(order, epoch):
     check_loaders(order, epoch, num_workers=2)

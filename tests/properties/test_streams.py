@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -13,8 +13,6 @@ from accel_fn.data._evening import plan_moves
 from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.streams import Counting, SelfSplitting, Sharded, global_batches, ids, joined, samples
-
-HALF = settings().max_examples // 2  # for laws whose every example is three passes of a world
 
 
 @st.composite
@@ -80,7 +78,7 @@ def test_resuming_in_a_stream_is_going_on(cut, step):
 
 @pytest.mark.slow
 @given(cut=cuts(max_items=60), step=st.integers(0, 3))
-@settings(max_examples=4)
+@ours.share(0.16)
 def test_workers_that_take_turns_change_nothing(cut, step):
     num_items, world_size, batch_size, drop_last = cut
     world_size = min(world_size, 3)
@@ -132,7 +130,7 @@ def check_split(data, world_size, batch_size, drop_last, *, split="auto", num_wo
 
 
 @given(drawn=shards())
-@settings(max_examples=HALF)
+@ours.share(0.5)
 @example(drawn=([60, 0, 0], 3, 4, False))
 @example(drawn=([0, 0, 60], 3, 24, False))
 @example(drawn=([5, 4, 4], 3, 4, False))  # a tail of one joins a batch that needs no help otherwise
@@ -144,7 +142,7 @@ def test_every_item_of_uneven_shards_comes_once(drawn):
 
 
 @given(drawn=shards())
-@settings(max_examples=HALF)
+@ours.share(0.5)
 @example(drawn=([60, 0, 0], 3, 4, False))
 def test_every_item_of_a_source_that_splits_itself_comes_once(drawn):
     lengths, world_size, batch_size, drop_last = drawn
@@ -153,7 +151,7 @@ def test_every_item_of_a_source_that_splits_itself_comes_once(drawn):
 
 @pytest.mark.slow
 @given(drawn=shards(max_world=3), split=st.sampled_from(["auto", "workers"]))
-@settings(max_examples=4)
+@ours.share(0.16)
 def test_every_item_that_workers_read_comes_once(drawn, split):
     lengths, world_size, batch_size, drop_last = drawn
     data = Sharded(lengths) if split == "auto" else SelfSplitting(lengths)
@@ -182,7 +180,7 @@ def test_moves_give_every_rank_what_it_needs(held, data):
     batch_size=st.integers(4, 16),
     world_size=st.integers(2, 4),
 )
-@settings(max_examples=8)
+@ours.share(0.32)
 def test_training_on_a_stream_is_training_on_one_rank(num_batches, batch_size, world_size):
     tail = batch_size // 2 if batch_size // 2 >= world_size else 0  # one that joins is another run
     data = samples(range(num_batches * batch_size + tail))

@@ -455,6 +455,7 @@ def test_a_file_with_the_name_of_a_checkpoint_is_none(tmp_path):
     refused(tmp_path, "step_00000002 is no checkpoint")
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_what_was_there(tmp_path):
     """At every size from nothing to a file less than all, in a process whose files are limited."""
     script = f"""

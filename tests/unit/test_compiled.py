@@ -125,6 +125,7 @@ def test_the_parts_of_a_compiled_step_run_without_the_compiler():
     assert num_graphs() == graphs
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_run_of_compiled_steps_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     recipe = af.compose(af.clip(0.5), af.compiled(scope="step"))
@@ -237,7 +238,10 @@ except ValueError as error:
 
 
 @needs_compiler
-@pytest.mark.parametrize("optimizer", [ours.adamw, ours.sgd, plain_sgd])
+@pytest.mark.parametrize(
+    "optimizer",
+    [ours.adamw, *[pytest.param(each, marks=pytest.mark.slow) for each in (ours.sgd, plain_sgd)]],
+)
 def test_what_comes_after_a_compiled_step_comes_after_it(optimizer):
     """A schedule, and an average of the parameters."""
     recipe = af.compose(af.schedule(lambda num_updates: 1 / (num_updates + 1)), af.average(0.5))
@@ -422,14 +426,15 @@ def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
         step(state, make_batches(5)[0])
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize(
     "optimizer",
     [
         functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
-        pytest.param(functools.partial(torch.optim.Adam, weight_decay=0.1), marks=pytest.mark.slow),
-        pytest.param(torch.optim.Adamax, marks=pytest.mark.slow),
+        functools.partial(torch.optim.Adam, weight_decay=0.1),
+        torch.optim.Adamax,
     ],
     ids=["nesterov", "adam", "adamax"],
 )

@@ -131,6 +131,7 @@ def test_a_rank_that_outlives_its_simulation_may_simulate(monkeypatch):
     assert found.get(timeout=60) == [2, 2]
 
 
+@pytest.mark.slow
 def test_ranks_that_still_wait_when_python_ends_do_not_abort_it(tmp_path):
     """They run out of time in the background, and need the interpreter for that."""
     script = """

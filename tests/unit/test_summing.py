@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from accel_fn import _summing
@@ -54,7 +54,6 @@ def test_what_is_added_one_after_another_is_summed_as_a_tree(lists):
     assert bits(summed(lists)) == bits(tree_of(lists))
 
 
-@settings(max_examples=25)
 @given(lists=lists_of_numbers(), depth=st.integers(0, 3))
 @example(lists=[[torch.full((5,), -0.0), None], [None, None]], depth=1)
 def test_over_ranks_it_goes_on_as_the_same_tree(lists, depth):
