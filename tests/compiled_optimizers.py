@@ -22,6 +22,7 @@ from tests.optimizers import (
 )
 
 FENCES = ("<!-- table: python -m tests.compiled_optimizers -->\n", "<!-- end of table -->\n")
+HEAD = ["| optimizer | in a graph | why not |", "|---|---|---|"]
 
 # A graph rounds less often what these hold in less than float64: a product of momenta in float32,
 # once in each of four updates; an orthogonal matrix in bfloat16, in five rounds. Relative to how
@@ -46,13 +47,15 @@ def outcome(row: Row) -> str:
     return ""
 
 
+def line(name: str) -> str:
+    """A row of the table."""
+    reason = outcome(ROWS[name])
+    return f"| `{name}` | {'no' if reason else 'yes'} | {reason.replace('|', '/')} |"
+
+
 def table() -> str:
     """A row per optimizer."""
-    lines = ["| optimizer | in a graph | why not |", "|---|---|---|"]
-    for name, row in ROWS.items():
-        reason = outcome(row)
-        lines.append(f"| `{name}` | {'no' if reason else 'yes'} | {reason.replace('|', '/')} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*HEAD, *map(line, ROWS)]) + "\n"
 
 
 if __name__ == "__main__":

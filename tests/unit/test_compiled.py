@@ -18,9 +18,7 @@ import accel_fn as af
 from accel_fn._compiling import MODES
 from accel_fn.testing import simulate
 from tests import strategies as ours
-from tests.compiled_optimizers import FENCES, table
 from tests.compilers import needs_compiler
-from tests.optimizers import PAGE, split_page
 from tests.stacks import stack
 
 # torch's compiler looks at the gradients of tensors that have none.
@@ -493,15 +491,6 @@ def test_a_hyperparameter_that_changes_is_followed():
             each.optimizer.param_groups[0]["momentum"] = momentum
             states[index] = step(state, batch)[0], step
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # half a hundred optimizers are compiled
-@pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
-def test_the_page_holds_the_table_of_what_fits_into_a_graph():
-    _, written, _ = split_page(PAGE.read_text(encoding="utf-8"), FENCES)
-    assert written.strip() == table().strip(), "anew: python -m tests.compiled_optimizers"
 
 
 @pytest.mark.gpu

@@ -1,0 +1,25 @@
+"""The table of which optimizers fit into a compiled step is what comes out when each is compiled."""
+
+import pytest
+
+from tests.compiled_optimizers import FENCES, HEAD, line
+from tests.compilers import needs_compiler
+from tests.optimizers import PAGE, ROWS, split_page
+
+
+def written():
+    _, found, _ = split_page(PAGE.read_text(encoding="utf-8"), FENCES)
+    return found.strip().splitlines()
+
+
+def test_the_page_has_a_row_for_each_optimizer():
+    names = [row.split("`")[1] for row in written()[len(HEAD) :]]
+    assert (written()[: len(HEAD)], names) == (HEAD, [*ROWS])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
+@pytest.mark.parametrize("name", ROWS)
+def test_the_page_says_whether_an_optimizer_fits_into_a_graph(name):
+    assert line(name) in written(), "anew: python -m tests.compiled_optimizers"
