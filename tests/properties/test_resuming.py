@@ -161,8 +161,8 @@ def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
         af.skip_spikes(),
     )
 
-    def leg(state, wrap, stop, folder):
-        goes_on = folder is not None and af.latest(folder) is not None
+    def leg(state, folder, wrap, stop):
+        goes_on = af.latest(folder) is not None
         model = ours.regression_model(seed=5 if goes_on else 0)  # other values than those saved
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
         state, step = af.build(state, af.compose(wrap, recipe)(plan))
@@ -172,29 +172,25 @@ def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
         while state.step < stop:
             state, report = step(state, part(data, state))
             applied.append(bool(report.applied))
-        if folder:
-            af.save(folder, state, step)
-        parameters = {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
+        af.save(folder, state, step)
+        found = {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
         with af.averaged(step):
-            averages = ours.whole(model.state_dict())
-            found = parameters | {
-                f"average of {name}": each.clone() for name, each in averages.items()
-            }
+            for name, each in ours.whole(model.state_dict()).items():
+                found[f"average of {name}"] = each.clone()
         return found, applied, plan.optimizer.param_groups[0]["lr"]
 
-    def run(legs, folder=None):
-        applied = []
-        for world_size, wrap, stop in legs:
-            ends = simulate(
-                lambda state, wrap=wrap, stop=stop: leg(state, wrap, stop, folder),
-                world_size=world_size,
-            )
-            applied += ends[0][1]
-        return [(found, applied, rate) for found, _, rate in ends]
+    def run(folder, *legs):
+        """What every rank of the last one ends with, and the verdicts of all steps."""
+        verdicts = []
+        for world_size, *way in legs:
+            ends = simulate(lambda state, way=way: leg(state, folder, *way), world_size=world_size)
+            verdicts += ends[0][1]
+        return [(found, rate) for found, _, rate in ends], verdicts
 
-    [(expected, verdicts, last_rate)] = run([(1, af.wrap_ddp(), NUM_BATCHES)])
+    last = 1, af.wrap_ddp(), NUM_BATCHES
+    stopped = [(2, af.wrap_ddp(), 3), (3, af.wrap_fsdp(), 6), (2, af.wrap_fsdp(), 7)]
+    [(expected, last_rate)], verdicts = run(tmp_path / "whole", last)
+    [(found, rate)], found_verdicts = run(tmp_path / "stopped", *stopped, last)
+    ours.assert_close(found, expected)
+    assert (rate, found_verdicts) == (last_rate, verdicts)
     assert not all(verdicts)
-    legs = [(2, af.wrap_ddp(), 3), (3, af.wrap_fsdp(), 6), (2, af.wrap_fsdp(), 7)]
-    for found, applied, rate in run([*legs, (1, af.wrap_ddp(), NUM_BATCHES)], tmp_path):
-        ours.assert_close(found, expected)
-        assert (applied, rate) == (verdicts, last_rate)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
+from accel_fn._carrying import CarriedTally, Carrier
 from accel_fn.testing import simulate
 from tests import strategies as ours
 
@@ -237,6 +238,21 @@ def test_a_rank_that_goes_on_after_its_loss_failed_is_no_batch_ahead_of_the_othe
         return state.rank
 
     assert simulate(run, world_size=world_size) == [*range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [3, 100, 1000])
+def test_rounding_in_a_sum_over_many_ranks_is_not_taken_for_another_call(world_size):
+    """Added one after another in float32, as around a ring; in every call of a round of numbers."""
+    carrier = Carrier(torch.nn.Linear(2, 1))
+    state = af.DistState(world_size=world_size)
+    for _ in range(64):
+        tally = CarriedTally(carrier, state, [1.0], None, stop=False)
+        tally.add(torch.ones(()), 1.0, last=True)
+        part = tally.loads()[0] / world_size
+        carrier.numbers.grad = torch.zeros_like(part)
+        for _ in range(world_size):
+            carrier.numbers.grad += part
+        assert tally.close()[1] == world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
