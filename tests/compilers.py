@@ -1,10 +1,17 @@
-"""Is there what torch's compiler needs on a CPU? A machine with only Python and pip may not have it."""
+"""Tests that have code compiled: slow ones, and none where no C++ compiler is."""
 
 import os
 import shutil
+from collections.abc import Callable
 
 import pytest
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler"
-)
+there = shutil.which(os.environ.get("CXX", "g++")) is not None
+MARKS = [pytest.mark.slow, pytest.mark.skipif(not there, reason="needs a C++ compiler")]
+
+
+def compiles(test: Callable[..., None]) -> Callable[..., None]:
+    """A decorator of such a test."""
+    for mark in MARKS:
+        test = mark(test)
+    return test

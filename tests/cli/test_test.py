@@ -27,7 +27,7 @@ TRAINING = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_promise_holds_in_every_world(world_size):
     """Three ranks and five are more than some batches have samples."""
     for report in simulate(check_promises, world_size=world_size, timeout_s=30):

@@ -79,13 +79,16 @@ def run(num_processes, **settings):
 
 WORLDS = [
     (2, "af.wrap_ddp()"),
-    (3, "af.wrap_ddp()"),
     (2, "af.wrap_fsdp()"),
-    pytest.param(4, "af.wrap_fsdp()", marks=pytest.mark.slow),
-    pytest.param(
-        4, "af.wrap_fsdp(replicate=2, reshard_after_forward=False)", marks=pytest.mark.slow
-    ),
-    (2, "af.wrap_fsdp(offload=True, blocks='0')"),
+    *[
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (
+            (3, "af.wrap_ddp()"),
+            (4, "af.wrap_fsdp()"),
+            (4, "af.wrap_fsdp(replicate=2, reshard_after_forward=False)"),
+            (2, "af.wrap_fsdp(offload=True, blocks='0')"),
+        )
+    ],
 ]
 worlds = pytest.mark.parametrize(("num_processes", "wrap"), WORLDS)
 

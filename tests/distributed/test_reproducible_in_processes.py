@@ -4,7 +4,7 @@ import pytest
 
 import accel_fn as af
 from accel_fn import testing
-from tests.compilers import needs_compiler
+from tests.compilers import compiles
 from tests.processes import launch
 from tests.properties.test_reproducible import batches, fingerprint
 
@@ -45,7 +45,7 @@ say(fingerprint(state, recipe, batches(3), model=model))
 """
 
 
-@needs_compiler
+@compiles
 def test_compiled_losses_have_one_hash_too():
     """Dropout draws other numbers in a graph, but the same on any number of ranks."""
     alone = launch(COMPILED, num_processes=1).splitlines()

@@ -24,13 +24,11 @@ from sybil.parsers.myst import PythonCodeBlockParser
 from torch import nn
 
 import accel_fn as af
-from tests.compilers import needs_compiler
+from tests.compilers import MARKS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    pytest.param(page, marks=[needs_compiler, pytest.mark.slow])
-    if "af.compiled(" in page.read_text()
-    else page
+    pytest.param(page, marks=MARKS) if "af.compiled(" in page.read_text() else page
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -22,7 +22,7 @@ from tests.reference import train
 
 @pytest.fixture(
     scope="module",
-    params=[1, pytest.param(2, marks=pytest.mark.slow)],
+    params=[pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)],
     ids=["one process", "two processes"],
 )
 def any_run(request: pytest.FixtureRequest) -> Run:

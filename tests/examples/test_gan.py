@@ -19,7 +19,7 @@ NUM_BATCHES = 141  # ten passes over 1,797 digits, 128 at a time
 
 @pytest.fixture(
     scope="module",
-    params=[1, pytest.param(2, marks=pytest.mark.slow)],
+    params=[pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)],
     ids=["one process", "two processes"],
 )
 def any_run(request: pytest.FixtureRequest) -> Run:

@@ -16,7 +16,7 @@ import accel_fn as af
 from accel_fn._random import Draws, drawn_again, kept_random
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
-from tests.compilers import needs_compiler
+from tests.compilers import compiles
 from tests.stacks import Block, stack, weights_after
 
 
@@ -150,8 +150,7 @@ def test_where_nobody_draws_nothing_is_to_be_drawn_again():
         assert draws.since(before)
 
 
-@needs_compiler
-@pytest.mark.slow
+@compiles
 # torch's compiler looks at the gradients of tensors that have none.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("scope", ["blocks", "loss"])

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import accel_fn as af
 from tests import strategies as ours
-from tests.compilers import needs_compiler
+from tests.compilers import MARKS
 from tests.distributed.test_real_processes import run
 from tests.properties.test_scaling import scaled
 
-pytestmark = needs_compiler
+pytestmark = MARKS
 
 
 class Twins:
@@ -66,7 +66,6 @@ def twins(request):
     return Twins(request.param)
 
 
-@pytest.mark.slow
 @given(data=st.data(), half=st.integers(2, 6), rate=st.floats(1e-4, 1e-2), seed=st.integers(0, 9))
 @ours.share(1.2)
 def test_a_compiled_step_is_the_step(twins, data, half, rate, seed):
@@ -91,7 +90,6 @@ def not_compiled(transforms):
     return run(2, transforms=transforms)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
 @pytest.mark.parametrize("scope", ["loss", "blocks"])
 @pytest.mark.parametrize("beside", ["", "af.checkpointed(), "], ids=["alone", "checkpointed"])

@@ -205,7 +205,9 @@ def test_a_rate_on_the_device_is_that_of_the_updates_made(make_scheduler, batche
 
 @pytest.mark.parametrize("make", [lambda m, o: af.schedule(m(o)), late], ids=["host", "device"])
 @pytest.mark.parametrize("make_scheduler", LATE.values(), ids=LATE)
-@pytest.mark.parametrize("saved_after", range(6))
+@pytest.mark.parametrize(
+    "saved_after", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(6)]
+)
 def test_a_resumed_run_goes_on_with_its_schedule(tmp_path, make_scheduler, make, saved_after):
     """Also where the last update before it was skipped."""
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())

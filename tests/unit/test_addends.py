@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from accel_fn._addends import Addends
 from accel_fn._compiling import compile_function, options_of
-from tests.compilers import needs_compiler
+from tests.compilers import compiles
 
 
 def decayed(left, right, weight):
@@ -46,8 +46,7 @@ def test_the_pass_has_a_name_for_caches():
     assert Addends().uuid() == Addends().uuid() is not None
 
 
-@needs_compiler
-@pytest.mark.slow
+@compiles
 def test_what_is_added_to_a_matrix_product_keeps_its_number():
     compiled = compile_function(decayed, fullgraph=True, options=options_of("default"))
     torch.testing.assert_close(compiled(*matrices()), decayed(*matrices()))

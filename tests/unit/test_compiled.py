@@ -18,7 +18,7 @@ import accel_fn as af
 from accel_fn._compiling import MODES
 from accel_fn.testing import simulate
 from tests import strategies as ours
-from tests.compilers import needs_compiler
+from tests.compilers import compiles
 from tests.stacks import stack
 
 # torch's compiler looks at the gradients of tensors that have none.
@@ -70,11 +70,9 @@ def forgetful():
     torch._dynamo.reset()
 
 
-@needs_compiler
+@compiles
 @pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize(
-    "optimizer", [ours.adamw, pytest.param(ours.sgd, marks=pytest.mark.slow)], ids=["adamw", "sgd"]
-)
+@pytest.mark.parametrize("optimizer", [ours.adamw, ours.sgd], ids=["adamw", "sgd"])
 def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(optimizer):
     """The learning rate is another in every step; every tenth batch is shorter, and two of them differ."""
     eager, plan = make_plan(optimizer=optimizer), make_plan(optimizer=optimizer)
@@ -90,12 +88,9 @@ def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(optimiz
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
-@needs_compiler
+@compiles
 @pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize(
-    "mode",
-    [each if each == "default" else pytest.param(each, marks=pytest.mark.slow) for each in MODES],
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_the_same_and_has_nothing_to_say(mode, capfd):
     """Not every mode can be called from C++, and a large matrix has its numbers computed apart."""
     batches, ends = make_batches(8, 8, 8, 8), []
@@ -110,7 +105,7 @@ def test_every_mode_trains_the_same_and_has_nothing_to_say(mode, capfd):
     assert capfd.readouterr().err == ""
 
 
-@needs_compiler
+@compiles
 def test_the_parts_of_a_compiled_step_run_without_the_compiler():
     plan = af.compiled(scope="step")(make_plan(optimizer=torch.optim.SGD))
     state, step = af.build(af.DistState(), plan)
@@ -123,8 +118,7 @@ def test_the_parts_of_a_compiled_step_run_without_the_compiler():
     assert num_graphs() == graphs
 
 
-@pytest.mark.slow
-@needs_compiler
+@compiles
 def test_a_run_of_compiled_steps_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     recipe = af.compose(af.clip(0.5), af.compiled(scope="step"))
     batches = make_batches(*[8] * 5)
@@ -141,8 +135,7 @@ def test_a_run_of_compiled_steps_goes_on_from_a_checkpoint_with_the_same_bits(tm
     torch.testing.assert_close(kept, expected, rtol=0, atol=0)
 
 
-@needs_compiler
-@pytest.mark.slow
+@compiles
 def test_a_batch_that_weighs_nothing_is_a_gradient_of_zero():
     batches = [*make_batches(4, 4), (torch.zeros(0, 3).double(), torch.zeros(0, 1).double())]
     eager, plan = make_plan(), af.compiled(scope="step")(make_plan())
@@ -152,8 +145,7 @@ def test_a_batch_that_weighs_nothing_is_a_gradient_of_zero():
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
-@needs_compiler
-@pytest.mark.slow
+@compiles
 def test_frozen_and_unused_parameters_stay_as_they_are():
     def start():
         model = nn.ModuleDict({"used": ours.regression_model(), "unused": ours.regression_model(1)})
@@ -171,7 +163,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are():
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
-@needs_compiler
+@compiles
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation(mode):
@@ -187,7 +179,7 @@ def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation(mode):
     assert torch.allclose(step.forward(state, batches[0]), ours.mse(plan.model, batches[0]).float())
 
 
-@needs_compiler
+@compiles
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize(
     "recipe",
@@ -211,7 +203,7 @@ def test_blocks_are_compiled_once_with_plain_keys(recipe):
     ours.assert_close(model.state_dict(), eager.model.state_dict())
 
 
-@needs_compiler
+@compiles
 def test_more_models_than_torch_keeps_graphs_for_are_compiled_all_the_same():
     """torch counts graphs by the code that they were made of, and stops at 8."""
     batches = make_batches(4)
@@ -235,10 +227,10 @@ except ValueError as error:
 """
 
 
-@needs_compiler
+@compiles
 @pytest.mark.parametrize(
     "optimizer",
-    [ours.adamw, *[pytest.param(each, marks=pytest.mark.slow) for each in (ours.sgd, plain_sgd)]],
+    [ours.adamw, ours.sgd, plain_sgd],
 )
 def test_what_comes_after_a_compiled_step_comes_after_it(optimizer):
     """A schedule, and an average of the parameters."""
@@ -397,7 +389,7 @@ def test_a_model_without_repeated_blocks_is_refused():
         af.build(af.DistState(), af.compiled(scope="blocks")(make_plan(nn.Linear(3, 1).double())))
 
 
-@needs_compiler
+@compiles
 def test_a_loss_that_breaks_the_graph_is_refused_by_the_step():
     def loss_fn(model, batch):
         return ours.mse(model, batch) * float(batch[0].sum() > 0)
@@ -410,8 +402,7 @@ def test_a_loss_that_breaks_the_graph_is_refused_by_the_step():
         step(state, make_batches(4)[0])
 
 
-@needs_compiler
-@pytest.mark.slow
+@compiles
 def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
     def loss_fn(model, batch):
         used = model["late"] if len(batch[0]) == 5 else model["early"]
@@ -424,8 +415,7 @@ def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
         step(state, make_batches(5)[0])
 
 
-@pytest.mark.slow
-@needs_compiler
+@compiles
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize(
     "optimizer",
@@ -451,7 +441,7 @@ def test_a_schedule_that_moves_more_than_the_rate_takes_one_graph_more(optimizer
     ours.assert_close(ends[1], ends[0])
 
 
-@needs_compiler
+@compiles
 @pytest.mark.usefixtures("forgetful")
 def test_more_graphs_than_torch_keeps_are_an_error_that_says_so():
     plan = af.compiled(scope="step", dynamic=False)(make_plan(optimizer=plain_sgd))
@@ -464,8 +454,7 @@ def test_more_graphs_than_torch_keeps_are_an_error_that_says_so():
             step(state, make_batches(5)[0])
 
 
-@needs_compiler
-@pytest.mark.slow
+@compiles
 def test_parameters_that_come_to_the_optimizer_are_trained_by_a_step_that_is_built_again():
     found = []
     for recipe in (af.compose(), af.compiled(scope="step")):
@@ -480,8 +469,7 @@ def test_parameters_that_come_to_the_optimizer_are_trained_by_a_step_that_is_bui
     ours.assert_close(*found)
 
 
-@needs_compiler
-@pytest.mark.slow
+@compiles
 def test_a_hyperparameter_that_changes_is_followed():
     eager, plan = make_plan(optimizer=ours.sgd), make_plan(optimizer=ours.sgd)
     states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.compiled_optimizers import FENCES, HEAD, line
-from tests.compilers import needs_compiler
+from tests.compilers import compiles
 from tests.optimizers import PAGE, ROWS, split_page
 
 
@@ -17,8 +17,7 @@ def test_the_page_has_a_row_for_each_optimizer():
     assert (written()[: len(HEAD)], names) == (HEAD, [*ROWS])
 
 
-@needs_compiler
-@pytest.mark.slow
+@compiles
 @pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
 @pytest.mark.parametrize("name", ROWS)
 def test_the_page_says_whether_an_optimizer_fits_into_a_graph(name):

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests import strategies as ours
-from tests.compilers import needs_compiler
+from tests.compilers import compiles
 
 
 def make_model():
@@ -177,8 +177,7 @@ def test_evaluation_is_in_float8_too_and_copies_of_a_plan_do_not_meet():
     assert float(other.forward(state, batch)) == pytest.approx(expected, rel=1e-6)
 
 
-@needs_compiler
-@pytest.mark.slow
+@compiles
 @pytest.mark.filterwarnings("ignore")  # of torchao's and the compiler's own code
 def test_compiled_products_take_one_graph():
     """Not one per step, of which torch makes eight before it gives up."""

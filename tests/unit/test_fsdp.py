@@ -34,7 +34,7 @@ from tests.stacks import (
     ],
     ids=str,
 )
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_any_choice_of_blocks_trains_the_same(blocks, reshard):
     wrap = af.wrap_fsdp(blocks=blocks, reshard_after_forward=reshard)
     assert_trains_as_alone(af.compose(wrap, af.accumulate(2)))

@@ -52,10 +52,13 @@ def test_an_optimizer_made_before_keeps_its_groups_and_what_it_holds(optimizer, 
     assert_trains_as_alone(af.wrap_fsdp(), world_size, **settings)
 
 
+OTHERS = ["ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop"]
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize(
     "kind",
-    ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"],
+    ["AdamW", "SGD", *[pytest.param(each, marks=pytest.mark.slow) for each in OTHERS]],
 )
 def test_optimizers_of_torch_update_shards_as_they_update_all(kind, foreach):
     make = lambda parameters: getattr(torch.optim, kind)(parameters, lr=0.01, foreach=foreach)

@@ -52,8 +52,15 @@ def copied(model):
     return {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
 
 
+LARGER = [(3, {}), (4, {"replicate": 2})]
+
+
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize(("world_size", "wrap"), [(2, {}), (3, {}), (4, {"replicate": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "wrap"),
+    [(2, {}), *[pytest.param(*each, marks=pytest.mark.slow) for each in LARGER]],
+    ids=str,
+)
 def test_it_is_the_same_over_shards(name, world_size, wrap):
     recipe = RECIPES[name]
     expected = train(af.DistState(), recipe)
@@ -63,7 +70,9 @@ def test_it_is_the_same_over_shards(name, world_size, wrap):
 
 
 @pytest.mark.parametrize("name", ["average", "schedule", "skip_spikes"])
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), (1, 2), pytest.param((3, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_what_it_keeps_goes_on_at_another_number_of_shards(tmp_path, name, sizes):
     recipe = af.compose(af.wrap_fsdp(), RECIPES[name])
     expected = train(af.DistState(), RECIPES[name])

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from accel_fn._compiling import compile_function
 from accel_fn._hoisting import Hoisting
-from tests.compilers import needs_compiler
+from tests.compilers import compiles
 
 KEPT = torch.ops.aten.as_strided.default
 
@@ -60,7 +60,7 @@ def test_the_pass_has_a_name_for_caches():
     assert Hoisting().uuid() == Hoisting().uuid() is not None
 
 
-@needs_compiler
+@compiles
 def test_a_kept_number_leaves_the_loop():
     """With the pass, the power is computed before the loop over the tensor."""
     inputs = torch.randn(2048), torch.tensor(3.0, dtype=torch.float64)
