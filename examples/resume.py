@@ -43,7 +43,7 @@ def train(args: argparse.Namespace, preemption: af.Preemption) -> None:
     loader = af.shard_loader(DataLoader(load_data()[0], batch_size=128, shuffle=True), state)
 
     if af.latest(args.out):
-        state = af.load(args.out, state, step)
+        state = af.load(args.out, state, step, extras={"data": loader})
     total = args.epochs * len(loader)
     with tqdm(total=total, initial=state.step, unit="batch", disable=not state.is_main) as bar:
         for epoch in loader.epochs(args.epochs, since=state):
@@ -53,7 +53,7 @@ def train(args: argparse.Namespace, preemption: af.Preemption) -> None:
                 bar.update()
                 stop = report.extras["stop"]  # the same on every rank
                 if state.step % args.save_every == 0 or state.step == total or stop:
-                    af.save(args.out, state, step, keep=2)
+                    af.save(args.out, state, step, extras={"data": loader}, keep=2)
                 if stop and state.step < total:
                     preemption.leave()
     if state.is_main:

@@ -12,7 +12,6 @@ from accel_fn.checkpoint._contents import Contents, place_of
 from accel_fn.checkpoint._manifest import Entry, Manifest
 from accel_fn.checkpoint._planning import name_of_dtype
 
-_MOST = 12
 _NOTHING = "nothing"
 
 
@@ -88,12 +87,8 @@ def has_optimizer(
 
 
 def listed(lines: Iterable[str]) -> str:
-    """Some of them, and how many more there are."""
-    lines = list(lines)
-    shown = [f"  {line}" for line in lines[:_MOST]]
-    if len(lines) > _MOST:
-        shown.append(f"  and {len(lines) - _MOST} more")
-    return "\n".join(shown)
+    """One under the other."""
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def is_model(name: str) -> bool:

@@ -14,6 +14,7 @@ from accel_fn._plan import Plan, describe
 from accel_fn._shards import is_sharded, local
 from accel_fn._state import DistState, LossScale
 from accel_fn._step import Step
+from accel_fn._unwrapping import unwrapped
 from accel_fn.checkpoint._manifest import Entry
 from accel_fn.transforms._reproducing import num_slots_of
 from accel_fn.transforms._schedule import Schedule
@@ -57,7 +58,7 @@ def contents_of(steps: Steps) -> Contents:
     found = Contents({}, {}, {}, {}, {}, [])
     for name, step in steps.items():
         plan = step.plan
-        extra = _add_model(found, place_of("model", name), plan.model)
+        extra = _add_model(found, place_of("model", name), unwrapped(plan.model))
         states, rest = _optimizer_state(plan)
         for parameter, key, value in states:
             found.tensors[f"{place_of('optimizer', name)}{parameter}/{key}"] = value
@@ -77,7 +78,7 @@ def place_of(kind: str, step: str) -> str:
 def signature(plan: Plan) -> dict[str, Any]:
     """What must be the same where a run goes on: not how many ranks, micro-batches or which device."""
     slots = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _TELLING}
-    names = {id(parameter): name for name, parameter in plan.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in unwrapped(plan.model).named_parameters()}
     num_slots = next(filter(None, map(num_slots_of, plan.own_parameters)), None)
     return {
         "weight_fn": describe(plan.weight_fn),
@@ -137,7 +138,7 @@ def room_for(
 ) -> dict[str, Tensor]:
     """A tensor for each of these entries of a kind: the one that is there, or a new one."""
     prefix = place_of(kind, step)
-    parameters = dict(plan.model.named_parameters())
+    parameters = dict(unwrapped(plan.model).named_parameters())
     found = {}
     for entry_name, entry in entries.items():
         if not entry_name.startswith(prefix):
@@ -168,7 +169,7 @@ def put_back(
 
     Not the transforms whose entries begin with one of `fresh`.
     """
-    _put_back_model(plan.model, _under(place_of("model", step), tensors), rest["model"])
+    _put_back_model(unwrapped(plan.model), _under(place_of("model", step), tensors), rest["model"])
     if optimizer:
         _put_back_optimizer(plan, place_of("optimizer", step), tensors, rest["optimizer"])
     for place, where, part in _parts(plan, step):

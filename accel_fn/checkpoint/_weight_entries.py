@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accel_fn._errors import ArgumentError, ArgumentTypeError, ExtraError, message
 from accel_fn._shards import is_sharded, local
+from accel_fn._unwrapping import unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def read_entries(function: str, model: nn.Module) -> Entries:
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     firsts: dict[object, str] = {}
-    plain = _plain(model)
+    plain = unwrapped(model)
     saved = plain.state_dict()
     parameters = dict(plain.named_parameters(remove_duplicate=False))
     for name, value in saved.items():
@@ -73,7 +74,7 @@ def check_storable(entries: Entries) -> None:
 
 def check_writable(model: nn.Module, entries: Entries) -> None:
     """Does every entry write through to the module?"""
-    plain = _plain(model)
+    plain = unwrapped(model)
     own = {_view(tensor) for tensor in [*plain.parameters(), *plain.buffers()] if tensor.numel()}
     for name, tensor in entries.tensors.items():
         if tensor.numel() and _view(tensor) not in own:
@@ -84,17 +85,6 @@ def check_writable(model: nn.Module, entries: Entries) -> None:
         ):
             rule = "hold tensors that can be written, none that was expanded"
             raise ArgumentError(_broken("load_model", rule, name, f"strides {tensor.stride()}"))
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    """The user's module, out of DDP and `torch.compile`."""
-    while True:
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = cast("nn.Module", model.module)
-        elif "_orig_mod" in model._modules:
-            model = cast("nn.Module", model._modules["_orig_mod"])
-        else:
-            return model
 
 
 def _broken(function: str, rule: str, name: str, what: object) -> str:

@@ -23,6 +23,7 @@ from accel_fn._errors import (
 from accel_fn._plan import AfterFn, OfReplicas, Plan, Report, Transform, describe
 from accel_fn._sharding import shards_alone
 from accel_fn._state import DistState
+from accel_fn._unwrapping import unwrapped
 
 RateFn = Callable[[int], float]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -149,7 +150,7 @@ class Average:
     """Means of the parameters of one step, by name."""
 
     def __init__(self, state: DistState, plan: Plan, rate: RateFn, num_warmup: int) -> None:
-        self._model = plan.model
+        self._model = unwrapped(plan.model)
         self._rate = rate
         self._num_warmup = num_warmup
         self._always = plan.updates_always(state)

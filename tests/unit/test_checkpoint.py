@@ -79,6 +79,38 @@ def test_a_run_goes_on_to_the_bit_in_a_new_program(tmp_path, optimizer, steps_be
     torch.testing.assert_close(kept(new_step), kept(step), rtol=0, atol=0)
 
 
+def eagerly(model):
+    return torch.compile(model, backend="eager")
+
+
+def numbers(step):
+    """Of the parameters, in their order."""
+    return [each.tolist() for each in step.plan.model.parameters()]
+
+
+WRAPPERS = {"plain": lambda model: model, "compile": eagerly, "parallel": nn.DataParallel}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in compile
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("plain", "compile"), ("compile", "plain"), ("plain", "parallel"), ("parallel", "plain")],
+)
+def test_keys_are_those_of_the_model_that_a_user_wrapped(tmp_path, saved, loaded):
+    recipe = af.average(0.5)
+    make_in = lambda wrapper: make(model=WRAPPERS[wrapper](ours.regression_model()), recipe=recipe)
+    state, step = make_in(saved)
+    state = advance(state, step)
+    path = af.save(tmp_path, state, step)
+    _, other = make_in(loaded)
+    af.load(tmp_path, state, other)
+    keys = {name.split("/", 1)[1] for name in read_manifest(path).entries if "model/" in name}
+    assert keys == ours.regression_model().state_dict().keys()
+    assert numbers(other) == numbers(step)
+    with af.averaged(other), af.averaged(step):
+        assert numbers(other) == numbers(step)
+
+
 def test_what_was_saved_before_the_first_update_takes_later_state_away(tmp_path):
     state, step = make()
     af.save(tmp_path, state, step)
