@@ -18,6 +18,10 @@ from accel_fn._errors import PlanError
 
 MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+_NAMES = {"MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT"}
+"""Guards that a name still stands for the same module, class or function."""
+_OURS = re.compile(r"G\['(?!__import_(?!(torch|accel_fn)(_dot_|')))")
+"""Where a guard begins: at a global, but one of a module of the user's."""
 
 
 def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -33,6 +37,16 @@ def options_of(mode: str) -> dict[str, Any]:
         addends = import_module("accel_fn._addends")  # which imports the compiler
         options["post_grad_custom_pre_pass"] = addends.Addends()
     return options
+
+
+def moving_guards(guards: Sequence[Any]) -> list[bool]:
+    """Those to keep of a function of this library: all but names in its modules and torch's own.
+
+    What is looked at before every run is much of a small step. Whatever is the user's is looked at.
+    """
+    return [
+        each.guard_type not in _NAMES or not _OURS.match(each.orig_guard.name) for each in guards
+    ]
 
 
 def without_clock() -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from accel_fn._compiling import (
     compile_function,
     compile_in_place,
     keep_outputs,
+    moving_guards,
     options_of,
 )
 from accel_fn._errors import ArgumentError, ArgumentTypeError, PlanError, check_flag, message
@@ -146,7 +147,7 @@ def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.M
 def compile_step(state: DistState, whole: WholeFn, *, mode: str, dynamic: bool | None) -> WholeFn:
     """The function compiled into one graph, without the checks of sizes that its guards make anyway."""
     _check_machine(state)
-    options = {**options_of(mode), "size_asserts": False}
+    options = {**options_of(mode), "size_asserts": False, "guard_filter_fn": moving_guards}
     if state.device.type == "cpu":
         options |= _for_cpu(mode)
     run = compile_function(whole, fullgraph=True, dynamic=dynamic, options=options)
