@@ -28,6 +28,13 @@ from tqdm import tqdm
 
 import accel_fn as af
 
+UNFIT = {
+    "Adahessian": "differentiates the gradients",
+    "Muon": "is for matrices alone",
+    "SparseAdam": "is for sparse gradients alone",
+}
+"""Optimizers that cannot train this model, and why."""
+
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # layers this small gain nothing from more
@@ -128,7 +135,12 @@ def find_optimizer(name: str) -> type[Optimizer]:
             f"must be in torch.optim or torch_optimizer, got {name!r}; "
             f"the nearest is {known[near].__name__}"
         )
-    return known[name.lower()]
+    kind = known[name.lower()]
+    if kind.__name__ in UNFIT:
+        raise argparse.ArgumentTypeError(
+            f"must train a CNN from its gradients, got {kind.__name__}, which {UNFIT[kind.__name__]}"
+        )
+    return kind
 
 
 def optimizers_of(module: ModuleType) -> dict[str, type[Optimizer]]:

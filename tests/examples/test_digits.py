@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import sys
 from itertools import chain
 from pathlib import Path
@@ -13,11 +15,15 @@ import torch
 import torch_optimizer
 from PIL import Image
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from tests.examples.running import Run, finished, run_forked
+from tests.optimizers import kinds
 from tests.reference import train
+
+REFUSED = {*digits.UNFIT, "LBFGS"}
+TRAINING = {each.__name__ for each in kinds(torch.optim) | kinds(torch_optimizer)} - REFUSED
 
 
 @pytest.fixture(
@@ -100,6 +106,32 @@ def test_float32_losses_of_two_processes_are_those_of_the_loop_by_hand(tmp_path:
     assert two.curves()["loss"] == pytest.approx(losses, rel=0, abs=20 * eps)
 
 
+def test_default_step_averages_accumulates_autocasts_and_clips(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Told(Exception):
+        pass
+
+    def tell(state: af.DistState, plan: af.Plan) -> None:
+        raise Told(af.explain(plan, af.DistState(world_size=2)))
+
+    monkeypatch.setattr(af, "build", tell)
+    monkeypatch.setattr(sys, "argv", ["digits.py", "--device", "cpu", "--out", str(tmp_path)])
+    with pytest.raises(Told) as told:
+        digits.main(digits.parse_arguments())
+    assert [" ".join(line.split()) for line in str(told.value).splitlines()] == [
+        "one step on 2 ranks, cpu",
+        "model move_to_device",
+        "split split_batch(num_parts=2)",
+        "weigh num_samples, summed over 2 ranks",
+        "place to_device",
+        "forward loss_fn(Sequential, batch) under autocast(dtype=torch.bfloat16)",
+        "backward the mean over the global batch, by replicate()",
+        "gradients clip_norm(max_norm=1.0)",
+        "update AdamW(lr=0.001), 14 parameter tensors, 98,250 numbers",
+    ]
+
+
 def test_unknown_optimizer_is_refused_with_the_nearest_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +142,41 @@ def test_unknown_optimizer_is_refused_with_the_nearest_name(
         "argument --optimizer: must be in torch.optim or torch_optimizer, got 'AdamWW'; "
         "the nearest is AdamW\n" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("adahessian", "Adahessian, which differentiates the gradients"),
+        ("muon", "Muon, which is for matrices alone"),
+        ("SparseAdam", "SparseAdam, which is for sparse gradients alone"),
+    ],
+)
+def test_optimizer_that_cannot_train_a_cnn_is_refused_with_the_reason(name: str, why: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=rf"^must train a CNN .*, got {why}$"):
+        digits.find_optimizer(name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This overload of .* is deprecated:UserWarning")
+@pytest.mark.parametrize("name", sorted(TRAINING))
+def test_every_other_optimizer_moves_all_weights_and_stays_finite(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    few = TensorDataset(*digits.load_data()[0][:256])
+    monkeypatch.setattr(digits, "load_data", lambda: (few, few))
+    arguments = ["--optimizer", name, "--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr(
+        sys, "argv", ["digits.py", *arguments, "--epochs", "1", "--batch-size", "64"]
+    )
+    digits.main(digits.parse_arguments())
+    losses = json.loads((tmp_path / "curves.json").read_text())["loss"]
+    assert len(losses) == 4
+    assert all(map(math.isfinite, losses))
+    moved = load_file(tmp_path / "model.safetensors")
+    torch.manual_seed(0)
+    before = digits.build_model().state_dict()
+    assert all(not torch.equal(moved[each], before[each]) for each in before)
 
 
 def test_optimizer_that_needs_a_closure_is_refused_by_build(
