@@ -109,15 +109,15 @@ def test_float32_losses_of_two_processes_are_those_of_the_loop_by_hand(tmp_path:
 def test_default_step_averages_accumulates_autocasts_and_clips(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Told(Exception):
+    class ToldError(Exception):
         pass
 
     def tell(state: af.DistState, plan: af.Plan) -> None:
-        raise Told(af.explain(plan, af.DistState(world_size=2)))
+        raise ToldError(af.explain(plan, af.DistState(world_size=2)))
 
     monkeypatch.setattr(af, "build", tell)
     monkeypatch.setattr(sys, "argv", ["digits.py", "--device", "cpu", "--out", str(tmp_path)])
-    with pytest.raises(Told) as told:
+    with pytest.raises(ToldError) as told:
         digits.main(digits.parse_arguments())
     assert [" ".join(line.split()) for line in str(told.value).splitlines()] == [
         "one step on 2 ranks, cpu",
