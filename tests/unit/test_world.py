@@ -319,6 +319,9 @@ def test_a_state_is_a_value():
     assert len({state, af.DistState(rank=1, world_size=2, seed=3, step=7)}) == 1
     with pytest.raises(AttributeError):
         state.step = 8
+    assert not hasattr(state, "__dict__")
+    with pytest.raises(TypeError, match="positional"):
+        af.DistState(1, 2)
 
 
 def test_the_group_is_neither_shown_nor_pickled_nor_compared():
