@@ -270,8 +270,9 @@ def default_backend(device: torch.device, backend: str | None) -> str:
 
 
 def has_backend(device: torch.device) -> bool:
-    """Can processes on such devices talk to each other?"""
-    return device.type in dist.Backend.default_device_backend_map
+    """Can processes on such devices talk to each other? For MPS torch names Gloo, which does not know it."""
+    name = dist.Backend.default_device_backend_map.get(device.type, "")
+    return device.type in dist.Backend.backend_capability.get(name, ())
 
 
 def current_world() -> tuple[int, int] | None:

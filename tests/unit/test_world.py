@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import accel_fn as af
+from accel_fn import _comm
 from accel_fn._world import Launch, pick_device, read_launch
 from accel_fn.testing import simulate
 from tests.processes import free_port, launch
@@ -116,6 +117,76 @@ def test_a_world_of_one_needs_no_group(alone):
 def test_the_default_device_is_the_accelerator_or_the_cpu(alone):
     expected = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     assert af.init().device.type == (expected.type if expected else "cpu")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Torch, told that there are so many accelerators of a kind; the indices that were made current."""
+
+    def with_accelerators(kind, count):
+        current = []
+        for name, value in (
+            ("is_available", lambda: True),
+            ("current_accelerator", lambda: torch.device(kind)),
+            ("device_count", lambda: count),
+            ("set_device_index", current.append),
+        ):
+            monkeypatch.setattr(torch.accelerator, name, value)
+        return current
+
+    return with_accelerators
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(None, "cuda:2"), ("cuda", "cuda:2"), ("cuda:1", "cuda:1"), ("cpu", "cpu"), ("meta", "meta")],
+)
+def test_a_rank_takes_the_device_of_its_local_rank_unless_it_is_given_another(
+    machine, asked, expected
+):
+    current = machine("cuda", 4)
+    device = pick_device(asked, 2, 4, 8)
+    assert device == torch.device(expected)
+    assert current == ([] if device.index is None else [device.index])
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (None, "LOCAL_WORLD_SIZE must be at most the 2 cuda devices of this machine, got 3; start"),
+        ("cuda:2", "device must have an index below 2, got 'cuda:2'"),
+        ("xpu", "device must be one that this machine has, got 'xpu' and cuda here"),
+    ],
+)
+def test_a_device_beyond_those_of_the_machine_is_refused(machine, asked, text):
+    current = machine("cuda", 2)
+    with pytest.raises(RuntimeError, match=f"init: {text}"):
+        pick_device(asked, 2, 3, 3)
+    assert current == []
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, "mps:0"), (2, "cpu")])
+def test_devices_that_cannot_talk_to_each_other_are_left_out_of_a_world_of_several(
+    machine, world_size, expected
+):
+    """Torch's own table has Gloo for MPS, but Gloo knows CPU and CUDA alone."""
+    machine("mps", 1)
+    assert pick_device(None, 0, world_size, world_size) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "expected"),
+    [
+        ("cpu", None, "gloo"),
+        ("cpu", "mpi", "mpi"),
+        ("cuda", None, "cpu:gloo,cuda:nccl"),
+        ("xpu", None, "cpu:gloo,xpu:xccl"),
+        ("cuda", "gloo", "cpu:gloo,cuda:gloo"),
+        ("cuda", "cpu:gloo,cuda:ucc", "cpu:gloo,cuda:ucc"),
+    ],
+)
+def test_a_backend_fits_the_device_and_gloo_is_beside_it(device, asked, expected):
+    assert _comm.default_backend(torch.device(device), asked) == expected
 
 
 def test_a_device_that_the_machine_lacks_is_refused():
