@@ -174,6 +174,25 @@ def test_the_model_keeps_its_type_its_keys_and_its_forward(world_size):
     assert simulate(run, world_size=world_size) == [(True, nn.Sequential, True)] * world_size
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_of_the_users_stay_and_run_in_every_step(world_size):
+    def run(state):
+        model, ran = ours.regression_model(), []
+        model[2].register_forward_pre_hook(lambda *_: ran.append("before forward"))
+        model[2].register_forward_hook(lambda *_: ran.append("forward"))
+        model[2].register_full_backward_hook(lambda *_: ran.append("backward"))
+        model[2].weight.register_hook(lambda gradient: ran.append("gradient"))
+        state, step, _ = built(af.compose(af.place(), af.wrap_ddp()), state, model=model)
+        ran.clear()  # DDP's first backward, in build, reaches every parameter
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+        return ran
+
+    expected = ["before forward", "forward", "gradient", "backward"] * 2
+    for ran in simulate(run, world_size=world_size):
+        assert sorted(ran) == sorted(expected)
+
+
 def test_a_step_that_is_gone_keeps_nothing_alive():
     state, step, model = built(af.clip(1.0))
     step(state, BATCH)
@@ -334,6 +353,24 @@ def test_what_an_optimizer_holds_moves_to_its_parameters(fused, place_of_count):
     follow_parameters(optimizer)
     devices = {name: value.device.type for name, value in optimizer.state[parameter].items()}
     assert devices == {"step": place_of_count, "exp_avg": "meta"}
+
+
+def test_every_tensor_of_a_micro_batch_is_moved_and_the_batch_stays():
+    """To the meta device, which every machine has."""
+    model, seen = ours.regression_model().to("meta"), []
+
+    def loss_fn(model, batch):
+        seen.append([batch["inputs"].device.type, batch["deep"][0].device.type, batch["names"]])
+        return F.mse_loss(model(batch["inputs"]), batch["deep"][0])
+
+    recipe = af.compose(af.place(), af.accumulate(2))
+    state, step, _ = built(recipe, af.DistState(device="meta"), loss_fn, model)
+    batch = {"inputs": BATCH[0], "deep": (BATCH[1],), "names": ["a", "b", "c", "d"]}
+    _, report = step(state, batch)
+    assert seen == [["meta", "meta", ["a", "b"]], ["meta", "meta", ["c", "d"]]]
+    assert report.loss.device.type == "meta"
+    assert batch["inputs"] is BATCH[0]
+    assert BATCH[0].device.type == "cpu"
 
 
 def test_parameters_that_a_move_has_replaced_are_no_longer_the_optimizers():

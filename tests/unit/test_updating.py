@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel_fn as af
 from accel_fn._updating import apply_update
@@ -155,6 +156,38 @@ def test_factor_below_half_precision_is_not_lost(dtype):
     gradient = torch.full((4,), 2.0**15, dtype=dtype)
     update(torch.optim.SGD(trained, lr=1.0), [gradient], torch.tensor(2.0**-30))
     assert torch.equal(parameter, torch.full((4,), -(2.0**-15), dtype=dtype))
+
+
+class Multiplies(TorchDispatchMode):
+    """Names the operations that multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mul" in str(func):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("factor", "fused", "dtypes", "expected"),
+    [
+        (0.5, False, [torch.float32] * 3, ["aten._foreach_mul_.Tensor"]),
+        (0.5, False, [torch.float32, torch.float64], ["aten.mul_.Tensor"] * 2),
+        (0.5, True, [torch.float32] * 3, []),
+        (1.0, False, [torch.float32] * 3, []),
+    ],
+    ids=["alike", "of several dtypes", "in the kernel", "a factor of one"],
+)
+def test_gradients_are_multiplied_by_one_operation_or_none(factor, fused, dtypes, expected):
+    options = {"fused": True} if fused else {"foreach": False}
+    optimizer = torch.optim.SGD(parameters(*dtypes), lr=0.1, **options)
+    tensors = normal(dtypes)
+    with Multiplies() as mode:
+        update(optimizer, tensors, torch.tensor(factor))
+    assert mode.seen == expected
 
 
 def test_sparse_gradient_is_multiplied():
