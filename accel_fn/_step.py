@@ -73,7 +73,8 @@ class Step:
             ValueError: the state is another world's; the batch cannot be counted;
                 the loss cannot be trained on.
 
-        Cost: the sum of its transforms'. No host synchronisation of its own.
+        Cost: the sum of its transforms'. No host synchronisation of its own but for one in the
+        first update of several ranks, where what the optimizer sees is compared.
         """
         self._check_state(state)
         if self._whole is not None and self._whole.is_ready():

@@ -66,7 +66,8 @@ def with_amp(
 
     Cost: bf16 none beside autocast's own. fp16 one read of the gradients for
     their norm, shared with `clip`; no host synchronisation with a fused
-    optimizer, one with any other.
+    optimizer, one with any other, and with fused SGD whose momenta are not all there yet:
+    in its first update, as a rule.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
 

@@ -78,7 +78,8 @@ def skip_spikes(
             ArithmeticError: so many in a row. That of an accelerator is heard of one step later.
 
     Cost: one read of the gradients for their norm, shared with `clip`, and a few small kernels
-    over the window; no host synchronisation with a fused optimizer, one with any other.
+    over the window; no host synchronisation with a fused optimizer, one with any other, and
+    with fused SGD whose momenta are not all there yet: in its first update, as a rule.
 
     Source: OLMo-core's `SkipStepOptimizer`, which takes the loss for it, too.
 

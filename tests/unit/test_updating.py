@@ -158,15 +158,15 @@ def test_factor_below_half_precision_is_not_lost(dtype):
     assert torch.equal(parameter, torch.full((4,), -(2.0**-15), dtype=dtype))
 
 
-class Multiplies(TorchDispatchMode):
-    """Names the operations that multiply."""
+class Named(TorchDispatchMode):
+    """The operations that have a word in their names."""
 
-    def __init__(self):
+    def __init__(self, word):
         super().__init__()
-        self.seen = []
+        self.word, self.seen = word, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "mul" in str(func):
+        if self.word in str(func):
             self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -185,7 +185,7 @@ def test_gradients_are_multiplied_by_one_operation_or_none(factor, fused, dtypes
     options = {"fused": True} if fused else {"foreach": False}
     optimizer = torch.optim.SGD(parameters(*dtypes), lr=0.1, **options)
     tensors = normal(dtypes)
-    with Multiplies() as mode:
+    with Named("mul") as mode:
         update(optimizer, tensors, torch.tensor(factor))
     assert mode.seen == expected
 
@@ -270,6 +270,26 @@ def test_kernel_skips_where_a_parameter_is_never_reached():
     optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.found_inf))
     update(optimizer, [torch.full((4,), torch.inf), None], torch.tensor(1.0), BAD)
     assert seen == [1.0]  # else the host has waited for the verdict
+
+
+@pytest.mark.parametrize(
+    ("make", "fused", "expected"),
+    [
+        (MAKERS["adamw"], True, [0, 0, 0]),
+        (MAKERS["sgd"], True, [0, 0, 0]),
+        (MAKERS["momentum"], True, [1, 0, 0]),
+        (MAKERS["momentum"], False, [1, 1, 1]),
+    ],
+    ids=["fused", "fused SGD", "fused SGD with momentum", "not fused"],
+)
+def test_the_host_waits_for_a_verdict_where_no_kernel_can_take_it(make, fused, expected):
+    optimizer = make(parameters(torch.float32), fused=fused)
+    found = []
+    for seed in range(3):
+        with Named("_local_scalar_dense") as reads:
+            update(optimizer, normal([torch.float32], seed), None, OK)
+        found.append(len(reads.seen))
+    assert found == expected
 
 
 @every_optimizer
