@@ -3,9 +3,11 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import accel_fn as af
 
@@ -61,36 +63,90 @@ def test_an_unknown_name_is_an_attribute_error():
         af.Accelerator  # noqa: B018
 
 
-def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
 
 
-def test_worlds_are_joined_and_talk_in_one_module_each_beside_the_simulated_groups():
-    users = {
+# What of torch.distributed a module needs, beside the type of a group.
+DISTRIBUTED = {
+    "_comm.py": {"torch.distributed"},  # the collectives
+    "_joining.py": {"torch.distributed", "torch._C._distributed_c10d"},  # worlds of processes
+    "_meshes.py": {  # groups of simulated ranks
+        "torch.distributed",
+        "torch._C._distributed_c10d",
+        "torch.distributed.device_mesh",
+    },
+    "_shards.py": {"torch.distributed.tensor"},
+    "transforms/_ddp.py": {"torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel"},
+    "transforms/_fsdp.py": {"torch.distributed.fsdp"},
+    "testing/_threads.py": {"torch._C._distributed_c10d"},
+    "launching/_agent.py": {
+        "torch.distributed.elastic.agent.server.api",
+        "torch.distributed.elastic.agent.server.local_elastic_agent",
+        "torch.distributed.elastic.multiprocessing",
+        "torch.distributed.elastic.multiprocessing.api",
+    },
+    "launching/_meeting.py": {  # where machines meet before there is a world
+        "torch.distributed",
+        "torch._C._distributed_c10d",
+        "torch.distributed.elastic.rendezvous",
+    },
+    "launching/_running.py": {
+        "torch.distributed.elastic.agent.server.api",
+        "torch.distributed.elastic.multiprocessing",
+        "torch.distributed.elastic.rendezvous",
+        "torch.distributed.elastic.rendezvous.registry",
+    },
+}
+
+
+ROOTS = ("torch.distributed", "torch._C._distributed_c10d", "torch.nn.parallel")
+
+
+def distributed_modules(path):
+    """The modules of torch.distributed that one of ours imports, for more than the type of a group."""
+    for node in ast.walk(parsed(path)):
+        names = [each.name for each in getattr(node, "names", ())]
+        if isinstance(node, ast.ImportFrom) and names != ["ProcessGroup"]:
+            wholes = [name for each in names if (name := f"{node.module}.{each}") in ROOTS]
+            names = [node.module or "", *wholes]
+        elif not isinstance(node, ast.Import):
+            continue
+        yield from (name for name in names if name.startswith(ROOTS))
+
+
+def test_few_modules_use_torch_distributed_and_each_no_more_than_it_needs():
+    found = {
+        str(path.relative_to(PACKAGE)): modules
+        for path in SOURCES
+        if (modules := set(distributed_modules(path)))
+    }
+    assert found == DISTRIBUTED
+
+
+def test_one_module_alone_calls_collectives():
+    words = ("reduce", "gather", "scatter", "all", "broadcast", "barrier", "send", "recv")
+    collectives = {
+        name
+        for home in (dist, dist.ProcessGroup)
+        for name in dir(home)
+        if name.startswith(words) and callable(getattr(home, name))
+    }
+    assert {"all_reduce", "allreduce", "alltoall_base", "barrier", "send"} <= collectives
+    callers = {
         str(path.relative_to(PACKAGE))
         for path in SOURCES
-        if any(
-            name in ("torch.distributed", "torch._C._distributed_c10d") for name in imports(path)
-        )
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and node.attr in collectives
+        if ast.unparse(node.value) not in ("_comm", "self", "channel")  # our own
     }
-    types_only = {"_state.py", "testing/_simulation.py"}  # the type of a group
-    stores_only = {"launching/_meeting.py"}  # where machines meet before there is a world
-    assert users - types_only - stores_only == {
-        "_comm.py",
-        "_joining.py",
-        "_meshes.py",
-        "testing/_threads.py",
-    }
+    assert callers == {"_comm.py"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_stand_at_the_top_of_a_module(path):
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     inside = [
         node.lineno
         for function in ast.walk(tree)
@@ -103,6 +159,6 @@ def test_imports_stand_at_the_top_of_a_module(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_module_says_its_job_in_a_sentence(path):
-    first = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+    first = (ast.get_docstring(parsed(path)) or "").splitlines()
     assert first
     assert first[0].endswith(".")
