@@ -748,11 +748,29 @@ def test_the_new_one_stays_where_others_have_a_later_time(tmp_path):
         assert steps_of(tmp_path) == left
 
 
-def test_a_save_that_fails_removes_nothing(tmp_path):
+class InTheWay(Extra):
+    """Makes a file where the save that is under way will need the name."""
+
+    def state_dict(self):
+        self.value.touch()
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (lambda folder: Extra(object), "bad"),
+        (lambda folder: InTheWay(folder / ".new_step_00000004/manifest.json"), "File exists"),
+        (lambda folder: InTheWay(folder / "step_00000004"), "Not a directory"),
+    ],
+    ids=["before any file", "at the manifest", "at the name"],
+)
+def test_a_save_that_fails_removes_nothing(tmp_path, extra, words):
+    """Up to the last moment before the new one is there."""
     saver = run(tmp_path, 1, 2, 3)
-    with pytest.raises(ValueError, match="bad"):
-        run(tmp_path, 4, keep=1, saver=saver, extras={"bad": Extra(object)})
-    assert steps_of(tmp_path) == [1, 2, 3]
+    with pytest.raises((ValueError, CheckpointError), match=words):
+        run(tmp_path, 4, keep=1, saver=saver, extras={"bad": extra(tmp_path)})
+    assert [each.step for each in af.list_checkpoints(tmp_path) if not each.damage] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "step_7", "step_0000000001", "best", ".hidden"])
