@@ -7,7 +7,7 @@ import json
 import random
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -18,10 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from accel_fn._errors import CheckpointError
+from accel_fn._random import derive_random, kept_random
 from accel_fn.checkpoint import _reading
 from accel_fn.checkpoint._manifest import read_manifest
 from accel_fn.testing import simulate
 from tests import strategies as ours
+from tests.processes import launch
 
 BATCH = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
 
@@ -159,10 +161,12 @@ def sum_of_outputs(model, batch):
     return model(batch[0]).sum(dim=1).mean()
 
 
-def test_generators_go_on_where_they_stood(tmp_path):
-    def draw():
-        return random.random(), np.random.rand(), torch.rand(2).tolist()
+def draw():
+    """From each generator of this process."""
+    return [random.random(), np.random.rand(), torch.rand(2).tolist()]
 
+
+def test_generators_go_on_where_they_stood(tmp_path):
     state, step = make()
     af.save(tmp_path, state, step)
     drawn = draw()
@@ -184,6 +188,37 @@ def test_generators_of_new_ranks_are_derived_and_that_is_said(tmp_path, capsys):
         "accel_fn: saved in a world of 1, loaded in one of 2: random generators of the new ranks "
         "are derived from seed, rank and step\n"
     )
+
+
+@pytest.mark.slow
+def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
+    """However often it is loaded, and of no two seeds, ranks or steps the same."""
+    state, step = make(state=af.DistState(seed=3))
+    saved = {}
+    for _ in range(2):
+        af.save(tmp_path, state, step)
+        saved[state.step] = draw()
+        state = advance(state, step, 1)
+    script = f"""
+        import json
+        import accel_fn as af
+        from tests.unit.test_checkpoint import draw, make
+        with af.distributed(device="cpu", seed=3) as state:
+            state, step = make(recipe=af.wrap_ddp(), state=state)
+            for at in (0, 1, 0, 1):
+                af.load({str(tmp_path)!r}, state, step, at=at)
+                say(json.dumps([state.rank, at, draw()]))
+    """
+    lines = launch(script, num_processes=3).splitlines()
+    derived = {}
+    with kept_random(state.device):
+        for seed, rank, at in product((3, 4), (1, 2), (0, 1)):
+            derive_random(af.DistState(rank=rank, world_size=3, seed=seed, step=at))
+            derived[seed, rank, at] = draw()
+    expected = [[0, at, saved[at]] for at in (0, 1)]
+    expected += [[rank, at, derived[3, rank, at]] for rank in (1, 2) for at in (0, 1)]
+    assert sorted(map(json.loads, lines)) == sorted(expected * 2)
+    assert len({str(drawn) for drawn in derived.values()}) == 8
 
 
 class Counter:
