@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accel_fn as af
+from accel_fn.checkpoint import _publishing, _writing
+from accel_fn.checkpoint._publishing import Draft
 from accel_fn.testing import simulate
 from tests import strategies as ours
 
@@ -19,20 +23,28 @@ NUM_BATCHES = 9
 
 @dataclass(frozen=True)
 class Life:
-    """A process's: ranks, updates up to its last save, and those that are lost when it is killed."""
+    """A process's: ranks, updates before each of its saves, and those that are lost when it is killed."""
 
     world_size: int
-    kept: int
-    lost: int
+    kept: tuple[int, ...]
+    lost: int = 0
     waits: bool = True
-    """For its save; else that ends while the lost updates are made."""
+    """For its saves; else those end while further updates are made."""
     sharded: bool = False
     """Parameters and optimizer state, over the ranks; else each holds all of them."""
+    num_files: int | None = None
+    """That its saves write until it is killed in one; None: it is killed later."""
 
 
 lives = st.lists(
     st.builds(
-        Life, st.integers(1, 4), st.integers(0, 4), st.integers(0, 3), st.booleans(), st.booleans()
+        Life,
+        st.integers(1, 4),
+        st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple),
+        st.integers(0, 3),
+        st.booleans(),
+        st.booleans(),
+        st.none() | st.integers(0, 20),
     ),
     max_size=4,
 )
@@ -55,37 +67,61 @@ def scaled(plan):
     return replace(plan, starts=(lambda state: replace(state, scaler=af.LossScale.start(2.0**8)),))
 
 
-def live(folder, life, data, *, last=False):
-    """Start anew, go on from the newest checkpoint, save, and do what is lost; parameters, and the state."""
+@contextmanager
+def killed_after(num_files):
+    """After so many files no more is written but a half of the next, and nobody clears up."""
+    write, left = _writing.write_file, itertools.count(num_files, -1)
+
+    def writing(path, data):
+        if next(left) <= 0:
+            path.write_bytes(b"half")
+            raise OSError("killed")
+        return write(path, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_writing, "write_file", writing)
+        patch.setattr(_publishing, "write_file", writing)
+        patch.setattr(Draft, "discard", lambda draft: None)
+        yield
+
+
+def live(folder, life, data):
+    """Start anew, go on from the newest checkpoint, save, and do what is lost.
+
+    Of each rank: parameters and state at the last save, and the losses, to the bit, by step.
+    """
 
     def run(state):
-        model = ours.regression_model(seed=5 + life.kept)  # other values than those saved
+        model = ours.regression_model(seed=5)  # other values than those saved
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
         wrap = af.wrap_fsdp() if life.sharded else af.wrap_ddp()
         recipe = af.compose(wrap, scaled, af.accumulate(2), af.clip(0.5))
         state, step = af.build(state, recipe(plan))
-        state = af.load(folder, state, step)
-        stop = len(data) if last else min(state.step + life.kept, len(data))
-        while state.step < stop:
-            state, _ = step(state, part(data, state))
-        before = number_of(af.latest(folder))
-        path = af.save(folder, state, step, keep=2, wait=life.waits)
-        tensors = ours.whole(model.state_dict())
-        result = {name: value.clone() for name, value in tensors.items()}, state
-        for _ in range(min(life.lost, len(data) - state.step)):
-            state, _ = step(state, part(data, state))
-        # The process lives on in this one: what it writes in the background must be there, also
-        # where it writes a checkpoint of the same step anew.
-        while af.latest(folder) != path or number_of(path) == before:
-            time.sleep(0.002)
+        state, losses = af.load(folder, state, step), {}
+
+        def train(state, num_updates):
+            for number in range(state.step, min(state.step + num_updates, len(data))):
+                state, report = step(state, part(data, state))
+                losses[number] = float(report.loss).hex()
+            return state
+
+        try:
+            for num_updates in life.kept:
+                state = train(state, num_updates)
+                af.save(folder, state, step, keep=2, wait=life.waits)
+            tensors = ours.whole(model.state_dict())
+            result = {name: value.clone() for name, value in tensors.items()}, state, losses
+            train(state, life.lost)
+            if not life.waits:  # the process lives on in this one: what it writes must be there
+                af.load(folder, state, step)
+        except RuntimeError as error:
+            if "killed" not in str(error):
+                raise
+            return None, state, losses
         return result
 
-    return simulate(run, world_size=life.world_size)
-
-
-def number_of(path):
-    """Of the folder itself: one that takes its place has another."""
-    return path.stat().st_ino
+    with nullcontext() if life.num_files is None else killed_after(life.num_files):
+        return simulate(run, world_size=life.world_size)
 
 
 def part(data, state):
@@ -108,9 +144,17 @@ def begin(folder):
 
 @ours.share(0.2)
 @given(lives=lives, spoilt=st.frozensets(st.integers(0, NUM_BATCHES - 1), max_size=3))
-@example(lives=[Life(2, 3, 2), Life(4, 2, 1, False), Life(1, 1, 3)], spoilt=frozenset({1, 4}))
 @example(
-    lives=[Life(2, 1, 2), Life(4, 2, 1, False, True), Life(3, 1, 0, True, True), Life(2, 2, 0)],
+    lives=[Life(2, (3,), 2), Life(4, (2, 1), 1, waits=False), Life(1, (1,), 3)],
+    spoilt=frozenset({1, 4}),
+)
+@example(
+    lives=[
+        Life(2, (1,), 2),
+        Life(4, (2,), 1, waits=False, sharded=True),
+        Life(3, (1, 2), sharded=True, num_files=10),  # of its first save, 8
+        Life(2, (2, 1), waits=False, num_files=5),  # all but the manifest
+    ],
     spoilt=frozenset({1, 4}),
 )
 def test_any_stops_at_any_worlds_are_the_run_by_hand(lives, spoilt):
@@ -121,7 +165,7 @@ def test_any_stops_at_any_worlds_are_the_run_by_hand(lives, spoilt):
         begin(folder)
         for life in lives:
             live(folder, life, data)
-        for parameters, state in live(folder, Life(3, 0, 0), data, last=True):
+        for parameters, state, _ in live(folder, Life(3, (NUM_BATCHES,)), data):
             ours.assert_close(parameters, expected)
             assert state.step == NUM_BATCHES
             assert float(state.scaler.scale) == 2.0 ** (8 - len(spoilt))
@@ -129,23 +173,25 @@ def test_any_stops_at_any_worlds_are_the_run_by_hand(lives, spoilt):
 
 
 @ours.share(0.16)
-@given(
-    world_size=st.integers(1, 4),
-    sharded=st.booleans(),
-    stops=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=4),
-)
-def test_stops_at_one_world_size_change_no_bit(world_size, sharded, stops):
+@given(world_size=st.integers(1, 4), sharded=st.booleans(), lives=lives)
+def test_stops_at_one_world_size_change_no_bit(world_size, sharded, lives):
+    """Of the losses neither, also of steps that are made again."""
     data = batches(frozenset({2}))
-    ends = []
-    stopped = [Life(world_size, kept, 2, waits, sharded) for kept, waits in stops]
-    for lives in ([], stopped):
+    ends, losses = [], []
+    alike = [replace(life, world_size=world_size, sharded=sharded) for life in lives]
+    last = Life(world_size, (NUM_BATCHES,), sharded=sharded)
+    for each in ([last], [*alike, last]):
         with tempfile.TemporaryDirectory() as folder:
             begin(folder)
-            for life in lives:
-                live(folder, life, data)
-            ends.append(live(folder, Life(world_size, 0, 0, True, sharded), data, last=True))
-    for (whole, _), (found, _) in zip(*ends, strict=True):
+            *stopped, end = [live(folder, life, data) for life in each]
+        ends.append(end)
+        losses.append([said for ranks in [*stopped, end] for _, _, said in ranks])
+    for (whole, *_), (found, *_) in zip(*ends, strict=True):
         ours.assert_identical(found, whole)
+    whole, *_ = losses[0]
+    assert whole.keys() == set(range(NUM_BATCHES))
+    for said in losses[0] + losses[1]:
+        assert said.items() <= whole.items()
 
 
 def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
