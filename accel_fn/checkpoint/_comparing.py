@@ -20,15 +20,16 @@ def differences(manifest: Manifest, contents: Contents, state: DistState) -> lis
     found = _compare({"seed": manifest.seed}, {"seed": state.seed})
     found += _compare(_plans(manifest.plans), _plans(contents.plans))
     found += _compare(manifest.tied, contents.tied, "{name} is tied to")
+    told = ("model", *misfits(manifest, contents))
     saved = {
         name: f"{entry.dtype} {list(entry.shape)}"
         for name, entry in manifest.entries.items()
-        if is_model(name)
+        if name.startswith(told)
     }
     here = {
         name: f"{name_of_dtype(tensor.dtype)} {list(tensor.shape)}"
         for name, tensor in contents.tensors.items()
-        if is_model(name)
+        if name.startswith(told)
     }
     return found + _compare(saved, here)
 

@@ -187,13 +187,13 @@ def _read(path: Path, contents: Contents, state: DistState) -> _Saved:
 
 
 def _compare(saved: _Saved, extras: Mapping[str, Any], state: DistState, *, strict: bool) -> None:
-    found = differences(saved.manifest, saved.contents, state)
-    found += extra_differences(saved.extras, extras)
-    fresh = "" if strict else " starts fresh"
-    found += [
-        f"{told}{fresh}: what it keeps was saved of other shapes"
+    found = [
+        f"{told} starts fresh: what it keeps was saved of other shapes"
         for told in misfits(saved.manifest, saved.contents).values()
+        if not strict
     ]
+    found += differences(saved.manifest, saved.contents, state)
+    found += extra_differences(saved.extras, extras)
     if found and strict:
         raise CheckpointError(
             f"load: {saved.path} must be of this program, got differences:\n{listed(found)}"

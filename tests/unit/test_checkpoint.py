@@ -614,7 +614,6 @@ def another_model():
 
 
 MISTAKES = {
-    "transform": ({"recipe": af.clip(1.0)}, "gradients: nothing saved, ['clip_norm'] here"),
     "optimizer": ({"optimizer": ours.sgd}, "optimizer: AdamW saved, SGD here"),
     "shape": (
         {"model": another_model()},
@@ -633,9 +632,29 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("changes", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_another_program_is_refused_before_anything_is_overwritten(tmp_path, changes, words):
-    state, step = make()
+TRANSFORMS = {
+    "clip": (af.clip(1.0), "gradients", "['clip_norm']"),
+    "average": (af.average(0.9), "after", "['moving_average']"),
+    "schedule": (af.schedule(lambda _: 1.0), "after", "['scheduled(by=LambdaLR)']"),
+}
+OTHERS = {
+    **{name: (None, *row) for name, row in MISTAKES.items()},
+    **{
+        f"{name} added": (None, {"recipe": recipe}, f"{slot}: nothing saved, {told} here")
+        for name, (recipe, slot, told) in TRANSFORMS.items()
+    },
+    **{
+        f"{name} gone": (recipe, {}, f"{slot}: {told} saved, nothing here")
+        for name, (recipe, slot, told) in TRANSFORMS.items()
+    },
+}
+
+
+@pytest.mark.parametrize(("recipe", "changes", "words"), OTHERS.values(), ids=OTHERS)
+def test_another_program_is_refused_before_anything_is_overwritten(
+    tmp_path, recipe, changes, words
+):
+    state, step = make(recipe=recipe)
     path = af.save(tmp_path, state, step)
     state, other = make(**changes)
     before = {name: value.clone() for name, value in other.plan.model.state_dict().items()}
@@ -644,6 +663,21 @@ def test_another_program_is_refused_before_anything_is_overwritten(tmp_path, cha
     assert str(caught.value).startswith(f"load: {path} must be of this program, got differences:\n")
     assert f"  {words}" in str(caught.value)
     ours.assert_identical(other.plan.model.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [(af.clip(0.5), af.clip(1.0)), (af.average(0.9), af.average(0.5))],
+    ids=["clip", "average"],
+)
+def test_arguments_of_a_transform_are_those_of_the_program_and_no_difference(tmp_path, saved, here):
+    state, step = make(recipe=saved)
+    af.save(tmp_path, advance(state, step), step)
+    state, other = make(recipe=here)
+    before = af.explain(other.plan, state)
+    state = af.load(tmp_path, state, other)
+    assert (state.step, af.explain(other.plan, state)) == (2, before)
+    assert before != af.explain(step.plan, state)
 
 
 def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, capsys):
@@ -693,7 +727,8 @@ def test_what_a_transform_keeps_in_other_shapes_is_a_difference(tmp_path):
     with pytest.raises(RuntimeError) as told:
         af.load(tmp_path, state, other)
     assert str(told.value).endswith(
-        "got differences:\n  verdicts/0 norm_in_line: what it keeps was saved of other shapes"
+        "got differences:\n"
+        "  transforms/verdicts/0 norm_in_line/norms: float32 [8] saved, float32 [16] here"
     )
     torch.testing.assert_close(kept(other), before, rtol=0, atol=0)
     advance(af.load(tmp_path, state, other, strict=False), other)
