@@ -13,8 +13,10 @@ from accel_fn._errors import ArgumentError, CheckpointError, ExtraError, message
 from accel_fn.checkpoint._contents import place_of
 from accel_fn.checkpoint._listing import check_sizes
 from accel_fn.checkpoint._manifest import read_manifest
+from accel_fn.checkpoint._naming import COMMON, OF_ALL
+from accel_fn.checkpoint._plain import dict_from_plain
 from accel_fn.checkpoint._reading import check_files, read_tensors
-from accel_fn.checkpoint._weight_entries import Entries, check_storable
+from accel_fn.checkpoint._weight_entries import Entries, check_dense, check_storable
 from accel_fn.checkpoint._weight_files import write_set
 
 
@@ -37,8 +39,8 @@ def export_model(
 
     Raises:
         RuntimeError: the checkpoint is damaged, or holds no such step.
-        ValueError: the folder cannot be written to, or a tensor has a dtype that safetensors does
-            not know.
+        ValueError: the folder cannot be written to, a tensor has a dtype that safetensors does
+            not know, or the model has state that is no tensor.
 
     Cost: reads the checkpoint to check it, then the model, which is held on the host.
     """
@@ -53,6 +55,9 @@ def export_model(
     with _told_by_export():
         check_sizes(path, manifest)
         check_files(path, manifest, manifest.files)
+    extra = dict_from_plain(path / COMMON, OF_ALL, "export")["steps"][step]["model"]
+    for name, value in extra.items():
+        check_dense("export", name, value)
     tensors = {
         name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for name, entry in manifest.entries.items()

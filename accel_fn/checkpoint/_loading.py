@@ -44,13 +44,13 @@ from accel_fn.checkpoint._contents import (
 )
 from accel_fn.checkpoint._listing import check_sizes
 from accel_fn.checkpoint._manifest import Manifest, read_manifest
-from accel_fn.checkpoint._naming import COMMON, file_of, name_of, steps_in
-from accel_fn.checkpoint._plain import from_plain
+from accel_fn.checkpoint._naming import COMMON, OF_ALL, file_of, name_of, steps_in
+from accel_fn.checkpoint._plain import dict_from_plain
 from accel_fn.checkpoint._reading import check_files, read_tensors
 from accel_fn.checkpoint._saving import EXTRA
 
-_OF_ALL, _OF_RANK = {"scaler", "steps"}, {"buffers", "random"}
-"""What the files of plain data hold at least."""
+_OF_RANK = {"buffers", "random"}
+"""What a rank's file of plain data holds at least."""
 
 
 def load(
@@ -177,12 +177,9 @@ def _read(path: Path, contents: Contents, state: DistState) -> _Saved:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     number = state.rank if state.rank < manifest.world_size else 0
-    names = [COMMON, file_of("rank", number, "pt")]
-    check_files(path, manifest, names)
-    common, mine = (from_plain(path / name, "load") for name in names)
-    for name, found, keys in zip(names, (common, mine), (_OF_ALL, _OF_RANK), strict=True):
-        if not isinstance(found, dict) or not keys <= found.keys():
-            raise CheckpointError(f"load: {path / name} must hold {', '.join(sorted(keys))}")
+    keys = {COMMON: OF_ALL, file_of("rank", number, "pt"): _OF_RANK}
+    check_files(path, manifest, keys)
+    common, mine = (dict_from_plain(path / name, keys[name], "load") for name in keys)
     return _Saved(path, manifest, contents, common, mine)
 
 

@@ -11,6 +11,8 @@ from accel_fn.checkpoint._hashing import sync
 
 COMMON = "common.pt"
 """The file of what is alike on all ranks and no tensor."""
+OF_ALL = {"scaler", "steps"}
+"""What it holds."""
 
 _STEP = re.compile(r"step_(\d{8,})")
 _NEW, _OLD = ".new_", ".old_"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ def from_plain(path: Path, function: str) -> Any:
         raise CheckpointError(
             f"{function}: {path} must hold tensors and plain data, got something else; {_first_line(error)}"
         ) from error
+
+
+def dict_from_plain(path: Path, keys: Set[str], function: str) -> dict[str, Any]:
+    """What a file holds that is a dict of these at least."""
+    found = from_plain(path, function)
+    if not isinstance(found, dict) or not keys <= found.keys():
+        raise CheckpointError(f"{function}: {path} must hold {', '.join(sorted(keys))}")
+    return found
 
 
 def _is_plain(value: Any) -> bool:

@@ -52,7 +52,7 @@ def read_entries(function: str, model: nn.Module) -> Entries:
     saved = plain.state_dict()
     parameters = dict(plain.named_parameters(remove_duplicate=False))
     for name, value in saved.items():
-        _check_dense(function, name, value)
+        check_dense(function, name, value)
         # A rank may hold nothing of two tensors in shards.
         mark = parameters.get(name) if is_sharded(value) else _view(value)
         first = firsts.setdefault(mark, name) if value.numel() else name
@@ -62,6 +62,23 @@ def read_entries(function: str, model: nn.Module) -> Entries:
             tied[name] = first
     _check_apart(function, {name: local(tensor) for name, tensor in tensors.items()})
     return Entries(tensors, tied)
+
+
+def check_dense(function: str, name: str, value: object) -> None:
+    """Is this of a `state_dict` a tensor that can be written as it is?"""
+    if name == "__metadata__":  # what a safetensors file calls its own notes
+        raise ArgumentError(_broken(function, "not use that name", name, "a tensor"))
+    if not isinstance(value, Tensor):
+        what = f"a {type(value).__name__}"
+        raise ArgumentError(_broken(function, "hold nothing but tensors in state_dict", name, what))
+    if nn.parameter.is_lazy(value):
+        raise ArgumentError(_broken(function, "hold values", name, "a parameter without a shape"))
+    value = local(value)
+    if value.layout is not torch.strided or hasattr(value, "__tensor_flatten__"):
+        what = f"a {type(value).__name__} of layout {value.layout}"
+        raise ArgumentError(_broken(function, "hold dense tensors", name, what))
+    if value.is_meta:
+        raise ArgumentError(_broken(function, "hold values", name, "a tensor on the meta device"))
 
 
 def check_storable(entries: Entries) -> None:
@@ -89,22 +106,6 @@ def check_writable(model: nn.Module, entries: Entries) -> None:
 
 def _broken(function: str, rule: str, name: str, what: object) -> str:
     return f"{function}: model must {rule}, got {what} for {name!r}"
-
-
-def _check_dense(function: str, name: str, value: object) -> None:
-    if name == "__metadata__":  # what a safetensors file calls its own notes
-        raise ArgumentError(_broken(function, "not use that name", name, "a tensor"))
-    if not isinstance(value, Tensor):
-        what = f"a {type(value).__name__}"
-        raise ArgumentError(_broken(function, "hold nothing but tensors in state_dict", name, what))
-    if nn.parameter.is_lazy(value):
-        raise ArgumentError(_broken(function, "hold values", name, "a parameter without a shape"))
-    value = local(value)
-    if value.layout is not torch.strided or hasattr(value, "__tensor_flatten__"):
-        what = f"a {type(value).__name__} of layout {value.layout}"
-        raise ArgumentError(_broken(function, "hold dense tensors", name, what))
-    if value.is_meta:
-        raise ArgumentError(_broken(function, "hold values", name, "a tensor on the meta device"))
 
 
 @cache

@@ -7,17 +7,20 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import accel_fn as af
 from tests import strategies as ours
 from tests.cli.commands import run_python
 
 
+def build(model):
+    return af.build(af.DistState(), af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+
+
 @pytest.fixture
 def folder(tmp_path):
-    model = ours.regression_model()
-    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), plan)
+    state, step = build(ours.regression_model())
     inputs = torch.ones(4, 3).double()
     for _ in range(2):
         state, _ = step(state, (inputs, inputs[:, :1]))
@@ -60,12 +63,46 @@ def test_export_writes_weights_that_load_without_the_program(launchers, folder, 
     assert (done.exit_code, done.stdout) == (0, "4 tensors written to weights\n")
     model = ours.regression_model(seed=3)
     af.load_model(model, tmp_path / "weights")
-    state, step = af.build(
-        af.DistState(),
-        af.Plan(ours.mse, other := ours.regression_model(), ours.adamw(other.parameters())),
-    )
+    state, step = build(other := ours.regression_model())
     af.load(folder, state, step)
     ours.assert_identical(model.state_dict(), other.state_dict())
+
+
+def two_layers():
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+
+
+def test_export_takes_one_of_several_models_in_files_of_a_size_and_ties_once(launchers, tmp_path):
+    saved = two_layers()
+    saved[1].weight = saved[0].weight
+    state, generator = build(saved)
+    steps = {"generator": generator, "critic": build(ours.regression_model())[1]}
+    af.save(tmp_path / "run", state, steps)
+    options = ("--step", "generator", "--max-shard-size", "40B")
+    done = launchers.command(tmp_path, "export", "run/step_00000000", "weights", *options)
+    assert (done.exit_code, done.stdout) == (0, "3 tensors written to weights\n")
+    sizes = [len(load_file(file)) for file in (tmp_path / "weights").glob("model-*-of-00002*")]
+    assert sorted(sizes) == [1, 2]
+    af.load_model(model := two_layers(), tmp_path / "weights")
+    ours.assert_identical(model.state_dict(), saved.state_dict())
+
+
+class WithState(torch.nn.Linear):
+    def get_extra_state(self):
+        return {"count": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_state_that_is_no_tensor_is_refused_as_save_model_does(launchers, tmp_path):
+    state, step = build(model := WithState(2, 1))
+    af.save(tmp_path / "run", state, step)
+    done = launchers.command(tmp_path, "export", "run/step_00000000", "weights")
+    with pytest.raises(ValueError, match="got a dict for '_extra_state'") as refused:
+        af.save_model(model, tmp_path / "weights")
+    assert done.stderr == f"Error: {refused.value}\n".replace("save_model", "export")
+    assert not (tmp_path / "weights").exists()
 
 
 def test_mistakes_of_export_are_one_line(launchers, folder, tmp_path):
@@ -76,9 +113,13 @@ def test_mistakes_of_export_are_one_line(launchers, folder, tmp_path):
     assert done.stderr == (
         "Error: export: step must be one of run/step_00000002, got 'generator'; there are (no name)\n"
     )
-    (folder / "step_00000001" / "tensors_00000.bin").write_bytes(b"")
-    done = launchers.command(tmp_path, "export", "run/step_00000001", "weights")
-    assert done.stderr.startswith("Error: export: run/step_00000001/tensors_00000.bin is damaged: ")
+    emptied, flipped = (folder / f"step_0000000{step}" / "tensors_00000.bin" for step in (1, 2))
+    emptied.write_bytes(b"")
+    flipped.write_bytes(bytes([flipped.read_bytes()[0] ^ 1]) + flipped.read_bytes()[1:])
+    for damaged in (emptied, flipped):
+        place = damaged.parent.relative_to(tmp_path)
+        done = launchers.command(tmp_path, "export", place, "weights")
+        assert done.stderr.startswith(f"Error: export: {place}/tensors_00000.bin is damaged: ")
     done = launchers.command(tmp_path, "export", "run", "weights")
     assert done.stderr == "Error: export: run is no checkpoint: it has no manifest.json\n"
     assert not (tmp_path / "weights").exists()
@@ -111,8 +152,7 @@ def test_what_is_no_file_is_one_line(launchers, folder, tmp_path):
 def test_what_safetensors_cannot_hold_is_one_line(launchers, tmp_path):
     model = torch.nn.Linear(2, 1)
     model.register_buffer("waves", torch.zeros(2, dtype=torch.complex128))
-    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    af.save(tmp_path / "run", *af.build(af.DistState(), plan))
+    af.save(tmp_path / "run", *build(model))
     done = launchers.command(tmp_path, "export", "run/step_00000000", "weights")
     assert done.stderr == (
         "Error: export: model must hold tensors of the dtypes that safetensors knows, "
