@@ -88,6 +88,25 @@ def assert_trains_as_alone(recipe, world_size=2, **settings):
         )
 
 
+LAYERS = ["first", *[f"blocks.{i}.inner.{j}" for i in range(3) for j in (0, 2)], "last"]
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+CHOICES = [
+    (None, BLOCKS),
+    (Block, BLOCKS),
+    (nn.Linear, LAYERS),
+    ((Block, nn.Linear), [*BLOCKS, *LAYERS]),
+    ("blocks", BLOCKS),
+    (["blocks.0", "blocks.2"], ["blocks.0", "blocks.2"]),
+    ("blocks.1.inner", ["blocks.1.inner"]),
+]
+"""Ways to choose blocks of a stack, and the modules that they mean."""
+
+
+def is_in(name, module):
+    """Does what is called this belong to the module of that name?"""
+    return name == module or name.startswith(f"{module}.")
+
+
 class Tied(nn.Module):
     def __init__(self, inside=False):
         super().__init__()

@@ -45,12 +45,29 @@ say(json.dumps({{name: value.tolist() for name, value in whole.items()}}))
 )
 def test_a_run_goes_on_as_replicas_as_shards_and_alone(tmp_path, lives):
     _, expected = ours.trained_by_hand(ours.regression_model(), batches("mse"), max_norm=0.5)
-    start, folder = str(tmp_path / "start"), str(tmp_path / "run")
+    for found in last_of(lives, tmp_path):
+        ours.assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["af.wrap_fsdp()", "af.wrap_fsdp(offload=True)"])
+def test_shards_that_go_on_as_many_end_with_the_same_bits(tmp_path, wrap):
+    whole, stopped = (
+        last_of([(2, wrap, steps) for steps in lives], tmp_path / str(len(lives)))
+        for lives in ([5], [2, 2, 1])
+    )
+    for found, expected in zip(stopped, whole, strict=True):
+        ours.assert_identical(found, expected)
+
+
+def last_of(lives, folder):
+    """The parameters that every rank of the last one ends with."""
+    start, run = str(folder / "start"), str(folder / "run")
     af.save_model(ours.regression_model(), start)
     for world_size, wrap, steps in lives:
-        script = LIFE.format(wrap=wrap, folder=folder, start=start, steps=steps)
+        script = LIFE.format(wrap=wrap, folder=run, start=start, steps=steps)
         output = launch(script, num_processes=world_size)
-    for line in output.splitlines():
-        found = json.loads(line)
-        tensors = {name: torch.tensor(found[name], dtype=torch.float64) for name in expected}
-        ours.assert_close(tensors, expected)
+    return [
+        {name: torch.tensor(value, dtype=torch.float64) for name, value in json.loads(line).items()}
+        for line in output.splitlines()
+    ]

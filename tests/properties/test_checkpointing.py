@@ -2,6 +2,8 @@
 
 import copy
 import random
+from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from accel_fn._random import Draws, drawn_again, kept_random
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
 from tests.compilers import compiles
-from tests.stacks import Block, stack, weights_after
+from tests.stacks import CHOICES, LAYERS, Block, is_in, stack, weights_after
 
 
 class Noisy(nn.Module):
@@ -198,8 +200,27 @@ def test_it_is_the_same_step_over_ranks(wrap, offload):
         ours.assert_identical(each, plain)
 
 
+@pytest.mark.parametrize(("blocks", "chosen"), CHOICES, ids=[str(each) for each, _ in CHOICES])
+def test_what_is_chosen_is_computed_again_and_nothing_else(blocks, chosen):
+    model, calls = stack(), Counter()
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        layer.forward = partial(counted, calls, name, layer.forward)
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), af.checkpointed(blocks=blocks)(plan))
+    step(state, (torch.ones(4, 3).double(), torch.ones(4, 1).double()))
+    again = {name for name, number in calls.items() if number > 1}
+    assert again == {name for name in LAYERS if any(is_in(name, each) for each in chosen)}
+    assert set(calls) == set(LAYERS)
+
+
+def counted(calls, name, forward, *inputs):
+    calls[name] += 1
+    return forward(*inputs)
+
+
 def saved_bytes(recipe):
-    """Of what a step keeps for its backward, in the forward."""
+    """Of what a step keeps for its backward, in the forward, and does not hand to `save_on_cpu`."""
     sizes = []
     model = stack()
     model.blocks.extend(copy.deepcopy(model.blocks[0]) for _ in range(9))
@@ -223,6 +244,33 @@ def test_it_keeps_what_goes_into_each_block_and_no_more():
     """12 blocks keep three activations each otherwise: two inputs of layers, and what tanh gives."""
     plain, found = saved_bytes(af.compose()), saved_bytes(af.checkpointed())
     assert found <= 0.6 * plain
+
+
+def test_with_offload_what_goes_into_the_blocks_is_handed_to_the_host():
+    plain, found = (saved_bytes(af.checkpointed(offload=offload)) for offload in (False, True))
+    assert plain - found == 12 * 64 * 5 * 8  # of 12 blocks, 64 samples of 5 numbers in float64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no other memory")
+def test_with_offload_an_accelerator_holds_nothing_of_what_goes_into_the_blocks():
+    width, size, depth = 64, 1 << 14, 8
+    held = {}
+
+    def loss_fn(model, batch):
+        before = torch.cuda.memory_allocated()
+        loss = model(batch).square().mean()
+        held[offload] = torch.cuda.memory_allocated() - before
+        return loss
+
+    for offload in (False, True):
+        model = nn.Sequential(*[Block(width) for _ in range(depth)])
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        recipe = af.compose(af.place(), af.checkpointed(offload=offload))
+        state, step = af.build(af.init(device="cuda"), recipe(plan))
+        step(state, torch.ones(size, width))
+    # The first block's input is the batch; the last one's output is kept for the loss all the same.
+    assert held[False] - held[True] >= (depth - 1) * size * width * 4
 
 
 @given(batches=strategies.batches(num_batches=1))

@@ -99,6 +99,36 @@ def test_the_norm_is_that_of_all_shards_and_what_is_clipped_by_it_is_within_the_
 
 @optimizers
 @few
+@given(batches=strategies.batches(num_batches=2), world_size=st.integers(2, 3))
+def test_an_inactive_clip_changes_no_bit(optimizer, batches, world_size):
+    parts = ours.dealt_evenly(batches, world_size)
+    train = partial(ours.trained, ours.regression_model(), parts, optimizer=optimizer)
+    recipe = af.compose(af.wrap_fsdp(), af.clip(1e9), af.clip_value(1e9))
+    for (_, expected), (_, actual) in zip(train(af.wrap_fsdp()), train(recipe), strict=True):
+        ours.assert_identical(actual, expected)
+
+
+@few
+@given(
+    batches=strategies.batches(num_batches=1),
+    max_norm=st.floats(1e-3, 1e3),
+    world_size=st.integers(2, 4),
+)
+def test_clipping_twice_is_clipping_once(batches, max_norm, world_size):
+    parts = ours.dealt_evenly(batches, world_size)
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)
+    train = partial(ours.trained, ours.regression_model(), parts, optimizer=sgd)
+    clip = af.clip(max_norm)
+    once = train(af.compose(af.wrap_fsdp(), clip))
+    # The 1e-6 that is added to the norm takes 1e-6 of a gradient whose norm is the bound, at most.
+    for (_, expected), (_, actual) in zip(
+        once, train(af.compose(af.wrap_fsdp(), clip, clip)), strict=True
+    ):
+        ours.assert_close(actual, expected, rtol=1e-12, atol=2e-6)
+
+
+@optimizers
+@few
 @given(batches=strategies.batches(), exponent=st.integers(-30, 30), world_size=st.integers(2, 3))
 def test_scaling_by_a_power_of_two_changes_no_bit(optimizer, batches, exponent, world_size):
     parts = ours.dealt_evenly(batches, world_size)

@@ -174,6 +174,7 @@ def test_any_stops_at_any_worlds_are_the_run_by_hand(lives, spoilt):
 
 @ours.share(0.16)
 @given(world_size=st.integers(1, 4), sharded=st.booleans(), lives=lives)
+@example(world_size=2, sharded=True, lives=[Life(2, (3,), 2, waits=False)])
 def test_stops_at_one_world_size_change_no_bit(world_size, sharded, lives):
     """Of the losses neither, also of steps that are made again."""
     data = batches(frozenset({2}))

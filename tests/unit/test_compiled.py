@@ -22,6 +22,7 @@ from accel_fn.testing import simulate
 from accel_fn.transforms import _compilation
 from tests import strategies as ours
 from tests.compilers import compiles
+from tests.properties.test_scaling import scaled
 from tests.stacks import stack
 
 # torch's compiler looks at the gradients of tensors that have none.
@@ -78,22 +79,67 @@ def forgetful():
     torch._dynamo.reset()
 
 
+TOGETHER = af.compose(af.accumulate(2), af.clip(0.5), scaled(1024.0, growth_interval=30))
+
+
 @compiles
 @pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize("optimizer", [ours.adamw, ours.sgd], ids=["adamw", "sgd"])
-def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(optimizer):
-    """The learning rate is another in every step; every tenth batch is shorter, and two of them differ."""
-    eager, plan = make_plan(optimizer=optimizer), make_plan(optimizer=optimizer)
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "shorter", "expected"),
+    [
+        (af.compose(), ours.adamw, [5, 3], 2),
+        (af.compose(), ours.sgd, [5, 3], 2),
+        (TOGETHER, ours.adamw, [6, 4], 2),
+        # Two micro-batches of two sizes: of 4, which is known, and of any; then of any two.
+        (TOGETHER, ours.adamw, [7, 5, 11, 9], 3),
+    ],
+    ids=["adamw", "sgd", "together", "uneven"],
+)
+def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(
+    recipe, optimizer, shorter, expected
+):
+    """The learning rate is another in every step; some batches are shorter, each by another number."""
+    eager, plan = (recipe(make_plan(optimizer=optimizer)) for _ in range(2))
     states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
     graphs, breaks = num_graphs(), num_breaks()
-    for number, batch in enumerate(make_batches(*[8] * 9, 5, *[8] * 9, 3, *[8] * 80)):
+    sizes = [size for each in shorter for size in (*[8] * 9, each)]
+    for number, batch in enumerate(make_batches(*sizes, *[8] * (100 - len(sizes)))):
         for index, each in enumerate((eager, plan)):
             state, step = states[index]
             each.optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
             states[index] = step(state, batch)[0], step
-    assert num_graphs() - graphs == 2
+    assert num_graphs() - graphs == expected
     assert num_breaks() == breaks
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
+
+
+@compiles
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_compiled_step_under_autocast_is_the_step_to_the_rounding_of_its_dtype(precision):
+    """In float16, the third batch overflows."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+    def loss_fn(model, batch):
+        output = model(batch[0])
+        assert output.dtype == dtype
+        return nn.functional.mse_loss(output.float(), batch[1])
+
+    batches = [tuple(each.float() for each in batch) for batch in make_batches(*[8] * 6)]
+    batches[2] = batches[2][0] * 1e6, batches[2][1]
+    if precision == "bf16":
+        del batches[2]
+    ends = []
+    for compiling in (af.compose(), af.compiled(scope="step")):
+        plan = make_plan(ours.regression_model().float(), ours.sgd, loss_fn)
+        autocast = af.with_amp(precision, init_scale=2.0**8)
+        recipe = af.compose(af.accumulate(2), af.clip(0.5), autocast, compiling)
+        state, _, reports = run(recipe(plan), batches)
+        scale = None if state.scaler is None else float(state.scaler.scale)
+        ends.append(([bool(each.applied) for each in reports], scale, plan.model.state_dict()))
+    assert ends[0][:2] == ends[1][:2]
+    assert ends[1][0] == [index != 2 or precision == "bf16" for index in range(len(batches))]
+    # Five updates, with momentum, of 0.05 times gradients of at most 0.5, each right to a few roundings.
+    ours.assert_close(ends[1][2], ends[0][2], rtol=0.0, atol=0.5 * torch.finfo(dtype).eps)
 
 
 @compiles

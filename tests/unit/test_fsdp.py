@@ -1,5 +1,7 @@
 """wrap_fsdp: what it trains, in which parts and dtypes, and what stays the user's."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,33 +13,79 @@ from accel_fn._blocks import find_blocks
 from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.stacks import (
+    CHOICES,
+    LAYERS,
     Block,
     Stack,
     assert_trains_as_alone,
     batches,
+    is_in,
     part,
     stack,
     train,
 )
 
 
-@pytest.mark.parametrize(
-    "blocks",
-    [
-        None,
-        Block,
-        nn.Linear,
-        (Block, nn.Linear),
-        "blocks",
-        ["blocks.0", "blocks.2"],
-        "blocks.1.inner",
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("blocks", [blocks for blocks, _ in CHOICES], ids=str)
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_any_choice_of_blocks_trains_the_same(blocks, reshard):
     wrap = af.wrap_fsdp(blocks=blocks, reshard_after_forward=reshard)
     assert_trains_as_alone(af.compose(wrap, af.accumulate(2)))
+
+
+@pytest.mark.parametrize(("blocks", "units"), CHOICES, ids=[str(each) for each, _ in CHOICES])
+def test_what_is_chosen_is_gathered_at_a_time_and_nothing_else(blocks, units):
+    """In the forward of a layer its unit is whole, and what is in none."""
+
+    def run(state):
+        model, seen = stack(), {}
+        layers = {name: each for name, each in model.named_modules() if name in LAYERS}
+
+        def look(layer, *_):
+            parameters = model.named_parameters()
+            seen[layer] = {name for name, each in parameters if not isinstance(each, DTensor)}
+
+        for name, layer in layers.items():
+            layer.register_forward_hook(lambda *_, name=name: look(name))
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_fsdp(blocks=blocks)(plan))
+        step.forward(state, part(batches(1)[0], state))
+        return seen
+
+    names = [name for name, _ in stack().named_parameters()]
+    unit_of = {
+        name: max([each for each in units if is_in(name, each)], key=len, default="")
+        for name in names
+    }
+    expected = {
+        layer: {n for n in names if not unit_of[n] or is_in(layer, unit_of[n])} for layer in LAYERS
+    }
+    assert simulate(run, world_size=2) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_exact"),
+    [
+        ({}, True),
+        ({"reduce_dtype": torch.bfloat16}, False),
+        ({"param_dtype": torch.bfloat16}, True),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": None}, False),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, False),
+    ],
+    ids=str,
+)
+def test_gradients_are_added_up_in_the_dtype_asked_for(settings, is_exact):
+    """514 needs ten bits, and bfloat16 has eight; what is added up has one."""
+
+    def run(state):
+        model = nn.Linear(1, 1, bias=False)
+        loss_fn = lambda model, batch: model(batch).float().mean()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_fsdp(**settings)(plan))
+        _, grads, _ = step.grads(state, torch.full((1, 1), 1024.0 if state.is_main else 4.0))
+        return float(grads.tensors[0].full_tensor())
+
+    assert simulate(run, world_size=2) == [514.0 if is_exact else 512.0] * 2
 
 
 @pytest.mark.parametrize(("world_size", "replicate"), [(2, 2), (4, 2), (4, 4)])
@@ -230,5 +278,31 @@ def test_one_accelerator_trains_as_the_cpu_does(settings, fused):
         for batch in batches():
             state, _ = step(state, tuple(each.float() for each in batch))
         found.append(ours.whole(dict(model.named_parameters())))
+    kept = [
+        value for each in plan.optimizer.state.values() for value in each.values() if value.ndim
+    ]
+    held = {each.device.type for each in (*model.parameters(), *kept)}
+    assert held == {"cpu" if settings.get("offload") else "cuda"}
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name].cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no other memory")
+def test_with_offload_an_accelerator_holds_no_part_of_the_model_between_steps():
+    def held_after(recipe):
+        model = Stack(depth=4, width=1024)
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        state, step = af.build(af.init(device="cuda"), af.compose(af.place(), recipe)(plan))
+        batch = torch.ones(2, 3), torch.ones(2, 1)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        _, grads, _ = step.grads(state, batch)
+        return torch.cuda.memory_allocated(), [state, step, grads]
+
+    before = held_after(af.compose())[0]  # loads what the products need
+    gc.collect()
+    freed = torch.cuda.memory_allocated()
+    number = sum(each.numel() for each in Stack(depth=4, width=1024).parameters())
+    assert before - freed >= 4 * 4 * number  # float32: parameters, gradients, AdamW's two
+    assert held_after(af.wrap_fsdp(offload=True))[0] - freed < 4 * number / 4  # less than a block
