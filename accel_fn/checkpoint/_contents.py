@@ -59,10 +59,11 @@ def contents_of(steps: Steps) -> Contents:
     for name, step in steps.items():
         plan = step.plan
         extra = _add_model(found, place_of("model", name), unwrapped(plan.model))
+        # First, as a schedule may hear now of what moves the optimizer's learning rate.
+        kept = {where: _add_part(found, place, part) for place, where, part in _parts(plan, name)}
         states, rest = _optimizer_state(plan)
         for parameter, key, value in states:
             found.tensors[f"{place_of('optimizer', name)}{parameter}/{key}"] = value
-        kept = {where: _add_part(found, place, part) for place, where, part in _parts(plan, name)}
         for place, where, _ in _parts(plan, name):
             found.kept[place] = f"{where} of step {name!r}" if name else where
         found.rest[name] = {"model": extra, "optimizer": rest, "transforms": kept}

@@ -159,6 +159,69 @@ def test_a_plateau_is_seen_in_what_the_user_says():
     assert rates == [0.05, 0.05, 0.05, 0.025, 0.0125]
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("is_anew", [False, True])
+@pytest.mark.parametrize("saved_after", [3, 5])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_goes_on_or_back(
+    tmp_path, world_size, saved_after, is_anew, is_late
+):
+    """What is heard of one update late is heard of when the run is saved."""
+    nan = float("nan")
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
+    targets = [0.0, 1.0, nan, 2.0, 0.0, 3.0, nan, 3.0, 0.0]
+    batches = [(inputs, torch.full((4, 1), target).double()) for target in targets]
+
+    def by_hand():
+        model = ours.regression_model()
+        optimizer = sgd(model.parameters())
+        scheduler, heard = plateau(optimizer), []
+        for index, batch in enumerate(batches):
+            num_late = is_late if index != saved_after else 0
+            while len(heard) > num_late:
+                metric = heard.pop(0)
+                if metric == metric:
+                    scheduler.step(metric)
+            loss = ours.mse(model, batch)
+            heard.append(loss.item())
+            if heard[-1] == heard[-1]:
+                yield optimizer.param_groups[0]["lr"]
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def built(state):
+        model = ours.regression_model()
+        optimizer = sgd(model.parameters())
+        recipe = af.compose(af.wrap_ddp(), af.skip_nonfinite(), af.schedule(plateau(optimizer)))
+        state, step = af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+        if is_late:
+            step.plan.after[0]._echo = LateEcho()
+        return state, step
+
+    def go_on(state, step, batches):
+        rates = []
+        for batch in batches:
+            rate = step.plan.optimizer.param_groups[0]["lr"]
+            mine = [each.tensor_split(state.world_size)[state.rank] for each in batch]
+            state, report = step(state, mine)
+            rates += [rate] if report.applied else []
+        return state, rates
+
+    def run(state):
+        state, step = built(state)
+        state, rates = go_on(state, step, batches[:saved_after])
+        af.save(tmp_path, state, step)
+        state, _ = go_on(state, step, batches[:2])
+        state, step = built(state) if is_anew else (state, step)
+        state = af.load(tmp_path, state, step)
+        return rates + go_on(state, step, batches[saved_after:])[1]
+
+    expected = list(by_hand())
+    assert len(set(expected)) > 2
+    assert simulate(run, world_size=world_size) == [expected] * world_size
+
+
 # Where only the device knows whether an update was made.
 
 

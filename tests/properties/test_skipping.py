@@ -146,6 +146,31 @@ def test_a_spike_is_as_if_the_batch_were_not_there(batches, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("autocast", [af.compose(), af.with_amp("bf16")], ids=["float32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("recipe", "bad"),
+    [(af.skip_nonfinite(), float("nan")), (af.skip_spikes(window=4), 1e6)],
+    ids=["nonfinite", "spike"],
+)
+def test_in_single_and_half_precision_it_is_the_run_without_the_batch_to_the_bit(
+    recipe, bad, optimizer, autocast, world_size
+):
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(6, 3, generator=generator), torch.ones(6, 1)) for _ in range(6)]
+    spoilt = [*batches[:4], (batches[4][0], batches[4][1] * bad), *batches[4:]]
+    model = ours.regression_model().float()
+    recipe = af.compose(af.wrap_ddp(), af.clip(0.5), autocast, recipe)
+    expected, found = (
+        ours.trained(model, ours.dealt_evenly(each, world_size), recipe, optimizer=optimizer)
+        for each in (batches, spoilt)
+    )
+    for (losses, parameters), (expected_losses, wanted) in zip(found, expected, strict=True):
+        ours.assert_identical(parameters, wanted)
+        assert [*losses[:4], *losses[5:]] == expected_losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("recipe", "bad", "rule"),
     [
