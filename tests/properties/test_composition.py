@@ -11,6 +11,7 @@ import accel_fn as af
 from accel_fn._plan import slot_names
 from accel_fn.testing import strategies
 from tests import strategies as ours
+from tests.compilers import MARKS
 
 TRANSFORMS = {
     "place": af.place(),
@@ -29,6 +30,24 @@ TRANSFORMS = {
 }
 
 
+MORE = {
+    "wrap_fsdp": af.wrap_fsdp(),
+    "local_sgd": af.local_sgd(2),
+    "reproducible": af.reproducible(2),
+    "accumulate auto": af.accumulate("auto"),
+    "average.uniform": af.average.uniform(),
+    "compiled": af.compiled(),
+}
+"""What is refused beside some of those."""
+
+ELSEWHERE = {
+    "local_sgd": ["wrap_ddp", "skip_nonfinite", "skip_spikes", "check_replicas", "average"],
+    "reproducible": ["wrap_ddp"],
+    "compiled": [],
+}
+"""Of those, which are. compiled(scope="step") is beside few of them: tests/properties/test_compilation.py."""
+
+
 PRECISIONS = {
     "float64": (torch.float64, af.with_amp("bf16")),  # in which autocast leaves everything alone
     "bf16": (torch.float32, af.with_amp("bf16")),
@@ -44,20 +63,53 @@ def changed(**instead):
 @given(
     order=st.permutations(list(TRANSFORMS)),
     wrap=st.sampled_from([af.wrap_ddp(), af.wrap_fsdp()]),
+    accumulate=st.sampled_from([af.accumulate(2), af.accumulate("auto")]),
     clip=st.sampled_from([af.clip(0.3), af.clip_value(0.1)]),
     precision=st.sampled_from(list(PRECISIONS)),
     batches=strategies.batches(num_batches=2),
     world_size=st.integers(1, 3),
 )
 def test_any_order_of_transforms_is_the_same_step_to_the_bit(
-    order, wrap, clip, precision, batches, world_size
+    order, wrap, accumulate, clip, precision, batches, world_size
 ):
     dtype, autocast = PRECISIONS[precision]
-    transforms = changed(wrap_ddp=wrap, clip=clip, with_amp=autocast)
+    transforms = changed(
+        wrap_ddp=wrap, accumulate=accumulate, clip=clip, with_amp=autocast
+    )
     parts = ours.dealt_evenly(
         [tuple(each.to(dtype) for each in batch) for batch in batches], world_size
     )
     model = ours.regression_model().to(dtype)
+    assert_order_does_not_matter(model, parts, transforms, order)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("local_sgd", 1),
+        ("local_sgd", 2),
+        ("reproducible", 1),
+        ("reproducible", 2),
+        pytest.param("compiled", 1, marks=MARKS),
+    ],
+)
+@ours.share(0.2)
+@given(data=st.data())
+# torch's compiler looks at the gradients of tensors that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_any_order_is_the_same_where_not_all_go_together(name, world_size, data):
+    transforms = {**TRANSFORMS, name: MORE[name]}
+    for each in ELSEWHERE[name]:
+        del transforms[each]
+    order = data.draw(st.permutations(list(transforms)))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(8, 3, generator=generator) for _ in range(2)]
+    batches = [(each, each.sum(dim=1, keepdim=True)) for each in inputs]
+    parts = ours.dealt_evenly(batches, world_size)
+    assert_order_does_not_matter(ours.regression_model().float(), parts, transforms, order)
+
+
+def assert_order_does_not_matter(model, parts, transforms, order):
     listed = ours.trained(model, parts, af.compose(*transforms.values()))
     permuted = ours.trained(model, parts, af.compose(*[transforms[name] for name in order]))
     for (losses, parameters), (expected_losses, expected) in zip(permuted, listed, strict=True):
@@ -105,8 +157,9 @@ def slots(plan):
 
 @st.composite
 def transforms(draw, max_size=3):
-    names = draw(st.lists(st.sampled_from(list(TRANSFORMS)), max_size=max_size))
-    return [TRANSFORMS[name] for name in names]
+    every = {**TRANSFORMS, **MORE}  # nothing is refused before `build`
+    names = draw(st.lists(st.sampled_from(list(every)), max_size=max_size))
+    return [every[name] for name in names]
 
 
 @given(first=transforms(), second=transforms(), third=transforms())
@@ -127,7 +180,7 @@ def test_the_empty_composition_is_the_identity(listed):
     assert slots(af.compose(af.compose(), recipe)(plan)) == slots(recipe(plan))
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("transform", (TRANSFORMS | MORE).values(), ids=TRANSFORMS | MORE)
 def test_a_transform_does_not_change_its_argument(transform):
     plan = make_plan()
     before, weights = slots(plan), copy.deepcopy(plan.model.state_dict())
