@@ -73,9 +73,7 @@ def test_any_order_of_transforms_is_the_same_step_to_the_bit(
     order, wrap, accumulate, clip, precision, batches, world_size
 ):
     dtype, autocast = PRECISIONS[precision]
-    transforms = changed(
-        wrap_ddp=wrap, accumulate=accumulate, clip=clip, with_amp=autocast
-    )
+    transforms = changed(wrap_ddp=wrap, accumulate=accumulate, clip=clip, with_amp=autocast)
     parts = ours.dealt_evenly(
         [tuple(each.to(dtype) for each in batch) for batch in batches], world_size
     )

@@ -159,6 +159,26 @@ def test_a_plateau_is_seen_in_what_the_user_says():
     assert rates == [0.05, 0.05, 0.05, 0.025, 0.0125]
 
 
+def plateau_by_hand(batches, saved_after, *, is_late):
+    """The rates of the updates that are made: what has no finite loss is none, and is not heard of."""
+    model = ours.regression_model()
+    optimizer = sgd(model.parameters())
+    scheduler, heard = plateau(optimizer), []
+    for index, batch in enumerate(batches):
+        num_late = is_late if index != saved_after else 0
+        while len(heard) > num_late:
+            metric = heard.pop(0)
+            if metric == metric:
+                scheduler.step(metric)
+        loss = ours.mse(model, batch)
+        heard.append(loss.item())
+        if heard[-1] == heard[-1]:
+            yield optimizer.param_groups[0]["lr"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("is_anew", [False, True])
 @pytest.mark.parametrize("saved_after", [3, 5])
@@ -171,24 +191,6 @@ def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_go
     inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
     targets = [0.0, 1.0, nan, 2.0, 0.0, 3.0, nan, 3.0, 0.0]
     batches = [(inputs, torch.full((4, 1), target).double()) for target in targets]
-
-    def by_hand():
-        model = ours.regression_model()
-        optimizer = sgd(model.parameters())
-        scheduler, heard = plateau(optimizer), []
-        for index, batch in enumerate(batches):
-            num_late = is_late if index != saved_after else 0
-            while len(heard) > num_late:
-                metric = heard.pop(0)
-                if metric == metric:
-                    scheduler.step(metric)
-            loss = ours.mse(model, batch)
-            heard.append(loss.item())
-            if heard[-1] == heard[-1]:
-                yield optimizer.param_groups[0]["lr"]
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
 
     def built(state):
         model = ours.regression_model()
@@ -217,7 +219,7 @@ def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_go
         state = af.load(tmp_path, state, step)
         return rates + go_on(state, step, batches[saved_after:])[1]
 
-    expected = list(by_hand())
+    expected = list(plateau_by_hand(batches, saved_after, is_late=is_late))
     assert len(set(expected)) > 2
     assert simulate(run, world_size=world_size) == [expected] * world_size
 
