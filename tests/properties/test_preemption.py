@@ -29,21 +29,26 @@ RECIPES = {
 
 
 def train(state, recipe, asked):
-    """Some steps; what each said of an end, and the parameters. `asked` is a set of (step, rank)."""
+    """Some steps: what each said of an end, how many collectives it took, and the parameters.
+
+    `asked` is a set of (step, rank).
+    """
     preemption = af.Preemption(())
     model = ours.regression_model()
     plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
     listening = preemption if asked is not None else af.compose()
     state, step = af.build(state, af.compose(recipe, listening)(plan))
-    stops = []
+    stops, counts = [], []
     for number in range(4):
         if (number, state.rank) in (asked or ()):
             preemption.ask()
         inputs = torch.full((state.rank * 2 % 5, 3), 0.1 * number + state.rank).double()
+        before = state.group._get_sequence_number_for_group()
         state, report = step(state, (inputs, inputs[:, :1] + 1))  # rank 0 has nothing
         stops.append(report.extras.get("stop"))
+        counts.append(state.group._get_sequence_number_for_group() - before)
     tensors = ours.whole(model.state_dict())
-    return stops, {name: value.clone() for name, value in tensors.items()}
+    return stops, counts, {name: value.clone() for name, value in tensors.items()}
 
 
 @given(
@@ -58,8 +63,10 @@ def test_all_ranks_hear_of_it_after_the_same_step_which_is_the_step_it_is(
     first = min((number for number, _ in asked), default=4)
     silent = simulate(lambda state: train(state, RECIPES[recipe], None), world_size=world_size)
     heard = simulate(lambda state: train(state, RECIPES[recipe], asked), world_size=world_size)
-    for (_, expected), (stops, found) in zip(silent, heard, strict=True):
+    for (_, num_collectives, expected), (stops, counts, found) in zip(silent, heard, strict=True):
         assert stops == [number >= first for number in range(4)]
+        assert counts == num_collectives  # the word rides on one of them
+        assert min(counts) > 0
         ours.assert_identical(found, expected)
 
 

@@ -190,6 +190,23 @@ def test_a_run_of_compiled_steps_goes_on_from_a_checkpoint_with_the_same_bits(tm
 
 
 @compiles
+@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
+def test_a_run_goes_on_where_it_is_compiled_and_where_it_is_no_more(tmp_path, scope):
+    model, batches = stack(), make_batches(*[4] * 6)
+    whole = make_plan(copy.deepcopy(model))
+    run(whole, batches)
+    for recipe, stop in ((af.compose(), 2), (af.compiled(scope=scope), 4), (af.compose(), 6)):
+        plan = recipe(make_plan(copy.deepcopy(model)))
+        state, step = af.build(af.DistState(), plan)
+        if af.latest(tmp_path):
+            state = af.load(tmp_path, state, step)
+        for batch in batches[state.step : stop]:
+            state, _ = step(state, batch)
+        af.save(tmp_path, state, step)
+    ours.assert_close(plan.model.state_dict(), whole.model.state_dict())
+
+
+@compiles
 def test_a_batch_that_weighs_nothing_is_a_gradient_of_zero():
     batches = [*make_batches(4, 4), (torch.zeros(0, 3).double(), torch.zeros(0, 1).double())]
     eager, plan = make_plan(), af.compiled(scope="step")(make_plan())
