@@ -64,10 +64,11 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """The tests with thousands of examples a law."""
+    """All tests, slow ones too, with thousands of examples a law."""
     install(session, *EVERYTHING, groups=("tests",))
     env = {**ONE_THREAD, "HYPOTHESIS_PROFILE": "nightly"}
-    session.run("pytest", "--timeout=7200", *session.posargs, env=env)
+    everything = ("-m", "slow or not slow")
+    session.run("pytest", "--timeout=7200", *everything, *session.posargs, env=env)
 
 
 @nox.session

@@ -175,6 +175,18 @@ def test_generators_go_on_where_they_stood(tmp_path):
     assert draw() == drawn
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_the_generator_of_the_device_goes_on_where_it_stood(tmp_path):
+    device = torch.accelerator.current_accelerator()
+    state, step = make(model=ours.regression_model().to(device), state=af.DistState(device=device))
+    torch.rand(3, device=device)
+    af.save(tmp_path, state, step)
+    drawn = torch.rand(2, device=device)
+    af.load(tmp_path, state, step)
+    assert torch.equal(torch.rand(2, device=device), drawn)
+
+
 def test_generators_of_new_ranks_are_derived_and_that_is_said(tmp_path, capsys):
     state, step = make(recipe=af.wrap_ddp())
     af.save(tmp_path, state, step)
