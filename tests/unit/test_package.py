@@ -144,6 +144,89 @@ def test_one_module_alone_calls_collectives():
     assert callers == {"_comm.py"}
 
 
+# What modules keep that may change, and why none of it is a run's.
+KEPT = {
+    "_meshes.py _numbers": "a count, for names that no other mesh of this process has",
+    "_meshes.py _device": "what all simulated groups send by",
+    "_random.py GENERATORS": "a lock",
+    "checkpoint/_weight_entries.py _has_code": "a fact about a dtype",
+    "data/_epochs.py _LOCK": "a lock",
+    "data/_epochs.py _SHARED": "which epoch a data set that is being read was told last",
+    "data/_generators.py _LOCK": "a lock",
+    "data/_passes.py _STARTING": "a lock",
+    "data/_reading.py _INFO_LOCK": "a lock",
+    "data/_seeding.py _epoch": "which epoch a sample is read for, while it is",
+    "launching/_places.py _libraries": "where this Python's libraries are",
+    "testing/_simulation.py _idle": "simulated worlds that wait for the next simulation",
+    "testing/_simulation.py _lost": "ranks of simulations that failed",
+}
+FIXED_WHEN_MADE = {
+    "Averaging",
+    "DefaultSeconds",
+    "MappingProxyType",
+    "Path",
+    "TypeVar",
+    "click.Path",
+    "nullcontext",
+    "np.uint64",
+    "re.compile",
+    "struct.Struct",
+    "torch.device",
+    "tuple",
+    "type",
+}
+TABLES = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+WRITERS = {
+    *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"),
+    *("setdefault", "sort", "update"),
+}
+
+
+def kept(tree):
+    """Names of a module that stand for what may change: made by a call, global, a cache; and its tables."""
+    made, tables = set(), set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and any(
+            "cache" in ast.unparse(each) for each in node.decorator_list
+        ):
+            made.add(node.name)
+        made |= {
+            name for each in ast.walk(node) if isinstance(each, ast.Global) for name in each.names
+        }
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = {each.id for at in targets for each in ast.walk(at) if isinstance(each, ast.Name)}
+        values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+        for value in values:
+            if isinstance(value, TABLES):
+                tables |= names
+            elif isinstance(value, ast.Call) and ast.unparse(value.func) not in FIXED_WHEN_MADE:
+                made |= names
+    return made, tables
+
+
+def written(tree):
+    """Names that a module writes into."""
+    for node in ast.walk(tree):
+        into = isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(
+            node.ctx, ast.Load
+        )
+        calls = isinstance(node, ast.Attribute) and node.attr in WRITERS
+        if (into or calls) and isinstance(node.value, ast.Name):
+            yield node.value.id
+
+
+def test_modules_keep_nothing_of_a_run():
+    found = set()
+    for path in SOURCES:
+        made, tables = kept(parsed(path))
+        names = made | tables.intersection(written(parsed(path)))
+        found |= {f"{path.relative_to(PACKAGE)} {name}" for name in names}
+    facts = {"__init__.py __all__", "_torch.py _WRAPPER"}  # a sorted list; torch's code
+    assert found - facts == set(KEPT)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_stand_at_the_top_of_a_module(path):
     tree = parsed(path)
