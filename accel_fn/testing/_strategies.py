@@ -85,6 +85,21 @@ def labelled_batches(
 
 
 @st.composite
+def weights(
+    draw: st.DrawFn,
+    num_samples: int,
+    *,
+    max_weight: float = 4.0,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """What each sample weighs: [num_samples], 0 or 0.25 .. max_weight; one sample at least counts."""
+    weight = st.just(0.0) | st.floats(0.25, max_weight)
+    found = draw(st.lists(weight, min_size=num_samples, max_size=num_samples))
+    found[draw(st.integers(0, num_samples - 1))] = draw(st.floats(0.25, max_weight))
+    return torch.tensor(found, dtype=dtype)
+
+
+@st.composite
 def uneven_parts(draw: st.DrawFn, num_samples: int, world_size: int) -> list[int]:
     """Any sizes >= 0 of `world_size` consecutive parts that add up to `num_samples`."""
     cuts = draw(
