@@ -159,8 +159,8 @@ def test_a_plateau_is_seen_in_what_the_user_says():
     assert rates == [0.05, 0.05, 0.05, 0.025, 0.0125]
 
 
-def plateau_by_hand(batches, saved_after, *, is_late):
-    """The rates of the updates that are made: what has no finite loss is none, and is not heard of."""
+def plateau_by_hand(batches, saved_after, is_late):
+    """The rates of the updates that are made; those of batches without a finite loss are none."""
     model = ours.regression_model()
     optimizer = sgd(model.parameters())
     scheduler, heard = plateau(optimizer), []
@@ -219,7 +219,7 @@ def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_go
         state = af.load(tmp_path, state, step)
         return rates + go_on(state, step, batches[saved_after:])[1]
 
-    expected = list(plateau_by_hand(batches, saved_after, is_late=is_late))
+    expected = list(plateau_by_hand(batches, saved_after, is_late))
     assert len(set(expected)) > 2
     assert simulate(run, world_size=world_size) == [expected] * world_size
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -619,10 +620,24 @@ def test_what_a_user_changes_between_steps_is_followed(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, for its graphs")
-@pytest.mark.parametrize("scope", ["loss", "step"])
-def test_cuda_graphs_compute_the_same_and_keep_reports(scope):
+@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
+def test_cuda_graphs_are_captured_and_compute_the_same_and_keep_reports(scope, monkeypatch):
+    calls = Counter()
+
+    def count(name):
+        call = getattr(torch.cuda.CUDAGraph, name)
+
+        def counted(graph, *args, **kwargs):
+            calls[name] += 1
+            return call(graph, *args, **kwargs)
+
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, counted)
+
+    count("capture_begin")
+    count("replay")
     ends = []
     for recipe in (af.compose(), af.compiled(scope=scope, mode="reduce-overhead")):
+        assert not calls
         plan = make_plan(optimizer=lambda p: torch.optim.AdamW(p, lr=0.05, capturable=True))
         state, step = af.build(af.init(), af.compose(af.place(), recipe)(plan))
         reports = []
@@ -631,3 +646,5 @@ def test_cuda_graphs_compute_the_same_and_keep_reports(scope):
             reports.append(report)
         ends.append([float(report.loss) for report in reports])
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+    assert calls["capture_begin"] >= 1
+    assert calls["replay"] >= 6  # all but the first few of the 12 steps

@@ -416,11 +416,18 @@ def test_no_step_waits_for_the_host_with_a_fused_optimizer():
     batches = [tuple(value.float().cuda() for value in BATCH) for _ in range(100)]
     batches[7][0].fill_(float("inf"))
     state, _ = step(state, batches[0])
+    weights = [model[0].weight.detach().clone()]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for batch in batches:
             state, _ = step(state, batch)
+            weights.append(model[0].weight.detach().clone())
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    mean = weights[0]
+    for weight in [*weights[1:8], *weights[9:]]:  # but for the update that was skipped
+        mean = 0.9 * mean + 0.1 * weight
+    with af.averaged(step):
+        torch.testing.assert_close(model[0].weight.detach(), mean, rtol=1e-4, atol=1e-5)
     assert int(state.scaler.skipped) == 1
     assert float(plan.optimizer.param_groups[0]["lr"]) == pytest.approx(0.01 / 101)

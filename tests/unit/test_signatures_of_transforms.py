@@ -1,0 +1,58 @@
+"""What the transforms take, and that each says its law and its cost."""
+
+import inspect
+import operator
+import re
+
+import pytest
+
+import accel_fn as af
+
+SIGNATURES = {
+    "place": "()",
+    "wrap": "()",
+    "wrap_ddp": "(*, comm_hook=None, sync_batchnorm=False, **ddp_options)",
+    "wrap_fsdp": (
+        "(*, blocks=None, replicate=1, reshard_after_forward=True, param_dtype=None, "
+        "reduce_dtype=torch.float32, offload=False)"
+    ),
+    "local_sgd": "(every)",
+    "reproducible": "(num_slots=8)",
+    "with_amp": (
+        "(precision=None, *, init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, "
+        "growth_interval=2000)"
+    ),
+    "accumulate": "(num_microbatches=None, *, split='rows')",
+    "clip": "(max_norm)",
+    "clip_value": "(max_value)",
+    "compiled": "(*, scope='loss', mode='default', fullgraph=False, dynamic=None)",
+    "checkpointed": "(*, blocks=None, offload=False)",
+    "schedule": "(scheduler_or_fn, *, metric=None)",
+    "average": "(decay, *, num_warmup=0)",
+    "average.uniform": "(*, num_warmup=0)",
+    "freeze": "(names, *, until=None)",
+    "check_replicas": "(every)",
+    "skip_nonfinite": "(max_consecutive=10)",
+    "skip_spikes": "(num_sigmas=6.0, *, window=128, max_consecutive=10)",
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), SIGNATURES.items(), ids=SIGNATURES)
+def test_a_transform_takes_what_it_has_always_taken(name, expected):
+    found = inspect.signature(operator.attrgetter(name)(af))
+    bare = [each.replace(annotation=each.empty) for each in found.parameters.values()]
+    assert str(inspect.Signature(bare)) == expected
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_transform_says_its_law_and_its_cost(name):
+    said = operator.attrgetter(name)(af)
+    text = inspect.getdoc(said.__call__ if name == "average" else said)
+    for part in ("Law", "Cost"):
+        assert re.search(rf"^{part}: \w+", text, re.MULTILINE)
+
+
+def test_no_transform_is_left_out():
+    homes = {name for name, home in af._HOMES.items() if home.startswith("transforms.")}
+    beside = {"Preemption", "averaged"}  # a class of its own, and what looks at an average
+    assert homes - beside == SIGNATURES.keys() - {"wrap", "average.uniform"}
