@@ -27,8 +27,10 @@ import accel_fn as af
 from tests.compilers import MARKS
 
 ROOT = Path(__file__).parents[2]
+DEAR = {"transforms.md": MARKS, "launching.md": [pytest.mark.slow]}
+"""Pages that have graphs compiled, or start many processes."""
 PAGES = [
-    pytest.param(page, marks=MARKS) if "af.compiled(" in page.read_text() else page
+    pytest.param(page, marks=DEAR.get(page.name, []))
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

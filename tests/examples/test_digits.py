@@ -224,6 +224,7 @@ def test_learning_rate_is_the_optimizers_own_or_what_was_asked_for(
     assert optimizer.param_groups[0]["lr"] == expected
 
 
+@pytest.mark.slow
 def test_lookahead_goes_around_the_default_optimizer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ def in_two_groups(kind, **settings):
     return make
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "optimizer",
     [

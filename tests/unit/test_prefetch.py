@@ -30,7 +30,7 @@ def no_thread_is_left():
     yield from none_is_left()
 
 
-@pytest.mark.parametrize("depth", [1, 2, 100])
+@pytest.mark.parametrize("depth", [1, 2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, TWO_WORKERS, {**TWO_WORKERS, "persistent_workers": True}])
 def test_a_sharded_loader_is_used_in_place_of_the_loader(depth, options):
     loader = of(11, shuffle=True, **options)

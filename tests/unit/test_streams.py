@@ -127,7 +127,7 @@ def test_drop_last_leaves_no_batch_of_a_stream_that_is_shorter(world_size):
     assert everywhere(Counting(3), world_size, drop_last=True) == [[]] * world_size
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "num_common", "text"),

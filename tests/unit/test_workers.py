@@ -288,7 +288,9 @@ class Together(Dataset):
         return [self.data[index] for index in indices]
 
 
-@pytest.mark.parametrize("work_s", [0.0, 0.02], ids=["reads", "works"])
+@pytest.mark.parametrize(
+    "work_s", [0.0, pytest.param(0.02, marks=pytest.mark.slow)], ids=["reads", "works"]
+)
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_killed_worker_is_told_where_its_loop_asks_for_a_batch(way, ahead, work_s):
