@@ -29,7 +29,8 @@ class Trained:
 
     @classmethod
     def of(cls, task: Task) -> Trained:
-        moments = [task.optimizer.state[p]["exp_avg"] for p in task.model.parameters()]
+        kept = [task.optimizer.state[each] for each in task.model.parameters()]
+        moments = [each["exp_avg"] for each in kept if each]  # none of what is frozen
         return cls(flattened(task.model.parameters()), flattened(moments))
 
     def difference(self, other: Trained, *, on_average: bool = False) -> float:

@@ -46,6 +46,11 @@ def averaged(task: Task) -> Update:
     return and_average
 
 
+def part_frozen(task: Task) -> Update:
+    next(task.model.children()).requires_grad_(requires_grad=False)
+    return by_hand(task)
+
+
 def where_finite(task: Task) -> Update:
     parameters, optimizer = list(task.model.parameters()), task.optimizer
 
@@ -113,6 +118,7 @@ def ours(
 JOBS: dict[str, tuple[Loop, Loop]] = {
     "schedule": (scheduled, ours(partial(af.schedule, falling))),
     "average": (averaged, ours(partial(af.average, DECAY))),
+    "freeze": (part_frozen, ours(partial(af.freeze, "0"))),
     "skip_nonfinite": (where_finite, ours(af.skip_nonfinite)),
     "skip_spikes": (where_finite, ours(af.skip_spikes)),
     "checkpointed": (computed_again, ours(partial(af.checkpointed, blocks=nn.Linear))),
