@@ -161,6 +161,7 @@ def test_what_safetensors_cannot_hold_is_one_line(launchers, tmp_path):
     assert not (tmp_path / "weights").exists()
 
 
+@pytest.mark.slow
 def test_a_library_that_is_missing_is_one_line(folder, tmp_path):
     script = "import sys; sys.modules['safetensors.torch'] = None; sys.argv[0] = 'accel-fn'; "
     script += "from accel_fn.cli import main; main()"

@@ -261,6 +261,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(place):
     )
 
 
+@pytest.mark.slow
 def test_a_home_that_cannot_be_read_is_no_error(place):
     for home in ("/no/such/home", "/dev/null", ""):
         assert shown(place, HOME=home)["num_processes"]["value"] == 1

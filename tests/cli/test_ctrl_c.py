@@ -100,6 +100,7 @@ def test_an_early_ctrl_c_ends_a_command_as_a_later_one_does(tmp_path, name):
     assert interrupt(tmp_path, name) == (130, f"accel-fn {name}: stopped by Ctrl-C\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["explain", pytest.param("estimate", marks=pytest.mark.slow)])
 def test_the_users_code_may_tidy_up_after_a_ctrl_c(tmp_path, name):
     ended = interrupt(tmp_path, name, sign="inside")

@@ -236,6 +236,7 @@ def script(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_row_for_each_world_and_number_of_microbatches(launchers, script):
     done = launchers.command(
         script, "estimate", "net.py:model", "--batch", "net:batch", "--loss", "net.py:loss",

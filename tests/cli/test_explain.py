@@ -102,6 +102,7 @@ _UNSAID = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "variables", "arguments", "first", "lines"),
     [

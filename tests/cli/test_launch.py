@@ -29,6 +29,7 @@ threading.Timer(0.1, lambda: print(Local.__name__, flush=True)).start()
 _ARGUMENTS = ["-n", "3", "--help", "--", "a b", "", "$HOME", "$$", "${local_rank}", "--module"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "how"),
     [("folder/see.py", []), ("link.py", []), ("package.see", ["-m"]), ("package", ["-m"])],

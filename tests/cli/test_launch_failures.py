@@ -45,6 +45,7 @@ _BOOM = [r"Traceback.*", r"  File .*", "    .*", r"  File .*", r"    deep\(\)",
          r"  File .*, in deep", r'    raise ValueError\("boom"\)', _WHO, "ValueError: boom"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "exit_code", "lines"),
     [
@@ -105,6 +106,7 @@ def test_ranks_that_lost_their_peer_are_not_the_cause_even_if_they_end_first(lau
     assert ended.last_lines[-1] == "ValueError: the cause"
 
 
+@pytest.mark.slow
 def test_the_others_are_stopped_within_five_seconds_also_those_that_refuse(launchers, tmp_path):
     script = """
         import os, signal, time

@@ -168,6 +168,7 @@ def test_what_a_rank_raises_is_raised_here_and_the_others_are_stopped():
     assert handlers == {each: signal.getsignal(each) for each in handlers}
 
 
+@pytest.mark.slow
 def test_the_cause_is_raised_and_not_what_follows_from_it():
     """A rank that leaves its world breaks its peer's collective before it has said why it left."""
 
@@ -202,6 +203,7 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause_though_it_speaks_first(tmp_p
         af.launch(work)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
     """The other does not heed SIGTERM, and is stopped all the same."""
 

@@ -127,6 +127,7 @@ _WAITING = """
 """
 
 
+@pytest.mark.slow
 def test_every_machine_says_what_the_first_failure_was_and_stops(launchers, tmp_path):
     machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
     pids = [pid for each in machines for _, pid in each.said(r"up (\d) (\d+)")]

@@ -104,7 +104,9 @@ def test_processes_and_microbatches_are_one_process_and_one_batch(num_processes,
         assert (applied, scale) == ([True] * 5, None)
 
 
-@pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
+@pytest.mark.parametrize(
+    "wrap", ["af.wrap_ddp()", pytest.param("af.wrap_fsdp()", marks=pytest.mark.slow)]
+)
 def test_processes_are_one_process_by_tokens(wrap):
     losses, expected = ours.trained_by_hand(
         ours.token_model(), batches("token_loss"), loss_fn=ours.token_loss

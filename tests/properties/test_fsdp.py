@@ -15,7 +15,13 @@ from tests.properties.test_worlds import dealt_batches
 
 few = ours.share(0.16)
 names = [name for name in OPTIMIZERS if name != "fused sgd"]  # torch has no such kernel for shards
-optimizers = pytest.mark.parametrize("optimizer", [OPTIMIZERS[name] for name in names], ids=names)
+optimizers = pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(OPTIMIZERS[name], marks=[pytest.mark.slow] * (name != "adamw"), id=name)
+        for name in names
+    ],
+)
 ONE_BATCH = [(torch.ones(3, 3).double(), torch.ones(3, 1).double())]
 
 

@@ -145,7 +145,9 @@ def evaluation(model, step, state, batch):
 
 
 @pytest.mark.parametrize("before", [forward_with_gradients, evaluation])
-@pytest.mark.parametrize("failing", [at_once, in_the_backward])
+@pytest.mark.parametrize(
+    "failing", [at_once, pytest.param(in_the_backward, marks=pytest.mark.slow)]
+)
 def test_forwards_outside_of_the_step_are_not_on_the_way(before, failing):
     """They leave parameters whole, and FSDP a list of what it has gathered."""
     part = (torch.ones(4, 3).double(), torch.ones(4, 1).double())

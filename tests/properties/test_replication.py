@@ -118,6 +118,7 @@ def test_a_tensor_of_any_shape_has_a_fingerprint(tensor):
     assert first == second
 
 
+@pytest.mark.slow
 def test_groups_of_shards_are_compared_shard_by_shard():
     """Ranks 0 and 2 hold one half of each parameter, 1 and 3 the other."""
 

@@ -145,6 +145,7 @@ def test_the_first_host_of_a_list(nodes, first):
     assert first_host(nodes) == first
 
 
+@pytest.mark.slow
 def test_tasks_of_srun_find_each_other_without_a_launcher():
     """Two processes, with the variables of two tasks on one machine."""
     script = (

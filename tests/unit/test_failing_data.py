@@ -139,6 +139,7 @@ def test_a_loop_that_catches_the_error_goes_on_with_all_ranks(talker, fails, ahe
     assert len({num_batches for _, num_batches in found}) == 1
 
 
+@pytest.mark.slow
 @talkers
 @ahead_or_not
 def test_a_worker_that_is_killed_on_one_rank_ends_an_evaluation_on_all(talker, ahead):

@@ -37,7 +37,13 @@ def test_weights_of_shards_are_files_of_whole_tensors(tmp_path, world_size, wrap
 
 @pytest.mark.parametrize(
     ("world_size", "wrap"),
-    [(1, {"offload": True}), (2, {"offload": True}), (4, {"replicate": 2}), (4, {"replicate": 4})],
+    [
+        (2, {"offload": True}),
+        *[
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((1, {"offload": True}), (4, {"replicate": 2}), (4, {"replicate": 4}))
+        ],
+    ],
     ids=str,
 )
 def test_what_is_saved_in_shards_of_any_kind_goes_on_in_one_process(tmp_path, world_size, wrap):

@@ -103,7 +103,7 @@ def test_ranks_talk_of_gradients_in_the_last_micro_batch_alone(reshard):
     assert simulate(run, world_size=2) == [kept * 2] * 2
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_trains_and_skips_what_overflows(precision, fused):
     def run(state):

@@ -83,7 +83,7 @@ def test_what_it_keeps_goes_on_at_another_number_of_shards(tmp_path, name, sizes
         ours.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("keeps_whole", [False, True])
+@pytest.mark.parametrize("keeps_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update(keeps_whole):
     """It leaves parameters whole, for a backward that need not come."""
 

@@ -21,6 +21,7 @@ def written():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_the_page_says_what_shards_and_checkpoints_of_an_optimizer_come_to(name):
     assert line(name) in written().splitlines(), "anew: python -m tests.kept_optimizers"

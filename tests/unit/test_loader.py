@@ -94,6 +94,7 @@ def mark(worker):
     torch.utils.data.get_worker_info().dataset.mark = f"set by worker {worker}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), [("fork", "ForkProcess"), ("spawn", "SpawnProcess")])
 def test_workers_are_what_the_loader_was_given(method, kind):
     given = DataLoader(
@@ -199,7 +200,9 @@ def drawn_in_workers(since, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"persistent_workers": True}], ids=str)
-@pytest.mark.parametrize("since", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    "since", [1, 2, *[pytest.param(each, marks=pytest.mark.slow) for each in (0, 5)]]
+)
 def test_what_is_drawn_in_workers_goes_on_where_a_run_stopped(options, since):
     """Of every generator, in the middle of an epoch, also where other workers read on."""
     whole = drawn_in_workers(0)

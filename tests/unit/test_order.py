@@ -28,7 +28,10 @@ def test_a_permutation_is_a_bijection(num_samples, key):
     assert is_bijection(num_samples, key)
 
 
-@pytest.mark.parametrize("first", range(1, 4097, 512))
+@pytest.mark.parametrize(
+    "first",
+    [1, *[pytest.param(each, marks=pytest.mark.slow) for each in range(513, 4097, 512)]],
+)
 def test_permutations_of_all_small_sizes_are_bijections(first):
     assert all(is_bijection(size, key=size) for size in range(first, first + 512))
 

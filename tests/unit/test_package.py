@@ -29,6 +29,7 @@ def test_importing_the_package_imports_neither_torch_nor_hypothesis():
     assert in_a_new_process(code) == "False False"
 
 
+@pytest.mark.slow
 def test_the_test_bench_needs_no_hypothesis_until_strategies_are_asked_for():
     code = (
         "import sys; from accel_fn.testing import simulate, assert_equivalent;"

@@ -356,6 +356,7 @@ def test_a_program_ends_though_its_loader_does_not():
     assert (process.returncode, errors) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "workers"), [("next(batches)", 0), ("time.sleep(60)", 2)], ids=["waiting", "working"]
 )

@@ -343,6 +343,7 @@ def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
     assert found.world_size == 2
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
     """Rank 0 hears of it in a collective, while its thread waits for what that rank writes."""
     script = f"""
@@ -389,6 +390,7 @@ def test_a_failure_without_words_is_told_by_its_name(tmp_path, monkeypatch):
         af.save(tmp_path, state, step)
 
 
+@pytest.mark.slow
 def test_a_second_run_that_is_refused_leaves_the_first_one_s_draft_alone(tmp_path, held):
     state, step = make()
     af.save(tmp_path, state, step, wait=False)
