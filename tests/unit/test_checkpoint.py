@@ -677,6 +677,21 @@ def test_another_program_is_refused_before_anything_is_overwritten(
     ours.assert_identical(other.plan.model.state_dict(), before)
 
 
+def test_every_difference_is_told_also_where_there_are_many(tmp_path):
+    def deep(width):
+        return nn.Sequential(*[nn.Linear(width, width) for _ in range(10)]).double()
+
+    state, step = make(model=deep(3))
+    af.save(tmp_path, state, step)
+    _, other = make(model=deep(2))
+    with pytest.raises(CheckpointError) as caught:
+        af.load(tmp_path, state, other)
+    told = str(caught.value).splitlines()[1:]
+    assert [line.split(":")[0] for line in told] == [
+        f"  model/{name}" for name in deep(1).state_dict()
+    ]
+
+
 @pytest.mark.parametrize(
     ("saved", "here"),
     [(af.clip(0.5), af.clip(1.0)), (af.average(0.9), af.average(0.5))],

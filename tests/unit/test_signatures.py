@@ -1,4 +1,4 @@
-"""The public names take what the documentation says: parameters, keyword-only ones, defaults."""
+"""What the public names but transforms take: parameters, keyword-only ones, defaults."""
 
 import inspect
 
@@ -26,12 +26,6 @@ SIGNATURES = {
     af.Step.grads: "self, state, batch",
     af.Step.update: "self, state, grads, report",
     af.explain: "plan, state",
-    af.place: "",
-    af.wrap_ddp: "*, comm_hook=None, sync_batchnorm=False, **ddp_options",
-    af.with_amp: f"precision=None, *, init_scale=65536.0, {_SCALE}",
-    af.accumulate: "num_microbatches=None, *, split='rows'",
-    af.clip: "max_norm",
-    af.clip_value: "max_value",
     af.num_samples: "batch",
     af.num_labels: "key_or_path, ignore_index=-100",
     af.shard_loader: "loader, state, *, batch='global', split='auto'",
