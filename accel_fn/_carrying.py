@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import struct
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from accel_fn._tally import checked_total
 _DIGIT = 4096.0
 _CALLS = 8  # small, so that rounding in a sum over many ranks leaves whole numbers
 _NUMBERS = 7
+_NOTHING = (0.0,) * _NUMBERS
 
 
 class Carrier(Own):
@@ -26,21 +29,50 @@ class Carrier(Own):
     backward is given for it, so its average arrives with the gradients.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, finds_unused: bool = False) -> None:
         super().__init__()
         self.module = module
+        self._finds_unused = finds_unused
         dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
         # Of the gradients' dtype where it is wide enough, since DDP has a bucket for each.
-        dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
+        self.cargo = Cargo(torch.float64 if dtypes == {torch.float64} else torch.float32)
+        self.numbers = self.cargo.numbers
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The loss of the module, and the numbers: a backward starts from both."""
+        loss, numbers = bare(self.module)(batch), self.cargo.numbers
+        # DDP finds what was used by the functions that gave it, and a parameter has none.
+        return loss, numbers.clone() if self._finds_unused else numbers
+
+
+class Cargo:
+    """What a carrier takes along, and what it knows from batch to batch. Mutable; no module.
+
+    A small step is over before Python's and torch's ways to a new tensor are in
+    the processor's cache: the numbers are written into memory that stands.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        code = "d" if dtype == torch.float64 else "f"
+        self._memory = array(code, bytes(_NUMBERS * dtype.itemsize))
+        self._layout = struct.Struct(f"{_NUMBERS}{code}")
         self.numbers = nn.Parameter(torch.zeros(_NUMBERS, dtype=dtype))
+        self.load = torch.frombuffer(self._memory, dtype=dtype)
+        """What this rank's backward is given for them: autograd copies it."""
         self.unit = 1.0
         """About the weight of one rank, a power of two: multiplying by it rounds nothing."""
         self.calls = 0
         """How many global batches were begun, also those that failed here."""
 
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """The loss of the module, and the numbers: a backward starts from both."""
-        return bare(self.module)(batch), self.numbers.view(-1)
+    def write(self, *numbers: float) -> None:
+        """Make these the load."""
+        self._layout.pack_into(self._memory, 0, *numbers)
+
+    def arrived(self) -> list[float]:
+        """The averages over the ranks, after a backward."""
+        average = self.numbers.grad
+        assert average is not None
+        return average.tolist()
 
 
 def is_wide(module: nn.Module) -> bool:
@@ -67,43 +99,40 @@ class CarriedTally:
         *,
         stop: bool,
     ) -> None:
-        self._carrier = carrier
+        self._cargo = cargo = carrier.cargo
         self._world_size = state.world_size
         self._weight = float("nan") if failure else sum(weights)
         self._failure = failure
         self._loss = 0.0
-        self._load: Tensor | None = None
         self.stop = stop
-        carrier.calls += 1
+        cargo.calls += 1
+        cargo.write(*_NOTHING)
 
     def share(self, weight: float) -> float:
-        return weight / self._carrier.unit
+        return weight / self._cargo.unit
 
     def add(self, loss: Tensor, weight: float, *, last: bool) -> None:
         if weight:
             self._loss += loss.item() * self.share(weight)
         if last:
-            call = float(self._carrier.calls % _CALLS)
-            numbers = [self._loss, float(self.stop), call, call * call, *_digits(self._weight)]
-            self._load = torch.tensor(numbers, dtype=self._carrier.numbers.dtype)
+            call = self._cargo.calls % _CALLS
+            self._cargo.write(self._loss, self.stop, call, call * call, *_digits(self._weight))
 
     def loads(self) -> Sequence[Tensor]:
-        return (torch.zeros_like(self._carrier.numbers) if self._load is None else self._load,)
+        return (self._cargo.load,)
 
     def close(self) -> tuple[Tensor, float, float]:
-        carrier = self._carrier
-        arrived = carrier.numbers.grad
-        assert arrived is not None
-        loss, stops, call, square, *digits = arrived.tolist()
+        cargo, world_size = self._cargo, self._world_size
+        loss, stops, call, square, *digits = cargo.arrived()
         self.stop = stops > 0
-        self._check_call(call, square)
-        total = checked_total(_number(digits, self._world_size), self._failure)
+        if call * call != square:
+            self._check_call(call, square)
+        total = checked_total(_number(*digits, world_size=world_size), self._failure)
         if not total:
             return torch.zeros(()), total, 1.0
-        factor = carrier.unit * self._world_size / total
-        mean = torch.tensor(loss * factor)
-        carrier.unit = math.ldexp(1.0, math.frexp(total / self._world_size)[1] - 1)
-        return mean, total, factor
+        factor = cargo.unit * world_size / total
+        cargo.unit = math.ldexp(1.0, math.frexp(total / world_size)[1] - 1)
+        return torch.full((), loss * factor), total, factor
 
     def _check_call(self, mean: float, mean_square: float) -> None:
         """Refuse, on all ranks alike, a sum over different calls: numbers without variance are equal."""
@@ -115,17 +144,17 @@ class CarriedTally:
             )
 
 
-def _digits(weight: float) -> list[float]:
+def _digits(weight: float) -> tuple[float, float, float]:
     """A weight as three numbers whose sums over the ranks float32 holds: two whole, one a fraction."""
     if weight != weight:
-        return [weight] * 3
+        return weight, weight, weight
     high, low = divmod(weight, _DIGIT)
-    return [high, float(math.floor(low)), low - math.floor(low)]
+    whole = math.floor(low)
+    return high, whole, low - whole
 
 
-def _number(averages: list[float], world_size: int) -> float:
+def _number(high: float, low: float, fraction: float, *, world_size: int) -> float:
     """The sum of weights out of the averages of their digits: whole ones may have been rounded."""
-    high, low, fraction = (average * world_size for average in averages)
     if high != high:
         return high
-    return round(high) * _DIGIT + round(low) + fraction
+    return round(high * world_size) * _DIGIT + round(low * world_size) + fraction * world_size

@@ -123,11 +123,12 @@ def replicate(
     options = {"gradient_as_bucket_view": True, **ddp_options}
     if state.device.type == "cpu":
         options.setdefault("bucket_cap_mb", 100)
-    if options.get("find_unused_parameters"):
+    finds_unused = bool(options.get("find_unused_parameters"))
+    if finds_unused:
         module.idle = nn.Parameter(torch.zeros((), device=state.device))
     on_host = state.device.type == "cpu" and state.scaler is None and comm_hook is None
     if on_host and is_wide(module):
-        module = Carrier(module)
+        module = Carrier(module, finds_unused=finds_unused)
     replicated = Replicated(module, process_group=state.group, **options)
     _settle_buckets(replicated)
     if comm_hook is not None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
-from accel_fn._carrying import CarriedTally, Carrier
+from accel_fn._carrying import Cargo, CarriedTally, Carrier
 from accel_fn.testing import simulate
 from tests import strategies as ours
 
@@ -104,12 +104,12 @@ def test_fractions_are_summed_to_rounding(weights, dtype):
         assert found == pytest.approx(expected, rel=1e-6 if dtype == torch.float32 else 1e-12)
 
 
-def replicas(state, *, lr, ddp=None, **settings):
-    """A small model under DDP, whose loss is the mean of what it gives."""
+def replicas(state, *recipe, lr, ddp=None, **settings):
+    """A small model under DDP, and transforms after it; its loss is the mean of what it gives."""
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     plan = af.Plan(lambda model, batch: model(batch).mean(), model, optimizer, **settings)
-    return af.build(state, af.wrap_ddp(**(ddp or {}))(plan))
+    return af.build(state, af.compose(af.wrap_ddp(**(ddp or {})), *recipe)(plan))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -185,10 +185,21 @@ def test_a_batch_that_weighs_nothing_anywhere():
     assert simulate(run, world_size=2) == [([0.0, 0.0], 0.0, 0)] * 2
 
 
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_it_is_carried_under_the_options_of_ddp_that_look_at_the_graph(option):
+@pytest.mark.parametrize(
+    ("options", "recipe"),
+    [
+        ({}, (af.accumulate(2),)),
+        ({"find_unused_parameters": True}, ()),
+        ({"find_unused_parameters": True}, (af.accumulate(2),)),
+        ({"static_graph": True}, ()),  # and no accumulation, which build refuses with it
+    ],
+    ids=["accumulated", "unused", "unused, accumulated", "static"],
+)
+def test_it_is_carried_under_the_options_of_ddp_that_look_at_the_graph(options, recipe):
+    """Once a batch: what a micro-batch before the last leaves there is nothing."""
+
     def run(state):
-        state, step = replicas(state, lr=0.0, ddp={option: True})
+        state, step = replicas(state, *recipe, lr=0.0, ddp=options)
         found = []
         for num_samples in (2, 3, 4):
             state, report = step(state, torch.full((num_samples + state.rank, 4), 1.0))
@@ -253,6 +264,13 @@ def test_rounding_in_a_sum_over_many_ranks_is_not_taken_for_another_call(world_s
         for _ in range(world_size):
             carrier.numbers.grad += part
         assert tally.close()[1] == world_size
+
+
+def test_a_number_too_large_is_carried_as_infinite():
+    """An error on one rank, where the others wait, would be worse."""
+    cargo = Cargo(torch.float32)
+    cargo.write(1e300, *[0.0] * 6)
+    assert cargo.load.tolist() == [float("inf")] + [0.0] * 6
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
