@@ -266,6 +266,11 @@ def default_backend(device: torch.device, backend: str | None) -> str:
     """Backends by device: one for `device`, and Gloo beside it for what the host has to say."""
     if device.type == "cpu" or (backend is not None and ":" in backend):
         return backend or "gloo"
+    if backend is None and not has_backend(device):
+        raise WorldError(
+            "init: device must be one whose ranks can talk to each other, got "
+            f"{device.type!r} in a world of several; pass device='cpu', or the backend that can"
+        )
     return f"cpu:gloo,{device.type}:{backend or dist.get_default_backend_for_device(device)}"
 
 

@@ -189,6 +189,12 @@ def test_a_backend_fits_the_device_and_gloo_is_beside_it(device, asked, expected
     assert _comm.default_backend(torch.device(device), asked) == expected
 
 
+def test_a_device_by_name_whose_ranks_cannot_talk_is_refused_unless_a_backend_is_given():
+    with pytest.raises(RuntimeError, match="init: device must be one whose ranks can talk .* 'mps'"):
+        _comm.default_backend(torch.device("mps"), None)
+    assert _comm.default_backend(torch.device("mps"), "mine") == "cpu:gloo,mps:mine"
+
+
 def test_a_device_that_the_machine_lacks_is_refused():
     present = torch.accelerator.current_accelerator()
     absent = "xpu" if present is not None and present.type == "cuda" else "cuda"
