@@ -190,7 +190,7 @@ def test_a_backend_fits_the_device_and_gloo_is_beside_it(device, asked, expected
 
 
 def test_a_device_by_name_whose_ranks_cannot_talk_is_refused_unless_a_backend_is_given():
-    with pytest.raises(RuntimeError, match="init: device must be one whose ranks can talk .* 'mps'"):
+    with pytest.raises(RuntimeError, match=r"init: device must be .* can talk .* 'mps'"):
         _comm.default_backend(torch.device("mps"), None)
     assert _comm.default_backend(torch.device("mps"), "mine") == "cpu:gloo,mps:mine"
 
