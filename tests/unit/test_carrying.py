@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -207,6 +208,27 @@ def test_it_is_carried_under_the_options_of_ddp_that_look_at_the_graph(options, 
         return found
 
     assert simulate(run, world_size=2) == [[5, 7, 9]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [(3, 40, 7), (64, 64, 10), (40, 3, 1)])
+def test_the_largest_gradient_begins_at_a_cache_line_of_the_bucket(sizes, dtype):
+    def run(state):
+        layers = [torch.nn.Linear(*pair, dtype=dtype) for pair in pairwise(sizes)]
+        model, places = torch.nn.Sequential(*layers), []
+        plan = af.Plan(
+            lambda model, batch: model(batch).mean(), model, ours.sgd(model.parameters())
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        largest = max(model.parameters(), key=torch.numel)
+        step.plan.optimizer.register_step_pre_hook(
+            lambda *_: places.append(largest.grad.data_ptr() % 64)
+        )
+        for _ in range(3):
+            state, _ = step(state, torch.ones(2, sizes[0], dtype=dtype))
+        return places
+
+    assert simulate(run, world_size=2) == [[0, 0, 0]] * 2
 
 
 def test_a_step_that_failed_leaves_nothing_to_be_carried_by_the_next():
