@@ -128,7 +128,9 @@ def test_after_showing_it_all_is_as_it_was_even_after_an_error():
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_is_computed_within_is_of_the_averaged_parameters(wrap, world_size):
-    data = torch.utils.data.TensorDataset(torch.randn(7, 3).double(), torch.randn(7, 1).double())
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(7, size, generator=generator, dtype=torch.float64) for size in (3, 1)]
+    data = torch.utils.data.TensorDataset(*parts)
 
     def run(state):
         state, step = make(af.compose(wrap, af.average(0.5)), state)
