@@ -51,11 +51,11 @@ class Carrier(Own):
 class Cargo:
     """What a carrier takes along, and what it knows from batch to batch. Mutable; no module.
 
-    The load is one tensor, written anew for each batch: making another, and
-    setting attributes of a module, cost several percent of a small step.
+    The load is one tensor, written anew for each batch: a small step feels what it
+    costs to make another, or to set an attribute of a module.
     """
 
-    def __init__(self, dtype: torch.dtype, room: int = _NUMBERS) -> None:
+    def __init__(self, dtype: torch.dtype, room: int) -> None:
         code = "d" if dtype == torch.float64 else "f"
         self._memory = array(code, bytes(room * dtype.itemsize))
         self._layout = struct.Struct(f"{_NUMBERS}{code}")
@@ -81,8 +81,8 @@ class Cargo:
 def _room(parameters: Sequence[Tensor]) -> int:
     """How many numbers to send, so that the largest gradient begins at a cache line of DDP's bucket.
 
-    That has the numbers first, then the gradients from the last one on. Where they lie across
-    lines, to copy and to average them takes a fifth more.
+    That has the numbers first, then the gradients from the last one on. Those that lie across
+    lines take longer to copy and to average.
     """
     sizes = [each.numel() for each in reversed(parameters)]
     before = sum(sizes[: sizes.index(max(sizes))]) if sizes else 0
@@ -140,8 +140,7 @@ class CarriedTally:
         cargo, world_size = self._cargo, self._world_size
         loss, stops, call, square, *digits = cargo.arrived()
         self.stop = stops > 0
-        if call * call != square:
-            self._check_call(call, square)
+        self._check_call(call, square)
         total = checked_total(_number(*digits, world_size=world_size), self._failure)
         if not total:
             return torch.zeros(()), total, 1.0
@@ -151,8 +150,8 @@ class CarriedTally:
 
     def _check_call(self, mean: float, mean_square: float) -> None:
         """Refuse, on all ranks alike, a sum over different calls: numbers without variance are equal."""
-        total, squares = (round(each * self._world_size) for each in (mean, mean_square))
-        if total * total != squares * self._world_size:
+        world_size = self._world_size
+        if round(mean * world_size) ** 2 != round(mean_square * world_size) * world_size:
             raise ElsewhereError(
                 "step: every rank must be at the same call of it, got another rank at another one; where a "
                 "step fails on one rank, end the run: the others are within that step"

@@ -29,7 +29,7 @@ def run_backward(
 ) -> None:
     """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss, and others beside it.
 
-    Seeds are used up. A load that its owner keeps is copied: a gradient would be the same memory.
+    What nobody else holds may become a gradient; a load that its owner keeps is copied.
     """
     roots = (loss, *beside)
     seeds = (torch.ones_like(loss) if seed is None else seed, *loads)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
-from accel_fn._carrying import Cargo, CarriedTally, Carrier
+from accel_fn._carrying import CarriedTally, Carrier
 from accel_fn.testing import simulate
 from tests import strategies as ours
 
@@ -290,9 +290,9 @@ def test_rounding_in_a_sum_over_many_ranks_is_not_taken_for_another_call(world_s
 
 def test_a_number_too_large_is_carried_as_infinite():
     """An error on one rank, where the others wait, would be worse."""
-    cargo = Cargo(torch.float32)
+    cargo = Carrier(torch.nn.Linear(2, 1)).cargo
     cargo.write(1e300, *[0.0] * 6)
-    assert cargo.load.tolist() == [float("inf")] + [0.0] * 6
+    assert cargo.load.tolist()[:7] == [float("inf")] + [0.0] * 6
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
