@@ -6,6 +6,8 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
+from contextlib import suppress
 from types import FrameType
 
 
@@ -14,6 +16,7 @@ def main() -> None:
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a script
     if sys.argv[1:2] and not ignored:
         signal.signal(signal.SIGINT, _end)
+        _look_for_temporary_folder()
     try:
         app = importlib.import_module("accel_fn.cli._app").app
     except ModuleNotFoundError as error:
@@ -24,6 +27,16 @@ def main() -> None:
             'pip install "accel-fn[cli]"'
         )
     app(prog_name="accel-fn")
+
+
+def _look_for_temporary_folder() -> None:
+    """Have Python find it now: it tries each by a file, which Ctrl-C in that moment would leave there."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with suppress(OSError):  # not every command needs one
+            tempfile.gettempdir()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

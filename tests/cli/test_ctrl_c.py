@@ -123,6 +123,31 @@ def test_ctrl_c_ends_a_test_and_its_ranks_whenever_it_comes(tmp_path, delay_s):
     assert ended == (130, "accel-fn test: stopped by Ctrl-C\n")
 
 
+# Python finds the folder for temporary files by writing a file there.
+_LOOKING = """
+    import os, signal, sys
+
+    def stop(event, arguments):
+        if event == "os.remove" and str(arguments[0]).startswith(os.environ["TMPDIR"]):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sys.addaudithook(stop)
+"""
+
+
+@pytest.mark.parametrize("name", ["launch", "env"])
+def test_ctrl_c_while_python_looks_for_a_temporary_folder_leaves_no_file(tmp_path, name):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(_LOOKING))
+    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
+    paths = f"{tmp_path}{os.pathsep}{ROOT}"
+    command = ["-m", "accel_fn.cli", *_COMMANDS[name]]
+    ended = run_python(tmp_path, *command, PYTHONPATH=paths, TMPDIR=str(temporary))
+    assert ended.returncode == 128 + signal.SIGINT
+    assert list(temporary.iterdir()) == []
+
+
 # Stops the launcher while both ranks still start.
 _STOPPING = """
     import os, signal, time
