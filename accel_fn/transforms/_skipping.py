@@ -117,6 +117,7 @@ class FiniteNorm:
     def __init__(self, device: torch.device, max_consecutive: int) -> None:
         self.max_consecutive = max_consecutive
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._norm_before: Tensor | None = None
         self._echo = Echo()
 
     def __call__(self, state: DistState, grads: Grads) -> Tensor:
@@ -125,11 +126,15 @@ class FiniteNorm:
         self._in_a_row = torch.where(ok, 0, self._in_a_row + 1)
         in_a_row = self._echo(self._in_a_row)
         if in_a_row is not None and in_a_row >= self.max_consecutive:
+            number, last = state.step + 1, norm
+            if in_a_row is not self._in_a_row and self._norm_before is not None:  # heard of late
+                number, last = state.step, self._norm_before
             raise SkippedError(
                 f"step: the gradient norm must {self._RULE} once in {self.max_consecutive} updates, got "
-                f"{float(norm):g} at step {state.step + 1}, and so for {int(in_a_row)} in a row; look at "
+                f"{float(last):g} at step {number}, and so for {int(in_a_row)} in a row; look at "
                 "their batches, go on from a checkpoint, or lower the learning rate"
             )
+        self._norm_before = norm
         return ok
 
     def _judge(self, norm: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
+from tests.late import LateEcho
 from tests.properties.test_scaling import OPTIMIZERS, scaled
 
 
@@ -199,6 +200,20 @@ def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule, world_si
         return state.step
 
     assert simulate(run, world_size=world_size) == [8] * world_size
+
+
+@pytest.mark.parametrize("after", [float("nan"), 1.0])
+def test_what_is_heard_of_late_ends_the_run_a_step_later_and_is_told_as_it_was(after):
+    """Whatever the norm of that step is."""
+    model = linear_model()
+    plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
+    state, step = af.build(af.DistState(), plan)
+    step.plan.verdicts[0]._echo = LateEcho()
+    *first, last = linear_run([1.0, float("nan"), float("inf"), after])
+    for batch in first:
+        state, _ = step(state, batch)
+    with pytest.raises(ArithmeticError, match="got nan at step 3, and so for 2 in a row"):
+        step(state, last)
 
 
 @pytest.mark.parametrize("empty", [{0, 1}, {3, 4, 5, 6}], ids=["first", "window"])
