@@ -166,13 +166,13 @@ class Average:
             raise StateError("step: state must not be stepped within averaged(step), got an update")
         applied = report.applied
         assert applied is not None
-        if self._always or applied.is_cpu:
-            if self._always or applied:
-                self._follow(self._weight())
-                self._num_updates += 1
-        else:
-            self._hear(self._echo(applied))
+        heard = applied if self._always else self._echo(applied)
+        if heard is not applied:
+            self._hear(heard)
             self._follow(torch.where(applied, self._weight(), 0.0))
+        elif self._always or applied:
+            self._follow(self._weight())
+            self._num_updates += 1
         return state
 
     def _weight(self) -> float:

@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.optim import swa_utils
 
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
+from tests.late import LateEcho
 from tests.properties.test_scaling import scaled
 
 BATCH = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
@@ -84,6 +85,32 @@ def test_it_is_torchs_over_the_updates_that_are_made(
     ours.assert_close(first, expected)
     for other in others:
         ours.assert_identical(other, first)
+
+
+@each_rule
+@given(
+    batches=strategies.batches(num_batches=6),
+    skipped=st.sets(st.integers(0, 5), max_size=4),
+    looked_at=st.sets(st.integers(0, 5), max_size=2),
+)
+@example(batches=[BATCH] * 5, skipped={1, 3}, looked_at={0, 2})
+def test_where_only_the_device_knows_yet_it_is_that_of_the_updates_made(
+    recipe, theirs, batches, skipped, looked_at
+):
+    """Whenever it is looked at or saved, for which the host waits."""
+    state, step = make(af.compose(recipe, scaled(8.0)))
+    average = step.plan.after[0]
+    average._echo = LateEcho()
+    made = []
+    for index, (inputs, targets) in enumerate(batches):
+        bad = float("inf") if index in skipped else 1.0
+        state, _ = step(state, (inputs * bad, targets))
+        made += [] if index in skipped else [batches[index]]
+        if index in looked_at:
+            assert average.state_dict()["num_updates"] == len(made)
+        if index in looked_at or index + 1 == len(batches):
+            expected = by_hand(made, theirs)
+            ours.assert_close(means(step), expected, rtol=1e-6, atol=1e-8)  # weights in float32
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from accel_fn._plan import Kept
 from accel_fn.testing import simulate, strategies
 from accel_fn.transforms._schedule import DeviceSchedule
 from tests import strategies as ours
+from tests.late import LateEcho
 from tests.properties.test_scaling import scaled
 
 SCHEDULERS = {
@@ -225,21 +226,6 @@ def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_go
 
 
 # Where only the device knows whether an update was made.
-
-
-class LateEcho:
-    """Tells everything one step late, as an accelerator does."""
-
-    def __init__(self):
-        self.held = None
-
-    def __call__(self, value):
-        known, self.held = self.held, value.clone()
-        return known
-
-    def last(self):
-        known, self.held = self.held, None
-        return known
 
 
 def late(make_scheduler, optimizer):
