@@ -64,7 +64,7 @@ def chance(chi_square, num_free):
 
 @pytest.mark.parametrize(
     "num_samples",
-    [3, 8, 64, *[pytest.param(each, marks=pytest.mark.slow) for each in (2, 4, 5, 6, 11, 63)]],
+    [8, 64, *[pytest.param(each, marks=pytest.mark.slow) for each in (2, 3, 4, 5, 6, 11, 63)]],
 )
 def test_small_permutations_are_well_mixed(num_samples):
     """Every sample is at every place, and every sample follows every other, equally often."""
