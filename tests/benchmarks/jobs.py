@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import accel_fn as af
@@ -35,9 +37,10 @@ def scheduled(task: Task) -> Update:
     return and_schedule
 
 
-def averaged(task: Task) -> Update:
+def averaged(task: Task, *, uniformly: bool = False) -> Update:
     update = by_hand(task)
-    average = AveragedModel(task.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    average_fn = get_swa_multi_avg_fn() if uniformly else get_ema_multi_avg_fn(DECAY)
+    average = AveragedModel(task.model, multi_avg_fn=average_fn)
 
     def and_average(index: int) -> None:
         update(index)
@@ -63,14 +66,33 @@ def where_finite(task: Task) -> Update:
     return update
 
 
-def computed_again(task: Task) -> Update:
+def computed_again(task: Task, *, offload: bool = False) -> Update:
     def forward(model: nn.Module, batch: Batch) -> torch.Tensor:
         values, targets = batch
         for layer in model.children():
-            again = isinstance(layer, nn.Linear)
-            values = checkpoint(layer, values, use_reentrant=False) if again else layer(values)
+            if isinstance(layer, nn.Linear):
+                with save_on_cpu() if offload else nullcontext():
+                    values = checkpoint(layer, values, use_reentrant=False)
+            else:
+                values = layer(values)
         return nn.functional.cross_entropy(values, targets)
 
+    return trained_by(task, forward)
+
+
+def compiled_loss(task: Task) -> Update:
+    return trained_by(task, torch.compile(loss_fn))
+
+
+def compiled_blocks(task: Task) -> Update:
+    for name, layer in list(task.model.named_children()):
+        if isinstance(layer, nn.Linear):
+            # `layer.compile()` compiles nothing of torch's own classes.
+            setattr(task.model, name, torch.compile(layer))
+    return by_hand(task)
+
+
+def trained_by(task: Task, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> Update:
     def update(index: int) -> None:
         forward(task.model, task.batches[index]).backward()  # type: ignore[no-untyped-call]
         task.optimizer.step()
@@ -118,10 +140,17 @@ def ours(
 JOBS: dict[str, tuple[Loop, Loop]] = {
     "schedule": (scheduled, ours(partial(af.schedule, falling))),
     "average": (averaged, ours(partial(af.average, DECAY))),
+    "average.uniform": (partial(averaged, uniformly=True), ours(af.average.uniform)),
     "freeze": (part_frozen, ours(partial(af.freeze, "0"))),
     "skip_nonfinite": (where_finite, ours(af.skip_nonfinite)),
     "skip_spikes": (where_finite, ours(af.skip_spikes)),
     "checkpointed": (computed_again, ours(partial(af.checkpointed, blocks=nn.Linear))),
+    "checkpointed(offload=True)": (
+        partial(computed_again, offload=True),
+        ours(partial(af.checkpointed, blocks=nn.Linear, offload=True)),
+    ),
+    'compiled("loss")': (compiled_loss, ours(partial(af.compiled, scope="loss"))),
+    'compiled("blocks")': (compiled_blocks, ours(partial(af.compiled, scope="blocks"))),
     'accumulate("auto")': (by_hand, ours(partial(af.accumulate, "auto"))),
 }
 JOBS_OF_TWO: dict[str, tuple[Loop, Loop]] = {
