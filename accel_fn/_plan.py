@@ -159,8 +159,9 @@ class Kept(partial[Any]):
     """In a slot: how a function is made that keeps something from step to step.
 
     `build` calls it as `(state, plan) -> function` once parameters are what they will be, so
-    every step has its own. If the function has `state_dict` and `load_state_dict`,
-    checkpoints hold what it keeps, tensors in the shapes that they have in a new step. If it has
+    every step has its own; the slots of the plan before this one hold what was made already. If
+    the function has `state_dict` and `load_state_dict`, checkpoints hold what it keeps,
+    tensors in the shapes that they have in a new step. If it has
     `check_saved`, `save` asks it first: it raises, on every rank alike, where there is nothing that
     could be saved. So does `load`, where it has `check_loaded`.
 
@@ -191,13 +192,13 @@ class OfReplicas(Kept):
 
 def with_kept(plan: Plan, state: DistState) -> Plan:
     """The plan as one step uses it: with a function of its own for each `Kept`."""
-    slots: dict[str, Any] = {
-        name: tuple(
-            [each(state, plan) if isinstance(each, Kept) else each for each in getattr(plan, name)]
-        )
-        for name in slot_names()
-    }
-    return replace(plan, **slots)
+    for name in slot_names():
+        made = [
+            each(state, plan) if isinstance(each, Kept) else each for each in getattr(plan, name)
+        ]
+        slot: dict[str, Any] = {name: tuple(made)}
+        plan = replace(plan, **slot)
+    return plan
 
 
 class Asked(partial[Any]):
