@@ -79,7 +79,7 @@ class Launchers:
         return self.start(folder, *arguments, script=script, **variables).wait()
 
     def close(self) -> None:
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=60)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Launcher:
         os.kill(self.pid, number)
         return self
 
-    def wait(self, timeout_s: float = 60) -> Ended:
+    def wait(self, timeout_s: float = 200) -> Ended:
         start = time.monotonic()
         try:
             code = until(
@@ -123,7 +123,7 @@ class Launcher:
         return Ended(code, self.stdout, self.stderr, time.monotonic() - start)
 
 
-def until(look: Callable[[], object], what: Callable[[], str], timeout_s: float = 30):
+def until(look: Callable[[], object], what: Callable[[], str], timeout_s: float = 120):
     """What `look` finds at last."""
     deadline = time.monotonic() + timeout_s
     while (found := look()) is None:
@@ -141,7 +141,7 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-def gone(pids, within_s: float = 5) -> None:
+def gone(pids, within_s: float = 60) -> None:
     """All of these processes have ended, or do so in time."""
     until(
         lambda: None if any(map(is_running, map(int, pids))) else True,

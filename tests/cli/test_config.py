@@ -75,7 +75,7 @@ class Terminal:
 
     def __exit__(self, *error):
         self.process.kill()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=120)
         os.close(self.screen)
 
     def read_until(self, words):
@@ -103,10 +103,10 @@ class Terminal:
         """The exit code, when all is said."""
         while self._read():
             pass
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=120)
 
     def _read(self):
-        ready, _, _ = select.select([self.screen], [], [], 30)
+        ready, _, _ = select.select([self.screen], [], [], 120)
         try:
             got = os.read(self.screen, 4096).decode() if ready else ""
         except OSError:  # Linux's way to say that the other side is closed

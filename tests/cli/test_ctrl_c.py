@@ -44,7 +44,7 @@ _SLOW = """
     def make():
         open("inside", "w").close()
         try:
-            time.sleep(60)
+            time.sleep(600)
         finally:
             open("tidied", "w").close()
 """
@@ -56,7 +56,7 @@ def interrupt(folder, name, *, delay_s=0.0, program=(sys.executable,), sign="beg
     temporary.mkdir(parents=True)
     (folder / "checkpoint").mkdir()
     (folder / "slow.py").write_text(textwrap.dedent(_SLOW))
-    (folder / "script.py").write_text("import time; time.sleep(60)")
+    (folder / "script.py").write_text("import time; time.sleep(600)")
     (folder / "sitecustomize.py").write_text(textwrap.dedent(_TELLING))
     paths = f"{folder}{os.pathsep}{ROOT}"
     torchs = str(folder / "torch")  # a folder that torch makes and leaves
@@ -75,10 +75,10 @@ def interrupt(folder, name, *, delay_s=0.0, program=(sys.executable,), sign="beg
         until(lambda: (folder / sign).exists() or None, lambda: f"a begin of {name}")
         time.sleep(delay_s)
         os.killpg(command.pid, signal.SIGINT)
-        _, stderr = command.communicate(timeout=10)
+        _, stderr = command.communicate(timeout=120)
     finally:
         command.kill()
-    until(lambda: None if processes(temporary) else True, lambda: f"the end of {name}", 5)
+    until(lambda: None if processes(temporary) else True, lambda: f"the end of {name}")
     assert list(temporary.iterdir()) == []
     return command.returncode, stderr
 
@@ -140,7 +140,7 @@ def test_ctrl_c_while_python_looks_for_a_temporary_folder_leaves_no_file(tmp_pat
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(_LOOKING))
-    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "script.py").write_text("import time; time.sleep(600)")
     paths = f"{tmp_path}{os.pathsep}{ROOT}"
     command = ["-m", "accel_fn.cli", *_COMMANDS[name]]
     ended = run_python(tmp_path, *command, PYTHONPATH=paths, TMPDIR=str(temporary))
@@ -162,7 +162,7 @@ _STOPPING = """
 @pytest.mark.parametrize("kind", ["script", "program"])
 def test_ranks_that_still_start_end_without_a_word(tmp_path, launchers, kind):
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(_STOPPING))
-    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "script.py").write_text("import time; time.sleep(600)")
     target = ["script.py"] if kind == "script" else ["--no-python", "sleep", "60"]
     paths = f"{tmp_path}{os.pathsep}{ROOT}"
     ended = launchers.run(tmp_path, "-n", 2, *target, PYTHONPATH=paths)

@@ -254,7 +254,7 @@ def test_completion_of_a_shell_knows_commands_options_and_files(tmp_path):
         env=surroundings(tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}"),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     of_names, of_files = done.stdout.splitlines()[:3], done.stdout.splitlines()[3:]

@@ -15,7 +15,7 @@ _CASES = {
     "gather_on_one": """
         if state.is_main:
             af.gather(torch.ones(3, 2), state)  # of rank 0
-        time.sleep(60)  # of rank 1
+        time.sleep(600)  # of rank 1
     """,
     "four_steps_against_three": """
         model = torch.nn.Linear(3, 1)
@@ -24,7 +24,7 @@ _CASES = {
         state, step = af.build(state, af.wrap_ddp()(plan))
         for _ in range(4 - state.rank):
             state, _ = step(state, torch.ones(4, 3))  # of rank 0
-        time.sleep(60)  # of rank 1
+        time.sleep(600)  # of rank 1
     """,
     "unequal_shapes": """
         if state.is_main:

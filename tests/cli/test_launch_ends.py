@@ -64,7 +64,7 @@ def test_ranks_end_with_their_launcher_even_without_its_guard(launchers, tmp_pat
         os.kill(int(pid), signal.SIGKILL)
     assert launcher.wait().exit_code == -signal.SIGKILL
     assert len(guards) == 1
-    gone(ranks, within_s=1)
+    gone(ranks)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_second_signal_does_not_wait_for_ranks(launchers, tmp_path):
     launcher.kill(signal.SIGTERM)
     time.sleep(0.5)
     assert all(is_running(int(pid)) for pid in pids[::3])  # ranks that do not mind the first
-    assert launcher.kill(signal.SIGTERM).wait(timeout_s=15).exit_code == 143
+    assert launcher.kill(signal.SIGTERM).wait(timeout_s=25).exit_code == 143  # of 30
     gone(pids)
 
 
@@ -124,7 +124,7 @@ def test_what_a_killed_rank_started_is_gone_before_the_next_attempt(launchers, t
 def test_ctrl_c_on_a_terminal_is_one_line(tmp_path):
     """The command itself, on a terminal of its own, where Ctrl-C is a key."""
     (tmp_path / "script.py").write_text(
-        "import os, time\nos.write(1, b'up\\n')\nassert os.isatty(1)\ntime.sleep(60)\n"
+        "import os, time\nos.write(1, b'up\\n')\nassert os.isatty(1)\ntime.sleep(600)\n"
     )
     pid, terminal = on_a_terminal(tmp_path)
     seen = read_until(terminal, b"up\r\n", 2)
@@ -136,7 +136,7 @@ def test_ctrl_c_on_a_terminal_is_one_line(tmp_path):
 
 def test_a_terminal_that_is_closed_ends_a_launch_as_its_signal_does(tmp_path):
     """Nobody hears the last words then: that changes nothing."""
-    (tmp_path / "script.py").write_text("import os, time\nos.write(1, b'up\\n')\ntime.sleep(60)\n")
+    (tmp_path / "script.py").write_text("import os, time\nos.write(1, b'up\\n')\ntime.sleep(600)\n")
     pid, terminal = on_a_terminal(tmp_path)
     read_until(terminal, b"up\r\n", 2)
     os.close(terminal)

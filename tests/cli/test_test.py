@@ -30,7 +30,7 @@ TRAINING = {
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_promise_holds_in_every_world(world_size):
     """Three ranks and five are more than some batches have samples."""
-    for report in simulate(check_promises, world_size=world_size, timeout_s=30):
+    for report in simulate(check_promises, world_size=world_size, timeout_s=100):
         assert (report.world_size, report.device) == (world_size, "cpu")
         assert [each for each in report.outcomes if not each.holds] == []
         assert len(report.outcomes) == 14
@@ -38,7 +38,7 @@ def test_every_promise_holds_in_every_world(world_size):
 
 def broken(**outcomes):
     """The promises that two ranks find broken, together."""
-    reports = simulate(check_promises, world_size=2, timeout_s=30)
+    reports = simulate(check_promises, world_size=2, timeout_s=100)
     verdicts = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
     assert not any(verdict.error for verdict in verdicts)
     return {verdict.promise for verdict in verdicts if not verdict.holds}
@@ -137,7 +137,7 @@ def test_a_mean_without_weights_is_found(monkeypatch):
 def test_replicas_that_are_not_averaged_are_an_error_and_end_the_checks(monkeypatch):
     """Found by the library's own check of the first gradients, on both ranks."""
     monkeypatch.setattr(_ddp, "replicate", lambda state, module, **options: module)
-    for report in simulate(check_promises, world_size=2, timeout_s=30):
+    for report in simulate(check_promises, world_size=2, timeout_s=100):
         first, second, *rest = report.outcomes
         assert first.holds
         assert second.error.startswith("accel_fn._errors.ReplicaError: ")

@@ -13,7 +13,7 @@ import accel_fn as af
 from tests.unit import test_failing_data as ours
 
 def main():
-    state = af.init(device="cpu", timeout_s=120)
+    state = af.init(device="cpu", timeout_s=600)
 
     def act(number):
         if state.rank == {fails} and number >= 20:
@@ -61,9 +61,9 @@ def worlds(ending, num_workers):
 def test_all_ranks_raise_where_the_data_of_one_fail(
     ending, num_workers, there, elsewhere, tmp_path
 ):
-    for name, ranks in run_worlds(worlds(ending, num_workers), tmp_path, timeout_s=100).items():
+    for name, ranks in run_worlds(worlds(ending, num_workers), tmp_path).items():
         fails = int(name.split("_")[2])
         assert [rank.exit_code for rank in ranks] == [0, 0], name
         assert there in ranks[fails].stderr
         assert re.search(f"failed on rank {fails}: {elsewhere}", ranks[1 - fails].stderr)
-        assert max(rank.seconds for rank in ranks) < 60  # the group's timeout is 120
+        assert max(rank.seconds for rank in ranks) < 150  # the group's timeout is 600

@@ -19,7 +19,7 @@ import torch
 import accel_fn as af
 from tests.distributed.test_halving_in_processes import train
 
-state = af.init(device="cpu", timeout_s=30)
+state = af.init(device="cpu", timeout_s=100)
 wrap = af.{wrap}()
 limit = 2 if state.rank == state.world_size - 1 else None
 found = train(state, af.compose(wrap, af.accumulate("auto")), limit=limit)

@@ -31,7 +31,7 @@ CASES = {
         mark()
         if state.rank == 0:
             af.gather({"rows": torch.ones(5, 3), "ids": torch.arange(5)}, state)  # alone
-        time.sleep(60)  # elsewhere
+        time.sleep(600)  # elsewhere
     """,
     "gather_on_one_that_is_left": """
         mark()
@@ -49,7 +49,7 @@ CASES = {
         mark()
         for _ in range(4 - state.rank):
             state, _ = step(state, batch)  # steps
-        time.sleep(60)  # elsewhere
+        time.sleep(600)  # elsewhere
     """,
     "four_steps_against_three_that_leaves": """
         mark()
@@ -85,7 +85,7 @@ CASES = {
     "an_exception_on_one_that_stays": """
         mark()
         if state.rank:
-            threading.Thread(target=time.sleep, args=(60,)).start()
+            threading.Thread(target=time.sleep, args=(600,)).start()
             raise ValueError("of rank 1 alone")  # raises
         af.barrier(state)  # waits
     """,
@@ -105,8 +105,8 @@ CASES = {
         mark()
         if state.rank == 0:
             with state.watch.enter("gather", [batch]):  # enters
-                time.sleep(60)  # waits
-        time.sleep(60)  # elsewhere
+                time.sleep(600)  # waits
+        time.sleep(600)  # elsewhere
     """,
     "long_computations_alone": """
         mark()
@@ -127,7 +127,7 @@ state = af.init(device="cpu")
 mark()
 if state.rank == 0:
     af.barrier(state)  # waits
-time.sleep(60)  # elsewhere
+time.sleep(600)  # elsewhere
 """
 
 
@@ -165,14 +165,14 @@ def assert_reports(ranks, *texts, timeout_s=TIMEOUT_S):
         assert end.stderr.count("accel_fn: rank") == 1, end.stderr
         assert f"accel_fn: rank {rank} of 2 (" in end.stderr
         assert [text for text in texts if text not in end.stderr] == [], end.stderr
-        assert end.seconds < timeout_s + 5
+        assert end.seconds < timeout_s + 100
 
 
 def assert_tells(end, *texts):
     """A rank whose peer has left ends in time, by an error or a report, with all of this on stderr."""
     assert end.exit_code in (1, EXIT_CODE), end.stderr
     assert [text for text in texts if text not in end.stderr] == [], end.stderr
-    assert end.seconds < TIMEOUT_S + 5
+    assert end.seconds < TIMEOUT_S + 100
 
 
 @of("gather_on_one")
@@ -185,7 +185,7 @@ def test_a_collective_on_one_rank_is_reported_by_all_with_its_shapes_and_lines(e
     assert "another rank has waited for too long\n" in ranks[1].stderr
     assert in_stack(place("# alone")) in ranks[0].stderr
     assert in_stack(place("# elsewhere")) in ranks[1].stderr
-    assert ranks[1].stderr.endswith("time.sleep(60)  # elsewhere\n")
+    assert ranks[1].stderr.endswith("time.sleep(600)  # elsewhere\n")
 
 
 @of("four_steps_against_three")
@@ -268,7 +268,7 @@ def test_unequal_shapes_are_refused_on_both_ranks_before_data_moves(ended):
         )
         assert "reduce_sum: tree must have one structure, and one shape" in end.stderr
         assert in_stack(place("# sums")) in end.stderr
-        assert end.seconds < TIMEOUT_S + 5
+        assert end.seconds < TIMEOUT_S + 100
 
 
 @of("an_exception_on_one")

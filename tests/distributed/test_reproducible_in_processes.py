@@ -20,7 +20,7 @@ from tests.properties.test_reproducible import batches, fingerprint
 
 torch.set_num_threads(1)
 torch.manual_seed(torch.initial_seed() + 1)  # whatever it was, it does not count
-state = af.init(device="cpu", timeout_s=30)
+state = af.init(device="cpu", timeout_s=100)
 say(fingerprint(state, af.clip(0.5), batches(6)))
 """
 

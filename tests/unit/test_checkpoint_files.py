@@ -630,10 +630,10 @@ import multiprocessing
 
 def work():
     print("up", os.getpid(), sep="\\n", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 multiprocessing.get_context("fork").Process(target=work).start()
-time.sleep(60)
+time.sleep(600)
 """
     other = start(tmp_path, LOCKING + script)
     child = int(other.stdout.readline())

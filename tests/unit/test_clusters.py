@@ -149,7 +149,7 @@ def test_the_first_host_of_a_list(nodes, first):
 def test_tasks_of_srun_find_each_other_without_a_launcher():
     """Two processes, with the variables of two tasks on one machine."""
     script = (
-        "import os, accel_fn as af; state = af.init(device='cpu', timeout_s=30);"
+        "import os, accel_fn as af; state = af.init(device='cpu', timeout_s=100);"
         "os.write(1, f'{state.rank}/{state.world_size} {af.reduce_sum(state.rank, state)}'.encode())"
     )
     alike = {**SRUN, "SLURM_JOB_ID": f"{os.getpid()}", "SLURM_STEP_NUM_NODES": "1"}

@@ -133,12 +133,12 @@ def test_batches_are_read_while_the_loop_works_on_another():
     def slowly():
         yield 0
         for number in range(1, 4):
-            both.wait(timeout=10)
+            both.wait(timeout=100)
             yield number
 
     for batch in af.prefetch(slowly(), HERE, depth=1):
         if batch < 3:
-            both.wait(timeout=10)
+            both.wait(timeout=100)
 
 
 def test_nothing_starts_before_a_batch_is_asked_for():
@@ -163,7 +163,7 @@ def test_a_batch_is_the_loops_alone():
 
     def slowly():
         yield torch.ones(1)
-        dropped.wait(timeout=30)
+        dropped.wait(timeout=100)
         yield torch.ones(1)
 
     passed = iter(af.prefetch(slowly(), HERE))

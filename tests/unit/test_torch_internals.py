@@ -566,7 +566,7 @@ def test_worker_knows_itself_by_the_data_set_that_its_loader_reads():
 class Waiting(IterableDataset):
     def __iter__(self):
         yield 0
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_a_worker_that_was_started_here_is_watched_by_us_alone():
