@@ -211,7 +211,7 @@ def backward_seed(loss: Tensor, share: float, scaler: LossScale | None) -> Tenso
         return (scale * share).to(loss.dtype)
     if share == 1.0:
         return None
-    return torch.full((), share, dtype=loss.dtype, device=loss.device)
+    return loss.new_full((), share)
 
 
 def cloned(state: DistState, grads: Grads) -> Grads:

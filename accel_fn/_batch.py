@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accel_fn._errors import BatchError, check_count
+from accel_fn._errors import BatchError
 
 _ATOMS = (str, bytes, int, float, bool, type(None))
 
@@ -149,13 +149,13 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
         batch: a tree of tensors, each [num_samples, ...]. Lists of num_samples
             non-tensors, and tuples of as many texts, are cut with them; anything else
             goes to every part whole.
-        num_parts: at most this many parts, >= 1.
+        num_parts: at most this many parts.
 
     Returns:
         Views of the batch, no copies.
 
     Raises:
-        ValueError: two tensors disagree in their leading dimension, or `num_parts` < 1.
+        ValueError: two tensors disagree in their leading dimension.
 
     Cost: no read of the data.
 
@@ -164,7 +164,6 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
     >>> [len(part) for part in split_batch(torch.zeros(10, 3), 4)]
     [3, 3, 2, 2]
     """
-    check_count("split_batch", "num_parts", num_parts)
     num_rows = num_samples(batch)
     return split_rows(batch, part_sizes(num_rows, max(1, min(num_parts, num_rows))))
 

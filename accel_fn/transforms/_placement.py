@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accel_fn._batch import map_tensors
+from accel_fn._batch import map_tensors, tensors_of
 from accel_fn._plan import Plan, Transform
 from accel_fn._state import DistState
 
@@ -41,6 +41,9 @@ def _place(plan: Plan) -> Plan:
 def to_device(state: DistState, batch: Any) -> Any:
     """The batch with its tensors on the state's device."""
     device = state.device
+    elsewhere = [tensor for tensor in tensors_of(batch) if tensor.device != device]
+    if not elsewhere:
+        return batch
     overlap = device.type != "cpu"  # a copy to the host that nobody waits for is read too early
 
     def to(tensor: Tensor) -> Tensor:
