@@ -41,7 +41,7 @@ def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform
     Cost: their gradients are computed and averaged all the same, so that nothing has to be wrapped
     anew at that update; in a world of several one copy of the gradients. Where it is for good,
     `requires_grad_(False)` on the model costs less. On an accelerator where updates may be
-    skipped, one host synchronisation, before the update that may be number `until`.
+    skipped, one host synchronisation before each update that may be number `until`.
 
     >>> import accel_fn as af
     >>> af.freeze("weight", until=100)(af.Plan(loss_fn, model, optimizer))
