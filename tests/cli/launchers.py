@@ -79,6 +79,7 @@ class Launchers:
         return self.start(folder, *arguments, script=script, **variables).wait()
 
     def close(self) -> None:
+        self._process.terminate()  # others, forked meanwhile, may hold the other end of its stdin
         self._process.communicate(timeout=60)
 
 
