@@ -12,8 +12,12 @@ nox.options.reuse_existing_virtualenvs = True
 
 TORCH = "torch==2.13.0"  # of the tests and the demo; the package itself sets a lower bound
 PROJECT = nox.project.load_toml("pyproject.toml")
-WORKERS = min(4, (os.cpu_count() or 1) + 1)  # some tests wait
-IN_PARALLEL = (f"--numprocesses={WORKERS}", "--dist=loadfile")
+WORKERS = min(4, (os.cpu_count() or 1) + 2)  # many tests wait
+IN_PARALLEL = (
+    f"--numprocesses={WORKERS}",
+    "--dist=loadfile",
+    "--no-loadscope-reorder",  # files of few tests, which are long ones, would come last
+)
 EVERYTHING = ("testing", "examples", "cli", "checkpoint", "float8")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
