@@ -142,7 +142,7 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-def gone(pids, within_s: float = 60) -> None:
+def gone(pids, within_s: float = 5) -> None:
     """All of these processes have ended, or do so in time."""
     until(
         lambda: None if any(map(is_running, map(int, pids))) else True,

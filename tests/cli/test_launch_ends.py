@@ -64,7 +64,7 @@ def test_ranks_end_with_their_launcher_even_without_its_guard(launchers, tmp_pat
         os.kill(int(pid), signal.SIGKILL)
     assert launcher.wait().exit_code == -signal.SIGKILL
     assert len(guards) == 1
-    gone(ranks)
+    gone(ranks, within_s=1)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_second_signal_does_not_wait_for_ranks(launchers, tmp_path):
     launcher.kill(signal.SIGTERM)
     time.sleep(0.5)
     assert all(is_running(int(pid)) for pid in pids[::3])  # ranks that do not mind the first
-    assert launcher.kill(signal.SIGTERM).wait(timeout_s=25).exit_code == 143  # of 30
+    assert launcher.kill(signal.SIGTERM).wait(timeout_s=15).exit_code == 143
     gone(pids)
 
 

@@ -122,7 +122,7 @@ def test_the_others_are_stopped_within_five_seconds_also_those_that_refuse(launc
     pids = launcher.said(r"pid (\d+)", 2)
     ended = launcher.wait()
     assert (ended.exit_code, ended.last_lines[-1]) == (1, "ValueError: boom")
-    assert ended.seconds < 100  # of 600
+    assert ended.seconds < 10  # five, and what a busy machine adds
     gone(pids, within_s=0.1)
 
 

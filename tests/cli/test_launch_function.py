@@ -127,10 +127,12 @@ def test_two_at_once_do_not_meet():
         threading.Thread(target=lambda name=name: found.update({name: af.launch(work, name)}))
         for name in ("one", "other")
     ]
+    start = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert time.monotonic() - start < 20
     for name, results in found.items():
         assert [each[0] for each in results] == [name, name]
     assert len({port for results in found.values() for _, port in results}) == 2
@@ -155,7 +157,7 @@ def test_what_a_rank_raises_is_raised_here_and_the_others_are_stopped():
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     with pytest.raises(TwoPartsError, match=r"^train\.py:7") as caught:
         af.launch(fail_on_one)
-    assert time.time() - caught.value.raised_at < 100
+    assert time.time() - caught.value.raised_at < 5
     assert caught.value.line == 7
     [note] = caught.value.__notes__
     assert re.fullmatch(r"on rank 1 of 2 \(\S+, pid \d+\)", note)
@@ -214,7 +216,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
 
     with pytest.raises(af.AccelError) as caught:
         af.launch(kill_one)
-    assert time.time() - (tmp_path / "killed").stat().st_mtime < 100
+    assert time.time() - (tmp_path / "killed").stat().st_mtime < 5
     assert re.fullmatch(
         r"launch: rank 1 of 2 \(\S+, pid \d+\) was killed by SIGKILL: often out of memory",
         str(caught.value),
@@ -231,7 +233,7 @@ def test_a_rank_that_has_failed_and_does_not_end_is_ended():
     with pytest.raises(OSError, match="a thread of it goes on") as caught:
         af.launch(work, num_processes=1)
     assert caught.value.errno == 5
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 10
 
 
 def test_a_crash_of_native_code_says_which_line_called_it():
@@ -462,7 +464,7 @@ def test_an_interrupt_stops_the_ranks_at_once_and_goes_on_as_an_interrupt(waitin
     """The signal goes to the caller's whole group, as a terminal sends it."""
     caller, pids, folder = waiting
     os.killpg(caller.pid, signal.SIGINT)
-    _, errors = caller.communicate(timeout=120)
+    _, errors = caller.communicate(timeout=10)
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1  # the caller's: ranks have nothing to say
     assert not any(map(runs, pids))
@@ -473,8 +475,8 @@ def test_an_interrupt_stops_the_ranks_at_once_and_goes_on_as_an_interrupt(waitin
 def test_no_process_outlives_its_caller(waiting):
     caller, pids, folder = waiting
     caller.kill()
-    assert all_gone(pids, within_s=60)
-    deadline = time.monotonic() + 60
+    assert all_gone(pids, within_s=5)
+    deadline = time.monotonic() + 5
     while list(folder.glob("accel_fn_*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert list(folder.glob("accel_fn_*")) == []

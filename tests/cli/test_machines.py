@@ -132,7 +132,7 @@ def test_every_machine_says_what_the_first_failure_was_and_stops(launchers, tmp_
     machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
     pids = [pid for each in machines for _, pid in each.said(r"up (\d) (\d+)")]
     (tmp_path / "b" / "fail").touch()
-    ended = [machine.wait() for machine in machines]
+    ended = [machine.wait(timeout_s=10) for machine in machines]
     assert [each.exit_code for each in ended] == [1, 1]
     for each in ended:
         assert re.fullmatch(r"rank 1 \(\S+, pid \d+\)", each.last_lines[-2])
@@ -145,7 +145,7 @@ def test_a_machine_without_the_first_one_does_not_wait(launchers, tmp_path):
     machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
     pids = [pid for each in machines for _, pid in each.said(r"up (\d) (\d+)")]
     machines[0].kill(signal.SIGKILL).wait()
-    left = machines[1].wait()
+    left = machines[1].wait(timeout_s=10)
     assert left.exit_code == 1
     assert left.last_lines[-1] == "accel-fn launch: stopped: another machine has ended"
     gone(pids)
@@ -182,7 +182,7 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(launchers, tmp_
 def test_machines_that_ask_for_different_worlds_are_refused_alike(launchers, tmp_path):
     hosts = ("127.0.0.3", "127.0.0.3")
     machines = start_two(launchers, tmp_path, "script.py", script="", counts=(2, 4), hosts=hosts)
-    ended = [machine.wait() for machine in machines]
+    ended = [machine.wait(timeout_s=10) for machine in machines]
     assert [each.exit_code for each in ended] == [1, 1]
     for each in ended:
         assert "launch: all machines must ask for one world, got 2 machines" in each.stderr
@@ -204,14 +204,14 @@ def test_a_machine_that_is_there_already_is_refused(launchers, tmp_path):
     assert "launch: machine_rank must be another on each machine, got 1 twice" in third.stderr
     first = machines[0].kill(signal.SIGTERM).wait()
     assert first.exit_code == 143
-    assert machines[1].wait().exit_code == 1
+    assert machines[1].wait(timeout_s=10).exit_code == 1
 
 
 def test_ctrl_c_ends_the_wait_for_other_machines(launchers, tmp_path):
     port = free_port()
     machine = start_one(launchers, tmp_path, 0, port, "script.py", script="")
     until(lambda: answers("127.0.0.2", port, 1) or None, lambda: "an open port")
-    ended = machine.kill(signal.SIGINT).wait()
+    ended = machine.kill(signal.SIGINT).wait(timeout_s=5)
     assert (ended.exit_code, ended.stderr) == (130, "accel-fn launch: stopped by Ctrl-C\n")
 
 
@@ -222,7 +222,7 @@ def test_after_ten_seconds_a_machine_says_for_whom_it_waits(launchers, tmp_path)
     said = until(lambda: machine.stderr or None, lambda: "a word")
     assert time.monotonic() - start > 10
     assert said == f"accel-fn launch: machine 1 waits for machine 0 at 127.0.0.2:{port}\n"
-    assert machine.kill(signal.SIGINT).wait().exit_code == 130
+    assert machine.kill(signal.SIGINT).wait(timeout_s=5).exit_code == 130
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked():
     start = time.monotonic()
     with pytest.raises(Exception, match=r"(?i)timed out|timeout|connection closed"):
         simulate(run, world_size=2, timeout_s=1)
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 8
 
 
 @pytest.fixture

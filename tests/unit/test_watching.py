@@ -193,11 +193,11 @@ def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
     waiting.join(0.3)
     assert waiting.is_alive()
     assert Board(store, None).count_reports(1) == 2
-    waiting.join(100)
+    waiting.join(10)
     assert not waiting.is_alive()
     start = time.monotonic()
     Ending(Board(HashStore(), None), rank=1, world_size=3, notice_s=0.1).wait_for_reports(2)
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 5
 
 
 def test_a_stack_is_told_from_the_users_first_call_on():

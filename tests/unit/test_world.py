@@ -235,7 +235,7 @@ def test_an_address_that_nobody_serves_is_an_error_in_time(alone):
         TimeoutError, match=r"rank 1 of 4 could not reach MASTER_ADDR=127\.0\.0\.1 MASTER_PORT="
     ):
         af.init(device="cpu", timeout_s=2)
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(
