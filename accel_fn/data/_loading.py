@@ -12,7 +12,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_fn.data._fetching import Fetcher, Part
 from accel_fn.data._order import mix
-from accel_fn.data._workers import Crew, death
+from accel_fn.data._watched import death
+from accel_fn.data._workers import Crew
 
 _KEPT = (
     "num_workers",

@@ -16,7 +16,7 @@ from accel_fn._errors import ArgumentError
 from accel_fn.data._order import mix
 from accel_fn.data._progress import Progress
 from accel_fn.data._reading import WorkerInit
-from accel_fn.data._workers import death, end_workers, lost_workers, start_workers
+from accel_fn.data._watched import WatchedLoader, death, end_workers, lost_workers
 
 # Simulated ranks are threads: a worker that one of them forks while another forks its own holds
 # what says of that other that it has ended, and would have to end first.
@@ -66,7 +66,7 @@ class Passes:
         self._options = {**options, "generator": options.get("generator") or self._own}
         self._shares = bool(options.get("persistent_workers"))
         self._place = torch.zeros(2, dtype=torch.int64)
-        self._shared: DataLoader[Any] | None = None
+        self._shared: WatchedLoader | None = None
         self._newest = 0
         if self._shares:
             self._place.share_memory_()  # type: ignore[no-untyped-call]
@@ -78,14 +78,14 @@ class Passes:
         with _STARTING:
             if not self._shares:
                 loader = self._loader(torch.tensor([epoch, first_batch]))
-                return self._items(start_workers(loader), loader.dataset, epoch, self._newest)
+                return self._items(iter(loader), loader.dataset, epoch, self._newest)
             if lost_workers(self._running):  # while nobody waited for them
                 end_workers(self._running, at_once=True)
                 self._shared = None
             self._place[0], self._place[1] = epoch, first_batch
             if self._shared is None:
                 self._shared = self._loader(self._place)
-            self._running = start_workers(self._shared)
+            self._running = iter(self._shared)
             return self._items(self._running, self._shared.dataset, epoch, self._newest)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -96,11 +96,11 @@ class Passes:
         if self._running is not None and not is_finalizing() and not self._running._shutdown:
             end_workers(self._running, at_once=True)
 
-    def _loader(self, place: Tensor) -> DataLoader[Any]:
+    def _loader(self, place: Tensor) -> WatchedLoader:
         stream = self._stream_of(place)
         if self._options["num_workers"]:
             stream.progress = Progress(self._options["num_workers"])
-        return DataLoader(stream, batch_size=None, collate_fn=as_it_is, **self._options)
+        return WatchedLoader(stream, batch_size=None, collate_fn=as_it_is, **self._options)
 
     def _items(self, running: Any, stream: Any, epoch: int, number: int) -> Iterator[Any]:
         """Item by item. Workers are not left to Python to end: an error that somebody keeps keeps them."""

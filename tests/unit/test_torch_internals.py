@@ -28,7 +28,7 @@ from accel_fn._forward import LossModule, bare
 from accel_fn._meshes import make_mesh
 from accel_fn._torch import run_backward, run_optimizer
 from accel_fn.data._reading import shown
-from accel_fn.data._workers import end_workers, lost_workers, start_workers
+from accel_fn.data._watched import WatchedLoader, end_workers, lost_workers
 from accel_fn.testing import simulate
 from accel_fn.testing._threads import make_group, make_store
 from accel_fn.transforms._ddp import Replicated
@@ -86,7 +86,10 @@ def sgd(parameters):
         "torch.optim.optimizer:_global_optimizer_post_hooks",
         "torch.optim.optimizer:_global_optimizer_pre_hooks",
         "torch.utils.data._utils.signal_handling:_remove_worker_pids",
+        "torch.utils.data._utils.worker:ManagerWatchdog",
         "torch.utils.data._utils.worker:WorkerInfo",
+        "torch.utils.data.dataloader:DataLoader._get_iterator",
+        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset",
         "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers",
         "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_get_data",
         "torch.utils._pytree:tree_leaves",
@@ -571,7 +574,7 @@ class Waiting(IterableDataset):
 
 def test_a_worker_that_was_started_here_is_watched_by_us_alone():
     """Its death is told by `next`, within a time much shorter than torch's 5 s, and nowhere else."""
-    running = start_workers(DataLoader(Waiting(), batch_size=None, num_workers=1))
+    running = iter(WatchedLoader(Waiting(), batch_size=None, num_workers=1))
     assert not running._worker_pids_set
     assert next(running) == 0
     running._workers[0].kill()
@@ -591,8 +594,8 @@ class Sizes(IterableDataset):
 
 def test_messages_of_workers_are_received_as_python_sends_them():
     """By a method of its queue, from a connection whose reads can be given."""
-    running = start_workers(
-        DataLoader(Sizes(), batch_size=None, num_workers=1, collate_fn=lambda item: item)
+    running = iter(
+        WatchedLoader(Sizes(), batch_size=None, num_workers=1, collate_fn=lambda item: item)
     )
     receive, sizes = running._worker_result_queue._recv_bytes, []
 
@@ -608,7 +611,7 @@ def test_messages_of_workers_are_received_as_python_sends_them():
 
 @pytest.mark.parametrize("timeout", [0, 1])
 def test_data_of_workers_come_by_a_method_that_can_be_replaced(timeout):
-    running = start_workers(DataLoader(WhoReads(), batch_size=None, num_workers=1, timeout=timeout))
+    running = iter(WatchedLoader(WhoReads(), batch_size=None, num_workers=1, timeout=timeout))
     replaced, asked = running._try_get_data, []
     running._try_get_data = lambda *args: asked.append(args) or replaced(*args)
     assert len(list(running)) == 1
@@ -617,7 +620,7 @@ def test_data_of_workers_come_by_a_method_that_can_be_replaced(timeout):
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_workers_behind_an_iterator_can_be_missed_and_ended(at_once):
-    running = iter(DataLoader(WhoReads(), batch_size=None, num_workers=2))
+    running = iter(WatchedLoader(WhoReads(), batch_size=None, num_workers=2))
     assert lost_workers(running) == ""
     with contextlib.suppress(RuntimeError):  # torch may say at once that it was killed
         running._workers[1].kill()

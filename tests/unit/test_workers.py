@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 import accel_fn as af
 from accel_fn._errors import WorkerError
-from accel_fn.data._workers import end_workers, start_workers
+from accel_fn.data._watched import WatchedLoader, end_workers
 
 
 class Failing(Dataset):
@@ -147,6 +147,12 @@ def test_a_worker_that_is_killed_is_told_at_once(persistent):
     )
     assert isinstance(caught.value, RuntimeError)
     assert not processes()  # though the error is still held
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_dies_while_others_are_given_work_is_told_in_the_same_words(persistent):
+    with pytest.raises(WorkerError, match=r"worker 0 .* killed by SIGKILL in sample 0 of batch 0"):
+        ids(loader_of(Failing(0, killed, 400), 2, persistent, batch_size=1, prefetch_factor=200))
 
 
 def test_a_worker_that_leaves_is_told():
@@ -336,7 +342,7 @@ def killed_soon(index):
 
 
 def test_a_death_while_it_is_waited_for_is_told_in_the_same_words():
-    running = start_workers(DataLoader(Failing(0, killed_soon), batch_size=4, num_workers=2))
+    running = iter(WatchedLoader(Failing(0, killed_soon), batch_size=4, num_workers=2))
     with pytest.raises(RuntimeError, match="killed by SIGKILL"):
         next(running)
     end_workers(running, at_once=True)
@@ -344,7 +350,7 @@ def test_a_death_while_it_is_waited_for_is_told_in_the_same_words():
 
 def test_workers_are_not_waited_for_where_others_hold_what_says_that_they_have_ended():
     """Where ranks are threads, a worker of one may have been forked while another forked its own."""
-    running = start_workers(DataLoader(Failing(0, killed), batch_size=4, num_workers=2))
+    running = iter(WatchedLoader(Failing(0, killed), batch_size=4, num_workers=2))
     ends = os.pipe()
     for worker in running._workers:
         worker._popen.sentinel = ends[0]
@@ -355,6 +361,30 @@ def test_workers_are_not_waited_for_where_others_hold_what_says_that_they_have_e
     assert time.monotonic() - start < 3  # torch waits for each five seconds
     for end in ends:
         os.close(end)
+
+
+def locked_by_one_that_is_killed(lock):
+    lock.acquire()
+    killed(0)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_worker_that_is_killed_while_it_asks_whether_to_end_is_not_waited_for(at_once):
+    """It leaves what it asks locked. That instant is not to be met: another process does so in its place."""
+    running = iter(
+        WatchedLoader(Failing(0, pid_of), batch_size=1, num_workers=1, persistent_workers=True)
+    )
+    os.kill(next(running).item(), signal.SIGKILL)
+    running._workers[0].join()
+    lock = running._workers_done_event._cond._lock
+    other = multiprocessing.get_context("fork").Process(
+        target=locked_by_one_that_is_killed, args=(lock,)
+    )
+    other.start()
+    other.join()
+    assert not lock.acquire(block=False)
+    end_workers(running, at_once=at_once)
+    assert running._shutdown
 
 
 def test_passes_at_the_same_time_have_workers_of_their_own():
