@@ -193,11 +193,12 @@ class OfReplicas(Kept):
 def with_kept(plan: Plan, state: DistState) -> Plan:
     """The plan as one step uses it: with a function of its own for each `Kept`."""
     for name in slot_names():
-        made = [
-            each(state, plan) if isinstance(each, Kept) else each for each in getattr(plan, name)
-        ]
-        slot: dict[str, Any] = {name: tuple(made)}
-        plan = replace(plan, **slot)
+        slot = list(getattr(plan, name))
+        for place, each in enumerate(slot):
+            if isinstance(each, Kept):  # which may look at what was made before it
+                slot[place] = each(state, plan)
+                made: dict[str, Any] = {name: tuple(slot)}
+                plan = replace(plan, **made)
     return plan
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from accel_fn._errors import CheckpointError
 from accel_fn._plan import Plan, describe
+from accel_fn._scheduling import Schedule
 from accel_fn._shards import is_sharded, local
 from accel_fn._state import DistState, LossScale
 from accel_fn._step import Step
 from accel_fn._unwrapping import unwrapped
 from accel_fn.checkpoint._manifest import Entry
 from accel_fn.transforms._reproducing import num_slots_of
-from accel_fn.transforms._schedule import Schedule
 
 Steps = Mapping[str, Step]
 HOW = ("foreach", "fused", "capturable", "differentiable")

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeGuard
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from accel_fn._echo import Echo
 from accel_fn._errors import ArgumentError, ArgumentTypeError, PlanError, message
-from accel_fn._plan import AfterFn, Asked, Kept, Plan, Report, Transform
+from accel_fn._plan import AfterFn, Asked, Kept, Plan, Transform
+from accel_fn._scheduling import Advance, AdvanceByMetric, DeviceSchedule, MetricFn, Schedule
 from accel_fn._state import DistState
 from accel_fn._updating import takes_factor
 
 MultiplierFn = Callable[[int], float]
-MetricFn = Callable[[Report], "Tensor | float"]
 
 
 def schedule(
@@ -40,8 +37,8 @@ def schedule(
             the number of updates made so far to a finite number, which is what the learning
             rate that each group had is multiplied by.
         metric: for `ReduceLROnPlateau` and transformers' `GreedyLR`, `report -> number`; default:
-            the loss of the batch. On an accelerator it is heard of one update late, so that
-            nothing waits for it.
+            the loss of the batch. On an accelerator the scheduler advances by that of the update made
+            before, so that nothing waits for it.
 
     Returns:
         A transform.
@@ -102,13 +99,16 @@ def scheduled(
     state: DistState, plan: Plan, *, by: LRScheduler | MultiplierFn, metric: MetricFn | None = None
 ) -> AfterFn:
     """What advances the schedule of one step."""
+    advance: Advance
     if heeds_metric(by):
-        return Plateau(by, metric or (lambda report: report.loss))
-    scheduler = by if isinstance(by, LRScheduler) else LambdaLR(plan.optimizer, _checked(by))
+        advance = AdvanceByMetric(by, metric or (lambda report: report.loss))
+    else:
+        given = by if isinstance(by, LRScheduler) else LambdaLR(plan.optimizer, _checked(by))
+        advance = Advance(given)
     always = plan.updates_always(state)
     if not always and state.device.type != "cpu" and takes_factor(plan.optimizer):
-        return DeviceSchedule(scheduler, state.device, Echo())
-    return Schedule(scheduler, always=always)
+        return DeviceSchedule.in_plan(plan, advance, state.device, Echo())
+    return Schedule(advance, always=always)
 
 
 def heeds_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
@@ -129,120 +129,3 @@ def _checked(multiplier_fn: MultiplierFn) -> MultiplierFn:
         return value
 
     return multiplier
-
-
-class Schedule:
-    """Advances a scheduler after every update that was made, as the host sees them."""
-
-    def __init__(self, scheduler: LRScheduler, *, always: bool) -> None:
-        self.scheduler = scheduler
-        self._always = always
-        """Is every update made?"""
-
-    def __call__(self, state: DistState, report: Report) -> DistState:
-        if self._always or report.applied:
-            self._advance()
-        return state
-
-    def _advance(self) -> None:
-        # The scheduler warns unless the optimizer's step was called, as a compiled step does not.
-        self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.scheduler.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints."""
-        return {"scheduler": self.scheduler.state_dict()}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
-        self.scheduler.load_state_dict(saved["scheduler"])
-
-    def __repr__(self) -> str:
-        return f"scheduled(by={type(self.scheduler).__name__})"
-
-
-class Plateau(Schedule):
-    """Advances a scheduler by a number that says how well the run goes."""
-
-    def __init__(self, scheduler: ReduceLROnPlateau, metric: MetricFn) -> None:
-        super().__init__(scheduler, always=False)
-        self._plateau = scheduler
-        self._metric = metric
-        self._echo = Echo()
-
-    def __call__(self, state: DistState, report: Report) -> DistState:
-        assert report.applied is not None
-        metric = torch.as_tensor(
-            self._metric(report),
-            dtype=torch.float64 if state.device.type == "cpu" else torch.float32,
-        )
-        told = torch.stack([metric.to(state.device), report.applied.to(metric.dtype)])
-        self._heed(self._echo(told))
-        return state
-
-    def _heed(self, known: Tensor | None) -> None:
-        if known is not None and known[1]:
-            self._plateau.step(known[0].item())
-
-    def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints."""
-        self._heed(self._echo.last())
-        return super().state_dict()
-
-
-class DeviceSchedule(Schedule):
-    """Advances a scheduler where only the device knows yet whether the update was made.
-
-    The learning rate is a tensor there: that of an update made, or that of one skipped. What
-    the host has advanced in vain is put back when it hears of it, one update later.
-    """
-
-    def __init__(self, scheduler: LRScheduler, device: torch.device, echo: Echo) -> None:
-        super().__init__(scheduler, always=False)
-        self._echo = echo
-        self._rates = self._shown()
-        """Of the groups, where every update that the host has not heard of was made."""
-        self._held = [torch.tensor(rate, device=device) for rate in self._rates]
-        self._before: tuple[dict[str, Any], list[float]] | None = None
-        """Scheduler and rates before the newest update."""
-        self._show(self._held)
-
-    def __call__(self, state: DistState, report: Report) -> DistState:
-        assert report.applied is not None
-        self._hear(self._echo(report.applied))
-        rates = self._rates
-        self._before = copy.deepcopy(self.scheduler.state_dict()), rates
-        self._show(rates)
-        self._advance()
-        self._rates = self._shown()
-        for held, advanced, same in zip(self._held, self._rates, rates, strict=True):
-            held.copy_(torch.where(report.applied, advanced, same))
-        self._show(self._held)
-        return state
-
-    def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints."""
-        self._hear(self._echo.last())
-        return super().state_dict()
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
-        self._echo.last()
-        super().load_state_dict(saved)
-        self._rates = [float(rate) for rate in self.scheduler.get_last_lr()]
-        for held, rate in zip(self._held, self._rates, strict=True):
-            held.fill_(rate)
-        self._show(self._held)
-
-    def _hear(self, applied: Tensor | None) -> None:
-        if applied is not None and self._before is not None and not applied:
-            saved, self._rates = self._before
-            self.scheduler.load_state_dict(saved)
-        self._before = None
-
-    def _shown(self) -> list[float]:
-        return [float(group["lr"]) for group in self.scheduler.optimizer.param_groups]
-
-    def _show(self, rates: Sequence[float | Tensor]) -> None:
-        for group, rate in zip(self.scheduler.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate

@@ -146,6 +146,8 @@ class FiniteNorm:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Go on from what was saved."""
+        self._echo.last()  # is of the run that is left
+        self._norm_before = None
         self._in_a_row = saved["in_a_row"].to(self._in_a_row.device)
 
     def __repr__(self) -> str:

@@ -13,8 +13,9 @@ from torch.optim import lr_scheduler as schedulers
 
 import accel_fn as af
 from accel_fn._plan import Kept
+from accel_fn._scheduling import Advance, AdvanceByMetric, DeviceSchedule, Schedule
 from accel_fn.testing import simulate, strategies
-from accel_fn.transforms._schedule import DeviceSchedule
+from accel_fn.transforms._schedule import scheduled as begun
 from tests import strategies as ours
 from tests.late import LateEcho
 from tests.properties.test_scaling import scaled
@@ -119,6 +120,10 @@ def test_a_function_is_a_schedule(batches, skipped):
     ours.assert_identical(found[1], expected[1])
 
 
+def exponential(optimizer):
+    return schedulers.ExponentialLR(optimizer, 0.5)
+
+
 def greedy(optimizer):
     """Of transformers, and none of torch's schedulers by its class."""
     return transformers.get_scheduler(
@@ -160,52 +165,80 @@ def test_a_plateau_is_seen_in_what_the_user_says():
     assert rates == [0.05, 0.05, 0.05, 0.025, 0.0125]
 
 
-def plateau_by_hand(batches, saved_after, is_late):
+def plateau_by_hand(batches, is_late):
     """The rates of the updates that are made; those of batches without a finite loss are none."""
     model = ours.regression_model()
     optimizer = sgd(model.parameters())
-    scheduler, heard = plateau(optimizer), []
-    for index, batch in enumerate(batches):
-        num_late = is_late if index != saved_after else 0
-        while len(heard) > num_late:
-            metric = heard.pop(0)
-            if metric == metric:
-                scheduler.step(metric)
+    scheduler, waiting = plateau(optimizer), []
+    for batch in batches:
         loss = ours.mse(model, batch)
-        heard.append(loss.item())
-        if heard[-1] == heard[-1]:
-            yield optimizer.param_groups[0]["lr"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        if not loss.isfinite():
+            continue
+        yield optimizer.param_groups[0]["lr"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        waiting.append(loss.item())
+        if len(waiting) > is_late:
+            scheduler.step(waiting.pop(0))
 
 
-@pytest.mark.parametrize("is_late", [False, True])
+def on_the_host(optimizer):
+    """As `schedule` does where the host knows whether an update was made."""
+    return af.schedule(plateau(optimizer))
+
+
+def heard_late(optimizer):
+    """As it does on an accelerator, where the host waits for that."""
+    return with_echoes(on_the_host(optimizer))
+
+
+def on_the_device(optimizer):
+    """As it does on an accelerator, where it does not."""
+    advance = AdvanceByMetric(plateau(optimizer), lambda report: report.loss)
+    return with_echoes(late(advance))
+
+
+def with_echoes(transform):
+    """What it hears of an update's metric is heard late."""
+
+    def begin(state, plan, *, begin):
+        schedule = begin(state, plan)
+        schedule._advance._echo = LateEcho()
+        return schedule
+
+    def add(plan):
+        *others, added = transform(plan).after
+        return replace(plan, after=(*others, Kept(partial(begin, begin=added))))
+
+    return add
+
+
+@pytest.mark.parametrize("make", [on_the_host, heard_late, on_the_device])
 @pytest.mark.parametrize("is_anew", [False, True])
-@pytest.mark.parametrize("saved_after", [3, 5])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("saved_after", [4, 5])
+@pytest.mark.parametrize(("world_size", "num_microbatches"), [(1, 4), (2, 1), (4, 4)])
 def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_goes_on_or_back(
-    tmp_path, world_size, saved_after, is_anew, is_late
+    tmp_path, world_size, num_microbatches, saved_after, is_anew, make
 ):
-    """What is heard of one update late is heard of when the run is saved."""
+    """By each update made, or, where that is heard of late, by the one made before it."""
     nan = float("nan")
     inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
-    targets = [0.0, 1.0, nan, 2.0, 0.0, 3.0, nan, 3.0, 0.0]
+    targets = [0.0, 1.0, nan, 2.0, nan, 0.0, nan, nan, 3.0, nan, 3.0, 0.0, 0.0]
     batches = [(inputs, torch.full((4, 1), target).double()) for target in targets]
 
     def built(state):
         model = ours.regression_model()
         optimizer = sgd(model.parameters())
-        recipe = af.compose(af.wrap_ddp(), af.skip_nonfinite(), af.schedule(plateau(optimizer)))
-        state, step = af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
-        if is_late:
-            step.plan.after[0]._echo = LateEcho()
-        return state, step
+        recipe = af.compose(
+            af.wrap_ddp(), af.accumulate(num_microbatches), af.skip_nonfinite(), make(optimizer)
+        )
+        return af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
 
     def go_on(state, step, batches):
         rates = []
         for batch in batches:
-            rate = step.plan.optimizer.param_groups[0]["lr"]
+            rate = float(step.plan.optimizer.param_groups[0]["lr"])
             mine = [each.tensor_split(state.world_size)[state.rank] for each in batch]
             state, report = step(state, mine)
             rates += [rate] if report.applied else []
@@ -220,41 +253,93 @@ def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_go
         state = af.load(tmp_path, state, step)
         return rates + go_on(state, step, batches[saved_after:])[1]
 
-    expected = list(plateau_by_hand(batches, saved_after, is_late))
+    expected = list(plateau_by_hand(batches, is_late=make is not on_the_host))
     assert len(set(expected)) > 2
-    assert simulate(run, world_size=world_size) == [expected] * world_size
+    for rates in simulate(run, world_size=world_size):
+        assert rates == pytest.approx(expected, rel=1e-7)  # on a device they are float32's
 
 
 # Where only the device knows whether an update was made.
 
 
-def late(make_scheduler, optimizer):
+def late(advance):
     """As `schedule` does on an accelerator."""
-    scheduler = make_scheduler(optimizer)
 
     def begin(state, plan):
-        return DeviceSchedule(scheduler, state.device, LateEcho())
+        return DeviceSchedule.in_plan(plan, advance, state.device, LateEcho())
 
     return lambda plan: replace(plan, after=(*plan.after, Kept(begin)))
+
+
+def by_host(make_scheduler, optimizer):
+    return af.schedule(make_scheduler(optimizer))
+
+
+def by_device(make_scheduler, optimizer):
+    return late(Advance(make_scheduler(optimizer)))
+
+
+def fused_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("make_scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+@given(
+    batches=strategies.batches(num_batches=6),
+    skipped=st.sets(st.integers(0, 5), max_size=4),
+    optimizer=st.sampled_from([fused, fused_sgd]),
+    world_size=st.sampled_from([1, 2]),
+    num_microbatches=st.sampled_from([1, 4]),
+)
+def test_a_rate_on_the_device_is_that_of_the_updates_made(
+    make_scheduler, batches, skipped, optimizer, world_size, num_microbatches
+):
+    expected, _ = by_hand(batches, skipped, make_scheduler, optimizer)
+    parts = ours.dealt_evenly(batches, world_size)
+
+    def recipe(optimizer):
+        return af.compose(
+            scaled(8.0), af.accumulate(num_microbatches), by_device(make_scheduler, optimizer)
+        )
+
+    def run(state):
+        return scheduled(state, parts[state.rank], skipped, recipe, optimizer)[0]
+
+    for rates in simulate(run, world_size=world_size):
+        torch.testing.assert_close(rates, expected, rtol=1e-7, atol=0.0)  # kept in float32
+
+
+SCALE = af.LossScale.start(8.0)
+PLACES = {
+    "cpu": (af.DistState(scaler=SCALE), fused, af.compose(), Schedule),
+    "nothing is skipped": (af.DistState(device="meta"), fused, af.compose(), Schedule),
+    "a loss scale": (
+        af.DistState(device="meta", scaler=SCALE),
+        fused,
+        af.compose(),
+        DeviceSchedule,
+    ),
+    "a verdict": (af.DistState(device="meta"), fused_sgd, af.skip_nonfinite(), DeviceSchedule),
+    "the host waits": (af.DistState(device="meta", scaler=SCALE), sgd, af.compose(), Schedule),
+}
+
+
+@pytest.mark.parametrize("make_scheduler", [exponential, plateau, greedy])
+@pytest.mark.parametrize(("state", "optimizer", "recipe", "kind"), PLACES.values(), ids=PLACES)
+def test_a_rate_is_on_the_device_where_that_knows_first_whether_updates_are_made(
+    state, optimizer, recipe, kind, make_scheduler
+):
+    model = ours.regression_model()
+    plan = recipe(af.Plan(ours.mse, model, optimizer(model.parameters())))
+    made = begun(state, plan, by=make_scheduler(plan.optimizer))
+    assert type(made) is kind
 
 
 LATE = {name: each for name, each in SCHEDULERS.items() if name != "one cycle"}
 """That one moves momentum too, which is a number on the host."""
 
 
-@pytest.mark.parametrize("make_scheduler", LATE.values(), ids=LATE)
-@given(batches=strategies.batches(num_batches=6), skipped=st.sets(st.integers(0, 5), max_size=4))
-def test_a_rate_on_the_device_is_that_of_the_updates_made(make_scheduler, batches, skipped):
-    expected, _ = by_hand(batches, skipped, make_scheduler, fused)
-
-    def recipe(optimizer):
-        return af.compose(scaled(8.0), late(make_scheduler, optimizer))
-
-    rates, _ = scheduled(af.DistState(), batches, skipped, recipe, fused)
-    torch.testing.assert_close(rates, expected, rtol=1e-7, atol=0.0)  # kept in float32
-
-
-@pytest.mark.parametrize("make", [lambda m, o: af.schedule(m(o)), late], ids=["host", "device"])
+@pytest.mark.parametrize("make", [by_host, by_device])
 @pytest.mark.parametrize("make_scheduler", LATE.values(), ids=LATE)
 @pytest.mark.parametrize(
     "saved_after", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(6)]
@@ -290,6 +375,28 @@ def test_a_resumed_run_goes_on_with_its_schedule(tmp_path, make_scheduler, make,
     ours.assert_identical(step.plan.model.state_dict(), whole[1].plan.model.state_dict())
 
 
+def test_a_resumed_run_goes_on_from_the_rate_as_the_host_knows_it(tmp_path):
+    """What the device has of it is rounded to float32, and would be for good."""
+
+    def built():
+        model = ours.regression_model()
+        optimizer = fused(model.parameters())
+        recipe = af.compose(scaled(8.0), late(Advance(schedulers.ExponentialLR(optimizer, 0.999))))
+        return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
+
+    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
+    state, step, whole = built()
+    for _ in range(30):
+        state, _ = step(state, batch)
+    af.save(tmp_path, state, step)
+    _, again, resumed = built()
+    resumed_state = af.load(tmp_path, state, again)
+    for _ in range(200):
+        state, _ = step(state, batch)
+        resumed_state, _ = again(resumed_state, batch)
+        assert torch.equal(resumed.param_groups[0]["lr"], whole.param_groups[0]["lr"])
+
+
 # Mistakes.
 
 
@@ -299,10 +406,6 @@ def refused(given_, text, error=ValueError, **options):
     plan = af.Plan(ours.mse, model, optimizer)
     with pytest.raises(error, match=text):
         af.build(af.DistState(), af.schedule(given_(optimizer), **options)(plan))
-
-
-def exponential(optimizer):
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
 def half(num_updates):
@@ -316,13 +419,53 @@ def scheduled_by(*makers):
     return af.compose(*map(af.schedule, given))(af.Plan(ours.mse, model, optimizer))
 
 
-def test_schedulers_go_one_after_another():
-    plan = scheduled_by(exponential, exponential)
-    [group] = plan.optimizer.param_groups
-    rate = group["lr"]
-    state, step = af.build(af.DistState(), plan)
-    step(state, (torch.ones(2, 3).double(), torch.ones(2, 1).double()))
-    assert group["lr"] == rate / 4
+@pytest.mark.parametrize("make", [by_host, by_device])
+@pytest.mark.parametrize("saved_after", [None, 2, 3])
+@given(skipped=st.sets(st.integers(0, 4), max_size=3))
+def test_schedulers_go_one_after_another(tmp_path_factory, make, saved_after, skipped):
+    """Also over skipped updates, and in a run that goes on."""
+    folder = tmp_path_factory.mktemp("run")
+
+    def built():
+        model = ours.regression_model()
+        optimizer = fused(model.parameters())
+        both = [make(each, optimizer) for each in (exponential, SCHEDULERS["cosine"])]
+        recipe = af.compose(scaled(8.0), *both)
+        return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
+
+    def by_hand():
+        optimizer = fused(ours.regression_model().parameters())
+        both = [each(optimizer) for each in (exponential, SCHEDULERS["cosine"])]
+        for index in range(5):
+            yield optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            for each in both if index not in skipped else ():
+                each.step()
+
+    state, step, optimizer = built()
+    rates = []
+    for index in range(5):
+        if index == saved_after:
+            af.save(folder, state, step)
+            state, step, optimizer = built()
+            state = af.load(folder, state, step)
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        bad = float("inf") if index in skipped else 1.0
+        state, _ = step(state, (torch.full((2, 3), bad).double(), torch.ones(2, 1).double()))
+    assert rates == pytest.approx(list(by_hand()), rel=1e-6)  # on a device they are float32's
+
+
+def test_a_rate_that_is_set_by_hand_is_taken_up_on_the_device():
+    """As where an optimizer was loaded that another library has saved."""
+    model = ours.regression_model()
+    optimizer = fused(model.parameters())
+    recipe = af.compose(scaled(8.0), by_device(exponential, optimizer))
+    state, step = af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer)))
+    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
+    state, _ = step(state, batch)
+    optimizer.param_groups[0]["lr"] = 0.5
+    step(state, batch)
+    assert float(optimizer.param_groups[0]["lr"]) == 0.25
 
 
 @pytest.mark.parametrize(

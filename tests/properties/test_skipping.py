@@ -216,6 +216,20 @@ def test_what_is_heard_of_late_ends_the_run_a_step_later_and_is_told_as_it_was(a
         step(state, last)
 
 
+def test_what_is_heard_of_late_does_not_end_the_run_that_is_gone_back_to(tmp_path):
+    model = linear_model()
+    plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
+    state, step = af.build(af.DistState(), plan)
+    step.plan.verdicts[0]._echo = LateEcho()
+    good, *bad = linear_run([1.0, float("nan"), float("nan")])
+    af.save(tmp_path, state, step)
+    for batch in bad:
+        state, _ = step(state, batch)
+    state = af.load(tmp_path, state, step)
+    _, report = step(state, good)
+    assert report.applied
+
+
 @pytest.mark.parametrize("empty", [{0, 1}, {3, 4, 5, 6}], ids=["first", "window"])
 def test_a_batch_without_weight_is_no_norm_to_look_back_on(empty):
     """Norms of 0 would make a spike of any other."""

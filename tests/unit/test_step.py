@@ -1,5 +1,6 @@
 """Step and its parts: what they give, what they leave alone."""
 
+import contextlib
 import gc
 import weakref
 from dataclasses import replace
@@ -397,37 +398,72 @@ def test_a_step_on_an_accelerator_is_the_step_on_the_cpu(precision):
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # 8 bits of bfloat16
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, which can refuse to wait")
-def test_no_step_waits_for_the_host_with_a_fused_optimizer():
+@contextlib.contextmanager
+def no_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+HUNDRED_STEPS = [
+    pytest.param("cpu", contextlib.nullcontext),
+    pytest.param(
+        "cuda",
+        no_waiting,
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+        ],
+    ),
+]
+FUSED = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("precision", ["fp16", "bf16", None])
+@pytest.mark.parametrize(("device", "watched"), HUNDRED_STEPS, ids=["cpu", "cuda"])
+def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, precision, optimizer):
+    """And of a hundred, of which one overflows, the rate and the average are those of the others."""
     model = ours.regression_model().float()
-    plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+    plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
+    falling = torch.optim.lr_scheduler.ExponentialLR(plan.optimizer, 0.99)
+    patient = torch.optim.lr_scheduler.ReduceLROnPlateau(plan.optimizer, patience=1000)
     recipe = af.compose(
         af.place(),
-        af.with_amp("fp16"),
+        {"fp16": af.with_amp("fp16", init_scale=2.0**10), "bf16": af.with_amp("bf16")}.get(
+            precision, af.compose()
+        ),
         af.accumulate(2),
         af.clip(1.0),
         af.skip_spikes(),
         af.skip_nonfinite(),
-        af.schedule(lambda num_updates: 1 / (num_updates + 1)),
+        af.schedule(falling),
+        af.schedule(patient, metric=lambda report: 1.0),
         af.average(0.9),
     )
-    state, step = af.build(af.init(), recipe(plan))
-    batches = [tuple(value.float().cuda() for value in BATCH) for _ in range(100)]
+    state, step = af.build(af.init(device=device), recipe(plan))
+    batches = [tuple(value.float().to(device) for value in BATCH) for _ in range(100)]
     batches[7][0].fill_(float("inf"))
-    state, _ = step(state, batches[0])
-    weights = [model[0].weight.detach().clone()]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    state, _ = step(state, batches[0])  # makes the momenta
+    weights, reports = [model[0].weight.detach().clone()], []
+    with watched():
         for batch in batches:
-            state, _ = step(state, batch)
+            state, report = step(state, batch)
+            reports.append(report)
             weights.append(model[0].weight.detach().clone())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert [bool(each.applied) for each in reports] == [number != 7 for number in range(100)]
+    assert all(weight.isfinite().all() for weight in weights)
     mean = weights[0]
     for weight in [*weights[1:8], *weights[9:]]:  # but for the update that was skipped
         mean = 0.9 * mean + 0.1 * weight
     with af.averaged(step):
         torch.testing.assert_close(model[0].weight.detach(), mean, rtol=1e-4, atol=1e-5)
-    assert int(state.scaler.skipped) == 1
-    assert float(plan.optimizer.param_groups[0]["lr"]) == pytest.approx(0.01 / 101)
+    rate = float(plan.optimizer.param_groups[0]["lr"])
+    assert rate == pytest.approx(0.01 * 0.99**100, rel=1e-5)
+    if precision == "fp16":
+        assert int(state.scaler.skipped) == 1
