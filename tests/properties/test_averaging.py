@@ -121,12 +121,37 @@ def test_where_only_the_device_knows_yet_it_is_that_of_the_updates_made(
     ],
     ids=RULES,
 )
-@given(batches=strategies.batches(num_batches=5), num_warmup=st.integers(0, 6))
-def test_what_is_warm_up_counts_for_nothing(make_rule, theirs, batches, num_warmup):
-    state, step = make(make_rule(num_warmup=num_warmup))
-    for batch in batches:
-        state, _ = step(state, batch)
-    ours.assert_close(means(step), by_hand(batches, theirs, num_warmup))
+@pytest.mark.parametrize("is_late", [False, True])
+@given(
+    batches=strategies.batches(num_batches=6),
+    num_warmup=st.integers(0, 6),
+    skipped=st.sets(st.integers(0, 5), max_size=3),
+    saved_after=st.integers(0, 6),
+)
+@example(batches=[BATCH] * 6, num_warmup=3, skipped={0, 2}, saved_after=3)
+def test_updates_of_the_warm_up_count_for_nothing(
+    tmp_path_factory, make_rule, theirs, batches, num_warmup, skipped, saved_after, is_late
+):
+    """Those that are made, also in a run that goes on."""
+    folder = tmp_path_factory.mktemp("run")
+
+    def built():
+        state, step = make(af.compose(make_rule(num_warmup=num_warmup), af.skip_nonfinite()))
+        if is_late:
+            step.plan.after[0]._echo = LateEcho()
+        return state, step
+
+    state, step = built()
+    for index, (inputs, targets) in enumerate(batches):
+        if index == saved_after:
+            af.save(folder, state, step)
+            state, step = built()
+            state = af.load(folder, state, step)
+        bad = float("inf") if index in skipped else 1.0
+        state, _ = step(state, (inputs * bad, targets))
+    made = [batch for index, batch in enumerate(batches) if index not in skipped]
+    expected = by_hand(made, theirs, num_warmup)
+    ours.assert_close(means(step), expected, **({"rtol": 1e-6, "atol": 1e-8} if is_late else {}))
 
 
 @given(batches=strategies.batches(num_batches=3))

@@ -21,16 +21,18 @@ def with_one_bad(batches, bad, culprit, world_size):
     return parts
 
 
-def trained_in_a_world(parts, recipe, optimizer=ours.adamw):
+def trained_in_a_world(parts, recipe, optimizer=ours.adamw, wrap=None):
+    wrap = af.wrap_ddp() if wrap is None else wrap
+
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
+        state, step = af.build(state, af.compose(wrap, recipe)(plan))
         applied = []
         for part in parts[state.rank]:
             state, report = step(state, part)
             applied.append(bool(report.applied))
-        return model.state_dict(), applied
+        return ours.whole(model.state_dict()), applied
 
     return simulate(run, world_size=len(parts))
 
@@ -144,6 +146,20 @@ def test_a_spike_is_as_if_the_batch_were_not_there(batches, world_size):
     for parameters, applied in trained_in_a_world(parts, recipe):
         ours.assert_close(parameters, expected)
         assert applied == [True] * 5 + [False, True]
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(("world_size", "culprit"), [(2, 0), (2, 1), (3, 1)])
+def test_a_spike_on_one_rank_is_left_out_on_all(wrap, world_size, culprit):
+    generator = torch.Generator().manual_seed(0)
+    calm = [(torch.randn(6, 3, generator=generator).double(), torch.ones(6, 1).double())] * 6
+    parts = ours.dealt_evenly([*calm[:4], calm[4], *calm[4:]], world_size)
+    inputs, targets = parts[culprit][4]
+    parts[culprit][4] = inputs, targets * 1e4
+    _, expected = ours.trained_by_hand(ours.regression_model(), calm)
+    for parameters, applied in trained_in_a_world(parts, af.skip_spikes(window=4), wrap=wrap):
+        ours.assert_close(parameters, expected)
+        assert applied == [True] * 4 + [False] + [True] * 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
