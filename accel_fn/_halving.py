@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +22,22 @@ from accel_fn._state import DistState
 
 
 class Halving:
-    """Cuts a batch into as many micro-batches as were found to fit."""
+    """Cuts a batch into as many micro-batches as were found to fit, in a world of this size."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
         self.num_parts = 1
+        self.world_size = world_size
 
     def __call__(self, batch: Any) -> Sequence[Any]:
         return split_batch(batch, num_parts=self.num_parts)
+
+    def state_dict(self) -> dict[str, int]:
+        """What a run that goes on has to cut into, to make the same bits: alike on all ranks."""
+        return {"num_parts": self.num_parts, "world_size": self.world_size}
+
+    def load_state_dict(self, saved: Mapping[str, int]) -> None:
+        if saved["world_size"] == self.world_size:  # else a rank's part of the batch is another
+            self.num_parts = saved["num_parts"]
 
     def __repr__(self) -> str:
         return f"halving(num_parts={self.num_parts})"

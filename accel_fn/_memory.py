@@ -8,7 +8,12 @@ import torch
 
 from accel_fn._state import DistState
 
-_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",  # torch says it in a RuntimeError, beside its own allocator's class
+)
 
 
 def is_memory(error: Exception) -> bool:

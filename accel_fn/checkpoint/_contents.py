@@ -24,6 +24,8 @@ HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of a group that say how it is computed: those of the running program stay."""
 _TELLING = ("contexts", "grad_fns", "verdicts", "gradients", "starts", "after")
 """The slots that decide what is computed; the others decide where, and in how many parts."""
+_KEEPING = (*_TELLING, "split")
+"""The slots whose functions may keep something: in how many parts is no difference, but goes on."""
 
 
 def named_steps(step: Step | Steps) -> Steps:
@@ -94,7 +96,7 @@ def signature(plan: Plan) -> dict[str, Any]:
 
 def _parts(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
     """The functions of the plan that keep something: how their entries begin, where they stand, they."""
-    for slot in _TELLING:
+    for slot in _KEEPING:
         for index, each in enumerate(getattr(plan, slot)):
             if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
                 where = f"{slot}/{index} {_name(each)}"

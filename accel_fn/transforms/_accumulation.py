@@ -39,7 +39,7 @@ def accumulate(
             ACCEL_FN_NUM_MICROBATCHES, and one where it says nothing. "auto" starts with one; where
             memory runs out on any rank, the batch is done again on all in twice as many, as if
             nothing had happened, and so are those after it. `report.extras["num_microbatches"]`
-            says how many.
+            says how many; a checkpoint keeps it for the same world size.
         split: "rows" cuts along the leading dimension. A function `batch -> micro-batches`
             may give any number of parts. None is for data that cannot be cut: what the step
             is given is a list of at most `num_microbatches` batches, as `window` makes them.
@@ -96,7 +96,7 @@ def _automatic(split: object) -> Transform:
 
 def halving(state: DistState, plan: Plan) -> SplitFn:
     """As many micro-batches as are found to fit, of one step."""
-    return Halving()
+    return Halving(state.world_size)
 
 
 def _number(given: int | None) -> tuple[int, type[partial[Any]]]:

@@ -10,7 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
-from tests.properties.test_halving import FULL, FailingBackward, assert_same_runs, cut_into
+from tests.properties.test_halving import (
+    FULL,
+    FailingBackward,
+    assert_same_runs,
+    cut_into,
+    told_by,
+)
 from tests.properties.test_scaling import scaled
 from tests.stacks import batches as fixed_batches
 from tests.stacks import stack
@@ -82,6 +88,31 @@ def train(state, parts, loss_fn, recipe, **options):
     return reports, {**shards, **dict(model.named_buffers())}, state
 
 
+def checked(parts, culprit, limit, failing, recipe, *, late=False, **options):
+    """Train where one rank has little room; it is the run that was cut so from the start.
+
+    How many micro-batches were made of each batch, and the last state.
+    """
+    world_size = len(parts)
+
+    def found(state):
+        mine = parts[state.rank]
+        rows = [part[0][-1:] for part in mine] if late else None
+        loss_fn = limited(limit if state.rank == culprit else None, failing, rows)
+        return train(state, mine, loss_fn, af.compose(recipe, af.accumulate("auto")), **options)
+
+    runs = simulate(found, world_size=world_size)
+    reports, _, last = runs[0]
+    counts = [report.extras["num_microbatches"] for report in reports]
+
+    def expected(state):
+        recipes = af.compose(recipe, cut_into(counts))
+        return train(state, parts[state.rank], ours.mse, recipes, **options)
+
+    assert_same_runs(runs, simulate(expected, world_size=world_size), counts)
+    return counts, last
+
+
 @ours.share(0.25)
 @given(
     batches=strategies.batches(num_batches=2),
@@ -91,7 +122,7 @@ def train(state, parts, loss_fn, recipe, **options):
     failing=st.sampled_from(FAILING),
     late=st.booleans(),
     reshard=st.booleans(),
-    recipe=st.sampled_from([af.clip(0.1), scaled(8.0), af.checkpointed()]),
+    recipe=st.sampled_from([af.clip(0.1), scaled(8.0, growth_interval=2), af.checkpointed()]),
 )
 @example(  # buffers that a failed attempt has changed are what they were
     batches=fixed_batches(num=2, size=8),
@@ -108,27 +139,32 @@ def test_it_is_the_run_that_had_as_many_micro_batches_from_the_start_to_the_bit(
 ):
     """Wherever memory runs out: in the first micro-batch or the last, the forward or the backward."""
     parts = ours.dealt_evenly(batches, world_size)
-    options = {"reshard_after_forward": reshard}
-
-    def found(state):
-        mine = parts[state.rank]
-        is_culprit = state.rank == culprit % world_size
-        rows = [part[0][-1:] for part in mine] if late else None
-        loss_fn = limited(limit if is_culprit else None, failing, rows)
-        return train(state, mine, loss_fn, af.compose(recipe, af.accumulate("auto")), **options)
-
-    runs = simulate(found, world_size=world_size)
-    counts = [report.extras["num_microbatches"] for report in runs[0][0]]
+    options = {"late": late, "reshard_after_forward": reshard}
+    counts, _ = checked(parts, culprit % world_size, limit, failing, recipe, **options)
     mine = [len(part[0]) for part in parts[culprit % world_size]]
     for size, count in zip(mine, counts, strict=True):
         part = size // count if late else -(-size // count)  # the last, or the largest
         assert part <= limit
 
-    def expected(state):
-        recipes = af.compose(recipe, cut_into(counts))
-        return train(state, parts[state.rank], ours.mse, recipes, **options)
 
-    assert_same_runs(runs, simulate(expected, world_size=world_size), counts)
+@pytest.mark.parametrize("failing", [after_the_forward, in_the_backward])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_it_is_that_run_where_the_last_rank_alone_has_no_room(world_size, failing):
+    parts = ours.dealt_evenly(fixed_batches(num=2, size=16), world_size)
+    counts, last = checked(parts, world_size - 1, 1, failing, scaled(8.0, growth_interval=2))
+    assert counts == [16 // world_size] * 2
+    assert told_by(last.scaler) == (16.0, 0, 0)
+
+
+@pytest.mark.parametrize("failing", [after_the_forward, in_the_backward])
+def test_a_batch_that_overflows_as_well_is_skipped_once(failing):
+    """On the first rank, while the last one goes along without room."""
+    batches = fixed_batches(num=2, size=16)
+    batches[0][1][0] = float("inf")  # of the targets: buffers stay finite
+    parts = ours.dealt_evenly(batches, world_size=2)
+    counts, last = checked(parts, 1, 1, failing, scaled(8.0, growth_interval=2))
+    assert counts == [8] * 2
+    assert told_by(last.scaler) == (4.0, 1, 1)
 
 
 def encoded(model, batch):
