@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from accel_fn._errors import ArgumentTypeError, PlanError, message
+from accel_fn._errors import ArgumentError, ArgumentTypeError, PlanError, message
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 
@@ -22,6 +22,9 @@ def is_container(module: nn.Module) -> bool:
 def check_blocks(function: str, blocks: Any) -> None:
     """Refuse what can be no choice of blocks."""
     several = blocks if isinstance(blocks, list | tuple) else (blocks,)
+    if not several:
+        rule, repair = "name one block at least", "leave it out for the repeated ones"
+        raise ArgumentError(message(function, "blocks", rule, blocks, repair))
     for each in several:
         is_kind = isinstance(each, type) and issubclass(each, nn.Module)
         if not (is_kind or isinstance(each, str) or blocks is None):

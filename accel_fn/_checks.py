@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,13 @@ from accel_fn._plan import Asked, Plan, describe, slot_names
 from accel_fn._state import DistState
 
 _SINGLE = ("move_model", "compile_loss", "compile_step", "own_parameters", "split")
+_OWNERS = {
+    "accel_fn.transforms._ddp": "wrap_ddp",
+    "accel_fn.transforms._fsdp": "wrap_fsdp",
+    "accel_fn.transforms._local_sgd": "local_sgd",
+    "accel_fn.transforms._reproducing": "reproducible",
+}
+"""What fills `own_parameters`, by the module of the function that it puts there: users know them by this."""
 
 
 def check_plan(state: DistState, plan: Plan) -> None:
@@ -39,13 +47,22 @@ def _check_slots(state: DistState, plan: Plan) -> None:
                     each.check(state, plan)  # it may know better why
             names = " and ".join(map(describe, entries))
             raise PlanError(
-                f"build: plan must have at most one function in {slot}, got {names}; leave out one"
+                f"build: plan must have at most one function in {slot}, got {names}; "
+                f"{leave_out_one(entries)}"
             )
     functions = [each.func if isinstance(each, partial) else each for each in plan.contexts]
     twice = [fn for fn, count in Counter(functions).items() if count > 1]
     if twice:
         names = " and ".join(describe(each) for each in plan.contexts)
         raise PlanError(f"build: plan must enter each context once, got {names}; leave out one")
+
+
+def leave_out_one(entries: Sequence[Any]) -> str:
+    """The repair where two are too many, by the transforms' names where these are ours."""
+    functions = [each.func if isinstance(each, partial) else each for each in entries]
+    names = [_OWNERS.get(getattr(fn, "__module__", "")) for fn in functions]
+    several = [name for name in dict.fromkeys(names) if name is not None]
+    return f"leave out one of {' and '.join(several)}" if len(several) > 1 else "leave out one"
 
 
 def check_parameters(plan: Plan) -> None:

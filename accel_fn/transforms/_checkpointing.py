@@ -46,8 +46,8 @@ def checkpointed(*, blocks: Blocks = None, offload: bool = False) -> Transform:
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: in `build`, on all ranks: `blocks` match nothing, or `compiled` is given
-            `scope="step"` or `fullgraph=True`.
+        ValueError: `blocks` are a list of none. In `build`, on all ranks: they match nothing, or
+            `compiled` is given `scope="step"` or `fullgraph=True`.
 
     Cost: one more forward of the blocks, and some tens of microseconds for each to see whether it
     draws from Python or NumPy; with `offload`, a copy of their inputs to the host and back. No

@@ -73,12 +73,12 @@ def wrap_fsdp(
         A transform.
 
     Raises:
-        ValueError: `replicate` is no integer >= 1 (TypeError too where it is no integer). In
-            `build`, on all ranks: it does not divide the number of ranks, or is not 1 with
-            `accumulate("auto")`, `blocks` match nothing, or the model holds what FSDP cannot
-            shard, by name: a parameter that is tied across blocks, 0-dim, not contiguous,
-            sharded already, or of another dtype; or, in a world of several, an `nn.Embedding`
-            with a `max_norm`.
+        ValueError: `replicate` is no integer >= 1 (TypeError too where it is no integer), or `blocks`
+            are a list of none. In `build`, on all ranks: `replicate` does not divide the number of
+            ranks, or is not 1 with `accumulate("auto")`, `blocks` match nothing, or the model
+            holds what FSDP cannot shard, by name: a parameter that is tied across blocks, 0-dim,
+            not contiguous, sharded already, or of another dtype; or, in a world of several, an
+            `nn.Embedding` with a `max_norm`.
         TypeError: another argument is of the wrong type.
 
     Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients of each a

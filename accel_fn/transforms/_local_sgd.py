@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from accel_fn import _comm
 from accel_fn._apart import Apart, Parting
+from accel_fn._checks import leave_out_one
 from accel_fn._errors import PlanError, ReplicaError, StateError, check_count
 from accel_fn._plan import AfterFn, Kept, OfReplicas, Plan, Report, Transform, describe
 from accel_fn._state import DistState
@@ -83,7 +84,7 @@ class _Parting(Parting):
         if owners:
             raise PlanError(
                 "build: local_sgd must be all that owns the parameters, since ranks need parameters and "
-                f"gradients of their own, got {' and '.join(owners)}; leave out one"
+                f"gradients of their own, got {' and '.join(owners)}; {leave_out_one(plan.own_parameters)}"
             )
         if plan.verdicts:
             raise PlanError(

@@ -49,8 +49,9 @@ say(json.dumps([sum(each.numel() for each in model.parameters()), sizes, residen
 def check_part(world_size, depth, device):
     """Every rank's parameters, gradients and optimizer state, and all that it holds."""
     script = SCRIPT.format(width=WIDTH, depth=depth, device=device)
-    output = launch(script, num_processes=world_size, timeout_s=300)
-    for line in output.splitlines():
+    told = launch(script, num_processes=world_size, timeout_s=300).splitlines()
+    assert len(told) == world_size
+    for line in told:
         number, (parameters, gradients, optimizer), resident = json.loads(line)
         assert number > depth * 8.39e6  # with twelve blocks, a hundred million
         part = 4 * number / world_size  # float32; rows of 1024 and 4096 are cut evenly
@@ -61,7 +62,7 @@ def check_part(world_size, depth, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "depth"), [(2, 3), (4, 12)])
+@pytest.mark.parametrize(("world_size", "depth"), [(2, 12), (4, 12)])
 def test_a_rank_holds_its_part_of_all(world_size, depth):
     check_part(world_size, depth, "cpu")
 

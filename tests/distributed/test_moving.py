@@ -50,10 +50,18 @@ def test_a_run_goes_on_as_replicas_as_shards_and_alone(tmp_path, lives):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["af.wrap_fsdp()", "af.wrap_fsdp(offload=True)"])
-def test_shards_that_go_on_as_many_end_with_the_same_bits(tmp_path, wrap):
+@pytest.mark.parametrize(
+    ("world_size", "wrap"),
+    [
+        (2, "af.wrap_fsdp()"),
+        (2, "af.wrap_fsdp(offload=True)"),
+        (4, "af.wrap_fsdp()"),
+        (4, "af.wrap_fsdp(replicate=2)"),
+    ],
+)
+def test_shards_that_go_on_as_many_end_with_the_same_bits(tmp_path, world_size, wrap):
     whole, stopped = (
-        last_of([(2, wrap, steps) for steps in lives], tmp_path / str(len(lives)))
+        last_of([(world_size, wrap, steps) for steps in lives], tmp_path / str(len(lives)))
         for lives in ([5], [2, 2, 1])
     )
     for found, expected in zip(stopped, whole, strict=True):
@@ -66,8 +74,9 @@ def last_of(lives, folder):
     af.save_model(ours.regression_model(), start)
     for world_size, wrap, steps in lives:
         script = LIFE.format(wrap=wrap, folder=run, start=start, steps=steps)
-        output = launch(script, num_processes=world_size)
+        told = launch(script, num_processes=world_size).splitlines()
+        assert len(told) == world_size
     return [
         {name: torch.tensor(value, dtype=torch.float64) for name, value in json.loads(line).items()}
-        for line in output.splitlines()
+        for line in told
     ]

@@ -22,6 +22,10 @@ optimizers = pytest.mark.parametrize(
         for name in names
     ],
 )
+worlds = st.sampled_from(
+    [(size, groups) for size in (2, 3, 4) for groups in range(1, size + 1) if size % groups == 0]
+)
+"""Numbers of ranks, and of groups of shards among them."""
 ONE_BATCH = [(torch.ones(3, 3).double(), torch.ones(3, 1).double())]
 
 
@@ -73,13 +77,10 @@ def test_a_batch_without_any_items_has_a_gradient_of_zero_as_on_one_rank(dealt):
 
 
 @few
-@given(
-    batches=strategies.batches(num_batches=3),
-    max_norm=st.floats(1e-3, 1e3),
-    world_size=st.integers(2, 4),
-)
+@given(batches=strategies.batches(num_batches=3), max_norm=st.floats(1e-3, 1e3), world=worlds)
+@example(batches=ONE_BATCH, max_norm=0.5, world=(4, 2))
 def test_the_norm_is_that_of_all_shards_and_what_is_clipped_by_it_is_within_the_bound(
-    batches, max_norm, world_size
+    batches, max_norm, world
 ):
     """With lr=1 and nothing else in the optimizer, what a step moves is the gradient."""
 
@@ -98,7 +99,9 @@ def test_the_norm_is_that_of_all_shards_and_what_is_clipped_by_it_is_within_the_
         return torch.tensor(found)
 
     alone = run(af.DistState(), af.compose())
-    for norms in simulate(lambda state: run(state, af.wrap_fsdp()), world_size=world_size):
+    world_size, num_groups = world
+    wrap = af.wrap_fsdp(replicate=num_groups)
+    for norms in simulate(lambda state: run(state, wrap), world_size=world_size):
         torch.testing.assert_close(norms, alone)  # both are reported in float32
         assert norms[:, 1].max() <= max_norm * (1 + 1e-6)
 

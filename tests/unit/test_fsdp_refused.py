@@ -38,7 +38,7 @@ def refused(recipe, words, *, model=None, optimizer=ours.sgd, world_size=2):
     [
         (
             af.compose(af.wrap_ddp(), af.wrap_fsdp()),
-            "own_parameters, got replicate() and shard(); leave out one",
+            "own_parameters, got replicate() and shard(); leave out one of wrap_ddp and wrap_fsdp",
         ),
         (
             af.wrap_fsdp(replicate=2),
@@ -155,6 +155,14 @@ def test_a_model_in_shards_is_refused_a_second_time():
 def test_settings_are_checked_when_they_are_given(settings, words):
     with pytest.raises(ValueError, match=f"^wrap_fsdp: {re.escape(words)}"):
         af.wrap_fsdp(**settings)
+
+
+@pytest.mark.parametrize("transform", [af.wrap_fsdp, af.checkpointed])
+@pytest.mark.parametrize("blocks", [[], ()], ids=str)
+def test_a_choice_of_no_blocks_is_refused_when_it_is_given(transform, blocks):
+    words = f"blocks must name one block at least, got {blocks}; leave it out for the repeated ones"
+    with pytest.raises(ValueError, match=f"^{transform.__name__}: {re.escape(words)}$"):
+        transform(blocks=blocks)
 
 
 def test_the_plan_says_what_was_asked_for():

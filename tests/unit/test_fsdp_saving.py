@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import accel_fn as af
 from accel_fn.checkpoint._exporting import export_model
@@ -99,25 +100,38 @@ def test_weights_of_shards_cannot_be_saved_by_one_rank_alone(tmp_path):
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_tied_embeddings_stay_tied_and_train_the_same(tmp_path, world_size):
-    """Seven rows over three ranks: 3, 3, 1."""
-    tokens = torch.arange(7).repeat(2)
-    loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+TOKENS = torch.arange(7).repeat(2)
 
+
+def predict(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def build_tied(state, recipe, seed=0):
+    model = tied(seed)
+    plan = af.Plan(predict, model, ours.adamw(model.parameters()))
+    state, step = af.build(state, recipe(plan))
+    return model, step, state
+
+
+def train_tied(state, recipe):
+    model, step, state = build_tied(state, recipe)
+    for _ in range(3):
+        state, _ = step(state, part((TOKENS, TOKENS.flip(0)), state))
+    return model, step, state
+
+
+sizes = pytest.mark.parametrize("world_size", [2, 3])  # 7 rows over 3 ranks: 3, 3, 1
+
+
+@sizes
+def test_tied_embeddings_stay_tied_and_train_the_same(tmp_path, world_size):
     def run(state, recipe):
-        model = tied()
-        state, step = af.build(
-            state, recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
-        )
-        for _ in range(3):
-            state, _ = step(state, part((tokens, tokens.flip(0)), state))
+        model, step, state = train_tied(state, recipe)
         assert model.head.weight is model.embedding.weight
         af.save(tmp_path / str(state.world_size), state, step)
         found = {**ours.whole(model.state_dict())}
-        other = tied(seed=1)
-        plan = af.Plan(loss_fn, other, ours.adamw(other.parameters()))
-        state, step = af.build(state, recipe(plan))
+        other, step, state = build_tied(state, recipe, seed=1)
         af.load(tmp_path / str(state.world_size), state, step)
         ours.assert_identical(ours.whole(other.state_dict()), found)
         return found
@@ -128,3 +142,51 @@ def test_tied_embeddings_stay_tied_and_train_the_same(tmp_path, world_size):
         for name, value in expected.items():
             if "calls" not in name:
                 torch.testing.assert_close(actual[name], value, **ours.EXACT)
+
+
+@sizes
+def test_weights_of_tied_shards_are_files_of_the_tied_model(tmp_path, world_size):
+    def run(state):
+        model, *_ = train_tied(state, af.wrap_fsdp())
+        af.save_model(model, tmp_path)
+        return ours.whole(model.state_dict())
+
+    trained, *_ = simulate(run, world_size=world_size)
+    held = load_file(tmp_path / "model.safetensors")
+    assert held.keys() == trained.keys() - {"head.weight"}  # once, under its first name
+    alone = tied(seed=1)
+    af.load_model(alone, tmp_path)
+    assert alone.head.weight is alone.embedding.weight
+    ours.assert_identical(alone.state_dict(), trained)
+
+
+@sizes
+def test_files_of_a_tied_model_are_read_into_tied_shards(tmp_path, world_size):
+    af.save_model(tied(seed=1), tmp_path)
+
+    def run(state):
+        model, *_ = train_tied(state, af.wrap_fsdp())
+        af.load_model(model, tmp_path)
+        assert model.head.weight is model.embedding.weight
+        return ours.whole(model.state_dict())
+
+    for found in simulate(run, world_size=world_size):
+        ours.assert_identical(found, tied(seed=1).state_dict())
+
+
+@sizes
+def test_what_is_saved_of_tied_shards_goes_on_in_one_process(tmp_path, world_size):
+    def go_on(model, step, state):
+        step(state, part((TOKENS, TOKENS.roll(1)), state))
+        return ours.whole(dict(model.named_parameters()))
+
+    def start(state):
+        model, step, state = train_tied(state, af.wrap_fsdp())
+        af.save(tmp_path, state, step)
+        return go_on(model, step, state)
+
+    expected, *_ = simulate(start, world_size=world_size)
+    model, step, state = build_tied(af.DistState(), af.compose(), seed=1)
+    state = af.load(tmp_path, state, step)
+    assert model.head.weight is model.embedding.weight
+    ours.assert_close(go_on(model, step, state), expected)

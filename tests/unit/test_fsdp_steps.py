@@ -103,6 +103,36 @@ def test_ranks_talk_of_gradients_in_the_last_micro_batch_alone(reshard):
     assert simulate(run, world_size=2) == [kept * 2] * 2
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_block_stays_whole_from_its_forward_to_its_backward_only_without_resharding(
+    reshard, num_microbatches
+):
+    def run(state):
+        model, seen = stack(), []
+
+        def look(*_):
+            seen.append({not isinstance(each, DTensor) for each in model.blocks.parameters()})
+
+        def loss_fn(model, batch):
+            loss = ours.mse(model, batch)
+            look()
+            loss.register_hook(look)
+            return loss
+
+        wrap = af.wrap_fsdp(reshard_after_forward=reshard)
+        recipe = af.compose(wrap, af.accumulate(num_microbatches))
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, recipe(plan))
+        for batch in batches(2):
+            state, _ = step(state, part(batch, state))
+        look()
+        return seen
+
+    looks = [{not reshard}] * 2 * num_microbatches * 2  # after a forward, before its backward
+    assert simulate(run, world_size=2) == [[*looks, {False}]] * 2
+
+
 @pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_trains_and_skips_what_overflows(precision, fused):

@@ -294,6 +294,28 @@ def test_a_run_of_one_rank_is_saved_anywhere_and_goes_on_in_two(tmp_path):
     ours.assert_identical(first, second)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_run_of_two_ranks_goes_on_in_another_number_as_the_loop_over_all_batches(
+    world_size, tmp_path
+):
+    """Averaged after every update, with parts of any sizes."""
+    data = batches(num=5)
+
+    def leg(state, given, *, resumed):
+        state, step = built(state, af.local_sgd(1))
+        state = af.load(tmp_path, state, step) if resumed else state
+        for batch in given:
+            state, _ = step(state, part(batch, state))
+        af.save(tmp_path, state, step)
+        return weights(step)
+
+    simulate(lambda state: leg(state, data[:2], resumed=False), world_size=2)
+    found = simulate(lambda state: leg(state, data[2:], resumed=True), world_size=world_size)
+    _, expected = ours.trained_by_hand(ours.regression_model(), data, optimizer=ours.sgd)
+    for actual in found:
+        ours.assert_close(actual, expected)
+
+
 def test_it_is_told_that_gradients_are_the_rank_s_own():
     model = ours.regression_model()
     plan = af.local_sgd(8)(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
@@ -309,10 +331,16 @@ def test_it_is_told_that_gradients_are_the_rank_s_own():
         (
             af.compose(af.wrap_fsdp(), af.local_sgd(2)),
             "must be all that owns the parameters, since ranks need parameters and gradients of their own, "
-            "got shard(); leave out one",
+            "got shard(); leave out one of wrap_fsdp and local_sgd",
         ),
-        (af.compose(af.local_sgd(2), af.wrap_fsdp()), "got shard(); leave out one"),
-        (af.compose(af.local_sgd(2), af.wrap_ddp()), "got replicate(); leave out one"),
+        (
+            af.compose(af.local_sgd(2), af.wrap_fsdp()),
+            "got shard(); leave out one of local_sgd and wrap_fsdp",
+        ),
+        (
+            af.compose(af.local_sgd(2), af.wrap_ddp()),
+            "got replicate(); leave out one of local_sgd and wrap_ddp",
+        ),
         (
             af.compose(af.with_amp("fp16"), af.local_sgd(2)),
             'must be used without a loss scale, as gradients overflow on single ranks, got with_amp("fp16"); '
@@ -341,7 +369,9 @@ def test_what_it_cannot_be_combined_with_is_refused_on_every_rank(recipe, words,
 
 
 def test_two_of_them_are_refused():
-    with pytest.raises(ValueError, match=r"got train_apart\(\) and train_apart\(\); leave out one"):
+    with pytest.raises(
+        ValueError, match=r"got train_apart\(\) and train_apart\(\); leave out one$"
+    ):
         built(af.DistState(), af.compose(af.local_sgd(2), af.local_sgd(2)))
 
 

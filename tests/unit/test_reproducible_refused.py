@@ -102,12 +102,12 @@ def test_one_that_was_frozen_and_is_not_any_more_is_named_by_the_step_on_all_ran
         (
             af.compose(af.reproducible(), af.wrap_ddp()),
             "build: plan must have at most one function in own_parameters, got "
-            "in_slots(num_slots=8) and replicate(); leave out one",
+            "in_slots(num_slots=8) and replicate(); leave out one of reproducible and wrap_ddp",
         ),
         (
             af.compose(af.wrap_fsdp(), af.reproducible(4)),
             "build: plan must have at most one function in own_parameters, got shard() and "
-            "in_slots(num_slots=4); leave out one",
+            "in_slots(num_slots=4); leave out one of wrap_fsdp and reproducible",
         ),
         (
             af.compose(af.reproducible(), af.accumulate("auto")),
