@@ -167,21 +167,31 @@ def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
     try:
         trial = _trial(optimizer, device)
         if device.type != "cpu" and any(map(_counts_on_host, optimizer.param_groups)):
-            raise TypeError("it counts on the host; make it with capturable=True or fused=True")
+            options = [
+                each for each in ("capturable", "fused") if each in optimizer.param_groups[0]
+            ]
+            repair = f"make it with {' or '.join(f'{each}=True' for each in options)}"
+            raise _misfit(optimizer, "it counts on the host", repair)
         trial.step()
         first = _plain(trial)
         trial.step()
         if first != _plain(trial):
             raise TypeError("it counts in Python's numbers")
         _compare(trial, device)
+    except PlanError:
+        raise
     except Exception as error:
-        raise PlanError(
-            f'build: compiled(scope="step") must have an optimizer that fits into a graph, got '
-            f"{type(optimizer).__name__}: {reason_of(error)}; use one of torch.optim, such as AdamW, or "
-            'scope="loss"'
-        ) from error
+        repair = "use one of torch.optim, such as AdamW"
+        raise _misfit(optimizer, reason_of(error), repair) from error
     (memory,) = trial.state.values() or ({},)
     return any(isinstance(value, Tensor) for value in memory.values())
+
+
+def _misfit(optimizer: Optimizer, reason: str, repair: str) -> PlanError:
+    return PlanError(
+        'build: compiled(scope="step") must have an optimizer that fits into a graph, got '
+        f'{type(optimizer).__name__}: {reason}; {repair}, or use scope="loss"'
+    )
 
 
 def _trial(optimizer: Optimizer, device: torch.device) -> Optimizer:

@@ -62,7 +62,7 @@ def without_clock() -> AbstractContextManager[Any]:
 def compile_in_place(
     modules: Sequence[nn.Module], *, mode: str, outermost: bool, **settings: Any
 ) -> None:
-    """`module.compile(...)` for modules of one class, which share their graphs with no other.
+    """`module.compile(...)` for modules of one kind, which share their graphs with no other.
 
     torch keeps graphs by the code that they were made of, which is the same for all
     modules of a process, and stops compiling at a small number of them.

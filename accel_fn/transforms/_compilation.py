@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -140,8 +142,18 @@ def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.M
             'nn.ModuleList or nn.Sequential, got none; use scope="loss"'
         )
     _check_machine(state)
-    compile_in_place(list(blocks.values()), outermost=False, **settings)
+    for alike in _by_kind(blocks.values()):
+        compile_in_place(alike, outermost=False, **settings)
     return module
+
+
+def _by_kind(blocks: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
+    """Those that one graph may serve: of other shapes, each takes its own of the few that torch keeps."""
+    kinds: dict[Any, list[nn.Module]] = defaultdict(list)
+    for each in blocks:
+        shapes = tuple((name, p.shape, p.dtype) for name, p in each.named_parameters())
+        kinds[type(each), shapes].append(each)
+    return kinds.values()
 
 
 def compile_step(state: DistState, whole: WholeFn, *, mode: str, dynamic: bool | None) -> WholeFn:

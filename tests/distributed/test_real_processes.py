@@ -1,6 +1,7 @@
 """Laws 2, 3 and 7 over real processes: the same numbers as the hand-written loop in this one."""
 
 import json
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.processes import launch
 
 TRAIN = """
 import json, sys, torch
+from torch._dynamo.utils import counters
 import accel_fn as af
 from tests import strategies as ours
 from tests.distributed.test_real_processes import batches, shard
@@ -17,6 +19,7 @@ state = af.init(device="cpu", timeout_s=60)
 model = ours.{model}()
 plan = af.Plan(ours.{loss}, model, ours.adamw(model.parameters()), {weight_fn})
 state, step = af.build(state, af.compose(af.place(), {wrap}, {transforms})(plan))
+built = counters["stats"]["unique_graphs"]
 losses, applied = [], []
 for index, batch in enumerate(batches("{loss}")):
     part = shard(batch, state, index)
@@ -27,8 +30,19 @@ for index, batch in enumerate(batches("{loss}")):
     applied.append(bool(report.applied))
 scale = None if state.scaler is None else float(state.scaler.scale)
 parameters = {{name: value.tolist() for name, value in ours.whole(model.state_dict()).items()}}
-say(json.dumps([losses, applied, scale, parameters]))
+num_graphs = counters["stats"]["unique_graphs"] - built
+say(json.dumps([losses, applied, scale, parameters, num_graphs]))
 """
+
+
+class Told(NamedTuple):
+    """What a rank says of its run; graphs are those that its steps had compiled."""
+
+    losses: list[float]
+    applied: list[bool]
+    scale: float | None
+    parameters: dict[str, Any]
+    num_graphs: int
 
 
 def batches(kind):
@@ -62,18 +76,17 @@ def shard(batch, state, index):
 
 
 def run(num_processes, **settings):
-    """What every rank says of its run: losses, what was applied, the scale, parameters."""
+    """What every rank says of its run."""
     import torch
 
     defaults = {"model": "regression_model", "loss": "mse", "weight_fn": "", "poisoned": -1}
     defaults["wrap"] = "af.wrap_ddp()"
     output = launch(TRAIN.format(**{**defaults, **settings}), num_processes=num_processes)
-    results = [json.loads(line) for line in output.splitlines()]
+    results = [Told(*json.loads(line)) for line in output.splitlines()]
     assert len(results) == num_processes
-    for result in results:
-        result[3] = {
-            name: torch.tensor(value, dtype=torch.float64) for name, value in result[3].items()
-        }
+    for told in results:
+        for name, value in told.parameters.items():
+            told.parameters[name] = torch.tensor(value, dtype=torch.float64)
     return results
 
 
@@ -96,12 +109,10 @@ worlds = pytest.mark.parametrize(("num_processes", "wrap"), WORLDS)
 @worlds
 def test_processes_and_microbatches_are_one_process_and_one_batch(num_processes, wrap):
     losses, expected = ours.trained_by_hand(ours.regression_model(), batches("mse"), max_norm=0.5)
-    for found, applied, scale, parameters in run(
-        num_processes, wrap=wrap, transforms="af.accumulate(2), af.clip(0.5)"
-    ):
-        ours.assert_close(parameters, expected)
-        assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
-        assert (applied, scale) == ([True] * 5, None)
+    for told in run(num_processes, wrap=wrap, transforms="af.accumulate(2), af.clip(0.5)"):
+        ours.assert_close(told.parameters, expected)
+        assert told.losses == pytest.approx(losses, rel=1e-6)  # reported in float32
+        assert (told.applied, told.scale) == ([True] * 5, None)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +130,9 @@ def test_processes_are_one_process_by_tokens(wrap):
         wrap=wrap,
         transforms="af.accumulate(3)",
     )
-    for found, _, _, parameters in results:
-        ours.assert_close(parameters, expected)
-        assert found == pytest.approx(losses, rel=1e-6)
+    for told in results:
+        ours.assert_close(told.parameters, expected)
+        assert told.losses == pytest.approx(losses, rel=1e-6)
 
 
 @worlds
@@ -132,12 +143,10 @@ def test_an_overflow_in_one_process_skips_the_update_in_all(num_processes, wrap)
         "lambda plan: __import__('dataclasses').replace(plan, starts=(lambda state: "
         "__import__('dataclasses').replace(state, scaler=af.LossScale.start(256.0)),))"
     )
-    for _, applied, scale, parameters in run(
-        num_processes, wrap=wrap, transforms=scaling, poisoned=2
-    ):
-        assert applied == [True, True, False, True, True]
-        assert scale == 128.0
-        ours.assert_close(parameters, expected)
+    for told in run(num_processes, wrap=wrap, transforms=scaling, poisoned=2):
+        assert told.applied == [True, True, False, True, True]
+        assert told.scale == 128.0
+        ours.assert_close(told.parameters, expected)
 
 
 def test_ranks_say_the_same_and_restore_the_order_of_the_data_set():

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -18,13 +19,14 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import accel_fn as af
+from accel_fn._capturing import keeps_tensors
 from accel_fn._compiling import MODES, moving_guards
 from accel_fn.testing import simulate
 from accel_fn.transforms import _compilation
 from tests import strategies as ours
 from tests.compilers import compiles
 from tests.properties.test_scaling import scaled
-from tests.stacks import stack
+from tests.stacks import Block, stack
 
 # torch's compiler looks at the gradients of tensors that have none.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -81,42 +83,66 @@ def forgetful():
 
 
 TOGETHER = af.compose(af.accumulate(2), af.clip(0.5), scaled(1024.0, growth_interval=30))
+IN_FLOAT16 = af.with_amp("fp16", init_scale=2.0**8, growth_interval=30)
 
 
 @compiles
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize(
-    ("recipe", "optimizer", "shorter", "expected"),
+    ("recipe", "optimizer", "shorter", "expected", "skipped", "dtype"),
     [
-        (af.compose(), ours.adamw, [5, 3], 2),
-        (af.compose(), ours.sgd, [5, 3], 2),
-        (TOGETHER, ours.adamw, [6, 4], 2),
+        (af.compose(), ours.adamw, [5, 3], 2, [], torch.float64),
+        (af.compose(), ours.sgd, [5, 3], 2, [], torch.float64),
+        (TOGETHER, ours.adamw, [6, 4], 2, [], torch.float64),
         # Two micro-batches of two sizes: of 4, which is known, and of any; then of any two.
-        (TOGETHER, ours.adamw, [7, 5, 11, 9], 3),
+        (TOGETHER, ours.adamw, [7, 5, 11, 9], 3, [], torch.float64),
+        (TOGETHER, ours.adamw, [6, 4], 2, [50], torch.float64),
+        (af.compose(TOGETHER, af.with_amp("bf16")), ours.sgd, [6, 4], 2, [50], torch.bfloat16),
+        (
+            af.compose(af.accumulate(2), af.clip(0.5), IN_FLOAT16),
+            ours.sgd,
+            [6, 4],
+            2,
+            [50],
+            torch.float16,
+        ),
     ],
-    ids=["adamw", "sgd", "together", "uneven"],
+    ids=["adamw", "sgd", "together", "uneven", "overflow", "bf16", "fp16"],
 )
 def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(
-    recipe, optimizer, shorter, expected
+    recipe, optimizer, shorter, expected, skipped, dtype
 ):
     """The learning rate is another in every step; some batches are shorter, each by another number."""
-    eager, plan = (recipe(make_plan(optimizer=optimizer)) for _ in range(2))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    eager, plan = (recipe(make_plan(ours.regression_model().to(wide), optimizer)) for _ in range(2))
     states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
     graphs, breaks = num_graphs(), num_breaks()
     sizes = [size for each in shorter for size in (*[8] * 9, each)]
+    not_applied = [], []
     for number, batch in enumerate(make_batches(*sizes, *[8] * (100 - len(sizes)))):
+        inputs, targets = (each.to(wide) for each in batch)
+        if number in skipped:
+            inputs[0] = float("inf")
         for index, each in enumerate((eager, plan)):
             state, step = states[index]
             each.optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
-            states[index] = step(state, batch)[0], step
+            state, report = step(state, (inputs, targets))
+            states[index] = state, step
+            if not report.applied:
+                not_applied[index].append(number)
     assert num_graphs() - graphs == expected
     assert num_breaks() == breaks
-    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
+    assert not_applied == (skipped, skipped)
+    # Under autocast, rates that add up to 0.052, tenfold with momentum, times gradients of at most
+    # 0.5, each right to a few roundings.
+    bound = {} if dtype == wide else {"rtol": 0.0, "atol": 0.5 * torch.finfo(dtype).eps}
+    ours.assert_close(plan.model.state_dict(), eager.model.state_dict(), **bound)
 
 
 @compiles
+@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_compiled_step_under_autocast_is_the_step_to_the_rounding_of_its_dtype(precision):
+def test_a_compiled_step_under_autocast_is_the_step_to_the_rounding_of_its_dtype(precision, scope):
     """In float16, the third batch overflows."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
@@ -130,7 +156,7 @@ def test_a_compiled_step_under_autocast_is_the_step_to_the_rounding_of_its_dtype
     if precision == "bf16":
         del batches[2]
     ends = []
-    for compiling in (af.compose(), af.compiled(scope="step")):
+    for compiling in (af.compose(), af.compiled(scope=scope)):
         plan = make_plan(ours.regression_model().float(), ours.sgd, loss_fn)
         autocast = af.with_amp(precision, init_scale=2.0**8)
         recipe = af.compose(af.accumulate(2), af.clip(0.5), autocast, compiling)
@@ -276,6 +302,102 @@ def test_blocks_are_compiled_once_with_plain_keys(recipe):
 
 
 @compiles
+@pytest.mark.usefixtures("forgetful")
+def test_blocks_of_more_widths_than_torch_keeps_graphs_for_are_all_compiled():
+    """As a network of many resolutions has them."""
+    widths = [*range(3, 13), 1]
+    model = nn.Sequential(*map(nn.Linear, widths, widths[1:])).double()
+    plan = af.compiled(scope="blocks")(make_plan(model))
+    state, step = af.build(af.DistState(), plan)
+    graphs = num_graphs()
+    step(state, make_batches(4)[0])
+    assert num_graphs() - graphs == len(model)
+
+
+class Reading(Block):
+    """A block that reads a tensor on the host, which breaks a graph."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) if inputs.isfinite().all() else inputs
+
+
+def reading_loss(model, batch):
+    loss = ours.mse(model, batch)
+    return loss if loss.isfinite() else loss * 2
+
+
+BREAKS = {"loss": (Block, reading_loss), "block": (Reading, ours.mse)}
+"""Where a graph breaks: in the loss outside of the model, or inside of each block."""
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("scope", "place"), [("loss", "loss"), ("loss", "block"), ("blocks", "block")]
+)
+def test_fullgraph_refuses_a_break_in_the_first_step(scope, place):
+    block, loss_fn = BREAKS[place]
+    plan = af.compiled(scope=scope, fullgraph=True)(make_plan(stack(block=block), loss_fn=loss_fn))
+    state, step = af.build(af.DistState(), plan)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        step(state, make_batches(4)[0])
+
+
+@compiles
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize(
+    ("scope", "place", "fullgraph"),
+    [("loss", "loss", False), ("blocks", "block", False), ("blocks", "loss", True)],
+)
+def test_a_break_that_is_allowed_trains_the_same(scope, place, fullgraph):
+    """Outside of what is compiled, it is none."""
+    block, loss_fn = BREAKS[place]
+    eager, plan = (make_plan(stack(block=block), loss_fn=loss_fn) for _ in range(2))
+    batches = make_batches(4, 4, 4)
+    run(eager, batches)
+    state, step = af.build(af.DistState(), af.compiled(scope=scope, fullgraph=fullgraph)(plan))
+    graphs, breaks = num_graphs(), num_breaks()
+    for batch in batches:
+        state, _ = step(state, batch)
+    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
+    assert num_graphs() > graphs
+    assert (num_breaks() > breaks) == (not fullgraph)
+
+
+@compiles
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
+@pytest.mark.parametrize(("dynamic", "expected"), [(True, 1), (None, 2), (False, 3)])
+def test_dynamic_says_how_many_graphs_three_batch_sizes_take(scope, dynamic, expected):
+    plan = af.compiled(scope=scope, dynamic=dynamic)(make_plan(stack(), plain_sgd))
+    state, step = af.build(af.DistState(), plan)
+    graphs = num_graphs()
+    for batch in make_batches(8, 6, 4):
+        state, _ = step(state, batch)
+    assert num_graphs() - graphs == expected
+
+
+OF_MODES = {name for mode in MODES for name in torch._inductor.list_mode_options(mode)}
+
+
+@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_reaches_the_compiler_as_its_options(scope, mode, monkeypatch):
+    """What a mode changes cannot be seen on every machine: CUDA graphs are there on CUDA alone."""
+    asked = []
+
+    def compile_nothing(fn, **settings):
+        if "dynamic" in settings:  # as nothing but what is trained is compiled with
+            asked.append(settings["options"])
+        return fn
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    af.build(af.DistState(), af.compiled(scope=scope, mode=mode)(make_plan(stack(), plain_sgd)))
+    [options] = asked
+    of_mode = {name: value for name, value in options.items() if name in OF_MODES}
+    assert of_mode == torch._inductor.list_mode_options(mode)
+
+
+@compiles
 def test_more_models_than_torch_keeps_graphs_for_are_compiled_all_the_same():
     """torch counts graphs by the code that they were made of, and stops at 8."""
     batches = make_batches(4)
@@ -320,7 +442,7 @@ def test_what_comes_after_a_compiled_step_comes_after_it(optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["loss", "step"])
+@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
 def test_a_machine_without_a_compiler_is_refused_before_training(scope, tmp_path):
     environment = {
         **os.environ,
@@ -453,6 +575,22 @@ def test_an_optimizer_that_fits_into_no_graph_is_refused_by_name(kind, reason):
     with pytest.raises(ValueError, match=text):
         af.build(af.DistState(), plan)
     ours.assert_identical(plan.model.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.AdamW, "capturable=True or fused=True"), (torch.optim.NAdam, "capturable=True")],
+)
+def test_an_optimizer_that_counts_on_the_host_is_refused_with_the_options_that_it_has(
+    kind, options
+):
+    """On an accelerator, which "meta" stands for: it is no CPU, and nothing is computed."""
+    optimizer = kind(ours.regression_model().parameters())
+    text = (
+        f'got {kind.__name__}: it counts on the host; make it with {options}, or use scope="loss"'
+    )
+    with pytest.raises(ValueError, match=f"{re.escape(text)}$"):
+        keeps_tensors(optimizer, torch.device("meta"))
 
 
 def test_a_model_without_repeated_blocks_is_refused():
@@ -648,3 +786,25 @@ def test_cuda_graphs_are_captured_and_compute_the_same_and_keep_reports(scope, m
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
     assert calls["capture_begin"] >= 1
     assert calls["replay"] >= 6  # all but the first few of the 12 steps
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA, where counts may be elsewhere"
+)
+@pytest.mark.parametrize(
+    "options", [{"capturable": True}, {"fused": True}], ids=["capturable", "fused"]
+)
+def test_an_optimizer_refused_for_counting_on_the_host_is_taken_as_the_message_says(options):
+    def built(**options):
+        optimizer = functools.partial(torch.optim.AdamW, lr=0.05, **options)
+        recipe = af.compose(af.place(), af.compiled(scope="step"))
+        return af.build(af.init(), recipe(make_plan(optimizer=optimizer)))
+
+    with pytest.raises(
+        ValueError, match="it counts on the host; make it with capturable=True or fused"
+    ):
+        built()
+    state, step = built(**options)
+    state, report = step(state, make_batches(4)[0])
+    assert bool(report.applied)
