@@ -181,8 +181,9 @@ def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
     except PlanError:
         raise
     except Exception as error:
-        repair = "use one of torch.optim, such as AdamW"
-        raise _misfit(optimizer, reason_of(error), repair) from error
+        empty = f"it looks for {error} in its state before the first update has made any"
+        reason = empty if isinstance(error, KeyError) else reason_of(error)
+        raise _misfit(optimizer, reason, "use one of torch.optim, such as AdamW") from error
     (memory,) = trial.state.values() or ({},)
     return any(isinstance(value, Tensor) for value in memory.values())
 

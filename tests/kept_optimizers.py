@@ -34,6 +34,12 @@ from tests.optimizers import (
 from tests.strategies import dealt, mse
 
 FENCES = ("<!-- table: python -m tests.kept_optimizers -->\n", "<!-- end of table -->\n")
+EXPLAINED = {
+    "torch_optimizer.AggMo": "it keeps a dict of shards for each parameter",
+    "torch_optimizer.NovoGrad": "it keeps one number for each parameter, a plain tensor, and writes a "
+    "norm over shards into it",
+}
+"""The reason, where the error does not give it."""
 NUM_BEFORE = 2
 """Batches before the checkpoint; as many come after it."""
 
@@ -140,7 +146,8 @@ def line(name: str) -> str:
     """A row of the table."""
     reasons = [outcome(ROWS[name], check) for check in CONTRACT]
     cells = ["no" if reason else "yes" for reason in reasons]
-    why = "; ".join(dict.fromkeys(reason.replace("|", "/") for reason in reasons if reason))
+    said = [reason.replace("|", "/") for reason in reasons if reason]
+    why = "; ".join(dict.fromkeys([*said, *([EXPLAINED[name]] if name in EXPLAINED else [])]))
     return "| " + " | ".join((f"`{name}`", *cells, why)) + " |"
 
 

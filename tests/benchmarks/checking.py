@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.benchmarks.jobs import EVERY
 from tests.benchmarks.loops import COMPILED, PEERS, REPRODUCIBLE, Loop, Update
 from tests.benchmarks.measuring import Station
 from tests.benchmarks.tasks import LEARNING_RATE, NUM_BATCHES, Scenario, Task, make_task
 
 CHECKED_UPDATES = 5
+OF_A_JOB = EVERY + 1  # what it does after every so many is done, and gone on from
 TOLERANCE = 0.01  # of one update, or of the largest gradient; rounding stays far below
 
 
@@ -74,7 +76,7 @@ def check(
     task = make_task(scenario, station.rank)
     try:
         update = loop(task)
-        repeat(update, CHECKED_UPDATES)
+        repeat(update, OF_A_JOB if scenario.way.job else CHECKED_UPDATES)
     except Exception as error:
         if name not in PEERS:
             raise

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.utils import counters
@@ -19,7 +19,7 @@ from accel_fn._random import Draws, drawn_again, kept_random
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
 from tests.compilers import compiles
-from tests.stacks import CHOICES, LAYERS, Block, is_in, stack, weights_after
+from tests.stacks import CHOICES, LAYERS, Block, is_in, stack
 
 
 class Noisy(nn.Module):
@@ -190,14 +190,29 @@ def test_a_graph_without_a_break_around_blocks_is_refused(settings, name):
         af.build(af.DistState(), plan)
 
 
+@st.composite
+def dealt_batches(draw):
+    """What each of one to three ranks is given of global batches: parts of any sizes, empty ones too."""
+    batches, world_size = draw(strategies.batches()), draw(strategies.world_sizes(3))
+    sizes = [draw(strategies.uneven_parts(af.num_samples(each), world_size)) for each in batches]
+    return ours.dealt(batches, sizes)
+
+
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize("offload", [False, True])
-def test_it_is_the_same_step_over_ranks(wrap, offload):
-    recipe = af.compose(wrap, af.accumulate(2), af.clip(0.1))
-    expected = weights_after(recipe, 2)
-    found = weights_after(af.compose(recipe, af.checkpointed(offload=offload)), 2)
-    for each, plain in zip(found, expected, strict=True):
-        ours.assert_identical(each, plain)
+@ours.share(0.3)
+@given(parts=dealt_batches(), num_microbatches=st.integers(1, 3))
+@example(
+    parts=ours.dealt([(torch.ones(5, 3).double(), torch.ones(5, 1).double())] * 2, [[2, 3, 0]] * 2),
+    num_microbatches=2,
+)
+def test_it_is_the_same_step_over_ranks(wrap, offload, parts, num_microbatches):
+    recipe = af.compose(wrap, af.accumulate(num_microbatches), af.clip(0.1))
+    checkpointing = af.compose(recipe, af.checkpointed(offload=offload))
+    expected = ours.trained(stack(), parts, recipe)
+    for plain, found in zip(expected, ours.trained(stack(), parts, checkpointing), strict=True):
+        assert found[0] == plain[0]
+        ours.assert_identical(found[1], plain[1])
 
 
 @pytest.mark.parametrize(("blocks", "chosen"), CHOICES, ids=[str(each) for each, _ in CHOICES])

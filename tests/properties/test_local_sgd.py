@@ -28,9 +28,9 @@ few, some = ours.share(0.5), ours.share(0.8)
 
 
 @st.composite
-def dealt_batches(draw, num_batches=3):
+def dealt_batches(draw, num_batches=3, batches=strategies.batches):
     """Global batches, and any way to deal them to ranks, empty ones included."""
-    found = draw(strategies.batches(num_batches=num_batches))
+    found = draw(batches(num_batches=num_batches))
     world_size = draw(strategies.world_sizes(4))
     sizes = [draw(strategies.uneven_parts(af.num_samples(batch), world_size)) for batch in found]
     return found, sizes
@@ -72,6 +72,38 @@ def test_ranks_averaged_after_every_update_are_one_rank(dealt, optimizer, num_mi
     for trace, reports in trained_apart(parts, recipe, optimizer):
         ours.assert_close(trace[-1], expected)
         assert [float(each.loss) for each in reports] == pytest.approx(losses, rel=1e-6)
+
+
+MASKED = {
+    "inputs": torch.ones(4, 3, 3).double(),
+    "labels": torch.tensor([[0, 1, -100], [2, 3, 0], [-100] * 3, [-100] * 3]),
+}
+"""Of which the last two samples count for nothing."""
+
+
+@some
+@given(
+    dealt=dealt_batches(batches=strategies.labelled_batches),
+    num_microbatches=st.integers(1, 3),
+)
+@example(dealt=([MASKED] * 3, [[2, 2], [1, 3], [3, 1]]), num_microbatches=1)
+@example(dealt=([MASKED] * 2, [[0, 2, 2]] * 2), num_microbatches=2)
+def test_ranks_averaged_after_every_update_are_one_rank_for_any_weights(dealt, num_microbatches):
+    """Labels that count, of which a rank may have none."""
+    batches, _ = dealt
+    losses, expected = ours.trained_by_hand(
+        ours.token_model(), batches, loss_fn=ours.token_loss, optimizer=ours.sgd
+    )
+    for found, parameters in ours.trained(
+        ours.token_model(),
+        ours.dealt(*dealt),
+        af.compose(af.accumulate(num_microbatches), af.local_sgd(1)),
+        loss_fn=ours.token_loss,
+        optimizer=ours.sgd,
+        weight_fn=af.num_labels("labels"),
+    ):
+        ours.assert_close(parameters, expected)
+        assert found == pytest.approx(losses, rel=1e-6)
 
 
 @some

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import accel_fn as af
@@ -77,12 +78,25 @@ def sha256(tensors):
     return digest.hexdigest()
 
 
+def kept(state, step):
+    """Parameters, buffers, what the optimizer and the transforms remember, and the loss scale."""
+    keeping = [each.state_dict() for each in (*step.plan.verdicts, *step.plan.after) if keeps(each)]
+    numbers = [
+        each for each in tree_leaves(keeping) if isinstance(each, torch.Tensor | int | float)
+    ]
+    scale = [] if state.scaler is None else [state.scaler.scale]
+    return [*ours.kept_tensors(step).values(), *map(torch.as_tensor, numbers), *scale]
+
+
+def keeps(transform):
+    return hasattr(transform, "state_dict")
+
+
 def fingerprint(state, recipe, data=None, **settings):
-    """Of parameters, buffers, the optimizer's state, losses, norms and verdicts."""
+    """Of all that is kept, losses, norms and verdicts."""
     state, step = built(state, recipe, **settings)
     state, said = train(state, step, batches() if data is None else data)
-    kept = [*ours.kept_tensors(step).values(), *said]
-    return sha256(kept if state.scaler is None else [*kept, state.scaler.scale])
+    return sha256([*kept(state, step), *said])
 
 
 def fingerprints(recipe, worlds=WORLDS, **settings):
@@ -100,7 +114,15 @@ def test_twenty_updates_have_one_hash_for_every_number_of_ranks():
     assert len(fingerprints(af.clip(0.5))) == 1
 
 
-@pytest.mark.parametrize("names", [[], ["average", "schedule", "freeze", "norm", "fp16"]], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [
+        [],
+        ["average", "schedule", "freeze", "norm", "fp16"],
+        ["uniform average", "plateau", "spikes", "replicas"],
+    ],
+    ids=str,
+)
 def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_that_hash_too(names, tmp_path):
     recipe = af.compose(af.clip(0.5), *[RECIPES[name] for name in names])
 
@@ -114,8 +136,7 @@ def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_that_hash_too(names,
         state = af.load(tmp_path, state, step) if heard else state
         state, said = train(state, step, batches()[state.step : stop])
         af.save(tmp_path, state, step)
-        scale = [] if state.scaler is None else [state.scaler.scale]
-        return said, sha256([*ours.kept_tensors(step).values(), *heard, *said, *scale])
+        return said, sha256([*kept(state, step), *heard, *said])
 
     heard = []
     for world_size, stop in [(4, 7), (2, 13), (8, 20)]:
@@ -154,23 +175,45 @@ def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
     simulate(run_into_the_tail, world_size=2)
 
 
+def follow_loss(plan):
+    """The learning rate falls with every loss that is no better than those before."""
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(plan.optimizer, patience=0)
+    return af.schedule(scheduler, metric=lambda report: report.loss)(plan)
+
+
 RECIPES = {
     "accumulate": af.accumulate(2),
     "fp16": af.with_amp("fp16", init_scale=2.0**10),
     "bf16": af.with_amp("bf16"),
     "norm": af.skip_nonfinite(),
+    "spikes": af.skip_spikes(window=4),
     "value": af.clip_value(0.1),
     "average": af.average(0.9),
+    "uniform average": af.average.uniform(),
+    "replicas": af.check_replicas(2),
+    "plateau": follow_loss,
     "schedule": af.schedule(lambda num_updates: 1.0 / (1 + num_updates)),
     "freeze": af.freeze("heads", until=3),
     "checkpointed": af.checkpointed(blocks="first"),
 }
 
 
+EXCLUSIVE = [{"fp16", "bf16"}, {"schedule", "plateau"}]
+
+
+def spoilt(num_batches, size, bad_row):
+    """Where a row is named, the gradients of the second batch are not finite and those of the fourth huge."""
+    data = batches(num_batches, size)
+    if bad_row is not None:
+        data[1][1][bad_row % size] = 1e30
+        data[3][1][bad_row % size] = 1e4
+    return data
+
+
 @ours.share(0.32)
 @given(
     chosen=st.lists(st.sampled_from(sorted(RECIPES)), unique=True, max_size=4).filter(
-        lambda names: not {"fp16", "bf16"} <= set(names)
+        lambda names: not any(each <= set(names) for each in EXCLUSIVE)
     ),
     num_slots=st.sampled_from([2, 4, 8]),
     samples=st.integers(1, 3),
@@ -178,13 +221,35 @@ RECIPES = {
 )
 @example(chosen=["fp16", "value", "average"], num_slots=4, samples=2, bad_row=5)
 @example(chosen=["accumulate", "checkpointed"], num_slots=8, samples=3, bad_row=None)
+@example(chosen=["spikes", "uniform average", "replicas"], num_slots=4, samples=2, bad_row=1)
+@example(chosen=["plateau"], num_slots=4, samples=2, bad_row=None)
 def test_it_holds_with_every_transform(chosen, num_slots, samples, bad_row):
-    data = batches(4, num_slots * samples)
-    if bad_row is not None and {"fp16", "norm"} & set(chosen):  # an update that is skipped
-        data[1][0][bad_row % len(data[1][0])] = 1e30
+    if not {"fp16", "norm", "spikes"} & set(chosen):  # nobody skips what is bad
+        bad_row = None
+    data = spoilt(6, num_slots * samples, bad_row)
     recipe = af.compose(af.reproducible(num_slots), *[RECIPES[name] for name in chosen])
     worlds = [each for each in WORLDS if each <= num_slots and each in (1, 2, num_slots)]
     assert len(fingerprints(recipe, worlds, data=data)) == 1
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(
+    ("name", "made", "scale"),
+    [
+        ("norm", [True, False, True, True, True], None),
+        ("fp16", [True, False, True, False, True], 2.0**8),
+        ("spikes", [True, False, True, False, True], None),
+    ],
+)
+def test_every_number_of_ranks_skips_the_updates_that_would_do_harm(name, made, scale, world_size):
+    def run(state):
+        state, step = built(state, RECIPES[name])
+        state, said = train(state, step, spoilt(5, 16, 3))
+        found = [bool(each) for each in said if each.dtype == torch.bool]
+        scaled_by = None if state.scaler is None else float(state.scaler.scale)
+        return found, scaled_by, all(each.isfinite().all() for each in kept(state, step))
+
+    assert simulate(run, world_size=world_size) == [(made, scale, True)] * world_size
 
 
 @ours.share(0.6)

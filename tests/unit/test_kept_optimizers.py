@@ -7,12 +7,14 @@ from tests.optimizers import PAGE, split_page
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
 
-# One of each kind: both work, refused by build, failing in torch, state that is no plain tensor.
+# One of each kind: both work, refused by build, failing in torch, state that is no plain tensor,
+# a place of which the reason is explained.
 SOME = [
     "torch.optim.AdamW",
     "torch.optim.Rprop",
     "torch_optimizer.A2GradUni",
     "torch_optimizer.AggMo",
+    "torch_optimizer.NovoGrad",
 ]
 
 
