@@ -116,14 +116,21 @@ def test_processes_and_microbatches_are_one_process_and_one_batch(num_processes,
 
 
 @pytest.mark.parametrize(
-    "wrap", ["af.wrap_ddp()", pytest.param("af.wrap_fsdp()", marks=pytest.mark.slow)]
+    ("num_processes", "wrap"),
+    [
+        (3, "af.wrap_ddp()"),
+        *[
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((2, "af.wrap_ddp()"), (2, "af.wrap_fsdp()"), (4, "af.wrap_fsdp()"))
+        ],
+    ],
 )
-def test_processes_are_one_process_by_tokens(wrap):
+def test_processes_are_one_process_by_tokens(num_processes, wrap):
     losses, expected = ours.trained_by_hand(
         ours.token_model(), batches("token_loss"), loss_fn=ours.token_loss
     )
     results = run(
-        3,
+        num_processes,
         model="token_model",
         loss="token_loss",
         weight_fn='af.num_labels("labels")',
@@ -147,6 +154,39 @@ def test_an_overflow_in_one_process_skips_the_update_in_all(num_processes, wrap)
         assert told.applied == [True, True, False, True, True]
         assert told.scale == 128.0
         ours.assert_close(told.parameters, expected)
+
+
+CLIPPED = """
+import json, torch
+import accel_fn as af
+from tests import strategies as ours
+from tests.distributed.test_real_processes import batches, shard
+
+def trained(*transforms):
+    model = ours.regression_model()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    state, step = af.build(begun, af.compose({wrap}, *transforms)(plan))
+    for index, batch in enumerate(batches("mse")):
+        state, _ = step(state, shard(batch, state, index))
+    return torch.cat([each.flatten() for each in ours.whole(model.state_dict()).values()])
+
+begun = af.init(device="cpu", timeout_s=60)
+free, bounded = trained(), trained(af.clip(1e9))
+once, twice = trained(af.clip(0.5)), trained(af.clip(0.5), af.clip(0.5))
+# The 1e-6 that is added to the norm takes 1e-6 of a gradient whose norm is the bound, at most.
+close = torch.allclose(once, twice, rtol=1e-12, atol=2e-6)
+say(json.dumps([torch.equal(free, bounded), close, torch.equal(free, once)]))
+"""
+
+
+@worlds
+def test_a_bound_that_is_not_met_changes_no_bit_and_one_that_is_given_twice_nothing(
+    num_processes, wrap
+):
+    output = launch(CLIPPED.format(wrap=wrap), num_processes=num_processes)
+    assert [json.loads(line) for line in output.splitlines()] == [
+        [True, True, False]
+    ] * num_processes
 
 
 def test_ranks_say_the_same_and_restore_the_order_of_the_data_set():

@@ -4,8 +4,27 @@ import math
 import subprocess
 import sys
 
+from tests.benchmarks.jobs import JOBS, JOBS_OF_TWO
 from tests.compilers import compiles
 from tests.processes import ROOT
+from tests.unit.test_signatures_of_transforms import SIGNATURES
+
+EVERYWHERE = {
+    "place",
+    "wrap",
+    "wrap_ddp",
+    "reproducible",
+    "with_amp",
+    "accumulate",
+    "clip",
+    "clip_value",
+}
+"""What other rows are made of, or columns."""
+
+
+def test_every_other_transform_has_a_row_of_its_own():
+    measured = {job.partition("(")[0] for job in (*JOBS, *JOBS_OF_TWO)}
+    assert measured | EVERYWHERE == SIGNATURES.keys()
 
 
 @compiles
