@@ -15,7 +15,7 @@ from accel_fn._echo import Echo
 from accel_fn._plan import Plan, Report
 from accel_fn._state import DistState
 
-MetricFn = Callable[[Report], "Tensor | float"]
+MetricFn = Callable[[Report], Tensor | float]
 
 
 class Advance:
