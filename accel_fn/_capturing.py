@@ -164,22 +164,18 @@ def gradients_of(
 
 def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
     """Does an optimizer remember tensors between two updates? Refuses one that fits into no graph."""
+    if device.type != "cpu" and any(map(_counts_on_host, optimizer.param_groups)):
+        options = [each for each in ("capturable", "fused") if each in optimizer.param_groups[0]]
+        repair = f"make it with {' or '.join(f'{each}=True' for each in options)}"
+        raise _misfit(optimizer, "it counts on the host", repair)
     try:
         trial = _trial(optimizer, device)
-        if device.type != "cpu" and any(map(_counts_on_host, optimizer.param_groups)):
-            options = [
-                each for each in ("capturable", "fused") if each in optimizer.param_groups[0]
-            ]
-            repair = f"make it with {' or '.join(f'{each}=True' for each in options)}"
-            raise _misfit(optimizer, "it counts on the host", repair)
         trial.step()
         first = _plain(trial)
         trial.step()
         if first != _plain(trial):
             raise TypeError("it counts in Python's numbers")
         _compare(trial, device)
-    except PlanError:
-        raise
     except Exception as error:
         empty = f"it looks for {error} in its state before the first update has made any"
         reason = empty if isinstance(error, KeyError) else reason_of(error)

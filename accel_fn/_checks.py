@@ -18,13 +18,6 @@ from accel_fn._plan import Asked, Plan, describe, slot_names
 from accel_fn._state import DistState
 
 _SINGLE = ("move_model", "compile_loss", "compile_step", "own_parameters", "split")
-_OWNERS = {
-    "accel_fn.transforms._ddp": "wrap_ddp",
-    "accel_fn.transforms._fsdp": "wrap_fsdp",
-    "accel_fn.transforms._local_sgd": "local_sgd",
-    "accel_fn.transforms._reproducing": "reproducible",
-}
-"""What fills `own_parameters`, by the module of the function that it puts there: users know them by this."""
 
 
 def check_plan(state: DistState, plan: Plan) -> None:
@@ -59,9 +52,8 @@ def _check_slots(state: DistState, plan: Plan) -> None:
 
 def leave_out_one(entries: Sequence[Any]) -> str:
     """The repair where two are too many, by the transforms' names where these are ours."""
-    functions = [each.func if isinstance(each, partial) else each for each in entries]
-    names = [_OWNERS.get(getattr(fn, "__module__", "")) for fn in functions]
-    several = [name for name in dict.fromkeys(names) if name is not None]
+    names = [each.given_by for each in entries if isinstance(each, Asked)]
+    several = [name for name in dict.fromkeys(names) if name]
     return f"leave out one of {' and '.join(several)}" if len(several) > 1 else "leave out one"
 
 
@@ -109,14 +101,6 @@ def _check_world(state: DistState, plan: Plan) -> None:
         )
     if state.world_size > 1 and not any(isinstance(each, Parting) for each in plan.own_parameters):
         check_row_norms(plan.model)
-    options: dict[str, Any] = (
-        getattr(plan.own_parameters[0], "keywords", {}) if plan.own_parameters else {}
-    )
-    if options.get("static_graph") and plan.split:
-        raise PlanError(
-            "build: wrap_ddp(static_graph=True) must not be combined with accumulate, whose first "
-            "micro-batches DDP does not see; leave out one"
-        )
 
 
 def check_row_norms(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -204,6 +204,9 @@ def with_kept(plan: Plan, state: DistState) -> Plan:
 
 class Asked(partial[Any]):
     """A function for a slot that `build` asks, before anything is moved, whether the plan can be built."""
+
+    given_by: ClassVar[str] = ""
+    """The transform that puts it there, where users know it by that."""
 
     def check(self, state: DistState, plan: Plan) -> None:
         """Raise, on every rank alike, where it cannot."""

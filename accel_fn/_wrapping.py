@@ -6,12 +6,26 @@ from dataclasses import replace
 
 from accel_fn._launch_options import FromLaunch, Unsaid, launch_options
 from accel_fn._plan import Plan, Transform
-from accel_fn.transforms._ddp import replicate
+from accel_fn.transforms._ddp import Replicating, replicate
 from accel_fn.transforms._fsdp import Sharding, shard
 
 
-class ShardingFromLaunch(Sharding, FromLaunch):
+class _Unsaid(Replicating, Unsaid):
+    """`replicate`, as the launch says nothing."""
+
+    given_by = "wrap"
+
+
+class _Replicating(Replicating, FromLaunch):
+    """`replicate`, because the launch says so."""
+
+    given_by = "wrap"
+
+
+class _Sharding(Sharding, FromLaunch):
     """`shard`, because the launch says so."""
+
+    given_by = "wrap"
 
 
 def wrap() -> Transform:
@@ -35,9 +49,9 @@ def wrap() -> Transform:
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, own_parameters=[replicate()])
     """
     owners = {
-        None: Unsaid(replicate),
-        "ddp": FromLaunch(replicate),
-        "fsdp": ShardingFromLaunch(shard),
+        None: _Unsaid(replicate),
+        "ddp": _Replicating(replicate),
+        "fsdp": _Sharding(shard),
     }
     owner = owners[launch_options().wrap]
 

@@ -1,10 +1,15 @@
-"""Tests that have code compiled: slow ones, and none where no C++ compiler is."""
+"""What tests that have code compiled are made of: slow ones, and none where no C++ compiler is."""
 
 import os
 import shutil
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import accel_fn as af
+from tests import strategies as ours
 
 there = shutil.which(os.environ.get("CXX", "g++")) is not None
 MARKS = [pytest.mark.slow, pytest.mark.skipif(not there, reason="needs a C++ compiler")]
@@ -15,3 +20,41 @@ def compiles(test: Callable[..., None]) -> Callable[..., None]:
     for mark in MARKS:
         test = mark(test)
     return test
+
+
+def make_batches(*sizes):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(size, 3, generator=generator).double(),
+            torch.randn(size, 1, generator=generator).double(),
+        )
+        for size in sizes
+    ]
+
+
+def make_plan(model=None, optimizer=ours.adamw, loss_fn=ours.mse):
+    model = model or ours.regression_model()
+    return af.Plan(loss_fn, model, optimizer(model.parameters()))
+
+
+def plain_sgd(parameters):
+    """It remembers nothing, so that even its first update is compiled."""
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def run(plan, batches):
+    state, step = af.build(af.DistState(), plan)
+    reports = []
+    for batch in batches:
+        state, report = step(state, batch)
+        reports.append(report)
+    return state, step, reports
+
+
+def num_graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def num_breaks():
+    return sum(counters["graph_break"].values())

@@ -3,6 +3,7 @@
 import gc
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -29,3 +30,9 @@ def pytest_collection_finish():
 def pytest_runtest_setup():
     """What a test draws without a seed of its own is the same in every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def forgetful():
+    """torch remembers which shapes have varied, by where the code stands."""
+    torch._dynamo.reset()

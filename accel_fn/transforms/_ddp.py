@@ -6,7 +6,6 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from accel_fn._batch import tensors_of
 from accel_fn._carrying import Carrier, is_wide
 from accel_fn._errors import ArgumentError, PlanError, message
 from accel_fn._forward import Own, bare
-from accel_fn._plan import Plan, Transform
+from accel_fn._plan import Asked, Plan, Transform
 from accel_fn._state import DistState
 
 _COMM_HOOKS = ("fp16", "bf16", "powersgd")
@@ -80,12 +79,26 @@ def wrap_ddp(
         settings["comm_hook"] = comm_hook
     if sync_batchnorm:
         settings["sync_batchnorm"] = True
-    replicating = partial(replicate, **settings)
+    replicating = Replicating(replicate, **settings)
 
     def ddp_plan(plan: Plan) -> Plan:
         return replace(plan, own_parameters=(*plan.own_parameters, replicating))
 
     return ddp_plan
+
+
+class Replicating(Asked):
+    """`replicate` with its settings."""
+
+    given_by = "wrap_ddp"
+
+    def check(self, state: DistState, plan: Plan) -> None:  # noqa: ARG002
+        """Refuse what DDP would not see."""
+        if self.keywords.get("static_graph") and plan.split:
+            raise PlanError(
+                "build: wrap_ddp(static_graph=True) must not be combined with accumulate, whose first "
+                "micro-batches DDP does not see; leave out one"
+            )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -116,6 +116,8 @@ def wrap_fsdp(
 class Sharding(Asked):
     """`shard` with its settings."""
 
+    given_by = "wrap_fsdp"
+
     def check(self, state: DistState, plan: Plan) -> None:
         replicate = self.keywords.get("replicate", 1)
         if state.world_size % replicate:

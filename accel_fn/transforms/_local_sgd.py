@@ -78,6 +78,8 @@ after=[average_ranks(every=8)])
 class _Parting(Parting):
     """`train_apart`, and what it cannot be combined with."""
 
+    given_by = "local_sgd"
+
     def check(self, state: DistState, plan: Plan) -> None:
         _check_scale(state)
         owners = [describe(each) for each in plan.own_parameters if not isinstance(each, Parting)]

@@ -66,6 +66,8 @@ def reproducible(num_slots: int = 8) -> Transform:
 class Slotting(Asked):
     """`in_slots` with its settings."""
 
+    given_by = "reproducible"
+
     def check(self, state: DistState, plan: Plan) -> None:
         """Refuse what would not be the same in another world."""
         num_slots = self.keywords["num_slots"]

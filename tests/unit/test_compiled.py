@@ -1,86 +1,29 @@
-"""compiled: what it computes, how many graphs it takes, what it leaves alone, and what it refuses."""
+"""compiled: what it computes, how many graphs it takes, and what it leaves alone."""
 
 import copy
-import functools
-import json
-import os
-import re
-import subprocess
-import sys
 from collections import Counter
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-import torch_optimizer
 from torch import nn
-from torch._dynamo.utils import counters
 
 import accel_fn as af
-from accel_fn._capturing import keeps_tensors
-from accel_fn._compiling import MODES, moving_guards
-from accel_fn.testing import simulate
-from accel_fn.transforms import _compilation
+from accel_fn._compiling import MODES
 from tests import strategies as ours
-from tests.compilers import compiles
+from tests.compilers import (
+    compiles,
+    make_batches,
+    make_plan,
+    num_breaks,
+    num_graphs,
+    plain_sgd,
+    run,
+)
 from tests.properties.test_scaling import scaled
 from tests.stacks import Block, stack
 
 # torch's compiler looks at the gradients of tensors that have none.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-
-GENERATOR = torch.Generator().manual_seed(0)
-FACTOR, measured = 1.0, F.mse_loss
-
-
-def scaled_loss(model, batch):
-    return measured(model(batch[0]), batch[1]) * FACTOR
-
-
-def make_batches(*sizes):
-    return [
-        (
-            torch.randn(size, 3, generator=GENERATOR).double(),
-            torch.randn(size, 1, generator=GENERATOR).double(),
-        )
-        for size in sizes
-    ]
-
-
-def make_plan(model=None, optimizer=ours.adamw, loss_fn=ours.mse):
-    model = model or ours.regression_model()
-    return af.Plan(loss_fn, model, optimizer(model.parameters()))
-
-
-def plain_sgd(parameters):
-    """It remembers nothing, so that even its first update is compiled."""
-    return torch.optim.SGD(parameters, lr=0.05)
-
-
-def run(plan, batches):
-    state, step = af.build(af.DistState(), plan)
-    reports = []
-    for batch in batches:
-        state, report = step(state, batch)
-        reports.append(report)
-    return state, step, reports
-
-
-def num_graphs():
-    return counters["stats"]["unique_graphs"]
-
-
-def num_breaks():
-    return sum(counters["graph_break"].values())
-
-
-@pytest.fixture
-def forgetful():
-    """torch remembers which shapes have varied, by where the code stands."""
-    torch._dynamo.reset()
-
 
 TOGETHER = af.compose(af.accumulate(2), af.clip(0.5), scaled(1024.0, growth_interval=30))
 IN_FLOAT16 = af.with_amp("fp16", init_scale=2.0**8, growth_interval=30)
@@ -327,6 +270,8 @@ def reading_loss(model, batch):
 
 
 BREAKS = {"loss": (Block, reading_loss), "block": (Reading, ours.mse)}
+
+
 """Where a graph breaks: in the loss outside of the model, or inside of each block."""
 
 
@@ -407,20 +352,6 @@ def test_more_models_than_torch_keeps_graphs_for_are_compiled_all_the_same():
         assert num_graphs() > graphs
 
 
-NO_COMPILER = """
-import json, sys, torch
-import accel_fn as af
-from tests import strategies as ours
-
-model = ours.regression_model()
-plan = af.compiled(scope=sys.argv[1])(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
-try:
-    af.build(af.DistState(), plan)
-except ValueError as error:
-    print(json.dumps(str(error)))
-"""
-
-
 @compiles
 @pytest.mark.parametrize(
     "optimizer",
@@ -439,321 +370,6 @@ def test_what_comes_after_a_compiled_step_comes_after_it(optimizer):
         rate = torch.tensor(plan.optimizer.param_groups[0]["lr"])
         found.append({**plan.model.state_dict(), **means, "rate": rate})
     ours.assert_close(found[1], found[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
-def test_a_machine_without_a_compiler_is_refused_before_training(scope, tmp_path):
-    environment = {
-        **os.environ,
-        "CXX": str(tmp_path / "none"),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", NO_COMPILER, scope],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    text = json.loads(done.stdout)
-    assert text.startswith("build: compiled must have a compiler for cpu on this machine, got ")
-    assert "No working C++ compiler found" in text
-    assert text.endswith("or leave out compiled")
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"scope": "model"}, "compiled: scope must be one of loss, blocks, step, got 'model'"),
-        ({"mode": "fast"}, f"compiled: mode must be one of {', '.join(MODES)}, got 'fast'"),
-        ({"fullgraph": None}, "compiled: fullgraph must be True or False, got None"),
-        ({"dynamic": "yes"}, "compiled: dynamic must be True, False or None, got 'yes'"),
-    ],
-)
-def test_unknown_settings_are_refused_when_given(settings, text):
-    with pytest.raises(ValueError, match=text):
-        af.compiled(**settings)
-
-
-@pytest.mark.parametrize(
-    ("scopes", "text"),
-    [
-        (
-            ("loss", "blocks"),
-            "have at most one function in compile_loss, got compile_loss.*compile_blo",
-        ),
-        (("step", "step"), "have at most one function in compile_step, got compile_step"),
-    ],
-)
-def test_compiling_twice_is_refused(scopes, text):
-    plan = af.compose(*[af.compiled(scope=scope) for scope in scopes])(make_plan())
-    with pytest.raises(ValueError, match=f"build: plan must {text}.*leave out one"):
-        af.build(af.DistState(), plan)
-
-
-def test_a_whole_step_of_several_ranks_is_refused():
-    def refused(state):
-        recipe = af.compose(af.wrap_ddp(), af.compiled(scope="step"))
-        with pytest.raises(ValueError, match="must have a world of one, got 2 ranks") as raised:
-            af.build(state, recipe(make_plan()))
-        return str(raised.value)
-
-    for text in simulate(refused, world_size=2):
-        assert text.endswith('use scope="loss"')
-
-
-def twice(plan):
-    def compute_twice(grad_fn):
-        return grad_fn
-
-    return replace(plan, grad_fns=(compute_twice,))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "name"),
-    [
-        (twice, "compute_twice"),
-        (af.freeze("0.weight", until=3), "frozen"),
-        (af.skip_nonfinite(), "finite_norm"),
-        (af.accumulate("auto"), "halving"),
-        (af.compiled(), "compile_loss"),
-    ],
-)
-def test_a_whole_step_with_what_is_in_no_graph_is_refused(recipe, name):
-    plan = af.compose(recipe, af.compiled(scope="step"))(make_plan())
-    text = rf"must hold all from micro-batches to the update, got .*{name}.*; leave it out, or"
-    with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), plan)
-
-
-@pytest.mark.parametrize(
-    ("hook", "name"),
-    [
-        (lambda plan: plan.optimizer.register_step_pre_hook(print), "AdamW.step"),
-        (lambda plan: plan.optimizer.register_step_post_hook(print), "AdamW.step"),
-        (lambda plan: plan.model[0].weight.register_hook(print), "0.weight"),
-        (lambda plan: plan.model[2].bias.register_post_accumulate_grad_hook(print), "2.bias"),
-    ],
-)
-def test_a_whole_step_with_hooks_that_no_graph_calls_is_refused(hook, name):
-    plan = af.compiled(scope="step")(make_plan())
-    hook(plan)
-    text = f"must have an optimizer and parameters without hooks, .* got those of {name}; remove"
-    with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), plan)
-
-
-@pytest.mark.parametrize("options", [{"param_dtype": torch.bfloat16}, {"offload": True}])
-def test_a_whole_step_with_shards_on_one_rank_is_refused(options):
-    plan = af.compose(af.wrap_fsdp(blocks="0", **options), af.compiled(scope="step"))(make_plan())
-    [name] = options
-    text = rf'wrap_fsdp\({name}\) must not be used with compiled\(scope="step"\), .*; leave it out'
-    with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), plan)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (torch.optim.SparseAdam, "SparseAdam does not support dense gradients"),
-        (torch.optim.Adafactor, "Could not guard on data-dependent"),
-        (torch_optimizer.AdaBelief, "it counts in Python's numbers"),
-        (torch_optimizer.Lookahead, "it runs another optimizer"),
-    ],
-)
-def test_an_optimizer_that_fits_into_no_graph_is_refused_by_name(kind, reason):
-    def make(parameters):
-        around = kind is torch_optimizer.Lookahead
-        return kind(torch.optim.SGD(parameters, lr=0.1) if around else parameters)
-
-    plan = af.compiled(scope="step")(make_plan(optimizer=make))
-    name = type(plan.optimizer).__name__
-    text = rf"must have an optimizer that fits into a graph, got {name}: {reason}.*such as AdamW"
-    before = copy.deepcopy(plan.model.state_dict())
-    with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), plan)
-    ours.assert_identical(plan.model.state_dict(), before)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(torch.optim.AdamW, "capturable=True or fused=True"), (torch.optim.NAdam, "capturable=True")],
-)
-def test_an_optimizer_that_counts_on_the_host_is_refused_with_the_options_that_it_has(
-    kind, options
-):
-    """On an accelerator, which "meta" stands for: it is no CPU, and nothing is computed."""
-    optimizer = kind(ours.regression_model().parameters())
-    text = (
-        f'got {kind.__name__}: it counts on the host; make it with {options}, or use scope="loss"'
-    )
-    with pytest.raises(ValueError, match=f"{re.escape(text)}$"):
-        keeps_tensors(optimizer, torch.device("meta"))
-
-
-def test_a_model_without_repeated_blocks_is_refused():
-    text = r"must find modules of one class repeated in .*, got none; use scope=\"loss\""
-    with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), af.compiled(scope="blocks")(make_plan(nn.Linear(3, 1).double())))
-
-
-@compiles
-def test_a_loss_that_breaks_the_graph_is_refused_by_the_step():
-    def loss_fn(model, batch):
-        return ours.mse(model, batch) * float(batch[0].sum() > 0)
-
-    plan = af.compiled(scope="step")(make_plan(optimizer=torch.optim.SGD, loss_fn=loss_fn))
-    state, step = af.build(af.DistState(), plan)
-    with pytest.raises(
-        ValueError, match=r'must hold the step in one graph, got .*; use scope="los'
-    ):
-        step(state, make_batches(4)[0])
-
-
-@compiles
-def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
-    def loss_fn(model, batch):
-        used = model["late"] if len(batch[0]) == 5 else model["early"]
-        return ours.mse(used, batch)
-
-    model = nn.ModuleDict({"early": ours.regression_model(), "late": ours.regression_model(1)})
-    plan = af.compiled(scope="step")(make_plan(model, loss_fn=loss_fn))
-    state, step, _ = run(plan, make_batches(4, 4))
-    with pytest.raises(ValueError, match="loss_fn reaches a parameter that it did not at first"):
-        step(state, make_batches(5)[0])
-
-
-@compiles
-@pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
-        functools.partial(torch.optim.Adam, weight_decay=0.1),
-        torch.optim.Adamax,
-    ],
-    ids=["nesterov", "adam", "adamax"],
-)
-def test_a_schedule_that_moves_more_than_the_rate_takes_one_graph_more(optimizer):
-    """OneCycleLR gives a momentum, or the first beta, another value at every update."""
-    ends, batches = [], make_batches(*[8] * 12)
-    for recipe in (af.compose(), af.compiled(scope="step")):
-        plan = recipe(make_plan(optimizer=lambda p: optimizer(p, lr=0.01)))
-        cycle = torch.optim.lr_scheduler.OneCycleLR(plan.optimizer, 0.1, total_steps=13)
-        state, step = af.build(af.DistState(), af.schedule(cycle)(plan))
-        graphs = num_graphs()
-        for batch in batches:
-            state, _ = step(state, batch)
-        ends.append(plan.model.state_dict())
-    assert num_graphs() - graphs == 2
-    ours.assert_close(ends[1], ends[0])
-
-
-@compiles
-@pytest.mark.usefixtures("forgetful")
-def test_more_graphs_than_torch_keeps_are_an_error_that_says_so():
-    plan = af.compiled(scope="step", dynamic=False)(make_plan(optimizer=plain_sgd))
-    text = (
-        r"make do with the 1 graphs .* another batch size.*; use dynamic=True, batches of one size"
-    )
-    with torch._dynamo.config.patch(recompile_limit=1):
-        state, step, _ = run(plan, make_batches(4))
-        with pytest.raises(ValueError, match=text):
-            step(state, make_batches(5)[0])
-
-
-@compiles
-def test_parameters_that_come_to_the_optimizer_are_trained_by_a_step_that_is_built_again():
-    found = []
-    for recipe in (af.compose(), af.compiled(scope="step")):
-        model = ours.regression_model()
-        optimizer = ours.adamw(model[0].parameters())
-        plan = recipe(af.Plan(ours.mse, model, optimizer))
-        batches = [(torch.ones(4, 3).double(), torch.zeros(4, 1).double())] * 3
-        run(plan, batches)
-        optimizer.add_param_group({"params": [*model[2].parameters()]})
-        run(plan, batches)
-        found.append(model.state_dict())
-    ours.assert_close(*found)
-
-
-@compiles
-def test_a_hyperparameter_that_changes_is_followed():
-    eager, plan = make_plan(optimizer=ours.sgd), make_plan(optimizer=ours.sgd)
-    states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
-    for batch, momentum in zip(make_batches(4, 4, 4), (0.9, 0.9, 0.5), strict=True):
-        for index, each in enumerate((eager, plan)):
-            state, step = states[index]
-            each.optimizer.param_groups[0]["momentum"] = momentum
-            states[index] = step(state, batch)[0], step
-    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
-
-
-GUARDS = [
-    ("MODULE_MATCH", "G['__import_torch_dot_optim_dot_adam']", False),
-    ("CLOSURE_MATCH", "G['__import_torch'].compiler.is_compiling", False),
-    ("CLASS_MATCH", "G['__import_accel_fn_dot__forward'].Tensor", False),
-    ("CLOSURE_MATCH", "G['_times']", False),
-    ("BUILTIN_MATCH", "G['__builtins_dict___4']['len']", False),
-    ("TYPE_MATCH", "G['__import_torch_dot_nn_dot_modules_dot_module']._global_forward_hooks", True),
-    ("MODULE_MATCH", "G['__import___main__'].F", True),
-    ("CLOSURE_MATCH", "G['__import_torch_optimizer_dot_yogi'].step", True),
-    ("CLOSURE_MATCH", "L['module'].loss_fn", True),
-    ("GLOBAL_STATE", "", True),
-]
-
-
-@pytest.mark.parametrize(("kind", "name", "kept"), GUARDS)
-def test_whatever_is_the_user_s_is_looked_at_in_every_step(kind, name, kept):
-    guard = SimpleNamespace(guard_type=kind, orig_guard=SimpleNamespace(name=name))
-    assert moving_guards([guard]) == [kept]
-
-
-@compiles
-def test_names_of_torch_and_of_this_library_are_not_looked_at_in_every_step(monkeypatch):
-    """As torch calls the guards of them, in this version."""
-    left_out = []
-
-    def moving(guards):
-        kept = moving_guards(guards)
-        left_out.extend(g.orig_guard.name for g, keep in zip(guards, kept, strict=True) if not keep)
-        return kept
-
-    monkeypatch.setattr(_compilation, "moving_guards", moving)
-    run(af.compiled(scope="step")(make_plan()), make_batches(4, 4))
-    assert any("__import_torch_dot_optim" in name for name in left_out)
-    assert any("__builtins_dict" in name for name in left_out)
-    assert not any("loss" in name for name in left_out)
-
-
-@compiles
-def test_what_a_user_changes_between_steps_is_followed(monkeypatch):
-    """A number and a function of the user's own, an attribute of a module, one more of those."""
-    here = sys.modules[__name__]
-    changes = [
-        lambda model: None,
-        lambda model: monkeypatch.setattr(here, "FACTOR", 2.0),
-        lambda model: monkeypatch.setattr(here, "measured", F.l1_loss),
-        lambda model: setattr(model[1], "negative_slope", 0.3),
-        lambda model: model.append(nn.Tanh()),
-    ]
-    ends, (batch,) = [], make_batches(4)
-    for recipe in (af.compose(), af.compiled(scope="step")):
-        model = nn.Sequential(nn.Linear(3, 2), nn.LeakyReLU(0.1), nn.Linear(2, 1)).double()
-        for number, each in enumerate(model.parameters()):
-            nn.init.constant_(each, 0.1 - 0.2 * (number % 2))
-        state, step = af.build(af.DistState(), recipe(make_plan(model, loss_fn=scaled_loss)))
-        losses = []
-        for change in changes:
-            change(model)
-            for _ in range(2):
-                state, report = step(state, batch)
-                losses.append(float(report.loss))
-        monkeypatch.undo()
-        ends.append(losses)
-    assert ends[0] == pytest.approx(ends[1], rel=1e-6)
 
 
 @pytest.mark.gpu
@@ -786,25 +402,3 @@ def test_cuda_graphs_are_captured_and_compute_the_same_and_keep_reports(scope, m
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
     assert calls["capture_begin"] >= 1
     assert calls["replay"] >= 6  # all but the first few of the 12 steps
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs CUDA, where counts may be elsewhere"
-)
-@pytest.mark.parametrize(
-    "options", [{"capturable": True}, {"fused": True}], ids=["capturable", "fused"]
-)
-def test_an_optimizer_refused_for_counting_on_the_host_is_taken_as_the_message_says(options):
-    def built(**options):
-        optimizer = functools.partial(torch.optim.AdamW, lr=0.05, **options)
-        recipe = af.compose(af.place(), af.compiled(scope="step"))
-        return af.build(af.init(), recipe(make_plan(optimizer=optimizer)))
-
-    with pytest.raises(
-        ValueError, match="it counts on the host; make it with capturable=True or fused"
-    ):
-        built()
-    state, step = built(**options)
-    state, report = step(state, make_batches(4)[0])
-    assert bool(report.applied)

@@ -96,6 +96,14 @@ def test_replicas_or_shards_are_what_the_launch_says(said, capsys, value, owner,
     assert told == f"the mean over the global batch; {owner}, {source}, has nothing to do"
 
 
+@pytest.mark.parametrize("value", ["fsdp", "ddp", None])
+def test_what_the_launch_says_is_named_by_wrap_where_two_own_the_parameters(said, value):
+    if value is not None:
+        said(WRAP, value)
+    with pytest.raises(ValueError, match=r"leave out one of wrap and reproducible$"):
+        af.build(af.DistState(), af.compose(af.wrap(), af.reproducible(4))(make_plan()))
+
+
 def test_shards_from_the_launch_are_refused_where_wrap_fsdp_is(said):
     said(WRAP, "fsdp")
     model = nn.Linear(3, 1)
