@@ -170,6 +170,7 @@ COMPILED = """
 import torch
 import accel_fn as af
 from torch import nn
+from torch._dynamo.utils import counters
 from tests.properties.test_reproducible import batches, fingerprint
 
 torch.set_num_threads(1)
@@ -177,12 +178,23 @@ state = af.init(device="cpu", timeout_s=60)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
 recipe = af.compose(af.clip(0.5), af.compiled())
-say(fingerprint(state, recipe, batches(3), model=model))
+hashes = [fingerprint(state, recipe, batches(3), model=model)]
+
+torch.manual_seed(0)
+blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)]
+model = nn.Sequential(nn.Linear(3, 8), *blocks, nn.Linear(8, 1))
+recipe = af.compose(af.clip(0.5), af.compiled(scope="blocks"))
+graphs = counters["stats"]["unique_graphs"]
+hashes.append(fingerprint(state, recipe, batches(3), model=model))
+assert counters["stats"]["unique_graphs"] > graphs
+say(*hashes)
 """
 
 
 @compiles
-def test_compiled_losses_have_one_hash_too():
+def test_compiled_losses_and_blocks_have_one_hash_too():
     """Dropout draws other numbers in a graph, but the same on any number of ranks."""
     alone = launch(COMPILED, num_processes=1).splitlines()
+    of_loss, of_blocks = alone[0].split()
+    assert of_loss != of_blocks
     launch(COMPILED, num_processes=2, expect=alone * 2)

@@ -1,5 +1,7 @@
 """Updates that are left out: the run over the other batches, on all ranks alike."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import assume, example, given
@@ -21,11 +23,13 @@ def with_one_bad(batches, bad, culprit, world_size):
     return parts
 
 
-def trained_in_a_world(parts, recipe, optimizer=ours.adamw, wrap=None):
+def trained_in_a_world(
+    parts, recipe, optimizer=ours.adamw, wrap=None, make_model=ours.regression_model
+):
     wrap = af.wrap_ddp() if wrap is None else wrap
 
     def run(state):
-        model = ours.regression_model()
+        model = make_model()
         plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
         state, step = af.build(state, af.compose(wrap, recipe)(plan))
         applied = []
@@ -158,6 +162,32 @@ def test_a_spike_on_one_rank_is_left_out_on_all(wrap, world_size, culprit):
     parts[culprit][4] = inputs, targets * 1e4
     _, expected = ours.trained_by_hand(ours.regression_model(), calm)
     for parameters, applied in trained_in_a_world(parts, af.skip_spikes(window=4), wrap=wrap):
+        ours.assert_close(parameters, expected)
+        assert applied == [True] * 4 + [False] + [True] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize(
+    ("recipe", "bad"),
+    [(af.skip_nonfinite(), float("nan")), (af.skip_spikes(window=4), 1e4)],
+    ids=["nonfinite", "spike"],
+)
+def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(
+    recipe, bad, row, world_size
+):
+    """Targets of one output reach one row of the weight alone, which one rank holds."""
+    calm = [(torch.eye(4).double(), torch.ones(4, 4).double())] * 6
+    targets = calm[4][1].clone()
+    targets[:, row] = bad
+    spoilt = [*calm[:4], (calm[4][0], targets), *calm[4:]]
+
+    layer = torch.nn.Linear(4, 4).double()
+    _, expected = ours.trained_by_hand(copy.deepcopy(layer), calm)
+    parts = ours.dealt_evenly(spoilt, world_size)
+    for parameters, applied in trained_in_a_world(
+        parts, recipe, wrap=af.wrap_fsdp(), make_model=lambda: copy.deepcopy(layer)
+    ):
         ours.assert_close(parameters, expected)
         assert applied == [True] * 4 + [False] + [True] * 2
 

@@ -13,6 +13,7 @@ import accel_fn as af
 from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.compilers import compiles
+from tests.properties.test_reproducible import fingerprint
 
 
 def make_model():
@@ -175,6 +176,20 @@ def test_evaluation_is_in_float8_too_and_copies_of_a_plan_do_not_meet():
         expected = float(loss_fn(torchaos(copy.deepcopy(model)), batch))
     assert float(step.forward(state, batch)) == pytest.approx(expected, rel=1e-6)
     assert float(other.forward(state, batch)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_reproducible_has_one_hash_of_it_on_any_number_of_ranks():
+    """The largest values that its scales are made of are those of a slot, wherever that is."""
+    start = make_model()
+
+    def run(state):
+        model = copy.deepcopy(start)
+        recipe = af.compose(af.with_amp("fp8"), af.clip(0.5))
+        data = make_batches()
+        return fingerprint(state, recipe, data, model=model, loss_fn=loss_fn)
+
+    hashes = {each for size in (1, 2, 4, 8) for each in simulate(run, world_size=size)}
+    assert len(hashes) == 1
 
 
 @compiles
