@@ -364,7 +364,7 @@ def test_workers_are_not_waited_for_where_others_hold_what_says_that_they_have_e
 
 
 def locked_by_one_that_is_killed(lock):
-    lock.acquire()
+    lock.acquire(timeout=5)  # else the worker was killed in that instant itself
     killed(0)
 
 
