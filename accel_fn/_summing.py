@@ -104,13 +104,19 @@ def _sum_bucket(bucket: Sequence[Tensor], state: DistState) -> None:
     """Overwrite tensors of one kind by their sums over the ranks."""
     sizes = [tensor.numel() for tensor in bucket]
     lacking = -sum(sizes) % state.world_size
-    flat = torch.cat([*[tensor.reshape(-1) for tensor in bucket], bucket[0].new_zeros(lacking)])
     # As bytes: not every backend knows every dtype, and nothing is added up on the way.
-    received = _comm.all_to_all(flat.view(torch.uint8), state, "step").view(flat.dtype)
-    rows = received.view(state.world_size, -1)
+    mine = _sum_part(bucket, lacking, state).view(torch.uint8)
+    whole = torch.cat(_comm.all_gather(mine, state, "step")).view(bucket[0].dtype)
+    for tensor, part in zip(bucket, torch.split(whole, [*sizes, lacking]), strict=False):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _sum_part(bucket: Sequence[Tensor], lacking: int, state: DistState) -> Tensor:
+    """This rank's part of the sums, of as many numbers as any other's; nothing else is held after it."""
+    flat = torch.cat([*[tensor.reshape(-1) for tensor in bucket], bucket[0].new_zeros(lacking)])
+    rows = _comm.all_to_all(flat.view(torch.uint8), state, "step").view(state.world_size, -1)
+    rows = rows.view(flat.dtype)
+    del flat
     while len(rows) > 1:
         rows = rows[0::2] + rows[1::2]
-    parts = _comm.all_gather(rows[0].contiguous().view(torch.uint8), state, "step")
-    sums = torch.split(torch.cat(parts).view(flat.dtype), [*sizes, lacking])
-    for tensor, part in zip(bucket, sums, strict=False):
-        tensor.copy_(part.view(tensor.shape))
+    return rows[0]

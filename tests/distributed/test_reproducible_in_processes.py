@@ -156,7 +156,7 @@ def test_twice_as_many_slots_hold_one_gradient_more():
 @on_linux
 @pytest.mark.parametrize(
     ("model", "num_slots", "more"),
-    [(LARGE, 2, 3.5), (LARGE, 8, 3.5), (MANY, 8, 2.0)],
+    [(LARGE, 2, 1.5), (LARGE, 8, 1.5), (MANY, 8, 2.0)],
     ids=["large, 1 slot each", "large, 4", "many, 4"],
 )
 def test_two_processes_hold_so_many_gradients_more_than_with_ddp(model, num_slots, more):
