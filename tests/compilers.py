@@ -14,6 +14,11 @@ from tests import strategies as ours
 there = shutil.which(os.environ.get("CXX", "g++")) is not None
 MARKS = [pytest.mark.slow, pytest.mark.skipif(not there, reason="needs a C++ compiler")]
 
+# torch's compiler looks at the gradients of tensors that have none.
+looks_at_gradients = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)
+
 
 def compiles(test: Callable[..., None]) -> Callable[..., None]:
     """A decorator of such a test."""

@@ -48,8 +48,8 @@ def reproducible(num_slots: int = 8) -> Transform:
     Cost: a forward and backward a slot; memory for log2(slots of a rank) gradients more than
     `wrap_ddp` takes. In a world of several, two small collectives on the host before the first
     forward, and after the last backward, overlapped with nothing, as much traffic as an all-reduce of the
-    gradients has. It goes by buckets of 32 MB, or of one parameter that is larger, each in 2.5 times its
-    memory, once that of the slots is free: where one parameter is nearly all of a model, two ranks hold
+    gradients has. It goes by buckets of 32 MB, or of one parameter that is larger, once the
+    memory of the slots is free: where one parameter is nearly all of a model, two ranks hold
     1.5 gradients more than with `wrap_ddp`, however few the slots are.
 
     >>> import accel_fn as af

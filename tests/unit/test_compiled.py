@@ -12,6 +12,7 @@ from accel_fn._compiling import MODES
 from tests import strategies as ours
 from tests.compilers import (
     compiles,
+    looks_at_gradients,
     make_batches,
     make_plan,
     num_breaks,
@@ -22,8 +23,7 @@ from tests.compilers import (
 from tests.properties.test_scaling import scaled
 from tests.stacks import Block, stack
 
-# torch's compiler looks at the gradients of tensors that have none.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = looks_at_gradients
 
 TOGETHER = af.compose(af.accumulate(2), af.clip(0.5), scaled(1024.0, growth_interval=30))
 IN_FLOAT16 = af.with_amp("fp16", init_scale=2.0**8, growth_interval=30)
@@ -270,8 +270,6 @@ def reading_loss(model, batch):
 
 
 BREAKS = {"loss": (Block, reading_loss), "block": (Reading, ours.mse)}
-
-
 """Where a graph breaks: in the loss outside of the model, or inside of each block."""
 
 

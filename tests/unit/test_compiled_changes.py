@@ -13,10 +13,9 @@ import accel_fn as af
 from accel_fn._compiling import moving_guards
 from accel_fn.transforms import _compilation
 from tests import strategies as ours
-from tests.compilers import compiles, make_batches, make_plan, num_graphs, run
+from tests.compilers import compiles, looks_at_gradients, make_batches, make_plan, num_graphs, run
 
-# torch's compiler looks at the gradients of tensors that have none.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = looks_at_gradients
 
 FACTOR, measured = 1.0, F.mse_loss
 

@@ -19,10 +19,9 @@ from accel_fn._capturing import keeps_tensors
 from accel_fn._compiling import MODES
 from accel_fn.testing import simulate
 from tests import strategies as ours
-from tests.compilers import compiles, make_batches, make_plan, plain_sgd, run
+from tests.compilers import compiles, looks_at_gradients, make_batches, make_plan, plain_sgd, run
 
-# torch's compiler looks at the gradients of tensors that have none.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = looks_at_gradients
 
 NO_COMPILER = """
 import json, sys, torch
