@@ -24,7 +24,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     name, keys, position, has_gauss, gauss = cast("Any", np.random.get_state(legacy=True))
     version, words, gauss_next = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, list(words), gauss_next],
+        "python": [version, torch.from_numpy(np.array(words)), gauss_next],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
         "torch": torch.get_rng_state(),
     }
@@ -36,7 +36,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def restore_random(state: dict[str, Any], device: torch.device) -> None:
     """Put all of them back to where they stood."""
     version, words, gauss_next = state["python"]
-    random.setstate((version, tuple(words), gauss_next))
+    random.setstate((version, tuple(np.asarray(words).tolist()), gauss_next))
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(state["torch"])

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from accel_fn._errors import CheckpointError
-from accel_fn._random import derive_random, kept_random
+from accel_fn._random import derive_random, kept_random, random_state, restore_random
 from accel_fn.checkpoint import _reading
 from accel_fn.checkpoint._manifest import read_manifest
 from accel_fn.testing import simulate
@@ -231,6 +231,20 @@ def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
     expected += [[rank, at, derived[3, rank, at]] for rank in (1, 2) for at in (0, 1)]
     assert sorted(map(json.loads, lines)) == sorted(expected * 2)
     assert len({str(drawn) for drawn in derived.values()}) == 8
+
+
+def test_a_generator_whose_words_were_saved_as_a_list_goes_on():
+    """As they were at first; a tensor is read three times as fast."""
+    host = torch.device("cpu")
+    with kept_random(host):
+        random.seed(3)
+        saved = random_state(host)
+        version, words, gauss = saved["python"]
+        drawn = random.random()
+        for each in (words, words.tolist()):
+            random.seed(4)
+            restore_random(saved | {"python": [version, each, gauss]}, host)
+            assert random.random() == drawn
 
 
 class Counter:
