@@ -126,6 +126,15 @@ def test_norm_of_half_precision_is_summed_in_float32(dtype):
     )
 
 
+@pytest.mark.parametrize("shape", [(2**24,), (2**11, 2**13)], ids=str)
+def test_norm_of_a_large_gradient_in_float32_is_that_in_float64(shape):
+    """Torch's own, in one, is off by 6e-4: shards of it would be clipped otherwise than all of it."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    assert abs(get_total_norm([gradient]) / expected - 1) > 1e-4
+    torch.testing.assert_close(af.Grads((gradient,)).norm().double(), expected, rtol=1e-5, atol=0.0)
+
+
 def test_norm_of_complex_gradients_is_of_their_absolute_values():
     gradients = (torch.tensor([3 + 4j]), torch.tensor([12.0]))
     assert af.Grads(gradients).norm() == 13.0
