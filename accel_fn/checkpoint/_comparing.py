@@ -34,6 +34,13 @@ def differences(manifest: Manifest, contents: Contents, state: DistState) -> lis
     return found + _compare(saved, here)
 
 
+def extra_state_differences(
+    saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """The same of what is in the models' `state_dict` and no tensor: is it there? By step, of `rest`."""
+    return _compare(_extra_state(saved), _extra_state(here))
+
+
 def extra_differences(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> list[str]:
     """The same of extras: of their names, and what those say that can tell without being changed."""
     names = [{"extras": sorted(each)} if each else {} for each in (saved, extras)]
@@ -107,6 +114,14 @@ def _told_by(extra: Any, saved: Any) -> list[str]:
     """The lines of an extra that can compare itself with what was saved of it."""
     compare = getattr(extra, "differences_from", None)
     return [] if compare is None else list(compare(saved))
+
+
+def _extra_state(rests: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    return {
+        f"{place_of('model', name)}{key}": "extra state"
+        for name, rest in rests.items()
+        for key in rest["model"]
+    }
 
 
 def _plans(plans: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -33,6 +33,11 @@ class FileMark:
     hash: str
 
 
+def check_hashing(function: str) -> None:
+    """Is the library here that makes hashes?"""
+    extra(function, "xxhash")
+
+
 def new_hash() -> Any:
     """An XXH3-128: it reads memory faster than a disk does; for damage, not against forgery."""
     return extra("save", "xxhash").xxh3_128()

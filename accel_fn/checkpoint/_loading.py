@@ -27,6 +27,7 @@ from accel_fn.checkpoint._checking import (
 from accel_fn.checkpoint._comparing import (
     differences,
     extra_differences,
+    extra_state_differences,
     fitting,
     fitting_extras,
     has_optimizer,
@@ -190,6 +191,7 @@ def _compare(saved: _Saved, extras: Mapping[str, Any], state: DistState, *, stri
         if not strict
     ]
     found += differences(saved.manifest, saved.contents, state)
+    found += extra_state_differences(saved.common["steps"], saved.contents.rest)
     found += extra_differences(saved.extras, extras)
     if found and strict:
         raise CheckpointError(

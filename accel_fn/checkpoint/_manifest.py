@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fn._errors import CheckpointError
-from accel_fn.checkpoint._hashing import FileMark, cannot_read, hash_of
+from accel_fn.checkpoint._hashing import FileMark, cannot_read, check_hashing, hash_of
 from accel_fn.checkpoint._manifest_checking import check_manifest
 
 FORMAT = 1
@@ -68,6 +68,7 @@ class Manifest:
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint, checked."""
     path = checkpoint / NAME
+    check_hashing("load")
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

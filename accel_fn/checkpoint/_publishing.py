@@ -45,6 +45,11 @@ class Draft:
         entries = with_chunks(self.head.entries, chunks)
         manifest = replace(self.head, entries=entries, files=files)
         try:
+            if not self.path.is_dir():
+                raise CheckpointError(
+                    f"save: folder must stay while it is written to, got {self.home}, in which "
+                    f"{self.path.name} is gone: somebody has moved or removed it"
+                )
             for name, mark in files.items():
                 path = self.path / name
                 if not path.exists() or path.stat().st_size != mark.size:

@@ -34,7 +34,7 @@ from accel_fn.checkpoint._contents import (
     notes_of,
     scale_to_dict,
 )
-from accel_fn.checkpoint._hashing import hash_of, memory_of, sync
+from accel_fn.checkpoint._hashing import check_hashing, hash_of, memory_of, sync
 from accel_fn.checkpoint._locking import FolderLock
 from accel_fn.checkpoint._manifest import Manifest
 from accel_fn.checkpoint._naming import COMMON, file_of
@@ -149,6 +149,7 @@ def _check(
 ) -> tuple[Path, Contents]:
     """The folder, wherever the program goes from here, and what is to be saved."""
     home = Path(check_folder("save", folder)).absolute()
+    check_hashing("save")
     check_steps(steps, "save")
     check_keep(keep, keep_every, "save")
     check_flag("save", "wait", wait)

@@ -508,6 +508,27 @@ class Hiding(nn.Linear):
         self.words = state["words"]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        ((Hiding, nn.Linear), "extra state saved, nothing here"),
+        ((nn.Linear, Hiding), "nothing saved, extra state here"),
+    ],
+    ids=["gone", "new"],
+)
+def test_extra_state_that_is_gone_or_new_is_a_difference(tmp_path, kinds, told):
+    saved, here = [kind(3, 1).double() for kind in kinds]
+    state, step = make(model=saved)
+    af.save(tmp_path, state, step)
+    program = make(model=here)
+    before = here.weight.clone()
+    with pytest.raises(CheckpointError, match=f"  model/_extra_state: {told}$"):
+        af.load(tmp_path, *program)
+    assert torch.equal(here.weight, before)
+    af.load(tmp_path, *program, strict=False)
+    assert torch.equal(here.weight, saved.weight)
+
+
 class Demanding(Hiding):
     """Takes all that it gives in a way of its own."""
 

@@ -28,6 +28,7 @@ from accel_fn.checkpoint import _locking
 from accel_fn.checkpoint._hashing import FileMark, hash_of
 from accel_fn.checkpoint._manifest import read_manifest
 from accel_fn.checkpoint._naming import publish
+from accel_fn.checkpoint._writing import Share
 from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.processes import ROOT, launch
@@ -533,6 +534,43 @@ def test_a_folder_that_goes_away_during_a_save_is_told(tmp_path):
     loads(elsewhere, 1)
     run(folder, 2, saver=(state, step))
     loads(folder, 2)
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
+def test_a_folder_that_goes_away_once_all_is_written_is_told(tmp_path, monkeypatch, wait):
+    folder, write = tmp_path / "run", Share.write
+
+    def write_and_move(share, draft):
+        written = write(share, draft)
+        folder.rename(tmp_path / "elsewhere")
+        return written
+
+    def save_twice():  # what goes wrong in the background is raised by the next
+        for _ in range(2):
+            af.save(folder, state, step, wait=wait)
+
+    state, step = run(folder, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Share, "write", write_and_move)
+        with pytest.raises(CheckpointError, match=r"step_00000001 is gone: somebody has moved or"):
+            save_twice()
+    assert af.latest(folder) is None
+    loads(tmp_path / "elsewhere", 1)
+
+
+def test_without_the_library_of_hashes_nothing_is_begun(tmp_path, monkeypatch):
+    state, step = run(tmp_path / "run", 1)
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    words = r': xxhash must be installed; pip install "accel-fn\[checkpoint\]"'
+    with pytest.raises(ModuleNotFoundError, match=f"save{words}"):
+        af.save(tmp_path / "new", state, step)
+    assert names(tmp_path) == ["run"]
+    for read in (
+        lambda: af.load(tmp_path / "run", state, step),
+        lambda: af.latest(tmp_path / "run"),
+    ):
+        with pytest.raises(ModuleNotFoundError, match=f"load{words}"):
+            read()
 
 
 def test_a_folder_may_be_a_link(tmp_path):

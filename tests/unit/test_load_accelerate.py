@@ -220,14 +220,16 @@ def test_several_models_are_refused(saved, tmp_path):
     refused(tmp_path / "copy", "must be of one model and one optimizer, got model_1.safetensors")
 
 
-def test_a_pickle_runs_nothing(saved, tmp_path):
+@pytest.mark.parametrize("name", ["optimizer.bin", "scheduler.bin", "scaler.pt"])
+def test_a_pickle_runs_nothing(saved, tmp_path, name):
     class Bomb:
         def __reduce__(self):
             return (tmp_path / "fuse").touch, ()
 
     shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
-    (tmp_path / "copy" / "optimizer.bin").write_bytes(pickle.dumps(Bomb()))
-    refused(tmp_path / "copy", "must hold tensors and plain data")
+    (tmp_path / "copy" / name).write_bytes(pickle.dumps(Bomb()))
+    schedulers = [torch.optim.lr_scheduler.StepLR(make()[1], 2, 0.5)]
+    refused(tmp_path / "copy", f"{name} must hold tensors and plain data", schedulers=schedulers)
     assert not (tmp_path / "fuse").exists()
 
 
