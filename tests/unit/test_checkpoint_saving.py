@@ -113,6 +113,7 @@ def test_a_run_beside_a_newer_format_keeps_the_one_that_it_goes_on_from(beside_a
 # Full disks and kills.
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_one_rank_is_told_on_all_and_leaves_what_was_there(tmp_path):
     script = f"""
         import resource, signal
@@ -176,8 +177,8 @@ _DYING = """
 """
 
 
-@pytest.mark.parametrize("step", [3, 4])
 @pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 4])
 def test_a_kill_at_any_call_in_the_background_leaves_all_that_was_whole(tmp_path, step):
     """Of a save of a step that is there already, and of a new one."""
     said = launch(_DYING.format(folder=str(tmp_path), step=step), num_processes=1)
