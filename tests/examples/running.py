@@ -42,12 +42,14 @@ runpy.run_path({argv!r}[0], run_name="__main__")
 """
 
 
-def run_forked(name: str, *arguments: str, folder: Path, num_processes: int = 1) -> Run:
+def run_forked(
+    name: str, *arguments: str, folder: Path, num_processes: int = 1, timeout_s: float = 100
+) -> Run:
     """Run an example where torch is imported already, which is most of a short run."""
     argv = _argv(name, folder, arguments)
     script = _FORKED.format(folder=str(EXAMPLES), argv=argv)
     (ranks,) = run_worlds(
-        {name: script}, folder, num_processes=num_processes, timeout_s=100
+        {name: script}, folder, num_processes=num_processes, timeout_s=timeout_s
     ).values()
     codes, stdout, stderr = zip(
         *[(each.exit_code, each.stdout, each.stderr) for each in ranks], strict=True
