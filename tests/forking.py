@@ -78,7 +78,7 @@ def run_worlds(
     *,
     num_processes: int = 2,
     num_at_once: int = 4,
-    timeout_s: float = 200,
+    timeout_s: float = 500,
 ) -> dict[str, list[Ended]]:
     """Run each script on some ranks, several at once; how each rank ended, by name.
 

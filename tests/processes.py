@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 def launch(
-    script: str, *, num_processes: int = 2, expect: Sequence[str] = (), timeout_s: float = 250
+    script: str, *, num_processes: int = 2, expect: Sequence[str] = (), timeout_s: float = 500
 ) -> str:
     """Run a script on several processes; what they `say` must be just these lines, in any order."""
     with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,7 @@ def surroundings(folder: Path, **variables: str) -> dict[str, str]:
 
 
 def run_python(
-    folder: Path, *arguments: str, timeout_s: float = 250, **variables: str
+    folder: Path, *arguments: str, timeout_s: float = 500, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run python in a folder; give back its output and its exit code."""
     return subprocess.run(
@@ -53,7 +53,7 @@ def run_python(
 
 
 def run_command(
-    folder: Path, *arguments: str, timeout_s: float = 250, **variables: str
+    folder: Path, *arguments: str, timeout_s: float = 500, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `accel-fn ARGUMENTS`, likewise."""
     return run_python(folder, "-m", "accel_fn.cli", *arguments, timeout_s=timeout_s, **variables)

@@ -110,7 +110,7 @@ class Launcher:
         os.kill(self.pid, number)
         return self
 
-    def wait(self, timeout_s: float = 200) -> Ended:
+    def wait(self, timeout_s: float = 500) -> Ended:
         start = time.monotonic()
         try:
             code = until(
@@ -124,7 +124,7 @@ class Launcher:
         return Ended(code, self.stdout, self.stderr, time.monotonic() - start)
 
 
-def until(look: Callable[[], object], what: Callable[[], str], timeout_s: float = 120):
+def until(look: Callable[[], object], what: Callable[[], str], timeout_s: float = 300):
     """What `look` finds at last."""
     deadline = time.monotonic() + timeout_s
     while (found := look()) is None:

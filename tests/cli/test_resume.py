@@ -188,7 +188,7 @@ def run_apart(folder, call, timeout_s=110):
     return json.loads(launch(script, num_processes=1, timeout_s=timeout_s))
 
 
-@pytest.mark.timeout(60 + 10 * _NUM_KILLS)
+@pytest.mark.timeout(600 + 10 * _NUM_KILLS)
 def test_a_run_that_is_killed_at_fifty_instants_ends_as_one_that_is_not(tmp_path):
     """Parameters, buffers, optimizer and generators of each rank, to the bit."""
     found = run_apart(tmp_path, f"kill_often(folder, {_NUM_KILLS})", 30 + 10 * _NUM_KILLS)
@@ -284,7 +284,7 @@ def train_under_launcher(num_kills):
     os.write(1, f"hash {state.rank} {found}\n".encode())
 
 
-@pytest.mark.timeout(60 + 60 * _NUM_RESTARTS)
+@pytest.mark.timeout(600 + 60 * _NUM_RESTARTS)
 def test_the_launcher_brings_a_killed_run_back(launchers, tmp_path):
     """Each time, while it trains or saves; now with workers, now without."""
     script = "from tests.cli.test_resume import train_under_launcher as run; "

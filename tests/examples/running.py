@@ -43,7 +43,7 @@ runpy.run_path({argv!r}[0], run_name="__main__")
 
 
 def run_forked(
-    name: str, *arguments: str, folder: Path, num_processes: int = 1, timeout_s: float = 100
+    name: str, *arguments: str, folder: Path, num_processes: int = 1, timeout_s: float = 500
 ) -> Run:
     """Run an example where torch is imported already, which is most of a short run."""
     argv = _argv(name, folder, arguments)

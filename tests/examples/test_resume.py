@@ -19,7 +19,6 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_was_not(tmp_p
             *("launch", "-n", "2", "--cpu", "--max-restarts", "2"),
             str(EXAMPLES / "resume.py"),
             *("--epochs", "2", "--save-every", "5", "--out", name, *kills),
-            timeout_s=100,
         )
         assert done.returncode == 0, done.stderr
         restarts = re.findall(r"restart (\d) of 2: rank 1 .*SIGKILL", done.stderr)

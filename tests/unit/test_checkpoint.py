@@ -234,7 +234,7 @@ def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
 
 
 def test_a_generator_whose_words_were_saved_as_a_list_goes_on():
-    """As they were at first; a tensor is read three times as fast."""
+    """A checkpoint may hold a list in place of a tensor."""
     host = torch.device("cpu")
     with kept_random(host):
         random.seed(3)

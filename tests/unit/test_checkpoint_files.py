@@ -926,6 +926,7 @@ _DYING = """
     import os, shutil, signal
     from pathlib import Path
     from accel_fn.checkpoint import _publishing, _saving, _writing
+    from accel_fn.checkpoint._background import finish_writing
     from tests.unit.test_checkpoint_files import run
 
     def dying(function):
@@ -947,7 +948,8 @@ _DYING = """
         }}.items():
             for name in names:
                 setattr(module, name, dying(getattr(module, name)))
-        run(folder, {step}, saver=saver, keep=2)
+        state, step = run(folder, {step}, saver=saver, keep=2, wait={wait})
+        finish_writing(step.notes, state, "save")
 
     first = Path({folder!r}) / "first"
     saver = run(first, 1, 2, 3)
@@ -961,11 +963,12 @@ _DYING = """
 """
 
 
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
 @pytest.mark.parametrize("step", [3, 4])
 @pytest.mark.slow
-def test_a_kill_at_any_call_leaves_all_that_was_whole(tmp_path, step):
+def test_a_kill_at_any_call_leaves_all_that_was_whole(tmp_path, step, wait):
     """Of a save of a step that is there already, and of a new one."""
-    said = launch(_DYING.format(folder=str(tmp_path), step=step), num_processes=1)
+    said = launch(_DYING.format(folder=str(tmp_path), step=step, wait=wait), num_processes=1)
     codes = [int(line) for line in said.splitlines()]
     assert set(codes) == {-signal.SIGKILL, 0}
     assert codes.index(0) > 15

@@ -34,7 +34,7 @@ def test_the_loss_scale_grows_at_the_update_where_it_would_have(tmp_path, num_be
     state = advance(state, step, num_before)
     af.save(tmp_path, state, step)
     scales = followed(state, step, scale_of)
-    state, other = make(recipe=recipe)
+    state, other = make(recipe=af.with_amp("fp16", growth_factor=4.0, growth_interval=7))
     state = af.load(tmp_path, state, other)
     assert followed(state, other, scale_of) == scales
     assert scales == [8.0 * 2 ** ((num_before + count) // 3) for count in range(1, 6)]
@@ -150,21 +150,24 @@ def test_keys_are_those_of_the_model_that_a_user_gave_to_ddp(tmp_path):
 
 
 def test_another_optimizer_starts_fresh_where_that_is_meant(tmp_path, capsys):
-    state, step = make()
+    """At its own learning rate, also where the schedule goes on."""
+    state, step = make(recipe=scheduled(StepLR, 1))
     path = af.save(tmp_path, advance(state, step), step)
-    state, other = make(3, optimizer=ours.sgd)
+    state, other = make(3, optimizer=ours.sgd, recipe=scheduled(StepLR, 1))
     fresh = copy.deepcopy(other.plan.optimizer.state_dict())
     state = af.load(tmp_path, state, other, strict=False)
     assert capsys.readouterr().err == (
         f"accel_fn: {path} is of another program:\n  optimizer: AdamW saved, SGD here\n"
     )
     assert (state.step, other.plan.optimizer.state_dict()) == (2, fresh)
+    assert other.plan.after[0].state_dict() == step.plan.after[0].state_dict()
     ours.assert_identical(other.plan.model.state_dict(), step.plan.model.state_dict())
     advance(state, other)
 
 
 def test_another_schedule_starts_fresh_where_that_is_meant(tmp_path, capsys):
-    state, step = make(recipe=scheduled(StepLR, 5))
+    """At the learning rate that was saved."""
+    state, step = make(recipe=scheduled(StepLR, 1))
     path = af.save(tmp_path, advance(state, step), step)
     state, other = make(3, recipe=scheduled(CosineAnnealingLR, 10))
     fresh = other.plan.after[0].state_dict()
@@ -174,6 +177,8 @@ def test_another_schedule_starts_fresh_where_that_is_meant(tmp_path, capsys):
         "['scheduled(by=CosineAnnealingLR)'] here\n"
     )
     assert (state.step, other.plan.after[0].state_dict()) == (2, fresh)
+    rates = [each.plan.optimizer.param_groups[0]["lr"] for each in (step, other)]
+    assert rates == pytest.approx([0.05 / 100] * 2)
     ours.assert_identical(ours.kept_tensors(other), ours.kept_tensors(step))
     advance(state, other)
 

@@ -1,4 +1,4 @@
-"""Saving, at its worst moments: power cuts, kills, a full disk of one rank, a newer version's files."""
+"""Saving, at its worst moments: power cuts, a full disk of one rank, a newer version's files, a kill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.unit.test_checkpoint_files import (
     BATCH,
     loads,
     make,
-    names,
     refused,
     run,
     steps_of,
@@ -110,7 +109,7 @@ def test_a_run_beside_a_newer_format_keeps_the_one_that_it_goes_on_from(beside_a
     assert steps_of(beside_a_newer) == [1, 2, 3]
 
 
-# Full disks and kills.
+# A full disk.
 
 
 @pytest.mark.slow
@@ -145,55 +144,6 @@ def test_a_full_disk_of_one_rank_is_told_on_all_and_leaves_what_was_there(tmp_pa
     left = ".lock step_00000001"
     launch(script, num_processes=3, expect=[f"0 True {left}", f"1 False {left}", f"2 True {left}"])
     assert steps_of(tmp_path) == [1, 2]
-
-
-_DYING = """
-    import os, shutil, signal, sys
-    from itertools import count
-    from pathlib import Path
-    from tests.unit.test_checkpoint_files import run
-
-    def dying(event, arguments):
-        global left
-        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    first = Path({folder!r}) / "first"
-    saver = run(first, 1, 2, 3)
-    for number in count():
-        folder = shutil.copytree(first, first.with_name(str(number)))
-        pid = os.fork()
-        if pid == 0:
-            left = number
-            sys.addaudithook(dying)
-            run(folder, {step}, saver=saver, keep=2, wait=False)
-            sys.exit()  # waits for what is written
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        say(code)
-        if code == 0:
-            break
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [3, 4])
-def test_a_kill_at_any_call_in_the_background_leaves_all_that_was_whole(tmp_path, step):
-    """Of a save of a step that is there already, and of a new one."""
-    said = launch(_DYING.format(folder=str(tmp_path), step=step), num_processes=1)
-    *killed, last = [int(line) for line in said.splitlines()]
-    assert (set(killed), last) == ({-signal.SIGKILL}, 0)
-    assert len(killed) > 15
-    for number in range(len(killed) + 1):
-        folder = tmp_path / str(number)
-        found = af.list_checkpoints(folder)
-        assert not any(each.damage for each in found)
-        newest = found[-1].step
-        assert newest in ({3, step} if number < len(killed) else {step})
-        loads(folder, newest)
-        run(folder, 5)
-        assert all(name.startswith(("step_", ".lock")) for name in names(folder))
 
 
 # Data.

@@ -126,9 +126,9 @@ def test_norm_of_half_precision_is_summed_in_float32(dtype):
     )
 
 
-@pytest.mark.parametrize("shape", [(2**24,), (2**11, 2**13)], ids=str)
+@pytest.mark.parametrize("shape", [(2**25,), (2**12, 2**13)], ids=str)
 def test_norm_of_a_large_gradient_in_float32_is_that_in_float64(shape):
-    """Torch's own, in one, is off by 6e-4: shards of it would be clipped otherwise than all of it."""
+    """Torch's own is off by more than 1e-4: shards would be clipped otherwise than the whole."""
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     expected = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     assert abs(get_total_norm([gradient]) / expected - 1) > 1e-4
