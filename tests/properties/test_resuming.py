@@ -2,69 +2,118 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import tempfile
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from queue import SimpleQueue
+from threading import Thread
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import accel_fn as af
 from accel_fn.checkpoint import _publishing, _writing
+from accel_fn.checkpoint._background import finish_writing
 from accel_fn.checkpoint._publishing import Draft
 from accel_fn.testing import simulate
+from tests import reference
 from tests import strategies as ours
 
-NUM_BATCHES = 9
+
+def batch_of(index: int, *, is_spoilt: bool):
+    """A global batch of an odd size; one that is spoilt overflows, on the last rank alone."""
+    generator = torch.Generator().manual_seed(index)
+    inputs = torch.randn(4 + index % 4, 3, generator=generator).double()
+    targets = torch.randn(len(inputs), 1, generator=generator).double()
+    if is_spoilt:
+        inputs[-1] = float("nan")
+    return inputs, targets
 
 
-@dataclass(frozen=True)
-class Life:
-    """A process's: ranks, updates before each of its saves, and those that are lost when it is killed."""
-
-    world_size: int
-    kept: tuple[int, ...]
-    lost: int = 0
-    waits: bool = True
-    """For its saves; else those end while further updates are made."""
-    sharded: bool = False
-    """Parameters and optimizer state, over the ranks; else each holds all of them."""
-    num_files: int | None = None
-    """That its saves write until it is killed in one; None: it is killed later."""
-
-
-lives = st.lists(
-    st.builds(
-        Life,
-        st.integers(1, 4),
-        st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple),
-        st.integers(0, 3),
-        st.booleans(),
-        st.booleans(),
-        st.none() | st.integers(0, 20),
-    ),
-    max_size=4,
-)
-
-
-def batches(spoilt: frozenset[int]):
-    """Global batches of odd sizes; those that are spoilt overflow."""
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for index in range(NUM_BATCHES):
-        inputs = torch.randn(3 + index % 4, 3, generator=generator).double()
-        targets = torch.randn(len(inputs), 1, generator=generator).double()
-        if index in spoilt:
-            inputs[-1] = float("nan")  # on the last rank alone
-        found.append((inputs, targets))
-    return found
+def part(batch, state):
+    cuts = [len(batch[0]) * rank // state.world_size for rank in range(state.world_size + 1)]
+    return ours.rows(batch, cuts[state.rank], cuts[state.rank + 1])
 
 
 def scaled(plan):
     return replace(plan, starts=(lambda state: replace(state, scaler=af.LossScale.start(2.0**8)),))
+
+
+class Rank:
+    """One of a run's: what it trains, and how far it is."""
+
+    def __init__(self, state, wrap, *, seed):
+        model = ours.regression_model(seed)
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        recipe = af.compose(wrap, scaled, af.accumulate(2), af.clip(0.5))
+        self.state, self.step = af.build(state, recipe(plan))
+
+    def load(self, folder):
+        self.state = af.load(folder, self.state, self.step)
+
+    def save(self, folder, *, wait):
+        af.save(folder, self.state, self.step, keep=2, wait=wait)
+
+    def finish(self):
+        finish_writing(self.step.notes, self.state, "save")
+
+    def train(self, batch):
+        """The loss, to the bit."""
+        self.state, report = self.step(self.state, part(batch, self.state))
+        return float(report.loss).hex()
+
+    def parameters(self):
+        tensors = ours.whole(self.step.plan.model.state_dict())
+        return {name: value.clone() for name, value in tensors.items()}
+
+
+class World:
+    """Simulated ranks that live until they are killed, and do in between what they are asked."""
+
+    def __init__(self, kind, *, seed):
+        world_size, sharded = kind
+        self._asked = [SimpleQueue() for _ in range(world_size)]
+        self._said = [SimpleQueue() for _ in range(world_size)]
+        wrap = af.wrap_fsdp() if sharded else af.wrap_ddp()
+
+        def live(state):
+            rank = None
+            while (ask := self._asked[state.rank].get()) is not None:
+                try:
+                    rank = rank or Rank(state, wrap, seed=seed)
+                    self._said[state.rank].put((ask(rank), None))
+                except Exception as error:
+                    self._said[state.rank].put((None, error))
+
+        self._thread = Thread(target=lambda: simulate(live, world_size=world_size), daemon=True)
+        self._thread.start()
+
+    def each(self, ask: Callable[[Rank], object]):
+        """What every rank says to it, in order of rank."""
+        for asked in self._asked:
+            asked.put(ask)
+        answers, errors = zip(*[said.get() for said in self._said], strict=True)
+        for error in filter(None, errors):
+            raise error
+        return answers
+
+    def kill(self):
+        for asked in self._asked:
+            asked.put(None)
+        self._thread.join()
+        gc.collect()  # errors hold on to ranks, and those to the lock of their folder
 
 
 @contextmanager
@@ -85,119 +134,160 @@ def killed_after(num_files):
         yield
 
 
-def live(folder, life, data):
-    """Start anew, go on from the newest checkpoint, save, and do what is lost.
+WORLDS = st.tuples(st.integers(1, 4), st.booleans())
+"""How many ranks, and whether parameters and optimizer state are shared among them."""
 
-    Of each rank: parameters and state at the last save, and the losses, to the bit, by step.
-    """
 
-    def run(state):
-        model = ours.regression_model(seed=5)  # other values than those saved
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        wrap = af.wrap_fsdp() if life.sharded else af.wrap_ddp()
-        recipe = af.compose(wrap, scaled, af.accumulate(2), af.clip(0.5))
-        state, step = af.build(state, recipe(plan))
-        state, losses = af.load(folder, state, step), {}
+class Runs(RuleBasedStateMachine):
+    """Runs over one folder, one after another, and what none of them may differ from."""
 
-        def train(state, num_updates):
-            for number in range(state.step, min(state.step + num_updates, len(data))):
-                state, report = step(state, part(data, state))
-                losses[number] = float(report.loss).hex()
-            return state
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.spoilt: set[int] = set()
+        self.now = self.newest = 0
+        self.world = World((1, False), seed=0)
+        self.save(wait=True)
+        self.expected = [(None, *self.world.each(Rank.parameters))]
 
+    def advance(self, batch):
+        """The loss and the parameters that are expected after an update that nobody has made yet."""
+        raise NotImplementedError
+
+    def check(self):
+        """All ranks are where they are expected."""
+        _, expected = self.expected[self.now]
+        skipped = len([index for index in self.spoilt if index < self.now])
+        for state, found in self.world.each(lambda rank: (rank.state, rank.parameters())):
+            self.assert_equal(found, expected)
+            assert state.step == self.now
+            assert float(state.scaler.scale) == 2.0 ** (8 - skipped)
+            assert int(state.scaler.skipped) == skipped
+
+    def begin(self, kind):
+        self.world = World(kind, seed=5)  # other values than those saved
+        self.world.each(lambda rank: rank.load(self.folder.name))
+        self.now = self.newest
+        self.check()
+
+    @rule(num_updates=st.integers(1, 3))
+    def train(self, num_updates):
+        for index in range(self.now, self.now + num_updates):
+            batch = batch_of(index, is_spoilt=index in self.spoilt)
+            if index + 1 == len(self.expected):
+                self.expected.append(self.advance(batch))
+            losses = self.world.each(lambda rank, batch=batch: rank.train(batch))
+            self.now = index + 1
+            self.check()
+            assert self.expected[self.now][0] in (None, losses[0])
+
+    @precondition(lambda self: len(self.expected) - 1 not in self.spoilt)
+    @rule()
+    def overflow(self):
+        """In the first batch that nobody has seen yet."""
+        self.spoilt.add(len(self.expected) - 1)
+
+    @rule(wait=st.booleans())
+    def save(self, wait):
+        self.world.each(lambda rank: rank.save(self.folder.name, wait=wait))
+        self.newest = self.now
+
+    @rule(kind=WORLDS)
+    def kill(self, kind):
+        self.world.each(Rank.finish)  # it writes from this process, which lives on
+        self.world.kill()
+        self.begin(kind)
+
+    @rule(num_files=st.integers(0, 20), wait=st.booleans(), kind=WORLDS)
+    def kill_while_it_saves(self, num_files, wait, kind):
+        """Or just after, where the files are fewer."""
+        before = self.newest
         try:
-            for num_updates in life.kept:
-                state = train(state, num_updates)
-                af.save(folder, state, step, keep=2, wait=life.waits)
-            tensors = ours.whole(model.state_dict())
-            result = {name: value.clone() for name, value in tensors.items()}, state, losses
-            train(state, life.lost)
-            if not life.waits:  # the process lives on in this one: what it writes must be there
-                af.load(folder, state, step)
+            with killed_after(num_files):
+                self.save(wait)
+                self.world.each(Rank.finish)
         except RuntimeError as error:
             if "killed" not in str(error):
                 raise
-            return None, state, losses
-        return result
+            self.newest = before
+        self.kill(kind)
 
-    with nullcontext() if life.num_files is None else killed_after(life.num_files):
-        return simulate(run, world_size=life.world_size)
-
-
-def part(data, state):
-    batch = data[state.step]
-    cuts = [len(batch[0]) * rank // state.world_size for rank in range(state.world_size + 1)]
-    return ours.rows(batch, cuts[state.rank], cuts[state.rank + 1])
+    def teardown(self):
+        self.world.each(Rank.finish)
+        self.world.kill()
+        self.folder.cleanup()
 
 
-def begin(folder):
-    """The checkpoint before the first step."""
+class RunsOfAnyWorlds(Runs):
+    """Beside the loop by hand."""
 
-    def run(state):
-        model = ours.regression_model()
-        plan = scaled(af.wrap_ddp()(af.Plan(ours.mse, model, ours.adamw(model.parameters()))))
-        state, step = af.build(state, af.clip(0.5)(plan))
-        af.save(folder, state, step)
+    assert_equal = staticmethod(ours.assert_close)
 
-    simulate(run, world_size=1)
+    def __init__(self):
+        super().__init__()
+        self.model = ours.regression_model()
+        self.optimizer = ours.adamw(self.model.parameters())
 
-
-@ours.share(0.2)
-@given(lives=lives, spoilt=st.frozensets(st.integers(0, NUM_BATCHES - 1), max_size=3))
-@example(
-    lives=[Life(2, (3,), 2), Life(4, (2, 1), 1, waits=False), Life(1, (1,), 3)],
-    spoilt=frozenset({1, 4}),
-)
-@example(
-    lives=[
-        Life(2, (1,), 2),
-        Life(4, (2,), 1, waits=False, sharded=True),
-        Life(3, (1, 2), sharded=True, num_files=10),  # of its first save, 8
-        Life(2, (2, 1), waits=False, num_files=5),  # all but the manifest
-    ],
-    spoilt=frozenset({1, 4}),
-)
-def test_any_stops_at_any_worlds_are_the_run_by_hand(lives, spoilt):
-    data = batches(spoilt)
-    clean = [batch for index, batch in enumerate(data) if index not in spoilt]
-    _, expected = ours.trained_by_hand(ours.regression_model(), clean, max_norm=0.5)
-    with tempfile.TemporaryDirectory() as folder:
-        begin(folder)
-        for life in lives:
-            live(folder, life, data)
-        for parameters, state, _ in live(folder, Life(3, (NUM_BATCHES,)), data):
-            ours.assert_close(parameters, expected)
-            assert state.step == NUM_BATCHES
-            assert float(state.scaler.scale) == 2.0 ** (8 - len(spoilt))
-            assert int(state.scaler.skipped) == len(spoilt)
+    def advance(self, batch):
+        if batch[0].isfinite().all():
+            reference.train(self.model, ours.mse, self.optimizer, [batch], max_norm=0.5)
+        return None, {name: value.clone() for name, value in self.model.state_dict().items()}
 
 
-@ours.share(0.16)
-@given(world_size=st.integers(1, 4), sharded=st.booleans(), lives=lives)
-@example(world_size=2, sharded=True, lives=[Life(2, (3,), 2, waits=False)])
-def test_stops_at_one_world_size_change_no_bit(world_size, sharded, lives):
-    """Of the losses neither, also of steps that are made again."""
-    data = batches(frozenset({2}))
-    ends, losses = [], []
-    alike = [replace(life, world_size=world_size, sharded=sharded) for life in lives]
-    last = Life(world_size, (NUM_BATCHES,), sharded=sharded)
-    for each in ([last], [*alike, last]):
-        with tempfile.TemporaryDirectory() as folder:
-            begin(folder)
-            *stopped, end = [live(folder, life, data) for life in each]
-        ends.append(end)
-        losses.append([said for ranks in [*stopped, end] for _, _, said in ranks])
-    for (whole, *_), (found, *_) in zip(*ends, strict=True):
-        ours.assert_identical(found, whole)
-    whole, *_ = losses[0]
-    assert whole.keys() == set(range(NUM_BATCHES))
-    for said in losses[0] + losses[1]:
-        assert said.items() <= whole.items()
+class RunsOfOneWorld(Runs):
+    """Beside one that is never stopped, of as many ranks."""
+
+    assert_equal = staticmethod(ours.assert_identical)
+
+    @initialize(kind=WORLDS)
+    def choose(self, kind):
+        self.kind = kind
+        self.never_stopped = World(kind, seed=0)
+        self.kill(kind)
+
+    def advance(self, batch):
+        loss, *_ = self.never_stopped.each(lambda rank: rank.train(batch))
+        parameters, *_ = self.never_stopped.each(Rank.parameters)
+        return loss, parameters
+
+    def begin(self, kind):
+        super().begin(self.kind)
+
+    def teardown(self):
+        super().teardown()
+        self.never_stopped.kill()
+
+
+@pytest.mark.parametrize("runs", [RunsOfAnyWorlds, RunsOfOneWorld])
+def test_runs_that_are_stopped_anywhere_are_one_that_is_not(runs):
+    """By hand to rounding at any world sizes; at one to the bit, losses of steps that are made again too."""
+    run_state_machine_as_test(runs, settings=settings(ours.share(0.2), stateful_step_count=20))
+
+
+def test_runs_at_four_worlds_killed_in_two_saves_are_the_one_by_hand():
+    runs = RunsOfAnyWorlds()
+    runs.kill((2, False))
+    runs.train(1)
+    runs.overflow()
+    runs.save(wait=True)
+    runs.train(2)
+    runs.kill((4, True))
+    runs.train(2)
+    runs.overflow()
+    runs.save(wait=False)
+    runs.train(2)
+    runs.kill((3, True))
+    runs.train(1)
+    runs.kill_while_it_saves(num_files=7, wait=True, kind=(2, False))  # of 8
+    runs.train(2)
+    runs.kill_while_it_saves(num_files=5, wait=False, kind=(1, False))  # all but the manifest
+    runs.train(3)
+    runs.teardown()
 
 
 def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
     """A rate that moves, an average, parameters that thaw, norms that are looked back on: as on one rank."""
-    data = batches(frozenset({5}))
+    data = [batch_of(index, is_spoilt=index == 5) for index in range(9)]
     recipe = af.compose(
         af.accumulate(2),
         af.clip(0.5),
@@ -217,7 +307,7 @@ def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
             state = af.load(folder, state, step)
         applied = []
         while state.step < stop:
-            state, report = step(state, part(data, state))
+            state, report = step(state, part(data[state.step], state))
             applied.append(bool(report.applied))
         af.save(folder, state, step)
         found = {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
@@ -234,7 +324,7 @@ def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
             verdicts += ends[0][1]
         return [(found, rate) for found, _, rate in ends], verdicts
 
-    last = 1, af.wrap_ddp(), NUM_BATCHES
+    last = 1, af.wrap_ddp(), len(data)
     stopped = [(2, af.wrap_ddp(), 3), (3, af.wrap_fsdp(), 6), (2, af.wrap_fsdp(), 7)]
     [(expected, last_rate)], verdicts = run(tmp_path / "whole", last)
     [(found, rate)], found_verdicts = run(tmp_path / "stopped", *stopped, last)
