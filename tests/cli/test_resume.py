@@ -175,7 +175,7 @@ def kill_often(folder, num_kills, num_workers=0):
     return {"kills": kills, "while saving": while_saving, "worst": worst, "equal": found}
 
 
-def run_apart(folder, call, timeout_s=110):
+def run_apart(folder, call, timeout_s=500):
     """What a call of this module gives in a process of its own."""
     script = f"""
         import json
