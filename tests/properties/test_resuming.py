@@ -33,9 +33,9 @@ from tests import strategies as ours
 
 
 def batch_of(index: int, *, is_spoilt: bool):
-    """A global batch of an odd size; one that is spoilt overflows, on the last rank alone."""
+    """A global batch of any size: one of four ranks may have none. A spoilt one overflows on the last."""
     generator = torch.Generator().manual_seed(index)
-    inputs = torch.randn(4 + index % 4, 3, generator=generator).double()
+    inputs = torch.randn(3 + index % 4, 3, generator=generator).double()
     targets = torch.randn(len(inputs), 1, generator=generator).double()
     if is_spoilt:
         inputs[-1] = float("nan")
@@ -49,6 +49,10 @@ def part(batch, state):
 
 def scaled(plan):
     return replace(plan, starts=(lambda state: replace(state, scaler=af.LossScale.start(2.0**8)),))
+
+
+def copied(tensors):
+    return {name: value.clone() for name, value in tensors.items()}
 
 
 class Rank:
@@ -75,8 +79,7 @@ class Rank:
         return float(report.loss).hex()
 
     def parameters(self):
-        tensors = ours.whole(self.step.plan.model.state_dict())
-        return {name: value.clone() for name, value in tensors.items()}
+        return copied(ours.whole(self.step.plan.model.state_dict()))
 
 
 class World:
@@ -139,7 +142,10 @@ WORLDS = st.tuples(st.integers(1, 4), st.booleans())
 
 
 class Runs(RuleBasedStateMachine):
-    """Runs over one folder, one after another, and what none of them may differ from."""
+    """Runs over one folder, one after another, and what none of them may differ from.
+
+    Each kind says what that is (`advance`), and how exactly it holds (`assert_equal`).
+    """
 
     def __init__(self):
         super().__init__()
@@ -149,10 +155,6 @@ class Runs(RuleBasedStateMachine):
         self.world = World((1, False), seed=0)
         self.save(wait=True)
         self.expected = [(None, *self.world.each(Rank.parameters))]
-
-    def advance(self, batch):
-        """The loss and the parameters that are expected after an update that nobody has made yet."""
-        raise NotImplementedError
 
     def check(self):
         """All ranks are where they are expected."""
@@ -230,9 +232,10 @@ class RunsOfAnyWorlds(Runs):
         self.optimizer = ours.adamw(self.model.parameters())
 
     def advance(self, batch):
+        """The parameters after an update that nobody has made yet."""
         if batch[0].isfinite().all():
             reference.train(self.model, ours.mse, self.optimizer, [batch], max_norm=0.5)
-        return None, {name: value.clone() for name, value in self.model.state_dict().items()}
+        return None, copied(self.model.state_dict())
 
 
 class RunsOfOneWorld(Runs):
@@ -247,6 +250,7 @@ class RunsOfOneWorld(Runs):
         self.kill(kind)
 
     def advance(self, batch):
+        """The loss of it, too."""
         loss, *_ = self.never_stopped.each(lambda rank: rank.train(batch))
         parameters, *_ = self.never_stopped.each(Rank.parameters)
         return loss, parameters
@@ -311,7 +315,7 @@ def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
             state, report = step(state, part(data[state.step], state))
             applied.append(bool(report.applied))
         af.save(folder, state, step)
-        found = {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
+        found = copied(ours.whole(model.state_dict()))
         with af.averaged(step):
             for name, each in ours.whole(model.state_dict()).items():
                 found[f"average of {name}"] = each.clone()
