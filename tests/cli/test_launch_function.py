@@ -10,12 +10,15 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 
 import accel_fn as af
+from accel_fn.launching._called import dumps
 from tests.cli.commands import run_python, surroundings
 
 LOCK = threading.Lock()
@@ -386,6 +389,29 @@ def test_functions_of_a_notebooks_cells_run_and_their_lines_are_in_tracebacks(tm
     assert "inner()  # of the cell before" in done.stderr
     assert "raise ValueError('in a cell')" in done.stderr
     assert re.search(r"ValueError: in a cell\non rank [01] of 2 \(", done.stderr)
+
+
+def test_pickled_code_keeps_its_file_and_its_lines():
+    """cloudpickle 3.1.3 names every file `<dynamic-code>`."""
+
+    def codes(code):
+        yield code.co_filename, code.co_firstlineno, [*code.co_lines()]
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                yield from codes(inner)
+
+    place = {"__name__": "__main__"}
+    source = "def outer():\n    def inner():\n        return lambda: 7\n    return inner()()\n"
+    exec(compile(source, "<cell 1>", "exec"), place)
+    again = cloudpickle.loads(dumps(place["outer"]))
+    found = [*codes(again.__code__)]
+    assert found == [*codes(place["outer"].__code__)]
+    assert [(file, line) for file, line, _ in found] == [
+        ("<cell 1>", 1),
+        ("<cell 1>", 2),
+        ("<cell 1>", 3),
+    ]
+    assert again() == 7
 
 
 def test_what_is_not_installed_is_named_with_what_installs_it(tmp_path):
