@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import pytest
 import torch
@@ -36,3 +37,11 @@ def pytest_runtest_setup():
 def forgetful():
     """torch remembers which shapes have varied, by where the code stands."""
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def ctrl_c():
+    """Programs that a test starts get Ctrl-C, also where the tests run with it ignored, as under nohup."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

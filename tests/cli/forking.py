@@ -8,6 +8,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
 
@@ -47,6 +48,7 @@ def _answer(value):
 
 def _become(arguments, folder, variables):
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as where nobody has it ignored
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)

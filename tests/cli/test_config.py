@@ -213,6 +213,7 @@ def test_enter_all_the_way_is_default(place):
     assert (place / "asked.yaml").read_text() == (place / "default.yaml").read_text()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("key", ["Ctrl-C", "Ctrl-D"])
 def test_an_interrupt_ends_quietly_and_writes_nothing(place, key):
     with Terminal(place) as terminal:

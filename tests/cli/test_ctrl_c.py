@@ -14,6 +14,8 @@ from accel_fn.launching import _worker
 from tests.cli.commands import ROOT, run_python, surroundings
 from tests.cli.launchers import until
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
 _COMMANDS = {
     "launch": ["launch", "-n", "2", "script.py"],
     "test": ["test", "--cpu"],

@@ -13,7 +13,7 @@ import pytest
 from tests.cli.commands import surroundings
 from tests.cli.launchers import gone, is_running, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ctrl_c")]
 
 # A rank with two children: one of another program, one a fork of itself.
 _FAMILY = """

@@ -447,7 +447,7 @@ af.launch(work)
 
 
 @pytest.fixture
-def waiting(tmp_path):
+def waiting(tmp_path, ctrl_c):
     """A caller that waits for two ranks, each with a process of its own; and all their ids."""
     (tmp_path / "waiting.py").write_text(WAITING)
     caller = subprocess.Popen(

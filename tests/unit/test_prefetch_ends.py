@@ -357,6 +357,7 @@ def test_a_program_ends_though_its_loader_does_not():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(
     ("where", "workers"), [("next(batches)", 0), ("time.sleep(600)", 2)], ids=["waiting", "working"]
 )
