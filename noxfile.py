@@ -1,6 +1,8 @@
 """Everything a developer runs. `nox` alone is what a change must pass."""
 
 import os
+import re
+from itertools import chain
 from pathlib import Path
 
 import nox
@@ -11,6 +13,10 @@ nox.options.sessions = ["lint", "types", "tests", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 
 TORCH = "torch==2.13.0"  # of the tests and the demo; the package itself sets a lower bound
+CONSTRAINTS = ".ci/constraints.txt"  # of all else: `nox -s lock` writes it
+UNLOCKED = re.compile(
+    r"(torch|triton|nvidia-.*|cuda-.*)=="
+)  # which torch is there, a machine decides
 PROJECT = nox.project.load_toml("pyproject.toml")
 WORKERS = min(4, (os.cpu_count() or 1) + 2)  # many tests wait
 IN_PARALLEL = (
@@ -19,6 +25,7 @@ IN_PARALLEL = (
     "--no-loadscope-reorder",  # files of few tests, which are long ones, would come last
 )
 EVERYTHING = ("testing", "examples", "cli", "checkpoint", "float8")
+EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -28,14 +35,15 @@ def group(*names: str) -> list[str]:
 
 
 def install(session: nox.Session, *extras: str, groups: tuple[str, ...] = ()) -> None:
-    """The package with its extras, beside the pinned torch."""
-    session.install(TORCH, *group(*groups), f".[{','.join(extras)}]" if extras else ".")
+    """The package with its extras, beside the pinned torch, under the constraints."""
+    package = f".[{','.join(extras)}]" if extras else "."
+    session.install("--constraint", CONSTRAINTS, TORCH, *group(*groups), package)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Format, rules, docstrings, layers."""
-    session.install(*group("lint"))
+    session.install("--constraint", CONSTRAINTS, *group("lint"))
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("pydoclint", "--quiet", "accel_fn")
@@ -51,9 +59,57 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Unit tests, laws on simulated ranks, real processes, examples: `-- -k NAME` for some of them."""
+    """Unit tests, laws on simulated ranks, real processes: `-- -k NAME` for some of them."""
     install(session, *EVERYTHING, groups=("tests",))
-    session.run("pytest", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *IN_PARALLEL, EXAMPLES_APART, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The slow tests: many processes, compilers, long training."""
+    install(session, *EVERYTHING, groups=("tests",))
+    some = (*IN_PARALLEL, EXAMPLES_APART, "-m", "slow")
+    session.run("pytest", *some, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """The tests of the examples, slow ones too."""
+    install(session, *EVERYTHING, groups=("tests",))
+    some = (*IN_PARALLEL, "tests/examples", "-m", "slow or not slow")
+    session.run("pytest", *some, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """The tests against the newest of everything but torch."""
+    everything = (TORCH, *group("tests"), f".[{','.join(EVERYTHING)}]")
+    session.install("--upgrade", "--upgrade-strategy", "eager", *everything)
+    session.run("pytest", *IN_PARALLEL, EXAMPLES_APART, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Write the newest releases that fit each other, on every supported Python, to the constraints."""
+    session.install("uv")
+    asked, found = (Path(session.create_tmp(), name) for name in ("asked.in", "found.txt"))
+    project = PROJECT["project"]
+    extras = chain.from_iterable(project["optional-dependencies"].values())
+    everything = (TORCH, *project["dependencies"], *extras, *group(*PROJECT["dependency-groups"]))
+    asked.write_text("\n".join(everything))
+    oldest = project["requires-python"].removeprefix(">=")
+    pythons = ("--universal", "--python-version", oldest, "--fork-strategy", "fewest")
+    plain = (
+        "--no-header",
+        "--no-annotate",
+        "--only-binary",
+        ":all:",
+        "--no-python-downloads",
+        "--upgrade",
+    )
+    session.run("uv", "pip", "compile", *pythons, *plain, "--output-file", str(found), str(asked))
+    kept = [line for line in found.read_text().splitlines() if not UNLOCKED.match(line)]
+    Path(CONSTRAINTS).write_text("\n".join(["# made by `nox -s lock`", *kept, ""]))
 
 
 @nox.session

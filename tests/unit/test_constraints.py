@@ -1,0 +1,70 @@
+"""The releases that sessions of the noxfile install, one for each package, whatever machine it is."""
+
+import re
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+LINES = [
+    line
+    for line in (ROOT / ".ci/constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+PINS = [Requirement(line) for line in LINES]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ASKED = sorted(
+    {
+        *PROJECT["project"]["dependencies"],
+        *chain.from_iterable(PROJECT["project"]["optional-dependencies"].values()),
+        *chain.from_iterable(PROJECT["dependency-groups"].values()),
+    }
+)
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def pins_of(name, python):
+    here = {**default_environment(), "sys_platform": "linux", "platform_machine": "x86_64"}
+    here |= {"python_version": python, "python_full_version": f"{python}.0"}
+    wanted = [pin for pin in PINS if canonicalize_name(pin.name) == canonicalize_name(name)]
+    return [pin for pin in wanted if pin.marker is None or pin.marker.evaluate(here)]
+
+
+def test_every_line_pins_one_release_and_names_no_place():
+    for line, pin in zip(LINES, PINS, strict=True):
+        assert re.fullmatch(r"[a-z0-9.-]+==[a-z0-9.]+( ; .+)?", line), line
+        assert pin.url is None
+        assert not pin.extras
+    text = (ROOT / ".ci/constraints.txt").read_text()
+    assert not re.search(r"://|^-|\+|@", text, re.MULTILINE)
+
+
+def test_torch_and_what_it_needs_on_one_kind_of_machine_are_left_free():
+    names = [canonicalize_name(pin.name) for pin in PINS]
+    assert [name for name in names if re.search(r"^(torch|triton)$|nvidia|cuda|triton", name)] == []
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("asked", [each for each in ASKED if not each.startswith("torch>")])
+def test_every_requirement_has_one_release_that_fits(asked, python):
+    requirement = Requirement(asked)
+    [pin] = pins_of(requirement.name, python)
+    [release] = pin.specifier
+    assert requirement.specifier.contains(release.version)
+
+
+def test_every_session_but_those_that_choose_their_releases_installs_under_the_constraints():
+    noxfile = (ROOT / "noxfile.py").read_text()
+    sessions = re.split(r"^@nox\.session\n", noxfile, flags=re.MULTILINE)[1:]
+    free = {
+        name
+        for name, text in ((re.match(r"def (\w+)", each)[1], each) for each in sessions)
+        if "session.install(" in text.replace('session.install("--constraint", CONSTRAINTS', "")
+    }
+    assert free == {"lock", "minimums", "newest"}
+    assert 'session.install("--constraint", CONSTRAINTS, TORCH' in noxfile
