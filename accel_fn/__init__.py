@@ -9,116 +9,116 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_fn._batch import num_samples as num_samples
-    from accel_fn._collectives import barrier as barrier
-    from accel_fn._collectives import broadcast as broadcast
-    from accel_fn._collectives import on_main as on_main
-    from accel_fn._errors import AccelError as AccelError
-    from accel_fn._estimating import MemoryEstimate as MemoryEstimate
-    from accel_fn._estimating import estimate_memory as estimate_memory
-    from accel_fn._evaluating import evaluate as evaluate
-    from accel_fn._explain import explain as explain
-    from accel_fn._gathering import gather as gather
-    from accel_fn._grads import Grads as Grads
-    from accel_fn._launch_options import LaunchOptions as LaunchOptions
-    from accel_fn._launch_options import launch_options as launch_options
-    from accel_fn._plan import Kept as Kept
-    from accel_fn._plan import Plan as Plan
-    from accel_fn._plan import Report as Report
-    from accel_fn._plan import Transform as Transform
-    from accel_fn._plan import compose as compose
-    from accel_fn._reducing import reduce_mean as reduce_mean
-    from accel_fn._reducing import reduce_sum as reduce_sum
-    from accel_fn._state import DistState as DistState
-    from accel_fn._state import LossScale as LossScale
-    from accel_fn._step import Step as Step
-    from accel_fn._step import build as build
-    from accel_fn._weights import num_labels as num_labels
-    from accel_fn._world import distributed as distributed
-    from accel_fn._world import init as init
-    from accel_fn._wrapping import wrap as wrap
-    from accel_fn.checkpoint._accelerate import load_accelerate as load_accelerate
-    from accel_fn.checkpoint._listing import Checkpoint as Checkpoint
-    from accel_fn.checkpoint._listing import latest as latest
-    from accel_fn.checkpoint._listing import list_checkpoints as list_checkpoints
-    from accel_fn.checkpoint._loading import load as load
-    from accel_fn.checkpoint._saving import save as save
-    from accel_fn.checkpoint._weights import load_model as load_model
-    from accel_fn.checkpoint._weights import save_model as save_model
-    from accel_fn.data._planning import plan_batches as plan_batches
-    from accel_fn.data._prefetch import prefetch as prefetch
-    from accel_fn.data._seeding import sample_seed as sample_seed
-    from accel_fn.data._seeding import seed_samples as seed_samples
-    from accel_fn.data._sharding import shard_loader as shard_loader
-    from accel_fn.data._window import window as window
-    from accel_fn.launching._calling import launch as launch
-    from accel_fn.transforms._accumulation import accumulate as accumulate
-    from accel_fn.transforms._amp import with_amp as with_amp
-    from accel_fn.transforms._averaging import average as average
-    from accel_fn.transforms._averaging import averaged as averaged
-    from accel_fn.transforms._checkpointing import checkpointed as checkpointed
-    from accel_fn.transforms._clipping import clip as clip
-    from accel_fn.transforms._clipping import clip_value as clip_value
-    from accel_fn.transforms._compilation import compiled as compiled
-    from accel_fn.transforms._ddp import wrap_ddp as wrap_ddp
-    from accel_fn.transforms._freezing import freeze as freeze
-    from accel_fn.transforms._fsdp import wrap_fsdp as wrap_fsdp
-    from accel_fn.transforms._local_sgd import local_sgd as local_sgd
-    from accel_fn.transforms._placement import place as place
-    from accel_fn.transforms._preemption import Preemption as Preemption
-    from accel_fn.transforms._replication import check_replicas as check_replicas
-    from accel_fn.transforms._reproducing import reproducible as reproducible
-    from accel_fn.transforms._schedule import schedule as schedule
-    from accel_fn.transforms._skipping import skip_nonfinite as skip_nonfinite
-    from accel_fn.transforms._skipping import skip_spikes as skip_spikes
+    from accel_fn.base.batch import num_samples as num_samples
+    from accel_fn.base.launch_options import LaunchOptions as LaunchOptions
+    from accel_fn.base.launch_options import launch_options as launch_options
+    from accel_fn.base.state import DistState as DistState
+    from accel_fn.base.state import LossScale as LossScale
+    from accel_fn.base.weights import num_labels as num_labels
+    from accel_fn.checkpoint.from_accelerate import load_accelerate as load_accelerate
+    from accel_fn.checkpoint.listing import Checkpoint as Checkpoint
+    from accel_fn.checkpoint.listing import latest as latest
+    from accel_fn.checkpoint.listing import list_checkpoints as list_checkpoints
+    from accel_fn.checkpoint.load import load as load
+    from accel_fn.checkpoint.save import save as save
+    from accel_fn.checkpoint.weights.save_load_model import load_model as load_model
+    from accel_fn.checkpoint.weights.save_load_model import save_model as save_model
+    from accel_fn.comm.collectives import barrier as barrier
+    from accel_fn.comm.collectives import broadcast as broadcast
+    from accel_fn.comm.collectives import on_main as on_main
+    from accel_fn.comm.gather import gather as gather
+    from accel_fn.comm.reduce import reduce_mean as reduce_mean
+    from accel_fn.comm.reduce import reduce_sum as reduce_sum
+    from accel_fn.comm.world import distributed as distributed
+    from accel_fn.comm.world import init as init
+    from accel_fn.data.plan_batches import plan_batches as plan_batches
+    from accel_fn.data.prefetch import prefetch as prefetch
+    from accel_fn.data.seeding import sample_seed as sample_seed
+    from accel_fn.data.seeding import seed_samples as seed_samples
+    from accel_fn.data.shard_loader import shard_loader as shard_loader
+    from accel_fn.data.window import window as window
+    from accel_fn.errors import AccelError as AccelError
+    from accel_fn.launcher.function.launch import launch as launch
+    from accel_fn.observe.estimate_memory import MemoryEstimate as MemoryEstimate
+    from accel_fn.observe.estimate_memory import estimate_memory as estimate_memory
+    from accel_fn.observe.evaluate import evaluate as evaluate
+    from accel_fn.observe.explain import explain as explain
+    from accel_fn.step.grads import Grads as Grads
+    from accel_fn.step.plan import Kept as Kept
+    from accel_fn.step.plan import Plan as Plan
+    from accel_fn.step.plan import Report as Report
+    from accel_fn.step.plan import Transform as Transform
+    from accel_fn.step.plan import compose as compose
+    from accel_fn.step.step import Step as Step
+    from accel_fn.step.step import build as build
+    from accel_fn.transforms.accumulate.accumulate import accumulate as accumulate
+    from accel_fn.transforms.activation_checkpointing import checkpointed as checkpointed
+    from accel_fn.transforms.amp.amp import with_amp as with_amp
+    from accel_fn.transforms.average import average as average
+    from accel_fn.transforms.average import averaged as averaged
+    from accel_fn.transforms.check_replicas import check_replicas as check_replicas
+    from accel_fn.transforms.clip import clip as clip
+    from accel_fn.transforms.clip import clip_value as clip_value
+    from accel_fn.transforms.compile.compiled import compiled as compiled
+    from accel_fn.transforms.ddp.ddp import wrap_ddp as wrap_ddp
+    from accel_fn.transforms.freeze import freeze as freeze
+    from accel_fn.transforms.fsdp.fsdp import wrap_fsdp as wrap_fsdp
+    from accel_fn.transforms.local_sgd.local_sgd import local_sgd as local_sgd
+    from accel_fn.transforms.place import place as place
+    from accel_fn.transforms.preemption import Preemption as Preemption
+    from accel_fn.transforms.reproducible.reproducible import reproducible as reproducible
+    from accel_fn.transforms.schedule.schedule import schedule as schedule
+    from accel_fn.transforms.skip import skip_nonfinite as skip_nonfinite
+    from accel_fn.transforms.skip import skip_spikes as skip_spikes
+    from accel_fn.transforms.wrap import wrap as wrap
 
 _MODULES = {
-    "_batch": ["num_samples"],
-    "_collectives": ["barrier", "broadcast", "on_main"],
-    "_errors": ["AccelError"],
-    "_estimating": ["MemoryEstimate", "estimate_memory"],
-    "_evaluating": ["evaluate"],
-    "_explain": ["explain"],
-    "_gathering": ["gather"],
-    "_grads": ["Grads"],
-    "_launch_options": ["LaunchOptions", "launch_options"],
-    "_plan": ["Kept", "Plan", "Report", "Transform", "compose"],
-    "_reducing": ["reduce_mean", "reduce_sum"],
-    "_state": ["DistState", "LossScale"],
-    "_step": ["Step", "build"],
-    "_weights": ["num_labels"],
-    "_world": ["distributed", "init"],
-    "_wrapping": ["wrap"],
-    "checkpoint._accelerate": ["load_accelerate"],
-    "checkpoint._listing": ["Checkpoint", "latest", "list_checkpoints"],
-    "checkpoint._loading": ["load"],
-    "checkpoint._saving": ["save"],
-    "checkpoint._weights": ["load_model", "save_model"],
-    "data._planning": ["plan_batches"],
-    "data._prefetch": ["prefetch"],
-    "data._seeding": ["sample_seed", "seed_samples"],
-    "data._sharding": ["shard_loader"],
-    "data._window": ["window"],
-    "launching._calling": ["launch"],
-    "transforms._accumulation": ["accumulate"],
-    "transforms._amp": ["with_amp"],
-    "transforms._averaging": ["average", "averaged"],
-    "transforms._checkpointing": ["checkpointed"],
-    "transforms._clipping": ["clip", "clip_value"],
-    "transforms._compilation": ["compiled"],
-    "transforms._ddp": ["wrap_ddp"],
-    "transforms._freezing": ["freeze"],
-    "transforms._fsdp": ["wrap_fsdp"],
-    "transforms._local_sgd": ["local_sgd"],
-    "transforms._placement": ["place"],
-    "transforms._preemption": ["Preemption"],
-    "transforms._replication": ["check_replicas"],
-    "transforms._reproducing": ["reproducible"],
-    "transforms._schedule": ["schedule"],
-    "transforms._skipping": ["skip_nonfinite", "skip_spikes"],
+    "base.batch": ["num_samples"],
+    "comm.collectives": ["barrier", "broadcast", "on_main"],
+    "errors": ["AccelError"],
+    "observe.estimate_memory": ["MemoryEstimate", "estimate_memory"],
+    "observe.evaluate": ["evaluate"],
+    "observe.explain": ["explain"],
+    "comm.gather": ["gather"],
+    "step.grads": ["Grads"],
+    "base.launch_options": ["LaunchOptions", "launch_options"],
+    "step.plan": ["Kept", "Plan", "Report", "Transform", "compose"],
+    "comm.reduce": ["reduce_mean", "reduce_sum"],
+    "base.state": ["DistState", "LossScale"],
+    "step.step": ["Step", "build"],
+    "base.weights": ["num_labels"],
+    "comm.world": ["distributed", "init"],
+    "transforms.wrap": ["wrap"],
+    "checkpoint.from_accelerate": ["load_accelerate"],
+    "checkpoint.listing": ["Checkpoint", "latest", "list_checkpoints"],
+    "checkpoint.load": ["load"],
+    "checkpoint.save": ["save"],
+    "checkpoint.weights.save_load_model": ["load_model", "save_model"],
+    "data.plan_batches": ["plan_batches"],
+    "data.prefetch": ["prefetch"],
+    "data.seeding": ["sample_seed", "seed_samples"],
+    "data.shard_loader": ["shard_loader"],
+    "data.window": ["window"],
+    "launcher.function.launch": ["launch"],
+    "transforms.accumulate.accumulate": ["accumulate"],
+    "transforms.amp.amp": ["with_amp"],
+    "transforms.average": ["average", "averaged"],
+    "transforms.activation_checkpointing": ["checkpointed"],
+    "transforms.clip": ["clip", "clip_value"],
+    "transforms.compile.compiled": ["compiled"],
+    "transforms.ddp.ddp": ["wrap_ddp"],
+    "transforms.freeze": ["freeze"],
+    "transforms.fsdp.fsdp": ["wrap_fsdp"],
+    "transforms.local_sgd.local_sgd": ["local_sgd"],
+    "transforms.place": ["place"],
+    "transforms.preemption": ["Preemption"],
+    "transforms.check_replicas": ["check_replicas"],
+    "transforms.reproducible.reproducible": ["reproducible"],
+    "transforms.schedule.schedule": ["schedule"],
+    "transforms.skip": ["skip_nonfinite", "skip_spikes"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-_SUBPACKAGES = ("checkpoint", "cli", "data", "launching", "testing", "transforms")
+_SUBPACKAGES = ("checkpoint", "cli", "data", "launcher", "testing", "transforms")
 
 __version__ = "0.1.0"
 __all__ = sorted(_HOMES)

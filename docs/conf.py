@@ -44,12 +44,12 @@ for module in (accel_fn, testing, testing.strategies):
 
 MADE_BY_FUNCTIONS = (
     "accel_fn.Step",
-    "accel_fn.data._loader.ShardedLoader",
-    "accel_fn.data._loader.Epoch",
-    "accel_fn.data._prefetch.Prefetched",
-    "accel_fn.data._window.Windowed",
-    "accel_fn.data._seeding.SeededSamples",
-    "accel_fn.data._planning.BatchPlan",
+    "accel_fn.data.loader.ShardedLoader",
+    "accel_fn.data.loader.Epoch",
+    "accel_fn.data.prefetch.Prefetched",
+    "accel_fn.data.window.Windowed",
+    "accel_fn.data.seeding.SeededSamples",
+    "accel_fn.data.plan_batches.BatchPlan",
 )
 
 

@@ -41,10 +41,10 @@ def mark():
 _IMPORTS = (
     "torch._dynamo",
     "torch.utils.data",
-    "accel_fn._world",
-    "accel_fn._step",
-    "accel_fn.transforms._ddp",
-    "accel_fn.transforms._fsdp",
+    "accel_fn.comm.world",
+    "accel_fn.step.step",
+    "accel_fn.transforms.ddp.ddp",
+    "accel_fn.transforms.fsdp.fsdp",
     "sklearn.datasets",
     "matplotlib.figure",
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import accel_fn as af
-from accel_fn import _shards
+from accel_fn.comm import dtensor
 from accel_fn.testing import simulate
 from tests.optimizers import (
     MAX_NORM,
@@ -104,13 +104,13 @@ def held(model: Any, optimizer: Any) -> list[Any]:
         for group in optimizer.param_groups
     ]
     return [
-        _shards.local(each).detach().clone() if isinstance(each, Tensor) else each
+        dtensor.local(each).detach().clone() if isinstance(each, Tensor) else each
         for each in [*model.parameters(), *pytree.tree_leaves([states, groups])]
     ]
 
 
 def whole(parameters: Any) -> list[Tensor]:
-    return [_shards.whole(each).detach() for each in parameters]
+    return [dtensor.whole(each).detach() for each in parameters]
 
 
 CONTRACT: dict[str, Callable[[Row], None]] = {

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.data._loader import ShardedLoader
-from accel_fn.data._prefetch import Reader
+from accel_fn.data.loader import ShardedLoader
+from accel_fn.data.prefetch import Reader
 
 HERE = af.DistState()
 TWO_WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_fn._errors import ArgumentError, SettingsError
-from accel_fn.launching._detecting import Machine
-from accel_fn.launching._sources import resolve
+from accel_fn.errors import ArgumentError, SettingsError
+from accel_fn.launcher.machines.detect import Machine
+from accel_fn.launcher.settings.sources import resolve
 
 PLAIN = Machine(num_cores=4)
 TWO_GPUS = Machine(num_cores=4, kind="CUDA", num_installed=2, num_devices=2)

@@ -12,7 +12,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 import accel_fn as af
-from accel_fn import _shards
+from accel_fn.comm import dtensor
 from accel_fn.testing import simulate
 from tests import reference
 
@@ -118,7 +118,7 @@ def trained(
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, gathered where they are in shards: every rank calls it."""
-    return {name: _shards.whole(tensor) for name, tensor in tensors.items()}
+    return {name: dtensor.whole(tensor) for name, tensor in tensors.items()}
 
 
 def dealt(batches: Sequence[Any], sizes: Sequence[Sequence[int]]) -> list[list[Any]]:

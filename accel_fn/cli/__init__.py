@@ -18,7 +18,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, _end)
         _look_for_temporary_folder()
     try:
-        app = importlib.import_module("accel_fn.cli._app").app
+        app = importlib.import_module("accel_fn.cli.app").app
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("accel_fn"):
             raise

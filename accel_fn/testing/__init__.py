@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_fn.testing import _strategies as strategies
-    from accel_fn.testing._equivalence import assert_equivalent as assert_equivalent
-    from accel_fn.testing._simulation import simulate as simulate
+    from accel_fn.testing import strategies
+    from accel_fn.testing.equivalence import assert_equivalent as assert_equivalent
+    from accel_fn.testing.simulation import simulate as simulate
 
 _HOMES = {
-    "assert_equivalent": ("_equivalence", "assert_equivalent"),
-    "simulate": ("_simulation", "simulate"),
-    "strategies": ("_strategies", None),
+    "assert_equivalent": ("equivalence", "assert_equivalent"),
+    "simulate": ("simulation", "simulate"),
+    "strategies": ("strategies", None),
 }
 __all__ = ["assert_equivalent", "simulate", "strategies"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.data._order import Order
+from accel_fn.data.order import Order
 from tests.benchmarks.measuring import Block, Station, Work, time_in_turn
 from tests.benchmarks.results import Row, Table, make_row
 

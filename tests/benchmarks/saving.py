@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import accel_fn as af
-from accel_fn.checkpoint._background import finish_writing
-from accel_fn.checkpoint._hashing import memory_of, read_into
+from accel_fn.checkpoint.background.background import finish_writing
+from accel_fn.checkpoint.format.hashing import memory_of, read_into
 from tests.benchmarks.measuring import Block, Work, in_turns, time_block
 from tests.benchmarks.results import Row, Table, make_row
 
@@ -35,8 +35,8 @@ FLOOR = "one read, unchecked"
 LOADING = ("accelerate", "torch.load", "DCP", FLOOR, "accel_fn")
 LOAD, AGAIN, RESUME = "load", "load again", "load in a new process"
 IMPORTED = (
-    "accel_fn.checkpoint._saving",
-    "accel_fn.checkpoint._loading",
+    "accel_fn.checkpoint.save",
+    "accel_fn.checkpoint.load",
     "accelerate",
     "torch.utils.serialization.config",  # by the first torch.load
     "xxhash",  # by accel_fn's first hash

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_fn.launching import _worker
+from accel_fn.launcher.processes import worker
 from tests.cli.commands import ROOT, run_python, surroundings
 from tests.cli.launchers import until
 
@@ -174,8 +174,10 @@ def test_ranks_that_still_start_end_without_a_word(tmp_path, launchers, kind):
 @pytest.mark.parametrize("kind", ["command", "function"])
 def test_a_rank_whose_launcher_has_tidied_up_ends_without_a_word(tmp_path, kind):
     place = str(tmp_path / "gone")
-    call = f"from accel_fn.launching._called import main; main('{os.getpid()}', '', {place!r})"
-    arguments = [_worker.__file__, str(os.getpid()), "", "", "script", "script.py"]
+    call = (
+        f"from accel_fn.launcher.function.child import main; main('{os.getpid()}', '', {place!r})"
+    )
+    arguments = [worker.__file__, str(os.getpid()), "", "", "script", "script.py"]
     ended = run_python(
         tmp_path,
         *(arguments if kind == "command" else ["-c", call]),

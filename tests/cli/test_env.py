@@ -12,8 +12,8 @@ import numpy
 import pytest
 import torch
 
-from accel_fn.cli._env import _lines
-from accel_fn.launching import _report
+from accel_fn.cli.env import _lines
+from accel_fn.launcher import env_report
 from tests.cli.commands import ROOT, run_command
 
 
@@ -92,18 +92,18 @@ def test_a_torch_that_crashes_or_hangs_is_a_line_too(tmp_path, monkeypatch):
         path.chmod(0o755)
         return str(path)
 
-    assert _report.ask_torch(python("kill -SEGV $$")) == {"error": "signal 11"}
-    monkeypatch.setattr(_report, "_TORCH_WITHIN_S", 0.2)
-    assert _report.ask_torch(python("exec sleep 5")) == {"error": "no answer within 0.2 s"}
+    assert env_report.ask_torch(python("kill -SEGV $$")) == {"error": "signal 11"}
+    monkeypatch.setattr(env_report, "_TORCH_WITHIN_S", 0.2)
+    assert env_report.ask_torch(python("exec sleep 5")) == {"error": "no answer within 0.2 s"}
 
 
 def test_a_part_that_cannot_be_found_out_is_its_error(monkeypatch):
     def refuse():
         raise PermissionError("no /proc here")
 
-    monkeypatch.setattr(_report, "_processor", refuse)
-    monkeypatch.setattr(_report, "ask_torch", dict)
-    found = _report.collect({})
+    monkeypatch.setattr(env_report, "_processor", refuse)
+    monkeypatch.setattr(env_report, "ask_torch", dict)
+    found = env_report.collect({})
     assert found["processor"] == {"error": "PermissionError('no /proc here')"}
     assert found["memory"]["total"] > 0
 

@@ -9,8 +9,8 @@ import click
 import pytest
 import torch
 
-from accel_fn.cli._explaining import explain_target
-from accel_fn.launching._targets import load_target
+from accel_fn.cli.explaining import explain_target
+from accel_fn.launcher.targets import load_target
 from tests.cli.commands import ROOT, run_command, surroundings
 
 TRAIN = """

@@ -59,7 +59,7 @@ def test_ranks_end_with_their_launcher_even_without_its_guard(launchers, tmp_pat
     launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=_FAMILY, TMPDIR=str(tmp_path))
     ranks = family(launcher)[::3]
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    guards = [pid for pid in children if b"_guarding" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    guards = [pid for pid in children if b"reaper" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     for pid in (*guards, launcher.pid):
         os.kill(int(pid), signal.SIGKILL)
     assert launcher.wait().exit_code == -signal.SIGKILL

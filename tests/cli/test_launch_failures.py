@@ -81,7 +81,7 @@ def test_an_error_comes_with_its_own_cause(launchers, tmp_path):
 def test_a_crash_of_native_code_shows_which_line_called_it(launchers, tmp_path):
     ended = launchers.run(tmp_path, "-n", 2, "script.py", "SIGSEGV", script=_SCRIPT)
     assert ended.exit_code == 139
-    assert "_worker.py" not in ended.stderr
+    assert "processes/worker.py" not in ended.stderr
     *_, above, rank, last = ended.last_lines
     assert re.match(r'  File ".*/script.py", line \d+ in <module>', above)
     assert (re.match(_WHO, rank) is not None, last) == (True, "SIGSEGV: a crash in native code")
@@ -149,7 +149,7 @@ def test_a_log_has_its_ranks_own_error(launchers, tmp_path):
     assert ended.last_lines[-1] == "ValueError: boom"
     (log,) = tmp_path.glob("logs/*/attempt_0/1/stderr.log")
     assert log.read_text().endswith("ValueError: boom\n")
-    assert "_worker.py" not in log.read_text()
+    assert "processes/worker.py" not in log.read_text()
 
 
 def test_a_program_gives_its_exit_code(launchers, tmp_path):
@@ -165,7 +165,7 @@ def test_a_rank_that_cannot_end_says_why_it_failed_and_is_ended(tmp_path):
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n1 / 0\n"
     )
     code = (
-        "import os, sys, accel_fn.launching._worker as worker; worker._SPEAK_AFTER_S = 0.1;"
+        "import os, sys, accel_fn.launcher.processes.worker as worker; worker._SPEAK_AFTER_S = 0.1;"
         "worker._END_AFTER_S = 0.1; worker.main(str(os.getppid()), '', '', 'script', 'script.py')"
     )
     variables = {"RANK": "3", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}

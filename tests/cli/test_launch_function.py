@@ -167,7 +167,7 @@ def test_what_a_rank_raises_is_raised_here_and_the_others_are_stopped():
     shown = str(caught.value.__cause__)
     assert f'{__file__}", line' in shown
     assert 'raise TwoPartsError("train.py", 7)' in shown
-    assert "_called.py" not in shown
+    assert "child.py" not in shown
     assert handlers == {each: signal.getsignal(each) for each in handlers}
 
 

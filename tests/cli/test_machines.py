@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from accel_fn.launching._network import answers
+from accel_fn.launcher.machines.network import answers
 from tests.cli.commands import ROOT, run_python, surroundings
 from tests.cli.launchers import gone, until
 from tests.processes import free_port

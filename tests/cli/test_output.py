@@ -7,13 +7,13 @@ import sys
 import click
 import pytest
 
-from accel_fn._errors import ArgumentError
-from accel_fn.cli._output import errors_in_a_line, print_table
+from accel_fn.cli.output import errors_in_a_line, print_table
+from accel_fn.errors import ArgumentError
 from tests.cli.commands import run_command, surroundings
 
 HEADINGS = ["name", "verdict"]
 ROWS = [["first", ("holds", "green")], ["the second [of two]", ("broken", "bold red")]]
-PROGRAM = f"from accel_fn.cli._output import print_table; print_table({HEADINGS}, {ROWS})"
+PROGRAM = f"from accel_fn.cli.output import print_table; print_table({HEADINGS}, {ROWS})"
 
 
 def on_a_terminal(folder, **variables):

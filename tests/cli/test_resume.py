@@ -180,7 +180,7 @@ def run_apart(folder, call, timeout_s=500):
     script = f"""
         import json
         from pathlib import Path
-        from accel_fn.checkpoint import _loading
+        from accel_fn.checkpoint import load
         from tests.cli import test_resume
         folder = Path({str(folder)!r})
         say(json.dumps(test_resume.{call}))

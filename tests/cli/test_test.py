@@ -8,13 +8,19 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn import _backward, _carrying, _grads, _step, _weights
-from accel_fn.cli._testing import merge
-from accel_fn.data._ordered import OrderedSource
-from accel_fn.testing import _sharing_checks, simulate
-from accel_fn.testing._checking import check_promises
-from accel_fn.testing._outcomes import NOT_RUN, Outcome
-from accel_fn.transforms import _clipping, _ddp, _fsdp
+from accel_fn.base import weights
+from accel_fn.cli.selftest import merge
+from accel_fn.data.indexed.indexed_source import OrderedSource
+from accel_fn.step import backward as backward_module
+from accel_fn.step import grads as grads_module
+from accel_fn.step import step as step_module
+from accel_fn.testing import simulate
+from accel_fn.testing.selftest import comm_checks
+from accel_fn.testing.selftest.check_world import check_promises
+from accel_fn.testing.selftest.results import NOT_RUN, Outcome
+from accel_fn.transforms import clip
+from accel_fn.transforms.ddp import bucket_scalars, ddp
+from accel_fn.transforms.fsdp import fsdp
 from tests.cli.commands import ROOT, run_command
 
 TRAINING = {
@@ -45,43 +51,43 @@ def broken(**outcomes):
 
 
 def test_a_mean_of_means_is_found(monkeypatch):
-    monkeypatch.setattr(_carrying.CarriedTally, "share", lambda tally, weight: 1.0)
+    monkeypatch.setattr(bucket_scalars.CarriedTally, "share", lambda tally, weight: 1.0)
     others = {"a loss scale changes nothing", "shards train as one"}  # which talk in another way
     assert broken() >= TRAINING - others
 
 
 def test_gradients_that_are_wrong_by_a_factor_are_found(monkeypatch):
-    take = _backward.Backward._take
+    take = backward_module.Backward._take
 
     def doubled(backward, state, weight, factor=1.0):
         return take(backward, state, weight, 2 * factor)
 
-    monkeypatch.setattr(_backward.Backward, "_take", doubled)
+    monkeypatch.setattr(backward_module.Backward, "_take", doubled)
     assert broken() >= TRAINING - {"a loss scale changes nothing"}
 
 
 def test_a_norm_that_is_off_by_a_millionth_is_found(monkeypatch):
-    clip_norm = _clipping.clip_norm
+    clip_norm = clip.clip_norm
 
     def off(state, grads, *, max_norm):
         return clip_norm(state, grads, max_norm=max_norm * (1 + 1e-6))
 
-    monkeypatch.setattr(_clipping, "clip_norm", off)
+    monkeypatch.setattr(clip, "clip_norm", off)
     assert broken() == {"clipping is by the norm of all ranks", "shards train as one"}
 
 
 def test_a_norm_that_takes_shards_for_replicas_is_found(monkeypatch):
-    over_shards = _grads.norm_over_shards
+    over_shards = grads_module.norm_over_shards
 
     def mean(norm, of):
         return over_shards(norm, of) / of[0].device_mesh.size() ** 0.5
 
-    monkeypatch.setattr(_grads, "norm_over_shards", mean)
+    monkeypatch.setattr(grads_module, "norm_over_shards", mean)
     assert broken() == {"shards train as one"}
 
 
 def test_shards_whose_gradients_are_added_up_roughly_are_found(monkeypatch):
-    monkeypatch.setattr(_fsdp, "_adding", lambda *given: torch.float32)
+    monkeypatch.setattr(fsdp, "_adding", lambda *given: torch.float32)
     assert broken() == {"shards train as one"}
 
 
@@ -89,13 +95,13 @@ def test_labels_that_count_though_they_are_ignored_are_found(monkeypatch):
     def all_labels(batch, *, path, ignore_index):
         return batch["labels"].numel()
 
-    monkeypatch.setattr(_weights, "count_labels", all_labels)
+    monkeypatch.setattr(weights, "count_labels", all_labels)
     assert broken() == {"tokens of all ranks count alike"}
 
 
 def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
-    apply_update = _step.apply_update
-    monkeypatch.setattr(_step, "apply_update", lambda *given: apply_update(*given[:3], None))
+    apply_update = step_module.apply_update
+    monkeypatch.setattr(step_module, "apply_update", lambda *given: apply_update(*given[:3], None))
     assert broken() == {"an fp16 overflow on one rank skips the update on all"}
 
 
@@ -122,25 +128,23 @@ def test_a_run_that_starts_over_is_found(monkeypatch):
 
 
 def test_rows_that_are_not_gathered_are_found(monkeypatch):
-    monkeypatch.setattr(_sharing_checks, "gather", lambda tree, state: tree)
+    monkeypatch.setattr(comm_checks, "gather", lambda tree, state: tree)
     assert broken() == {"gather gives the order of the data set"}
 
 
 def test_a_mean_without_weights_is_found(monkeypatch):
-    mean = _sharing_checks.reduce_mean
-    monkeypatch.setattr(
-        _sharing_checks, "reduce_mean", lambda tree, state, weight: mean(tree, state)
-    )
+    mean = comm_checks.reduce_mean
+    monkeypatch.setattr(comm_checks, "reduce_mean", lambda tree, state, weight: mean(tree, state))
     assert broken() == {"reduce and broadcast give what one process has"}
 
 
 def test_replicas_that_are_not_averaged_are_an_error_and_end_the_checks(monkeypatch):
     """Found by the library's own check of the first gradients, on both ranks."""
-    monkeypatch.setattr(_ddp, "replicate", lambda state, module, **options: module)
+    monkeypatch.setattr(ddp, "replicate", lambda state, module, **options: module)
     for report in simulate(check_promises, world_size=2, timeout_s=100):
         first, second, *rest = report.outcomes
         assert first.holds
-        assert second.error.startswith("accel_fn._errors.ReplicaError: ")
+        assert second.error.startswith("accel_fn.errors.ReplicaError: ")
         assert "Traceback" in second.traceback
         assert {each.error for each in rest} == {NOT_RUN}
         assert not any(each.holds for each in (second, *rest))
@@ -178,7 +182,7 @@ def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     """A copy of the package in which a resumed run starts over: nothing else is wrong with it."""
     shutil.copytree(ROOT / "accel_fn", tmp_path / "accel_fn")
     assert callable(OrderedSource.locate)
-    with (tmp_path / "accel_fn" / "data" / "_ordered.py").open("a") as module:
+    with (tmp_path / "accel_fn" / "data" / "indexed" / "indexed_source.py").open("a") as module:
         module.write("\n\nOrderedSource.locate = lambda self, step, window=1: (0, 0)\n")
     done = run_command(tmp_path, "test", "-n", "2", "--cpu", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr

@@ -1,0 +1,1 @@
+"""What everything else stands on: the state, batches as trees of tensors, weights, random generators."""

@@ -1,0 +1,114 @@
+"""The repeated blocks of a model: found, or named by the user."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
+
+Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
+
+
+def is_container(module: nn.Module) -> bool:
+    """Does it only hold modules, and cannot be called?"""
+    holds = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return holds and type(module).forward is nn.Module.forward
+
+
+def check_blocks(function: str, blocks: Any) -> None:
+    """Refuse what can be no choice of blocks."""
+    several = blocks if isinstance(blocks, list | tuple) else (blocks,)
+    if not several:
+        rule, repair = "name one block at least", "leave it out for the repeated ones"
+        raise ArgumentError(message(function, "blocks", rule, blocks, repair))
+    for each in several:
+        is_kind = isinstance(each, type) and issubclass(each, nn.Module)
+        if not (is_kind or isinstance(each, str) or blocks is None):
+            rule = "be a class of modules, a name of a module, several of these, or None"
+            raise ArgumentTypeError(message(function, "blocks", rule, blocks))
+
+
+def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn.Module]:
+    """The modules meant, by name, in the order of the model; without parameters, a module is none.
+
+    Args:
+        model: which may be no block itself.
+        blocks: classes, names of modules (that of a list stands for what is in it), or None:
+            what is repeated, see `repeated`.
+        function: the public one that was given them.
+
+    Returns:
+        Modules by name.
+
+    Raises:
+        ValueError: one of them matches nothing.
+    """
+    if blocks is None:
+        return repeated(model)
+    wanted = [blocks] if isinstance(blocks, type | str) else list(blocks)
+    modules = {name: each for name, each in model.named_modules() if name and _has_any(each)}
+    found: set[str] = set()
+    for each in wanted:
+        matches = _matches(modules, each)
+        if not matches:
+            shown = each if isinstance(each, str) else each.__name__
+            some = sorted({type(module).__name__ for module in modules.values()})
+            raise PlanError(
+                f"build: {function}(blocks) must match modules with parameters, got {shown!r}, which "
+                f"matches none of {type(model).__name__}; there are {', '.join(some)}"
+            )
+        found |= matches
+    return {name: module for name, module in modules.items() if name in found}
+
+
+def _matches(modules: dict[str, nn.Module], wanted: type[nn.Module] | str) -> set[str]:
+    if not isinstance(wanted, str):
+        found = {name for name, module in modules.items() if isinstance(module, wanted)}
+    elif wanted in modules and is_container(modules[wanted]):
+        found = {name for name in modules if name.rpartition(".")[0] == wanted}
+    else:
+        found = {wanted} & modules.keys()
+    return {name for name in found if not is_container(modules[name])}
+
+
+def repeated(model: nn.Module) -> dict[str, nn.Module]:
+    """What the outermost lists and sequences of a model hold again and again.
+
+    Of each the most frequent class of modules; of two that are as frequent, the one with
+    more parameters. What is there once belongs to it where another list repeats it.
+    """
+    held: dict[str, list[nn.Module]] = {}
+    for within, _, module in _items(model, "", ""):
+        held.setdefault(within, []).append(module)
+    kinds = {_most(modules) for modules in held.values()}
+    return {name: module for _, name, module in _items(model, "", "") if type(module) in kinds}
+
+
+def _most(modules: Sequence[nn.Module]) -> type[nn.Module] | None:
+    counts = Counter(map(type, modules))
+    sizes = Counter[type[nn.Module]]()
+    for module in modules:
+        sizes[type(module)] += sum(parameter.numel() for parameter in module.parameters())
+    most = max(counts, key=lambda kind: (counts[kind], sizes[kind]))
+    return most if counts[most] > 1 else None
+
+
+def _items(module: nn.Module, prefix: str, within: str) -> Iterator[tuple[str, str, nn.Module]]:
+    """What lists and sequences hold, with parameters: the outermost of these, and its own name."""
+    lists = nn.Sequential | nn.ModuleList
+    is_list = isinstance(module, lists)
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if is_list and not isinstance(child, lists):
+            if _has_any(child):
+                yield within, path, child
+        else:
+            yield from _items(child, f"{path}.", within if is_list else path)
+
+
+def _has_any(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,233 @@
+"""What a run carries from step to step: its place in the world, its position, its loss scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_positive, message
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from accel_fn.comm.watchdog.watchdog import Watch
+
+
+_CPU = torch.device("cpu")
+_COUNTS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "step": 0, "seed": 0}
+"""The fields of a state that count, and the least that each may be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossScale:
+    """The factor that keeps float16 gradients in range, and the rule by which it moves.
+
+    All tensors are 0-dim and live on the device of the run, so that nothing
+    here waits for the host.
+
+    Attributes:
+        scale: [], float32. The loss is multiplied by it before its backward.
+        good_steps: [], int32. Updates applied since the scale last moved.
+        skipped: [], int64. Updates skipped since the start.
+        growth_factor: what the scale is multiplied by after `growth_interval` good steps.
+        backoff_factor: what it is multiplied by after a non-finite gradient.
+        growth_interval: number of good steps in a row before it grows.
+
+    Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
+
+    >>> import torch, accel_fn as af
+    >>> scaler = af.LossScale.start(1024.0)
+    >>> float(scaler.adjust(torch.tensor(False)).scale)
+    512.0
+    """
+
+    scale: Tensor
+    good_steps: Tensor
+    skipped: Tensor
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    @classmethod
+    def start(
+        cls,
+        init_scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        device: torch.device | str = "cpu",
+    ) -> LossScale:
+        """A scale that has seen no step yet.
+
+        Args:
+            init_scale: the first scale, finite and > 0.
+            growth_factor: > 1.
+            backoff_factor: in (0, 1).
+            growth_interval: >= 1.
+            device: where the three tensors live.
+
+        Returns:
+            A new scale.
+
+        Raises:
+            ValueError: an argument is outside its range.
+        """
+        check_positive("LossScale", "init_scale", init_scale)
+        if not check_positive("LossScale", "growth_factor", growth_factor) > 1:
+            raise ArgumentError(message("LossScale", "growth_factor", "be > 1", growth_factor))
+        if not check_positive("LossScale", "backoff_factor", backoff_factor) < 1:
+            raise ArgumentError(message("LossScale", "backoff_factor", "be < 1", backoff_factor))
+        check_count("LossScale", "growth_interval", growth_interval)
+        return cls(
+            scale=torch.full((), init_scale, dtype=torch.float32, device=device),
+            good_steps=torch.zeros((), dtype=torch.int32, device=device),
+            skipped=torch.zeros((), dtype=torch.int64, device=device),
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+        )
+
+    def adjust(self, ok: Tensor) -> LossScale:
+        """The scale after one step. Pure.
+
+        It never grows to infinity and never shrinks to zero, so that it can
+        always be divided by.
+
+        Args:
+            ok: [], bool, on the scale's device: were all gradients finite?
+
+        Returns:
+            A new `LossScale`; this one stays as it is.
+
+        Cost: a few 0-dim operations on the device; no host synchronisation.
+        """
+        limits = torch.finfo(self.scale.dtype)
+        good_steps = self.good_steps + 1
+        grows = good_steps >= self.growth_interval
+        risen = torch.where(grows, self.scale * self.growth_factor, self.scale).clamp(
+            max=limits.max
+        )
+        fallen = (self.scale * self.backoff_factor).clamp(min=limits.tiny)
+        return LossScale(
+            scale=torch.where(ok, risen, fallen),
+            good_steps=torch.where(ok & ~grows, good_steps, 0),
+            skipped=self.skipped + ~ok,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistState:
+    """One rank's place in the world and the position of the run. Immutable.
+
+    `init()` builds it from the launcher's variables. Built by hand it needs no
+    process group, and every pure function of rank and world size accepts it.
+
+    Attributes:
+        rank: of this process, 0 <= rank < world_size.
+        world_size: number of processes that train together.
+        local_rank: of this process among those of its machine.
+        local_world_size: number of processes on this machine.
+        device: where model and batches live.
+        scaler: the loss scale, None where no scaling is used.
+        step: number of batches consumed: the whole position of a run in its data.
+        seed: of the data order.
+        group: the process group that collectives go through. Not shown, not compared, not pickled.
+        watch: what reports on this rank where a collective does not complete; likewise.
+
+    Raises:
+        ValueError: a count is no integer or negative, or a rank is outside its world.
+
+    >>> import accel_fn as af
+    >>> af.DistState(rank=3, world_size=8).is_main
+    False
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    device: torch.device = _CPU
+    scaler: LossScale | None = None
+    step: int = 0
+    seed: int = 0
+    group: ProcessGroup | None = field(default=None, repr=False, compare=False)
+    watch: Watch | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, torch.device):
+            object.__setattr__(self, "device", device_of("DistState", self.device))
+        places = (self.rank, self.world_size, self.local_rank, self.local_world_size)
+        counts = (*places, self.step, self.seed)
+        plain = {*map(type, counts)} == {int} and min(counts) >= 0
+        if not (plain and self.rank < self.world_size and self.local_rank < self.local_world_size):
+            self._check()
+
+    def _check(self) -> None:
+        """Every rule: apart from the above, since a step makes a state."""
+        for name, minimum in _COUNTS.items():
+            check_count("DistState", name, getattr(self, name), minimum=minimum)
+        if self.rank >= self.world_size:
+            rule = f"be in 0 .. world_size - 1 = {self.world_size - 1}"
+            raise ArgumentError(message("DistState", "rank", rule, self.rank))
+        if self.local_rank >= self.local_world_size:
+            rule = f"be in 0 .. local_world_size - 1 = {self.local_world_size - 1}"
+            raise ArgumentError(message("DistState", "local_rank", rule, self.local_rank))
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0 alone: the rank that prints and writes."""
+        return self.rank == 0
+
+    def advanced(self, scaler: LossScale | None) -> DistState:
+        """The state one batch further, with this loss scale.
+
+        Made field by field: a step makes one, and what was checked once needs no check again.
+        """
+        state = object.__new__(DistState)
+        for name in _KEPT:
+            _set(state, name, getattr(self, name))
+        _set(state, "scaler", scaler)
+        _set(state, "step", self.step + 1)
+        return state
+
+    def __copy__(self) -> DistState:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistState:
+        return self  # immutable, and a process group has no copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = [name for name in self.__dataclass_fields__ if name not in ("group", "watch")]
+        return _restored, ({name: getattr(self, name) for name in names},)
+
+
+def device_of(function: str, device: torch.device | str) -> torch.device:
+    """A device by its name."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        rule = "be a torch.device or the name of one, such as 'cpu' or 'cuda:0'"
+        raise ArgumentError(message(function, "device", rule, device)) from error
+
+
+def check_state(function: str, state: object) -> None:
+    """Refuse what is no `DistState`, such as another argument in its place."""
+    if not isinstance(state, DistState):
+        repair = "init, build and every step give one"
+        got = type(state).__name__
+        raise ArgumentTypeError(message(function, "state", "be a DistState", got, repair))
+
+
+_set = object.__setattr__
+_KEPT = tuple(name for name in DistState.__dataclass_fields__ if name not in ("scaler", "step"))
+
+
+def _restored(fields: dict[str, Any]) -> DistState:
+    return DistState(**fields)

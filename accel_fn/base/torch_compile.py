@@ -1,0 +1,145 @@
+"""torch.compile as the library calls it, and whether this machine has what it needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from accel_fn.errors import PlanError
+
+MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+_NAMES = {"MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT"}
+"""Guards that a name still stands for the same module, class or function."""
+_OURS = re.compile(r"G\['(?!__import_(?!(torch|accel_fn)(_dot_|')))")
+"""Where a guard begins: at a global, but one of a module of the user's."""
+
+
+def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """`torch.compile(fn, **settings)`, whose graphs are counted apart from those of any other."""
+    compiled: Callable[..., Any] = torch.compile(_with_own_code(fn), **settings)
+    return compiled
+
+
+def options_of(mode: str) -> dict[str, Any]:
+    """A mode of `torch.compile` as options for it, with a pass that keeps torch from an error."""
+    options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
+    if torch._inductor.config.post_grad_custom_pre_pass is None:  # else the user's
+        addends = import_module("accel_fn.base.pass_add_alpha")  # which imports the compiler
+        options["post_grad_custom_pre_pass"] = addends.Addends()
+    return options
+
+
+def moving_guards(guards: Sequence[Any]) -> list[bool]:
+    """Those to keep of a function of this library: all but names in its modules and torch's own.
+
+    What is looked at before every run is much of a small step. Whatever is the user's is looked at.
+    """
+    return [
+        each.guard_type not in _NAMES or not _OURS.match(each.orig_guard.name) for each in guards
+    ]
+
+
+def without_clock() -> AbstractContextManager[Any]:
+    """Graphs that are made in it do not measure, whenever they are run, how long finding them took."""
+    settings = torch._dynamo.config
+    return (
+        settings.patch(record_runtime_overhead=False)
+        if hasattr(settings, "record_runtime_overhead")
+        else nullcontext()
+    )
+
+
+def compile_in_place(
+    modules: Sequence[nn.Module], *, mode: str, outermost: bool, **settings: Any
+) -> None:
+    """`module.compile(...)` for modules of one kind, which share their graphs with no other.
+
+    torch keeps graphs by the code that they were made of, which is the same for all
+    modules of a process, and stops compiling at a small number of them.
+    """
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    compiled = compile_function(call, **_settings(mode, **settings))
+    if outermost:
+        compiled = keep_outputs(compiled, mode)
+    for module in modules:
+        module._compiled_call_impl = partial(compiled, module)
+
+
+class Compiled(partial[Any]):
+    """A function for the slot `compile_loss` whose settings are those of `torch.compile`."""
+
+
+def compile_inside(compile_loss: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """What calls a function as a plan compiles its loss: of parts that its own graphs leave out."""
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    for each in compile_loss:
+        if isinstance(each, Compiled):
+            return compile_function(call, **_settings(**each.keywords))
+    return call
+
+
+def _settings(mode: str, **others: Any) -> dict[str, Any]:
+    """For `torch.compile`."""
+    return {"options": options_of(mode), **others}
+
+
+def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+    assert isinstance(fn, FunctionType)
+    code = fn.__code__.replace()
+    return FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+
+
+def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """`call`, whose outputs stay what they are: the next run of a CUDA graph overwrites its own."""
+    if mode not in _CUDA_GRAPHS:
+        return call
+
+    def kept(*inputs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return tree_map_only(Tensor, Tensor.clone, call(*inputs))
+
+    return kept
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile next to nothing, and refuse a machine that cannot."""
+    start = torch.zeros(2, device=device)
+    try:
+        torch.compile(_increment, fullgraph=True, options={"fx_graph_cache": False})(start)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise PlanError(
+            f"build: compiled must have a compiler for {device.type} on this machine, got "
+            f"{reason_of(cause)}; install one (for a CPU a C++ compiler, for a GPU Triton), or "
+            "leave out compiled"
+        ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error of the compiler's says, in a line: pages of hints come with it."""
+    text = str(error)
+    raised = re.search(r"raised exception (.*)", text)
+    if raised:
+        return raised.group(1)
+    lines = [line for line in text.split("\n") if line and not line.endswith("raised:")]
+    return lines[0] if lines else type(error).__name__
+
+
+def _increment(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1

@@ -1,0 +1,1 @@
+"""Writing a checkpoint while the run goes on."""

@@ -1,0 +1,62 @@
+"""Files of plain data: tensors, numbers, strings and containers of them, and nothing that could run."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_fn.errors import ArgumentError, CheckpointError
+
+
+def to_plain(values: Mapping[str, Any], function: str) -> bytes:
+    """A file's content, refused where it could not be read back without running code."""
+    try:
+        buffer = io.BytesIO()
+        torch.save(dict(values), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        culprits = [name for name, value in values.items() if not _is_plain(value)]
+        raise ArgumentError(
+            f"{function}: {', '.join(culprits) or 'state'} must hold tensors, numbers, strings and "
+            f"containers of them, got something else; {_first_line(error)}"
+        ) from None
+    return buffer.getvalue()
+
+
+def from_plain(path: Path, function: str) -> Any:
+    """What such a file holds, on the host."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise CheckpointError(
+            f"{function}: {path} must hold tensors and plain data, got something else; {_first_line(error)}"
+        ) from error
+
+
+def dict_from_plain(path: Path, keys: Set[str], function: str) -> dict[str, Any]:
+    """What a file holds that is a dict of these at least."""
+    found = from_plain(path, function)
+    if not isinstance(found, dict) or not keys <= found.keys():
+        raise CheckpointError(f"{function}: {path} must hold {', '.join(sorted(keys))}")
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
+    return (lines or str(error).splitlines() or [""])[0].strip()

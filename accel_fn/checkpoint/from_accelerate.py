@@ -1,0 +1,265 @@
+"""load_accelerate: a run that was saved by accelerate's `save_state` goes on here."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel_fn.base.state import DistState, LossScale, check_state
+from accel_fn.checkpoint.argument_checks import ask_plan, check_same
+from accel_fn.checkpoint.compare import listed
+from accel_fn.checkpoint.contents import HOW, load_optimizer
+from accel_fn.checkpoint.format.plain_data import from_plain
+from accel_fn.checkpoint.weights.files import INDEX, SINGLE
+from accel_fn.checkpoint.weights.save_load_model import load_model
+from accel_fn.comm.collectives import all_or_none
+from accel_fn.comm.dtensor import is_sharded, shard_like
+from accel_fn.errors import ArgumentTypeError, CheckpointError, check_folder, message
+from accel_fn.step.step import Step
+
+_MOST_TOLD = 12
+_WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
+_OPTIMIZER, _SCALER = "optimizer.bin", "scaler.pt"
+_OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *HOW}
+
+_LIKE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
+"""What optimizers keep in the shape of a parameter."""
+
+
+def load_accelerate(
+    folder: str | os.PathLike[str],
+    step: Step,
+    state: DistState,
+    *,
+    schedulers: Sequence[Any] = (),
+) -> DistState:
+    """Go on from a folder that accelerate's `save_state` wrote. Called on every rank.
+
+    Read are the weights, the optimizer, the schedulers and the scale of float16. Everything
+    is checked against the program before anything is overwritten; nothing in the folder can
+    run code. Random generators are left as they are; files that are not read are named on stderr.
+    A model in shards is filled, too, and its optimizer.
+
+    Args:
+        folder: with `model.safetensors`, or its shards and index, and `optimizer.bin`; of one model.
+        step: over the same model and optimizer, as `build` gave it.
+        state: as `build` gave it.
+        schedulers: to be given `scheduler.bin`, `scheduler_1.bin` and so on: anything with
+            `load_state_dict`. accelerate advances them once for each rank at each update,
+            unless told otherwise.
+
+    Returns:
+        The state; its `step` is the number of updates that the optimizer has counted (0 if it
+        counts none), so that `epochs(since=state)` goes on after them.
+
+    Raises:
+        RuntimeError: on every rank: a file is missing or broken, or of another optimizer.
+        ValueError: on every rank: the weights are another model's, or a scheduler is none.
+
+    Cost: one read of the files on each rank; a few small collectives.
+
+    Source: the layout of accelerate 1.15, `checkpointing.py`.
+
+    >>> import tempfile, torch, accel_fn as af
+    >>> folder = tempfile.mkdtemp()  # as accelerate would fill it
+    >>> af.save_model(model, folder)
+    >>> torch.save(optimizer.state_dict(), f"{folder}/optimizer.bin")
+    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> state = af.load_accelerate(folder, step, state)
+    """
+    check_state("load_accelerate", state)
+    saved = all_or_none(lambda: _read(folder, step, state, schedulers), state, "load_accelerate")
+    given = {"folder": os.fspath(folder), "schedulers": len(schedulers)}
+    check_same(given, state, "load_accelerate")
+    all_or_none(lambda: _fill(saved, step, schedulers), state, "load_accelerate")
+    if state.is_main:
+        for line in _left_out(saved, state.scaler, schedulers):
+            print(f"accel_fn: load_accelerate: {line}", file=sys.stderr)
+    return replace(state, step=saved.num_updates, scaler=saved.scaler)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """The files but the weights, checked."""
+
+    path: Path
+    optimizer: Mapping[str, Any]
+    num_updates: int
+    """What the optimizer has counted."""
+    schedulers: Sequence[Any]
+    has_scale: bool
+    scaler: LossScale | None
+    """The program's, with what was saved of one."""
+
+
+def _scheduler(index: int) -> str:
+    return f"scheduler_{index}.bin" if index else "scheduler.bin"
+
+
+def _read(
+    folder: str | os.PathLike[str], step: Step, state: DistState, schedulers: Sequence[Any]
+) -> _Saved:
+    path = Path(check_folder("load_accelerate", folder))
+    if not isinstance(step, Step):
+        raise ArgumentTypeError(message("load_accelerate", "step", "be a Step", step))
+    ask_plan(step.plan, "check_loaded")
+    if not isinstance(schedulers, Sequence):
+        rule = "be a list of schedulers"
+        raise ArgumentTypeError(message("load_accelerate", "schedulers", rule, schedulers))
+    for each in schedulers:
+        if not hasattr(each, "load_state_dict"):
+            rule = "have load_state_dict"
+            raise ArgumentTypeError(message("load_accelerate", "schedulers", rule, each))
+    names = [_OPTIMIZER, *map(_scheduler, range(len(schedulers)))]
+    _check_folder(path, names)
+    optimizer, *others = (from_plain(path / name, "load_accelerate") for name in names)
+    for name, scheduler, each in zip(names[1:], schedulers, others, strict=True):
+        _check_scheduler(path / name, scheduler, each)
+    has_scale = (path / _SCALER).exists()
+    scale = from_plain(path / _SCALER, "load_accelerate") if has_scale else {}
+    with _made_of(path / _OPTIMIZER, "an optimizer's state_dict"):
+        differences = _differences(optimizer, step.plan.optimizer)
+        num_updates = _num_updates(optimizer)
+    if differences:
+        raise CheckpointError(
+            f"load_accelerate: {path / _OPTIMIZER} must be of this program, got differences:\n"
+            f"{listed(differences)}"
+        )
+    with _made_of(path / _SCALER, "a scaler's state_dict"):
+        scaler = _scale(scale, state.scaler) if state.scaler and scale else state.scaler
+    return _Saved(path, optimizer, num_updates, others, bool(scale), scaler)
+
+
+def _check_folder(path: Path, names: Sequence[str]) -> None:
+    """Refuse one without these files and a model, and one of several models."""
+    model = INDEX if (path / INDEX).exists() else SINGLE
+    for name in (model, *names):
+        if not (path / name).exists():
+            raise CheckpointError(
+                f"load_accelerate: folder must be one that save_state wrote, got {path} without {name}"
+            )
+    for other in ("model_1.safetensors", "optimizer_1.bin"):
+        if (path / other).exists():
+            raise CheckpointError(
+                f"load_accelerate: folder must be of one model and one optimizer, got {other} in {path}"
+            )
+
+
+def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
+    """Refuse what is no `state_dict` of it, but for what versions of torch keep for themselves."""
+    if not hasattr(scheduler, "state_dict"):
+        return
+    names = [
+        sorted({str(key) for key in each if not str(key).startswith("_")} - {"verbose"})
+        if isinstance(each, Mapping)
+        else type(each).__name__
+        for each in (saved, scheduler.state_dict())
+    ]
+    if names[0] != names[1]:
+        raise CheckpointError(
+            f"load_accelerate: {path} must hold the state_dict of a {type(scheduler).__name__}, "
+            f"got {names[0]} where it has {names[1]}"
+        )
+
+
+@contextmanager
+def _made_of(path: Path, what: str) -> Iterator[None]:
+    """Tell of a file in which something is not where it should be."""
+    try:
+        yield
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"load_accelerate: {path} must hold {what}, got something else; {error!r}"
+        ) from error
+
+
+def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
+    """What of the optimizer's groups and tensors does not fit, in lines."""
+    found = []
+    theirs, ours = saved["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
+    if sizes[0] != sizes[1]:
+        return [f"parameters in each group: {sizes[0]} saved, {sizes[1]} here"]
+    for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+        keys = [sorted(set(group) - _OPTIONAL) for group in (their, our)]
+        if keys[0] != keys[1]:
+            found.append(f"options of group {number}: {keys[0]} saved, {keys[1]} here")
+    parameters = [each for group in ours for each in group["params"]]
+    numbers = [number for group in theirs for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            if key in _LIKE and isinstance(value, Tensor):
+                shapes = [list(each.shape) for each in (value, parameter)]
+                if shapes[0] != shapes[1]:
+                    line = f"{key} of parameter {number}: {shapes[0]} saved, {shapes[1]} here"
+                    found.append(line)
+    return found
+
+
+def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any]) -> None:
+    """Overwrite: the weights come first, since they may be refused."""
+    load_model(step.plan.model, saved.path)
+    theirs, ours = saved.optimizer["param_groups"], step.plan.optimizer.param_groups
+    numbers = [number for group in theirs for number in group["params"]]
+    parameters = [each for group in ours for each in group["params"]]
+    state = {
+        number: {
+            key: _cut(value, parameter)
+            for key, value in saved.optimizer["state"].get(number, {}).items()
+        }
+        for number, parameter in zip(numbers, parameters, strict=True)
+    }
+    kept = {number: values for number, values in state.items() if values}
+    load_optimizer(step.plan, {**saved.optimizer, "state": kept})
+    for scheduler, each in zip(schedulers, saved.schedulers, strict=True):
+        scheduler.load_state_dict(each)
+
+
+def _cut(value: Any, parameter: Tensor) -> Any:
+    """This rank's part of what an optimizer keeps of a parameter in shards."""
+    is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
+    return shard_like(value, parameter) if is_alike and is_sharded(parameter) else value
+
+
+def _scale(saved: Mapping[str, Any], scaler: LossScale) -> LossScale:
+    """Torch's GradScaler as a loss scale."""
+    return replace(
+        scaler,
+        scale=torch.full_like(scaler.scale, saved["scale"]),
+        good_steps=torch.full_like(scaler.good_steps, saved["_growth_tracker"]),
+        growth_factor=saved["growth_factor"],
+        backoff_factor=saved["backoff_factor"],
+        growth_interval=saved["growth_interval"],
+    )
+
+
+def _num_updates(saved: Mapping[str, Any]) -> int:
+    """What the optimizer has counted."""
+    return max((int(each["step"]) for each in saved["state"].values() if "step" in each), default=0)
+
+
+def _left_out(saved: _Saved, scaler: LossScale | None, schedulers: Sequence[Any]) -> list[str]:
+    """What was there and is not used, or was not there."""
+    read = {_OPTIMIZER, _SCALER, *map(_scheduler, range(len(schedulers)))}
+    names = {path.name for path in saved.path.iterdir() if not _WEIGHTS.fullmatch(path.name)}
+    rest = sorted(names - read)
+    lines = [f"{name} is left out" for name in rest[:_MOST_TOLD]]
+    if len(rest) > _MOST_TOLD:
+        lines.append(f"so are {len(rest) - _MOST_TOLD} more files")
+    if _scheduler(len(schedulers)) in rest:
+        lines.append("give schedulers=[...] to have them filled")
+    if scaler is None and saved.has_scale:
+        lines.append(f'{_SCALER} is left out; the plan has no with_amp("fp16")')
+    if scaler is not None and not saved.has_scale:
+        lines.append(f"{_SCALER} is not there; the loss scale starts fresh")
+    return lines

@@ -1,0 +1,109 @@
+"""Which checkpoints a folder holds."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from accel_fn.checkpoint.format.hashing import cannot_read
+from accel_fn.checkpoint.format.manifest import NAME, Manifest, read_manifest
+from accel_fn.checkpoint.format.names import name_of, steps_in
+from accel_fn.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One of a folder's checkpoints.
+
+    Attributes:
+        path: its folder.
+        step: batches consumed before it.
+        saved_at: when it was written.
+        size: bytes; 0 where that cannot be read.
+        world_size: ranks that saved it; 0 where that cannot be read.
+        damage: why it is not whole; empty where all files are there, with the right sizes.
+    """
+
+    path: Path
+    step: int
+    saved_at: datetime
+    size: int = 0
+    world_size: int = 0
+    damage: str = ""
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """The checkpoints of a folder, oldest first; what is being written is not one yet.
+
+    Args:
+        folder: where `save` writes; need not be there.
+
+    Returns:
+        One entry each. Contents are not read: `load` does that.
+
+    Cost: reads each manifest, and the sizes of files.
+
+    >>> import accel_fn as af
+    >>> af.list_checkpoints("no such folder")
+    []
+    """
+    steps = steps_in(Path(folder))
+    found = [_look(Path(folder) / name_of(step), step) for step in steps]
+    return [each for each in found if each is not None]
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest whole checkpoint of a folder.
+
+    Args:
+        folder: where `save` writes; need not be there.
+
+    Returns:
+        Its folder; None where there is none yet.
+
+    Cost: reads a manifest, and the sizes of files.
+
+    >>> import accel_fn as af
+    >>> af.latest("no such folder") is None
+    True
+    """
+    for step in reversed(steps_in(Path(folder))):
+        found = _look(Path(folder) / name_of(step), step)
+        if found is not None and not found.damage:
+            return found.path
+    return None
+
+
+def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of which a file is missing, or of another size."""
+    for name, mark in manifest.files.items():
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"load: a file of the checkpoint is missing: {path}") from None
+        except OSError as error:
+            raise cannot_read(path, error) from error
+        if size != mark.size:
+            raise CheckpointError(
+                f"load: {path} is damaged: it must have {mark.size} bytes, got {size}"
+            )
+
+
+def _look(path: Path, step: int) -> Checkpoint | None:
+    """None: it is gone, removed by the run that saves here."""
+    damage, size, world_size = "", 0, 0
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        size, world_size = manifest.size, manifest.world_size
+    except CheckpointError as error:
+        damage = str(error).removeprefix("load: ")
+    for each in (path / NAME, path):
+        with suppress(OSError):
+            saved_at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
+            return Checkpoint(path, step, saved_at, size, world_size, damage)
+    return None

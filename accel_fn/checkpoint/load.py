@@ -1,0 +1,245 @@
+"""load: a run goes on from a checkpoint, at any world size."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accel_fn.base.rng import derive_random, restore_random
+from accel_fn.base.state import DistState, check_state
+from accel_fn.checkpoint.argument_checks import (
+    ask_plan,
+    check_at,
+    check_extras,
+    check_model,
+    check_same,
+    check_steps,
+)
+from accel_fn.checkpoint.background.background import finish_writing
+from accel_fn.checkpoint.compare import (
+    differences,
+    extra_differences,
+    extra_state_differences,
+    fitting,
+    fitting_extras,
+    has_optimizer,
+    listed,
+    misfits,
+)
+from accel_fn.checkpoint.contents import (
+    Contents,
+    contents_of,
+    named_steps,
+    notes_of,
+    put_back,
+    room_for,
+    scale_from_dict,
+)
+from accel_fn.checkpoint.format.manifest import Manifest, read_manifest
+from accel_fn.checkpoint.format.names import COMMON, OF_ALL, file_of, name_of, steps_in
+from accel_fn.checkpoint.format.plain_data import dict_from_plain
+from accel_fn.checkpoint.format.read import check_files, read_tensors
+from accel_fn.checkpoint.listing import check_sizes
+from accel_fn.checkpoint.save import EXTRA
+from accel_fn.comm.collectives import all_or_none
+from accel_fn.comm.primitives import exchange
+from accel_fn.errors import CheckpointError, check_flag, check_folder
+from accel_fn.step.step import Step
+
+_OF_RANK = {"buffers", "random"}
+"""What a rank's file of plain data holds at least."""
+
+
+def load(
+    folder: str | os.PathLike[str],
+    state: DistState,
+    step: Step | Mapping[str, Step],
+    *,
+    extras: Mapping[str, Any] | None = None,
+    at: str | int = "latest",
+    strict: bool = True,
+) -> DistState:
+    """Go on from a checkpoint. Called on every rank, of a world of any size.
+
+    The program is built as for a new run; then its model, optimizer, transforms, extras
+    and random generators are filled in place. Everything is checked before anything is
+    overwritten: each file against its hash, and the checkpoint against the program.
+
+    Args:
+        folder: that was given to `save`.
+        state: as `build` gave it.
+        step: the step, or a dict of steps by name, as it was saved.
+        extras: by the names that they were saved under. One that has `differences_from(saved)`, as a
+            sharded loader has, gives lines there that are told with all other differences.
+        at: "latest", the number of a step, or a checkpoint's name.
+        strict: False: where the program is another one, fill what fits, leave the rest as
+            it is, and say on stderr what that is.
+
+    Returns:
+        The state: `state` with the checkpoint's `step` and loss scale.
+
+    Raises:
+        RuntimeError: on every rank: there is no such checkpoint, a file is missing or damaged
+            (it is named), or the program is another one (differences are listed,
+            with both values).
+        ValueError: on every rank, an argument is outside its rule, or another one than on other
+            ranks, or an extra cannot take anything back.
+
+    Cost: reads the checkpoint, each rank what it needs, and together once more to check
+        hashes; no memory for tensors that lie on the host as they were saved, else that of the
+        largest for each thread that reads; a few small collectives.
+
+    >>> import tempfile, accel_fn as af
+    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state, _ = step(state, batch)
+    ...     path = af.save(folder, state, step)
+    ...     af.load(folder, state, step).step
+    1
+    """
+    check_state("load", state)
+    steps, extras = named_steps(step), {} if extras is None else extras
+    all_or_none(lambda: _check(folder, steps, extras, at, strict), state, "load")
+    given = {"folder": os.fspath(folder), "step": sorted(steps), "extras": sorted(extras)}
+    check_same(given | {"at": at, "strict": strict}, state, "load")
+    finish_writing(notes_of(steps), state, "load")
+    path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
+    path = exchange(path, state, "load")[0]
+
+    def check() -> _Saved:
+        contents = contents_of(steps)
+        check_model(contents.tensors, "load")
+        saved = _read(path, contents, state)
+        _compare(saved, extras, state, strict=strict)
+        return saved
+
+    saved = all_or_none(check, state, "load")
+    files = saved.manifest.files
+    share = sorted(files)[state.rank :: state.world_size]
+    all_or_none(lambda: check_files(path, saved.manifest, share), state, "load")
+    all_or_none(lambda: _load_extras(saved.extras, extras), state, "load")
+    loaded = all_or_none(lambda: _fill(saved, steps, state, strict=strict), state, "load")
+    notes_of(steps)["resumed_from"] = saved.manifest.step
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What was saved but its tensors, as a rank has read it, beside what the program holds."""
+
+    path: Path
+    manifest: Manifest
+    contents: Contents
+    common: dict[str, Any]
+    mine: dict[str, Any]
+    """Of this rank; of the first where this one was not there."""
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """By name."""
+        names = [name for name in self.mine if name.startswith(EXTRA)]
+        return {name.removeprefix(EXTRA): self.mine[name] for name in names}
+
+
+def _check(
+    folder: str | os.PathLike[str],
+    steps: Mapping[str, Step],
+    extras: Mapping[str, Any],
+    at: str | int,
+    strict: object,
+) -> None:
+    check_folder("load", folder)
+    check_steps(steps, "load")
+    check_extras(extras, "load")
+    check_at(at, "load")
+    check_flag("load", "strict", strict)
+    for each in steps.values():
+        ask_plan(each.plan, "check_loaded")
+
+
+def _choose(folder: Path, at: str | int) -> Path:
+    """The checkpoint that is meant; the newest by name, so that a damaged one is not passed over."""
+    steps = steps_in(folder)
+    if at == "latest" and steps:
+        return folder / name_of(steps[-1])
+    path = folder / (at if isinstance(at, str) else name_of(at))
+    if path.is_dir():
+        return path
+    there = ", ".join(map(str, steps[-5:])) or "none"
+    raise CheckpointError(f"load: at={at!r} must be a checkpoint in {folder}, got steps {there}")
+
+
+def _read(path: Path, contents: Contents, state: DistState) -> _Saved:
+    """The files of plain data that this rank needs, checked."""
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    number = state.rank if state.rank < manifest.world_size else 0
+    keys = {COMMON: OF_ALL, file_of("rank", number, "pt"): _OF_RANK}
+    check_files(path, manifest, keys)
+    common, mine = (dict_from_plain(path / name, keys[name], "load") for name in keys)
+    return _Saved(path, manifest, contents, common, mine)
+
+
+def _compare(saved: _Saved, extras: Mapping[str, Any], state: DistState, *, strict: bool) -> None:
+    found = [
+        f"{told} starts fresh: what it keeps was saved of other shapes"
+        for told in misfits(saved.manifest, saved.contents).values()
+        if not strict
+    ]
+    found += differences(saved.manifest, saved.contents, state)
+    found += extra_state_differences(saved.common["steps"], saved.contents.rest)
+    found += extra_differences(saved.extras, extras)
+    if found and strict:
+        raise CheckpointError(
+            f"load: {saved.path} must be of this program, got differences:\n{listed(found)}"
+        )
+    if found and not strict and state.is_main:
+        print(f"accel_fn: {saved.path} is of another program:\n{listed(found)}", file=sys.stderr)
+
+
+def _load_extras(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+    for name in fitting_extras(saved, extras):
+        extras[name].load_state_dict(saved[name])
+
+
+def _fill(saved: _Saved, steps: Mapping[str, Step], state: DistState, *, strict: bool) -> DistState:
+    """Overwrite what fits: where the program must be the one that was saved, that is all."""
+    manifest, contents, mine = saved.manifest, saved.contents, saved.mine
+    fits = fitting(manifest, contents)
+    optimizers = {name for name in steps if strict or has_optimizer(manifest, contents, fits, name)}
+    fresh = {} if strict else misfits(manifest, contents)
+    entries = {
+        name: entry for name, entry in manifest.entries.items() if not name.startswith(tuple(fresh))
+    }
+    tensors = dict(fits)
+    for name, each in steps.items():
+        for kind in ["transforms", "optimizer"] if name in optimizers else ["transforms"]:
+            tensors |= room_for(kind, each.plan, name, contents.tensors, entries)
+    read_tensors(saved.path, tensors, entries)
+    if manifest.world_size == state.world_size:
+        for name in mine["buffers"].keys() & tensors.keys():
+            tensors[name].copy_(mine["buffers"][name])
+    for name in steps.keys() & saved.common["steps"].keys():
+        rest = saved.common["steps"][name]
+        put_back(steps[name].plan, name, tensors, rest, optimizer=name in optimizers, fresh=fresh)
+    scaler = state.scaler and (scale_from_dict(saved.common["scaler"], state) or state.scaler)
+    loaded = replace(state, step=manifest.step, scaler=scaler)
+    _load_random(mine, manifest, loaded)
+    return loaded
+
+
+def _load_random(mine: Mapping[str, Any], manifest: Manifest, state: DistState) -> None:
+    if state.rank < manifest.world_size:
+        restore_random(mine["random"], state.device)
+    else:
+        derive_random(state)
+    if state.is_main and state.world_size > manifest.world_size:
+        print(
+            f"accel_fn: saved in a world of {manifest.world_size}, loaded in one of {state.world_size}: "
+            "random generators of the new ranks are derived from seed, rank and step",
+            file=sys.stderr,
+        )

@@ -1,0 +1,66 @@
+"""One run at a time saves to a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from multiprocessing.util import register_after_fork
+from pathlib import Path
+from weakref import finalize
+
+from accel_fn.errors import CheckpointError
+
+_NAME = ".lock"
+_TRIES, _WAIT_S = 60, 0.05
+
+
+class FolderLock:
+    """Holds a folder until it is let go of, by whatever end of this process at the latest."""
+
+    __slots__ = ("__weakref__", "_close", "_number")
+
+    def __init__(self, folder: Path) -> None:
+        self._number = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        self._close = finalize(self, os.close, self._number)
+        # A worker that outlives a killed run would hold its folder.
+        register_after_fork(self, FolderLock.close)
+        if not self._takes():
+            owner = os.pread(self._number, 200, 0).decode(errors="replace") or "another process"
+            if owner == _own_name():
+                owner = f"another step of this process ({owner})"
+            raise CheckpointError(
+                f"save: {folder} must be saved to by one run at a time, got a second one beside "
+                f"{owner}; give each run a folder of its own"
+            )
+
+    def holds(self, folder: Path) -> bool:
+        """Is it that folder's? One that was removed and made again has another lock."""
+        try:
+            return os.path.samestat(os.fstat(self._number), os.stat(folder / _NAME))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Let go of it in this process."""
+        self._close()
+
+    def _takes(self) -> bool:
+        for left in reversed(range(_TRIES)):  # a run that was killed may still be ending
+            try:
+                fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if left:
+                    time.sleep(_WAIT_S)
+            except OSError:
+                return True  # a file system without locks
+            else:
+                os.truncate(self._number, 0)
+                os.pwrite(self._number, _own_name().encode(), 0)
+                return True
+        return False
+
+
+def _own_name() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"

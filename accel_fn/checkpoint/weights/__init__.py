@@ -1,0 +1,1 @@
+"""The weights of a model alone, as safetensors files."""

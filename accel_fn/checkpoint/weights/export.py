@@ -1,0 +1,91 @@
+"""Weights alone out of a checkpoint, without the program that saved it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from accel_fn.checkpoint.contents import place_of
+from accel_fn.checkpoint.format.manifest import read_manifest
+from accel_fn.checkpoint.format.names import COMMON, OF_ALL
+from accel_fn.checkpoint.format.plain_data import dict_from_plain
+from accel_fn.checkpoint.format.read import check_files, read_tensors
+from accel_fn.checkpoint.listing import check_sizes
+from accel_fn.checkpoint.weights.entries import Entries, check_dense, check_storable
+from accel_fn.checkpoint.weights.files import write_set
+from accel_fn.errors import ArgumentError, CheckpointError, ExtraError, message
+
+
+def export_model(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    step: str,
+    max_shard_size: int,
+) -> int:
+    """Write the model of a checkpoint as `save_model` would.
+
+    Args:
+        checkpoint: `.../step_NNNNNNNN`.
+        folder: for the safetensors files.
+        step: whose model, where a dict of steps was saved.
+        max_shard_size: bytes of one file.
+
+    Returns:
+        How many tensors were written.
+
+    Raises:
+        RuntimeError: the checkpoint is damaged, or holds no such step.
+        ValueError: the folder cannot be written to, a tensor has a dtype that safetensors does
+            not know, or the model has state that is no tensor.
+
+    Cost: reads the checkpoint to check it, then the model, which is held on the host.
+    """
+    path, prefix = Path(checkpoint), place_of("model", step)
+    with _told_by_export():
+        manifest = read_manifest(path)
+    if step not in manifest.plans:
+        names = ", ".join(name or "(no name)" for name in manifest.plans)
+        raise CheckpointError(
+            f"export: step must be one of {path}, got {step!r}; there are {names}"
+        )
+    with _told_by_export():
+        check_sizes(path, manifest)
+        check_files(path, manifest, manifest.files)
+    extra = dict_from_plain(path / COMMON, OF_ALL, "export")["steps"][step]["model"]
+    for name, value in extra.items():
+        check_dense("export", name, value)
+    tensors = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in manifest.entries.items()
+        if name.startswith(prefix)
+    }
+    read_tensors(path, tensors, manifest.entries)
+    tied = {
+        name.removeprefix(prefix): other.removeprefix(prefix)
+        for name, other in manifest.tied.items()
+        if name.startswith(prefix)
+    }
+    plain = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    entries = Entries(plain, tied)
+    with _told_by_export():
+        check_storable(entries)
+    try:
+        write_set(Path(folder), entries, max_shard_size)
+    except OSError as error:
+        rule = "be one that can be written to"
+        why = error.strerror or str(error)
+        raise ArgumentError(message("export", "folder", rule, str(folder), why)) from error
+    return len(plain)
+
+
+@contextmanager
+def _told_by_export() -> Iterator[None]:
+    """What `load` reads and `save_model` checks names these in errors."""
+    try:
+        yield
+    except (ArgumentError, CheckpointError, ExtraError) as error:
+        raise type(error)(f"export: {str(error).partition(': ')[2]}") from None

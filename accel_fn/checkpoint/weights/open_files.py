@@ -1,0 +1,141 @@
+"""A set of weight files, opened: everything that they say is checked, and no tensor read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from typing import Any, cast
+
+from torch import Tensor
+
+from accel_fn.checkpoint.weights.entries import extra
+from accel_fn.checkpoint.weights.files import INDEX, SINGLE, TIED
+from accel_fn.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What lies in the files of one set."""
+
+    handles: Mapping[str, Any]
+    """Key -> the open file that holds it."""
+    tied: Mapping[str, str]
+    """Another name -> the key that holds its value."""
+
+    def key_of(self, name: str) -> str | None:
+        """Under which key the value of a name lies."""
+        return name if name in self.handles else self.tied.get(name)
+
+    def tensor(self, key: str) -> Tensor:
+        """A tensor [...] on the host, mapped from its file; what is not touched is not read."""
+        return cast("Tensor", self.handles[key].get_tensor(key))
+
+
+def open_set(folder: Path, stack: ExitStack) -> Stored:
+    """Open the one file, or the files of the index; the stack closes them."""
+    if (folder / SINGLE).exists():
+        files = {SINGLE: _open(folder, SINGLE, stack)}
+        return _stored(folder, files)
+    if not (folder / INDEX).is_file():
+        raise _refusal(folder, f"hold {SINGLE} or {INDEX}", "neither")
+    before = _mark(folder / INDEX)
+    index = _read_index(folder)
+    files = {name: _open(folder, name, stack) for name in sorted(set(index.values()))}
+    if _mark(folder / INDEX) != before:  # a save puts a new index before it touches old shards
+        raise _refusal(folder, "stay as it is while it is read", "a new set; load again")
+    stored = _stored(folder, files)
+    for key, name in index.items():
+        if stored.handles.get(key) is not files[name]:
+            raise _refusal(folder / INDEX, "name the file that holds each key", (key, name))
+    for key in stored.handles:
+        if key not in index:
+            raise _refusal(folder / INDEX, "list every key of its files", f"no {key!r}")
+    return stored
+
+
+def _refusal(path: Path, rule: str, found: object) -> ArgumentError:
+    what = found if isinstance(found, str) else repr(found)
+    return ArgumentError(f"load_model: {path} must {rule}, got {what}")
+
+
+def _mark(path: Path) -> tuple[int, int]:
+    """Another one for every file that was put there."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Key -> file name."""
+    path = _inside(folder, INDEX)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _refusal(path, "be JSON", f"{type(error).__name__}: {error}") from error
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict):
+        raise _refusal(path, "have a weight_map from keys to file names", files)
+    for key, name in files.items():
+        if not isinstance(name, str) or not _is_plain(name):
+            rule = "name .safetensors files beside it, without any path"
+            raise _refusal(path, rule, f"{name!r} for {key!r}")
+    return files
+
+
+def _is_plain(name: str) -> bool:
+    plain = name == PureWindowsPath(name).name  # which knows / as well
+    return plain and name.endswith(".safetensors") and name.isprintable()
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The path of a file that no link leads away from its folder."""
+    real, home = Path(os.path.realpath(folder / name)), Path(os.path.realpath(folder))
+    homes = [home]
+    if home.parent.name == "snapshots":  # the hub's cache: snapshots link to files in blobs
+        homes.append(home.parent.parent / "blobs")
+    if real.parent not in homes:
+        raise _refusal(folder / name, "be a file of its folder", f"a link to {real}")
+    if not real.is_file():
+        raise _refusal(folder / name, "be a file", "none")
+    return folder / name
+
+
+def _open(folder: Path, name: str, stack: ExitStack) -> Any:
+    library = extra("load_model", "safetensors")
+    path = _inside(folder, name)
+    try:
+        return stack.enter_context(library.safe_open(path, framework="pt"))
+    except (library.SafetensorError, OSError) as error:
+        raise _refusal(path, "be a whole safetensors file", str(error)) from error
+
+
+def _stored(folder: Path, files: Mapping[str, Any]) -> Stored:
+    handles: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    for name, file in files.items():
+        keys = set(file.keys())
+        twice = sorted(keys & handles.keys())
+        if twice:
+            raise _refusal(folder / name, "hold no key of another file", twice[0])
+        handles.update(dict.fromkeys(file.keys(), file))
+        tied |= _read_tied(folder / name, file, keys)
+    for name in tied:
+        if name in handles:
+            raise _refusal(folder, "hold a tied name once", f"{name!r} as a tensor too")
+    return Stored(handles, tied)
+
+
+def _read_tied(path: Path, file: Any, keys: set[str]) -> dict[str, str]:
+    said = (file.metadata() or {}).get(TIED, "{}")
+    try:
+        tied = json.loads(said)
+    except (ValueError, RecursionError):
+        tied = None
+    if not isinstance(tied, dict) or not all(
+        isinstance(first, str) and first in keys for first in tied.values()
+    ):
+        raise _refusal(path, f"tie names to its own keys in {TIED}", said)
+    return tied

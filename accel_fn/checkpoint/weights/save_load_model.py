@@ -1,0 +1,222 @@
+"""save_model and load_model: the weights of a model alone, as safetensors files that others read."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import ExitStack
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn.base.raw_bytes import bytes_of
+from accel_fn.base.state import DistState
+from accel_fn.checkpoint.weights.entries import (
+    Entries,
+    check_storable,
+    check_writable,
+    extra,
+    read_entries,
+)
+from accel_fn.checkpoint.weights.files import write_set
+from accel_fn.checkpoint.weights.open_files import Stored, open_set
+from accel_fn.comm.collectives import all_or_none, barrier
+from accel_fn.comm.dtensor import axes_of, fill, is_sharded, whole
+from accel_fn.errors import ArgumentError, check_count, check_folder, message
+
+_UNITS = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
+_MOST_SHOWN = 10
+
+
+def save_model(
+    model: nn.Module, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB"
+) -> None:
+    """Write parameters and persistent buffers as safetensors files, in Hugging Face's layout.
+
+    The folder gets `model.safetensors`, or, above `max_shard_size`,
+    `model-00001-of-0000N.safetensors` ... and `model.safetensors.index.json`. Keys are those
+    of the model's `state_dict()`; a model in DDP or `torch.compile` is saved as the one inside. A
+    tensor with several names (tied weights) is written once, under the first; the file's
+    metadata tell the others.
+
+    Files are written beside the old ones and then renamed, so a process that is killed at
+    any moment leaves a set that loads: the old one (none, if there was none), or the new one.
+    Where the file system has no hard links, replacing a set by one of as many shards copies
+    its files. What earlier saves left, whole or in part, is removed at the end; no
+    other file of the folder is touched. One process at a time may write to a folder; one that
+    reads meanwhile gets one of the two sets, or an error.
+
+    Call it on one rank: `af.on_main(lambda: af.save_model(model, folder), state)`. A model in shards,
+    of `wrap_fsdp`, needs the call on every rank: the first gathers it on the host, and writes.
+
+    Args:
+        model: with dense tensors of the dtypes that safetensors knows, on any device.
+        folder: made if it is not there.
+        max_shard_size: of one file's tensors, in bytes or as "5GB" (10**9) or "512MiB" (2**20);
+            a larger tensor gets a file of its own.
+
+    Raises:
+        ValueError: `max_shard_size` is no size, or the model holds something that is no dense
+            tensor with values, or two tensors that share a part of their memory.
+        OSError: the files cannot be written; what was there stays.
+        ModuleNotFoundError: safetensors is missing.
+
+    Cost: one write of the model, and a wait for the disk; on the host, a copy of one shard if the model
+    is on an accelerator, and of its non-contiguous tensors otherwise.
+
+    >>> import os, tempfile, torch, accel_fn as af
+    >>> folder = tempfile.mkdtemp()
+    >>> af.save_model(torch.nn.Linear(2, 1), folder)
+    >>> os.listdir(folder)
+    ['model.safetensors']
+    """
+    limit = parse_size("save_model", max_shard_size)
+    path = _path("save_model", folder)
+    extra("save_model", "safetensors.torch")
+    entries = read_entries("save_model", model)
+    check_storable(entries)
+    shards = [each for each in entries.tensors.values() if is_sharded(each)]
+    if shards:
+        _write_shards(path, entries, limit, axes_of(shards[0]))
+    else:
+        write_set(path, entries, limit)
+
+
+def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Read what `save_model`, or a library of Hugging Face, wrote into a model, in place.
+
+    Everything is checked before anything is overwritten: names, shapes, dtypes (none is cast), and
+    that the files are whole. Where both are there, `model.safetensors` goes before the
+    index, as elsewhere. A name that the file ties to another gets its value, tied
+    in the model or not. Names that are tied in the model need one of them in the file; if there are
+    several, they must be equal to the bit. Devices, `requires_grad` and ties of the model stay. Of a model
+    in shards, a rank reads its part; call it on every rank.
+
+    An index names files in its folder only, and links must stay in it or lead to
+    the blobs of a hub's cache.
+
+    Args:
+        model: as it was when it was saved: same names, shapes and dtypes; on any device.
+        folder: with `model.safetensors` or `model.safetensors.index.json`.
+
+    Raises:
+        ValueError: files and model differ (the message lists where), a file is missing or broken, or
+            an index is not to be trusted. The model is as it was.
+        ModuleNotFoundError: safetensors is missing.
+
+    Cost: one read of the files, mapped, one tensor at a time.
+
+    >>> import tempfile, torch, accel_fn as af
+    >>> folder, model, other = tempfile.mkdtemp(), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    >>> af.save_model(model, folder)
+    >>> af.load_model(other, folder)
+    >>> bool((other.weight == model.weight).all())
+    True
+    """
+    path = _path("load_model", folder)
+    extra("load_model", "safetensors.torch")
+    entries = read_entries("load_model", model)
+    check_writable(model, entries)
+    with ExitStack() as stack:
+        stored = open_set(path, stack)
+        differences = _differences(entries, stored)
+        if differences:
+            raise ArgumentError(_told(path, differences))
+        for first, tensor in entries.tensors.items():  # detached: autograd does not see it
+            fill(tensor, stored.tensor(_keys_of(first, entries, stored)[0]))
+
+
+def _write_shards(path: Path, entries: Entries, limit: int, axes: list[DistState]) -> None:
+    """Gather on all ranks, one tensor after another, and write on the first."""
+    barrier(axes[0])
+    writes = all(axis.is_main for axis in axes)
+    tensors = {}
+    for name, tensor in entries.tensors.items():
+        gathered = whole(tensor)
+        if writes:
+            tensors[name] = gathered.cpu()
+
+    def write() -> None:
+        if writes:
+            write_set(path, Entries(tensors, entries.tied), limit)
+
+    done = write
+    for (
+        axis
+    ) in axes:  # ranks along the first axis hear of the one that writes; then all others of those
+        done = partial(all_or_none, done, axis, "save_model")
+    done()
+
+
+def parse_size(function: str, size: int | str) -> int:
+    """Bytes of "5GB", "512MiB" or a number."""
+    if not isinstance(size, str):
+        return check_count(function, "max_shard_size", size, repair='or give "5GB"')
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", size)
+    if found and found[2] in _UNITS:
+        num_bytes = int(Decimal(found[1]) * _UNITS[found[2]])
+        if num_bytes >= 1:
+            return num_bytes
+    rule = f"be a number of bytes >= 1, or one with a unit of {', '.join(_UNITS)}"
+    raise ArgumentError(message(function, "max_shard_size", rule, size))
+
+
+def _path(function: str, folder: str | os.PathLike[str]) -> Path:
+    path = check_folder(function, folder)
+    if Path(path).exists() and not Path(path).is_dir():
+        raise ArgumentError(message(function, "folder", "be the path of a folder", path))
+    return Path(path)
+
+
+def _keys_of(first: str, entries: Entries, stored: Stored) -> list[str]:
+    """Under which keys the files hold the value of a tensor of the model."""
+    keys = (stored.key_of(name) for name in entries.names_of(first))
+    return list(dict.fromkeys(key for key in keys if key is not None))
+
+
+def _differences(entries: Entries, stored: Stored) -> list[str]:
+    """A line for every entry that is not the same in the model and in the files."""
+    lines = []
+    for first, tensor in entries.tensors.items():
+        keys = _keys_of(first, entries, stored)
+        if not keys:
+            lines.append(f"{first}: {_spec(tensor)} in the model, nothing in the files")
+        others = [key for key in keys if _spec(stored.tensor(key)) != _spec(tensor)]
+        lines += [
+            f"{key}: {_spec(tensor)} in the model, {_spec(stored.tensor(key))} in the files"
+            for key in others
+        ]
+        if not others and not all(_same(stored, keys[0], key) for key in keys[1:]):
+            lines.append(f"{', '.join(keys)}: one tensor in the model, several in the files")
+    known = entries.tensors.keys() | entries.tied.keys()
+    for key in stored.handles:
+        if key not in known:
+            lines.append(f"{key}: nothing in the model, {_spec(stored.tensor(key))} in the files")
+    for name, key in stored.tied.items():
+        if name not in known:
+            lines.append(f"{name}: nothing in the model, tied to {key} in the files")
+    return lines
+
+
+def _spec(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _same(stored: Stored, one: str, other: str) -> bool:
+    first, second = (stored.tensor(key).contiguous() for key in (one, other))
+    return torch.equal(bytes_of(first), bytes_of(second))
+
+
+def _told(path: Path, differences: list[str]) -> str:
+    shown = differences[:_MOST_SHOWN]
+    if len(differences) > len(shown):
+        shown.append(f"and {len(differences) - len(shown)} more")
+    what = f"{len(differences)} difference" + "s" * (len(differences) > 1)
+    return "\n  ".join([f"load_model: model must be the one saved in {path}, got {what}:", *shown])

@@ -1,0 +1,28 @@
+"""The command `export`: weights alone out of a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import click
+
+from accel_fn.cli.output import interrupts_raised
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--step", default="", help="Whose model, where several steps were saved.")
+@click.option(
+    "--max-shard-size", default="5GB", show_default=True, help="Of a file, such as 512MiB."
+)
+def export(*, checkpoint: Path, folder: Path, step: str, max_shard_size: str) -> None:
+    """Write the model of CHECKPOINT (.../step_00001200) to FOLDER, as safetensors files.
+
+    The layout is Hugging Face's, as af.save_model writes it. The program that saved the checkpoint is
+    not needed. Every file is checked against its hash first.
+    """
+    exporting = importlib.import_module("accel_fn.cli.exporting")
+    with interrupts_raised():
+        exporting.export_to(checkpoint, folder, step, max_shard_size)

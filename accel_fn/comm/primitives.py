@@ -1,0 +1,285 @@
+"""The few collectives that everything else is made of."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_fn.base.raw_bytes import bytes_of
+from accel_fn.base.state import DistState
+from accel_fn.errors import ArgumentError, StateError, WorldError, message
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Work = dist.Work
+
+_HEAD = struct.Struct("16s24s")
+"""One number or two, and the collective that they are of."""
+_UNWATCHED = nullcontext()
+
+
+def group_of(state: DistState, function: str) -> ProcessGroup:
+    """The group that a state of several ranks communicates through."""
+    if state.group is None:
+        raise StateError(
+            f"{function}: state must carry a process group to talk to {state.world_size} ranks, "
+            "got one built by hand or unpickled; take it from af.init()"
+        )
+    check_joined(state, function)
+    return state.group
+
+
+def check_joined(state: DistState, function: str) -> None:
+    """Refuse a state whose processes are no world any more."""
+    if state.watch is not None and state.group not in dist.distributed_c10d._world.pg_map:
+        raise StateError(
+            f"{function}: state must be of a world that is not over, got one whose group was left; a "
+            "state is of use until the end of af.distributed(), or of the process after af.init()"
+        )
+
+
+def waiting(
+    state: DistState, function: str, of: Sequence[Any] = (), *, counts: bool = True
+) -> AbstractContextManager[None]:
+    """Tell the watch of a state, if it has one, that a collective begins; a `with` over this waits for it."""
+    watch = state.watch
+    return _UNWATCHED if watch is None else watch.enter(function, of, counts=counts)
+
+
+class Pending:
+    """A sum that is under way: its tensor holds it after `wait`."""
+
+    __slots__ = ("_waiting", "_work")
+
+    def __init__(self, work: Work, waiting: AbstractContextManager[None]) -> None:
+        self._work = work
+        self._waiting = waiting
+
+    def wait(self) -> None:
+        """Return when every rank has come."""
+        with self._waiting:
+            self._work.wait()
+
+
+class PendingTotal:
+    """A sum of a number or two a rank that is under way, gathered with what they are of."""
+
+    __slots__ = ("_heads", "_totals", "_waiting")
+
+    def __init__(
+        self, totals: Tensor, heads: _Heads, waiting: AbstractContextManager[None]
+    ) -> None:
+        self._totals = totals
+        self._heads = heads
+        self._waiting = waiting
+
+    def wait(self) -> None:
+        """Return when every rank has come."""
+        with self._waiting:
+            self._heads.wait()
+        kind = f"{self._totals.numel()}d"
+        ranks = [struct.unpack_from(kind, numbers) for numbers in self._heads.numbers()]
+        for total, numbers in zip(self._totals.view(-1), zip(*ranks, strict=True), strict=True):
+            total.fill_(sum(numbers))
+
+
+def start_sum(tensor: Tensor, state: DistState, function: str) -> Pending:
+    """Start to sum `tensor` over the ranks, in place; ranks must have agreed on its shape and dtype."""
+    wait = waiting(state, function, [tensor])
+    return Pending(group_of(state, function).allreduce([tensor]), wait)
+
+
+def start_total(numbers: Tensor, state: DistState, function: str) -> Pending | PendingTotal:
+    """Start to sum a number or two over the ranks, in place, that nobody has agreed on before.
+
+    A rank may be in another collective by mistake. On the host it would then
+    get what is not its own: Gloo matches collectives of a kind by their order alone,
+    and all-reduces are also what DDP does. So here numbers are gathered.
+    """
+    if numbers.device.type != "cpu":
+        return start_sum(numbers, state, function)
+    wait = waiting(state, function, [numbers])
+    mine = struct.pack(f"{numbers.numel()}d", *numbers.view(-1).tolist())
+    heads = _Heads(mine, f"sum of {function}", state, function)
+    return PendingTotal(numbers, heads, wait)
+
+
+def all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]:
+    """Every rank's `tensor`; ranks must have agreed on its shape and dtype."""
+    with waiting(state, function, [tensor]):
+        return _all_gather(tensor, state, function)
+
+
+def _all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(state.world_size)]
+    group_of(state, function).allgather([parts], [tensor]).wait()
+    return parts
+
+
+def gather_shards(whole: Tensor, shard: Tensor, group: ProcessGroup, is_async: bool) -> Work | None:
+    """Fill `whole` with every rank's `shard`, in rank order."""
+    work: Work | None = dist.all_gather_single(whole, shard, group, is_async)
+    return work
+
+
+def reduce_to_shards(
+    shard: Tensor, whole: Tensor, group: ProcessGroup, op: Any, is_async: bool
+) -> Work | None:
+    """Fill `shard` with this rank's part of what all ranks' `whole` come to."""
+    work: Work | None = dist.reduce_scatter_single(shard, whole, op, group, is_async)
+    return work
+
+
+def gather_numbers(number: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's 0-dim tensor, in the order of the group's ranks."""
+    parts = [torch.empty_like(number) for _ in range(group.size())]
+    if len(parts) == 1:
+        return number.reshape(1)
+    group.allgather([parts], [number]).wait()
+    return torch.stack(parts)
+
+
+def all_to_all(tensor: Tensor, state: DistState, function: str) -> Tensor:
+    """Of every rank's `tensor`, cut into as many equal parts as ranks, this rank's part, in rank order.
+
+    Ranks must have agreed on its shape and dtype.
+    """
+    received = torch.empty_like(tensor)
+    with waiting(state, function, [tensor]):
+        group_of(state, function).alltoall_base(received, tensor, [], []).wait()
+    return received
+
+
+def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> None:
+    """Overwrite `tensor` with rank `source`'s; ranks must have agreed on its shape and dtype."""
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    sent = tensor.contiguous()
+    data = bytes_of(sent)  # no backend knows every dtype
+    with waiting(state, function, [tensor]):
+        group_of(state, function).broadcast([data], options).wait()
+    if sent is not tensor:
+        tensor.copy_(sent)
+
+
+def send(tensor: Tensor, state: DistState, rank: int, tag: int, function: str) -> Work:
+    """Start to send a host `tensor` to `rank`; keep it until the work is done."""
+    return group_of(state, function).send([tensor], rank, tag)
+
+
+def receive(tensor: Tensor, state: DistState, source: int, tag: int, function: str) -> None:
+    """Overwrite a host `tensor` with what `source` sent under this tag, in the order sent."""
+    with waiting(state, function, [tensor], counts=False):
+        group_of(state, function).recv([tensor], source, tag).wait()
+
+
+def exchange(value: Any, state: DistState, function: str, of: Sequence[Any] = ()) -> list[Any]:
+    """Every rank's picklable `value`, in rank order; refused on all where one is in another collective.
+
+    Args:
+        value: of this rank.
+        state: of this rank.
+        function: the public one that asks; the same on every rank.
+        of: what a report on a rank that waits here tells the shapes of.
+
+    Returns:
+        The values.
+
+    Cost: two small collectives on the host.
+    """
+    if state.world_size == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    with waiting(state, function, of):
+        heads = _Heads(struct.pack("q", len(data)), function, state, function)
+        heads.wait()
+        sizes = [struct.unpack_from("q", number)[0] for number in heads.numbers()]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        parts = _all_gather(padded, state, function)
+    return [
+        pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def exchange_number(number: int, state: DistState, function: str) -> list[int]:
+    """Every rank's whole number, in rank order; refused on all where one is in another collective.
+
+    Cost: one small collective on the host.
+    """
+    with waiting(state, function):
+        heads = _Heads(struct.pack("q", number), f"number of {function}", state, function)
+        heads.wait()
+    return [struct.unpack_from("q", each)[0] for each in heads.numbers()]
+
+
+class _Heads:
+    """A number or two of every rank, and which collective it is in: the same, or an error on all."""
+
+    __slots__ = ("_function", "_parts", "_rank", "_work")
+
+    def __init__(self, numbers: bytes, what: str, state: DistState, function: str) -> None:
+        head = bytearray(_HEAD.pack(numbers, what.encode()[:24]))
+        mine = torch.frombuffer(head, dtype=torch.uint8)
+        self._parts = [torch.empty_like(mine) for _ in range(state.world_size)]
+        self._rank = state.rank
+        self._function = function
+        self._work = group_of(state, function).allgather([self._parts], [mine])
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def numbers(self) -> list[bytes]:
+        """The numbers, in rank order."""
+        heads = [_HEAD.unpack(part.numpy().tobytes()) for part in self._parts]
+        mine = heads[self._rank][1]
+        for rank, (_, theirs) in enumerate(heads):
+            if theirs != mine:
+                names = [name.rstrip(b"\0").decode() for name in (theirs, mine)]
+                raise WorldError(
+                    f"{self._function}: every rank must be in the same collective, got {names[0]} on "
+                    f"rank {rank} and {names[1]} on rank {self._rank}"
+                )
+        return [number for number, _ in heads]
+
+
+def check_backend(function: str, backend: str | None) -> None:
+    """Refuse one that this torch does not have; several are given by device, as torch takes them."""
+    if backend is None:
+        return
+    named = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    there = [name for name in named if dist.is_backend_available(name)]
+    if not {part.split(":")[-1].lower() for part in str(backend).split(",")} <= {*there}:
+        rule = f"be None or of those that this torch has ({', '.join(there)})"
+        raise ArgumentError(message(function, "backend", rule, backend))
+
+
+def default_backend(device: torch.device, backend: str | None) -> str:
+    """Backends by device: one for `device`, and Gloo beside it for what the host has to say."""
+    if device.type == "cpu" or (backend is not None and ":" in backend):
+        return backend or "gloo"
+    if backend is None and not has_backend(device):
+        raise WorldError(
+            "init: device must be one whose ranks can talk to each other, got "
+            f"{device.type!r} in a world of several; pass device='cpu', or the backend that can"
+        )
+    return f"cpu:gloo,{device.type}:{backend or dist.get_default_backend_for_device(device)}"
+
+
+def has_backend(device: torch.device) -> bool:
+    """Can processes on such devices talk to each other? For MPS torch names Gloo, which does not know it."""
+    name = dist.Backend.default_device_backend_map.get(device.type, "")
+    return device.type in dist.Backend.backend_capability.get(name, ())
+
+
+def current_world() -> tuple[int, int] | None:
+    """Rank and world size of the world that this process is in already, if any."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None

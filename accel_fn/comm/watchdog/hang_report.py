@@ -1,0 +1,141 @@
+"""What a report on a stuck rank says: places in code, collectives, stacks, ranks that do the same."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from accel_fn.comm.watchdog.store_log import Entry
+
+_NUM_CALLS, _NUM_TENSORS, _NUM_LINES = 30, 4, 12
+_PHASES = {"run_forward": "forward", "run_backward": "backward", "apply_update": "update"}
+
+
+class Place(NamedTuple):
+    """A line of code."""
+
+    code: CodeType
+    line: int
+
+    def is_in(self, folders: tuple[str, ...]) -> bool:
+        """Is it in a file below one of these folders?"""
+        return self.code.co_filename.startswith(folders)
+
+    def __str__(self) -> str:
+        return f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
+
+
+def place_of(frame: FrameType | None, libraries: tuple[str, ...]) -> Place | None:
+    """The innermost line that is in none of these folders: the user's."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(libraries):
+            return Place(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+class Collective(NamedTuple):
+    """A collective of the library's that a rank has entered."""
+
+    number: int
+    """Counted alike on every rank; 0 for a message between two."""
+    function: str
+    shapes: tuple[Any, ...]
+    place: Place | None
+
+    def __str__(self) -> str:
+        shown = [_shape(each) for each in self.shapes[:_NUM_TENSORS]]
+        shown += ["..."] if len(self.shapes) > _NUM_TENSORS else []
+        of = f" of {', '.join(shown)}" if shown else ""
+        what = f"collective {self.number}" if self.number else "a message"
+        return f"{what}, {self.function}{of}, at {self.place}"
+
+
+def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What to remember of tensors, without keeping them."""
+    return tuple(
+        [
+            (leaf.dtype, leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
+            for leaf in leaves[: _NUM_TENSORS + 1]
+        ]
+    )
+
+
+def _shape(shape: Any) -> str:
+    if isinstance(shape, str):
+        return shape
+    dtype, sizes = shape
+    return f"{str(dtype).removeprefix('torch.')} {list(sizes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Where a thread is, outermost call first."""
+
+    calls: tuple[tuple[FrameType, int], ...]
+
+    @classmethod
+    def of_thread(cls, frame: FrameType | None) -> Stack:
+        """That of a running thread, by its innermost frame."""
+        return cls(() if frame is None else tuple(traceback.walk_stack(frame))[::-1])
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> Stack:
+        """Where an error was raised, under the calls that have not returned yet."""
+        trace = error.__traceback__
+        inner = tuple(traceback.walk_tb(trace))
+        outer = cls.of_thread(trace.tb_frame.f_back if trace else None)
+        return cls((*outer.calls, *inner))
+
+    def place(self, libraries: tuple[str, ...]) -> Place | None:
+        """The user's innermost line."""
+        places = [Place(frame.f_code, line) for frame, line in reversed(self.calls)]
+        return next((each for each in places if not each.is_in(libraries)), None)
+
+    def under(self, libraries: tuple[str, ...]) -> Stack:
+        """Without the outermost calls, of what has started the user's code."""
+        for index, (frame, line) in enumerate(self.calls):
+            if not Place(frame.f_code, line).is_in(libraries):
+                return Stack(self.calls[index:])
+        return self
+
+    def phase(self) -> str:
+        """Which part of a step this is in; empty where it is in none."""
+        names = [_PHASES.get(frame.f_code.co_name, "") for frame, _ in reversed(self.calls)]
+        return next(filter(None, names), "")
+
+    def __str__(self) -> str:
+        shown = self.calls[-_NUM_CALLS:]
+        lines = traceback.StackSummary.extract(iter(shown), capture_locals=False).format()
+        left_out = len(self.calls) - len(shown)
+        head = [f"  ... {left_out} outer calls\n"] if left_out else []
+        return "".join([*head, *lines])
+
+
+def list_ranks(entries: Mapping[int, Entry], world_size: int) -> str:
+    """A line for all ranks that say the same, and one for those that say nothing."""
+    by_text: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        by_text.setdefault(entries[rank].doing if rank in entries else "", []).append(rank)
+    silent = by_text.pop("", [])
+    lines = [f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+    if len(lines) > _NUM_LINES:
+        lines[_NUM_LINES:] = [f"... and {len(lines) - _NUM_LINES} lines more"]
+    if silent:
+        lines.append(f"{_ranks(silent)}: no word; killed, or on the way here")
+    return "".join(f"  {line}\n" for line in lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`ranks 0-3, 7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    shown = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,275 @@
+"""init and distributed: one process's state, from the variables that a launcher sets."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from accel_fn.base.launch_options import DefaultSeconds, launch_options
+from accel_fn.base.state import DistState, device_of
+from accel_fn.comm import primitives
+from accel_fn.comm.cluster_env import read_task
+from accel_fn.comm.rendezvous import join_world, leave_world
+from accel_fn.errors import WorldError, check_count, check_positive
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_TIMEOUT_S = DefaultSeconds(600)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launcher says of a process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    port: int
+    serves: bool
+    """Does this process serve the store at that address (else a peer, or torchrun's agent)?"""
+
+
+def init(
+    *,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    timeout_s: float = _TIMEOUT_S,
+    seed: int = 0,
+) -> DistState:
+    """The state of this process: its rank, its world and its device.
+
+    Reads the variables that `accel-fn launch`, torchrun and others set (RANK,
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK with LOCAL_WORLD_SIZE; without
+    these two, one process per machine), else those of Slurm's srun and of Open MPI;
+    joins the group of processes, and leaves it at exit.
+    Without any of them it is one process on one device. Calling it again gives
+    a second state over a group of its own.
+
+    Args:
+        device: default: what the launch says, else this rank's accelerator (CUDA,
+            MPS, XPU, ...), or the CPU where there is none.
+        backend: of torch.distributed, for that device; default: what fits it.
+            Gloo always is there beside it, for what the host has to say.
+        timeout_s: how long to wait for the world, and for any collective later; after that, each rank
+            reports on stderr what it was doing, and its process ends with exit code 124. Where it
+            is not given, what the launch says (`--timeout-s`, ACCEL_FN_TIMEOUT_S) comes first.
+        seed: of the data order, >= 0.
+
+    Returns:
+        A state at step 0.
+
+    Raises:
+        RuntimeError: the variables are incomplete or contradict each other, the
+            address does not resolve, or a machine has fewer devices than processes.
+        TimeoutError: the address is not reached, or not all ranks come, within `timeout_s`.
+        ValueError: an argument is outside its range.
+
+    Cost: one rendezvous of all processes.
+
+    >>> import accel_fn as af
+    >>> af.init(device="cpu")
+    DistState(rank=0, world_size=1, local_rank=0, local_world_size=1, device=device(type='cpu'), \
+scaler=None, step=0, seed=0)
+    """
+    state = _join(device, backend, timeout_s, seed)
+    if state.group is not None:
+        atexit.register(leave_world, state.group, state.watch)
+    return state
+
+
+@contextmanager
+def distributed(
+    *,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    timeout_s: float = _TIMEOUT_S,
+    seed: int = 0,
+) -> Iterator[DistState]:
+    """`init` with a clear end: the group is left when the block is.
+
+    Steps and collectives refuse the state from then on. Leaving the first group of a process leaves all.
+
+    Args:
+        device: as in `init`.
+        backend: as in `init`.
+        timeout_s: as in `init`.
+        seed: as in `init`.
+
+    Yields:
+        The state.
+
+    Raises:
+        RuntimeError: as `init`.
+
+    Cost: as `init`.
+
+    >>> import accel_fn as af
+    >>> with af.distributed(device="cpu") as state:
+    ...     state.world_size
+    1
+    """
+    state = _join(device, backend, timeout_s, seed)
+    try:
+        yield state
+    finally:
+        if state.group is not None:
+            leave_world(state.group, state.watch)
+
+
+def _join(
+    device: torch.device | str | None, backend: str | None, timeout_s: float, seed: int
+) -> DistState:
+    if isinstance(timeout_s, DefaultSeconds):
+        timeout_s = launch_options().timeout_s or timeout_s
+    check_positive("init", "timeout_s", timeout_s)
+    check_count("init", "seed", seed, minimum=0)
+    primitives.check_backend("init", backend)
+    launch = read_launch(os.environ) or _current_launch()
+    device = device or os.environ.get("ACCEL_FN_DEVICE") or None
+    if launch is None:
+        return DistState(device=pick_device(device, 0, 1, 1), seed=seed)
+    place = pick_device(device, launch.local_rank, launch.local_world_size, launch.world_size)
+    group, watch = None, None
+    if launch.world_size > 1:
+        group, watch = join_world(
+            rank=launch.rank,
+            world_size=launch.world_size,
+            host=launch.host,
+            port=launch.port,
+            serves=launch.serves,
+            backend=primitives.default_backend(place, backend),
+            timeout_s=timeout_s,
+        )
+    return DistState(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank,
+        local_world_size=launch.local_world_size,
+        device=place,
+        seed=seed,
+        group=group,
+        watch=watch,
+    )
+
+
+def _current_launch() -> Launch | None:
+    """The world that the script has joined by itself, through torch.distributed."""
+    world = primitives.current_world()
+    return None if world is None else Launch(*world, 0, 1, "", 0, False)
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch | None:
+    """The launcher's variables, checked; None where there are none."""
+    names = (*_NEEDED, *_LOCAL)
+    given = {name: environment[name] for name in names if environment.get(name)}
+    if not given.keys() & {"RANK", "WORLD_SIZE", *_LOCAL}:
+        given = {**_from_cluster(environment), **given}
+    if not given:
+        return None
+    local_missing = [name for name in _LOCAL if name not in given]
+    missing = [name for name in _NEEDED if name not in given]
+    if len(local_missing) == 1:
+        missing += local_missing
+    if missing:
+        raise WorldError(
+            f"init: the launcher must set {', '.join(missing)} too, got only {', '.join(given)}; "
+            "start with accel-fn launch or torchrun, or unset these to run alone"
+        )
+    numbers = {name: _number(name, given[name]) for name in given if name != "MASTER_ADDR"}
+    launch = Launch(
+        rank=numbers["RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_rank=numbers.get("LOCAL_RANK", 0),
+        local_world_size=numbers.get("LOCAL_WORLD_SIZE", 1),
+        host=given["MASTER_ADDR"],
+        port=numbers["MASTER_PORT"],
+        serves=numbers["RANK"] == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    )
+    _check_launch(launch)
+    return launch
+
+
+def _from_cluster(environment: Mapping[str, str]) -> dict[str, str]:
+    """A launcher's variables, where a cluster started this process without one."""
+    task = read_task(environment)
+    if task is None:
+        return {}
+    if task.host is None and not environment.get("MASTER_ADDR"):
+        raise WorldError(
+            f"init: MASTER_ADDR must be set for {task.world_size} processes on several machines: "
+            f"{task.cluster} does not say where rank 0 is; mpirun -x MASTER_ADDR=... passes it on"
+        )
+    return {
+        "RANK": str(task.rank),
+        "WORLD_SIZE": str(task.world_size),
+        "LOCAL_RANK": str(task.local_rank),
+        "LOCAL_WORLD_SIZE": str(task.local_world_size),
+        "MASTER_ADDR": task.host or "",
+        "MASTER_PORT": str(task.port),
+    }
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise WorldError(f"init: {name} must be an integer, got {text!r}") from None
+
+
+def _check_launch(launch: Launch) -> None:
+    for name, value, bound, of in (
+        ("RANK", launch.rank, launch.world_size, "WORLD_SIZE"),
+        ("LOCAL_RANK", launch.local_rank, launch.local_world_size, "LOCAL_WORLD_SIZE"),
+        ("LOCAL_WORLD_SIZE", launch.local_world_size - 1, launch.world_size, "WORLD_SIZE"),
+    ):
+        if not 0 <= value < bound:
+            shown = value + 1 if name == "LOCAL_WORLD_SIZE" else value
+            rule = "be in 1 .." if name == "LOCAL_WORLD_SIZE" else "be >= 0 and below"
+            raise WorldError(f"init: {name} must {rule} {of}={bound}, got {shown}")
+    if not 0 < launch.port < 2**16:
+        raise WorldError(f"init: MASTER_PORT must be in 1 .. 65535, got {launch.port}")
+
+
+def pick_device(
+    asked: torch.device | str | None, local_rank: int, local_world_size: int, world_size: int
+) -> torch.device:
+    """The device of a local rank; it becomes the current one of its kind."""
+    device = device_of("init", asked) if asked is not None else _default_kind(world_size)
+    if device.type in ("cpu", "meta"):
+        return device
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        raise WorldError(
+            f"init: device must be one that this machine has, got {str(device)!r} and "
+            f"{accelerator or 'no accelerator'} here"
+        )
+    count = torch.accelerator.device_count()
+    index = device.index
+    if index is None:
+        if local_world_size > count:
+            raise WorldError(
+                f"init: LOCAL_WORLD_SIZE must be at most the {count} {device.type} devices of this "
+                f"machine, got {local_world_size}; start fewer processes, or pass device='cpu'"
+            )
+        index = local_rank
+    if index >= count:
+        raise WorldError(f"init: device must have an index below {count}, got {str(device)!r}")
+    torch.accelerator.set_device_index(index)
+    return torch.device(device.type, index)
+
+
+def _default_kind(world_size: int) -> torch.device:
+    """The machine's accelerator, unless it cannot talk to others (MPS)."""
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    if accelerator is None or (world_size > 1 and not primitives.has_backend(accelerator)):
+        return torch.device("cpu")
+    return torch.device(accelerator.type)

@@ -1,0 +1,210 @@
+"""One batch by the numbers of its samples: a single read where the data set allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from accel_fn.data.borrowed_rng import seed_process
+from accel_fn.data.seeding import reading
+from accel_fn.data.workers.progress import Progress
+
+_SHOWN = 8  # samples that an error lists
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The samples of a batch, and the epoch that they are read in: some draw otherwise in each.
+
+    Attributes:
+        epoch: from 0.
+        batch: its number in the epoch.
+        numbers: of the samples.
+        seed: of what they draw from the global generators; None: those go on as they stand.
+    """
+
+    epoch: int
+    batch: int
+    numbers: Tensor | list[Any]
+    seed: int | None = None
+
+    def listed(self) -> Part:
+        """For a process elsewhere: a list travels at less cost than a tensor."""
+        numbers = self.numbers
+        return replace(self, numbers=numbers.tolist() if isinstance(numbers, Tensor) else numbers)
+
+
+class Fetcher(Dataset[Any]):
+    """Reads and collates the samples of a batch, as torch's DataLoader would.
+
+    To the DataLoader whose workers run it, it is a data set whose items are batches.
+    They write down the number of the batch, and the place in it of the sample.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any], progress: Progress | None = None
+    ) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.progress = progress
+        self._at_once = _stacks_plainly(collate_fn) and has_rows(dataset)
+        self._together = _gives_many(dataset)
+
+    def __getitem__(self, part: Part) -> Any:
+        """The batch of the samples of a part."""
+        if self.progress is None:
+            return self._read(part)
+        self.progress.begin(part.batch)
+        found = self._read(part)
+        self.progress.end()
+        return found
+
+    def _read(self, part: Part) -> Any:
+        if self._at_once:  # no code of the user's, which alone would ask for the epoch
+            return self.fetch(part.numbers)
+        if part.seed is not None:
+            seed_process(part.seed)
+        with reading(part.epoch):
+            return self.fetch(part.numbers)
+
+    def fetch(self, numbers: Tensor | list[Any]) -> Any:
+        """The batch of samples `numbers`: int64, or whatever else the data set is indexed by.
+
+        An exception of the data set's gets a note that names the sample.
+        """
+        if self._at_once:
+            try:
+                if not isinstance(numbers, Tensor):
+                    numbers = _places(numbers, len(self.dataset))
+                return rows(self.dataset, numbers)
+            except _NotPlacesError:
+                pass  # a negative number, say: sample by sample it works, or the error names the sample
+        if isinstance(numbers, Tensor):
+            numbers = numbers.tolist()
+        return self._collated(self._samples(numbers), numbers)
+
+    def _samples(self, numbers: list[Any]) -> Any:
+        number: Any = listed(numbers)
+        try:
+            if self._together:
+                return self.dataset.__getitems__(numbers)
+            samples = []
+            for place, number in enumerate(numbers):  # an error names the one it was at
+                if self.progress is not None:
+                    self.progress.at(place)
+                samples.append(self.dataset[number])
+            return samples
+        except Exception as error:
+            error.add_note(f"shard_loader: the data set failed to give sample {number}")
+            raise
+
+    def _collated(self, samples: Any, numbers: list[Any]) -> Any:
+        try:
+            return self.collate_fn(samples)
+        except Exception as error:
+            error.add_note(f"shard_loader: collate_fn failed on samples {listed(numbers)}")
+            raise
+
+
+def _gives_many(dataset: Any) -> bool:
+    """Is it asked for many samples together? A subset passes that on, so the whole decides."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return bool(getattr(dataset, "__getitems__", None))
+
+
+def listed(numbers: list[Any]) -> str:
+    """The first of them, and how many there are."""
+    more = f", ... {len(numbers)} in all" if len(numbers) > _SHOWN else ""
+    return f"{', '.join(map(str, numbers[:_SHOWN]))}{more}"
+
+
+def _stacks_plainly(collate_fn: Callable[[Any], Any]) -> bool:
+    """Is it torch's default, to which nobody has taught other types?"""
+    return collate_fn is default_collate and all(
+        fn.__module__ == default_collate.__module__ for fn in default_collate_fn_map.values()
+    )
+
+
+def has_rows(dataset: Any) -> bool:
+    """Can `rows` read it? Only what is known exactly: a subclass may index in its own way."""
+    kind = type(dataset)
+    if kind is Tensor:
+        return (
+            dataset.ndim > 0
+            and dataset.layout is torch.strided
+            and not (dataset.is_nested or dataset.is_quantized)
+        )
+    if kind is TensorDataset:
+        return all(map(has_rows, dataset.tensors))
+    if kind is Subset:
+        return has_rows(dataset.dataset)
+    if kind is StackDataset:
+        return all(map(has_rows, _columns(dataset)))
+    return kind in (np.ndarray, np.memmap) and dataset.ndim > 0 and _is_known(dataset.dtype)
+
+
+def _columns(dataset: StackDataset[Any]) -> list[Any]:
+    parts = dataset.datasets
+    return list(parts.values() if isinstance(parts, Mapping) else parts)
+
+
+def _is_known(dtype: np.dtype[Any]) -> bool:
+    """Has torch such numbers too?"""
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def rows(dataset: Any, numbers: Tensor) -> Any:
+    """What `default_collate` makes of samples [num_samples], int64, in memory of its own."""
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return [rows(tensor, numbers) for tensor in dataset.tensors]
+    if kind is Tensor:
+        return dataset.index_select(0, numbers.to(dataset.device))
+    if kind is Subset:
+        return rows(dataset.dataset, _mapped(dataset, numbers))
+    if kind is StackDataset:
+        if isinstance(dataset.datasets, Mapping):
+            return {name: rows(part, numbers) for name, part in dataset.datasets.items()}
+        return [rows(part, numbers) for part in dataset.datasets]
+    return torch.from_numpy(dataset[numbers.numpy()])
+
+
+class _NotPlacesError(Exception):
+    """Samples are named by something else than places from the start."""
+
+
+def _mapped(subset: Subset[Any], numbers: Tensor) -> Tensor:
+    """The numbers that samples of a subset have in the whole."""
+    indices: Any = subset.indices
+    size = len(subset.dataset)  # type: ignore[arg-type]
+    if isinstance(indices, Tensor):
+        return _places(indices[numbers], size)
+    if isinstance(indices, np.ndarray):
+        return _places(indices[numbers.numpy()], size)
+    return _places([indices[number] for number in numbers.tolist()], size)
+
+
+def _places(values: Any, size: int) -> Tensor:
+    """Whole numbers in 0 .. size - 1 as [num_values], int64."""
+    try:  # by way of NumPy, which reads a list at a quarter of the time
+        places = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
+    except (TypeError, ValueError) as error:
+        raise _NotPlacesError from error
+    if places.ndim != 1 or places.dtype not in (torch.int64, torch.int32):
+        raise _NotPlacesError
+    lowest, highest = places.aminmax()
+    if int(lowest) < 0 or int(highest) >= size:
+        raise _NotPlacesError
+    return places.to(torch.int64)

@@ -1,0 +1,70 @@
+"""The way of data sets that can be indexed: batches by a pure order, nothing to talk about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from accel_fn.data.indexed.load_batches import Loading
+from accel_fn.data.order import Order, mix
+from accel_fn.errors import ArgumentError, message
+
+_SAMPLES_AT_ONCE = 4096  # an order of so many costs little more than of one batch
+
+
+class OrderedSource:
+    """A `Source`: this rank's part of every batch of a pure `Order`."""
+
+    def __init__(self, loader: DataLoader[Any], order: Order, rank: int) -> None:
+        self.order = order
+        self.rank = rank
+        self._loading = Loading(loader)
+
+    def num_batches(self) -> int:
+        """Batches of an epoch."""
+        return self.order.num_batches()
+
+    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        """From batch `first_batch` of an epoch to its end."""
+        parts = parts_of(self.order, self.rank, epoch, first_batch)
+        seed = mix(mix(mix(self.order.seed) + epoch) + self.rank)
+        return self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
+
+    def facts(self) -> dict[str, int | None]:
+        """Those of the order."""
+        return self.order.facts()
+
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+        """By arithmetic."""
+        return divmod(step, -(-self.num_batches() // window))
+
+    def indices(self, epoch: int, batch: int) -> Tensor:
+        """Of this rank."""
+        return self.order.indices(epoch, self._checked(batch), self.rank)
+
+    def global_indices(self, epoch: int, batch: int) -> Tensor:
+        """Of all ranks."""
+        return self.order.global_indices(epoch, self._checked(batch))
+
+    def _checked(self, batch: int) -> int:
+        last = self.num_batches() - 1
+        if not 0 <= batch <= last:
+            raise ArgumentError(message("indices", "batch", f"be in 0 .. {last}", batch))
+        return batch
+
+
+def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor]:
+    """A rank's samples, batch by batch: all batches but the last are of one size, and computed at once."""
+    last = order.num_batches() - 1
+    start, stop = order.part(0, rank) if last > 0 else (0, 0)
+    at_once = max(1, _SAMPLES_AT_ONCE // max(1, stop - start))
+    for first in range(first_batch, last, at_once):
+        batches = torch.arange(first, min(first + at_once, last)).unsqueeze(1)
+        places = batches * order.batch_size + torch.arange(start, stop)
+        yield from order.samples(epoch, places.flatten()).view(places.shape).unbind()
+    if first_batch <= last:
+        yield order.indices(epoch, last, rank)

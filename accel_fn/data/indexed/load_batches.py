@@ -1,0 +1,112 @@
+"""Batches one after the other, by the numbers of their samples: read here, or by a loader's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from accel_fn.data.indexed.fetch import Fetcher, Part
+from accel_fn.data.order import mix
+from accel_fn.data.workers.pool import Crew
+from accel_fn.data.workers.watched_loader import death
+
+_KEPT = (
+    "num_workers",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+class Loading:
+    """How a user's loader reads: its data set, collate_fn, pinning and workers, without its order."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._fetcher = Fetcher(loader.dataset, loader.collate_fn)
+        self._pins = loader.pin_memory and _can_pin()
+        kept = {name: getattr(loader, name) for name in _KEPT}
+        self._options: dict[str, Any] = {**kept, "pin_memory": self._pins}
+        self._idle: list[Crew] = []
+
+    def batches(
+        self, parts: Iterable[Any], *, epoch: int, first_batch: int, seed: int
+    ) -> Iterator[Any]:
+        """The batch of each part, in order.
+
+        Args:
+            parts: which samples, batch by batch: [num_samples], int64, or lists of
+                whatever the data set is indexed by. Workers take them ahead of time.
+            epoch: for samples that draw random numbers, and for what an error says.
+            first_batch: number of the first part in its epoch, for the same.
+            seed: of the workers' random numbers, which start anew with each batch; where the
+                loader has a `worker_init_fn`, with each pass alone.
+
+        Returns:
+            An iterator. Workers start with its first batch.
+        """
+        of_epoch = (Part(epoch, batch, numbers) for batch, numbers in enumerate(parts, first_batch))
+        if self._options["num_workers"]:
+            if self._options["worker_init_fn"] is None:  # else that may have seeded them
+                of_epoch = (replace(part, seed=mix(mix(seed) + part.batch)) for part in of_epoch)
+            return self._by_workers(of_epoch, epoch, first_batch, seed)
+        return self._here(of_epoch, epoch, first_batch)
+
+    def _here(self, parts: Iterable[Any], epoch: int, first_batch: int) -> Iterator[Any]:
+        batch = first_batch
+        fetch, pins = self._fetcher.__getitem__, self._pins
+        try:
+            for part in parts:
+                found = fetch(part)
+                yield pin_memory(found) if pins else found  # type: ignore[no-untyped-call]
+                batch += 1
+        except Exception as error:
+            error.add_note(f"shard_loader: {_where(batch, epoch)}")
+            raise
+
+    def _by_workers(
+        self, parts: Iterable[Any], epoch: int, first_batch: int, seed: int
+    ) -> Iterator[Any]:
+        batch, failed = first_batch, False
+        crew = self._crew()
+        try:
+            for found in crew.work(parts, seed):
+                yield found
+                batch += 1
+        except Exception as error:
+            failed = True
+            if lost := crew.lost(after=error):
+                raise death(lost, f" while {_where(batch, epoch)} was waited for") from error
+            error.add_note(f"shard_loader: {_where(batch, epoch)}")
+            raise
+        finally:
+            if self._options["persistent_workers"] and not failed and not crew.lost():
+                crew.rest()
+                self._idle.append(crew)
+            else:
+                crew.dismiss(at_once=failed)
+
+    def _crew(self) -> Crew:
+        """One that no pass has at work: passes at the same time do not meet."""
+        while self._idle:
+            crew = self._idle.pop()
+            if not crew.lost():
+                return crew
+            crew.dismiss()
+        return Crew(self._fetcher, self._options)
+
+
+def _where(batch: int, epoch: int) -> str:
+    return f"batch {batch} of epoch {epoch}"
+
+
+def _can_pin() -> bool:
+    """Is there an accelerator, and does it know pinned memory? Else torch does not pin either."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type != "mps"

@@ -1,0 +1,165 @@
+"""ShardedLoader: this rank's batches, epoch by epoch, wherever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from accel_fn.base.state import DistState
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
+
+
+class Source(Protocol):
+    """One way to share out a loader. All ranks go through the same epochs and batches of it."""
+
+    def num_batches(self) -> int:
+        """Batches of an epoch, on every rank alike; ArgumentTypeError where nobody can know."""
+
+    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        """This rank's part of every batch of an epoch, from `first_batch` on.
+
+        Called in the thread of the loop, by all ranks in the same order; what it
+        gives may be read in another thread.
+        """
+
+    def facts(self) -> dict[str, int | None]:
+        """What must be the same where a run goes on, as far as it is known; not the number of ranks."""
+
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+        """The epoch and the window in it that come after `step` windows of so many batches each.
+
+        No window spans two epochs.
+        """
+
+    def indices(self, epoch: int, batch: int) -> Tensor:
+        """The samples of this rank in a batch: int64; ArgumentError where they have no numbers."""
+
+    def global_indices(self, epoch: int, batch: int) -> Tensor:
+        """The samples of all ranks in a batch, in rank order: int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One pass, or what is left of it, over this rank's batches.
+
+    Attributes:
+        index: which epoch, from 0.
+        first_batch: where it starts; > 0 where a run resumes.
+    """
+
+    loader: ShardedLoader
+    index: int
+    first_batch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.loader) - self.first_batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.loader._source.batches(self.index, self.first_batch)
+
+
+class ShardedLoader:
+    """A rank's part of a `DataLoader`. Made by `shard_loader`.
+
+    Iterating changes nothing: `iter(loader)` is epoch 0 each time, and
+    `epochs` gives one shuffled pass after the other.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        """Batches of an epoch, on every rank alike."""
+        return self._source.num_batches()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Epoch 0."""
+        return self._source.batches(0, 0)
+
+    def epochs(self, num_epochs: int, *, since: DistState | None = None) -> Iterator[Epoch]:
+        """Epoch after epoch up to `num_epochs`, from where a state stands.
+
+        Args:
+            num_epochs: of the whole run, >= 0.
+            since: its `step` says how many batches were consumed; they are
+                skipped by arithmetic, no sample is read. (A sampler that does not
+                say its length is run so far, on rank 0.) Default: from the start.
+
+        Returns:
+            An iterator of epochs: each has an `index`, a `len`, and iterates over
+            its remaining batches.
+
+        Raises:
+            ValueError: the state is beyond the end of the run; `num_epochs` is negative.
+            TypeError: `since` is no state.
+        """
+        check_count("epochs", "num_epochs", num_epochs, minimum=0)
+        if not isinstance(since, DistState | None):
+            repair = "the state that the last step gave"
+            raise ArgumentTypeError(message("epochs", "since", "be a DistState", since, repair))
+        start = (0, 0) if since is None else self._source.locate(since.step)
+        if since is not None and start > (num_epochs, 0):
+            rule = f"be at most at the end of {num_epochs} epochs"
+            repair = f"that is batch {start[1]} of epoch {start[0]}; raise num_epochs"
+            raise ArgumentError(message("epochs", "since", rule, f"step {since.step}", repair))
+        return self._epochs(num_epochs, *start)
+
+    def _epochs(self, num_epochs: int, first_epoch: int, first_batch: int) -> Iterator[Epoch]:
+        for index in range(first_epoch, num_epochs):
+            yield Epoch(self, index, first_batch if index == first_epoch else 0)
+
+    def state_dict(self) -> dict[str, int | None]:
+        """What must be the same where a run goes on; the position is `state.step`, and not in here."""
+        try:
+            num_batches = len(self)
+        except ArgumentTypeError:
+            num_batches = None
+        return {"batches_per_epoch": num_batches, **self._source.facts()}
+
+    def differences_from(self, saved: Mapping[str, int | None]) -> list[str]:
+        """What is not as it was saved: there, a step would be another place, or other samples.
+
+        Args:
+            saved: what `state_dict` gave.
+
+        Returns:
+            A line for each, with both values. `load` asks for them before it overwrites anything.
+        """
+        here = self.state_dict()
+        return [
+            f"{name}: {value} saved, {here.get(name)} here"
+            for name, value in saved.items()
+            if value != here.get(name)
+        ]
+
+    def load_state_dict(self, saved: Mapping[str, int | None]) -> None:
+        """Refuse other data: there, a step is another place, or other samples.
+
+        Args:
+            saved: what `state_dict` gave.
+
+        Raises:
+            ValueError: data, batch size, seed or order are others.
+        """
+        if found := self.differences_from(saved):
+            repair = (
+                "give it the same data and batch size; and as many ranks, where an epoch's last samples are "
+                "fewer than the ranks, which then have one batch less"
+            )
+            rule = "be that of the run that was saved"
+            raise ArgumentError(
+                f"load_state_dict: loader must {rule}, got {'; '.join(found)}; {repair}"
+            )
+
+    def indices(self, epoch: int, batch: int) -> Tensor:
+        """The samples of this rank in a batch: [num_samples of the part], int64."""
+        check_count("indices", "epoch", epoch, minimum=0)
+        return self._source.indices(epoch, batch)
+
+    def global_indices(self, epoch: int, batch: int) -> Tensor:
+        """The samples of all ranks in a batch, in rank order: [num_samples of the batch], int64."""
+        check_count("global_indices", "epoch", epoch, minimum=0)
+        return self._source.global_indices(epoch, batch)

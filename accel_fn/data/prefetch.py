@@ -1,0 +1,291 @@
+"""prefetch: the next batches are read and moved to the device while the loop works on this one."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from accel_fn.base.batch import map_tensors
+from accel_fn.base.state import DistState
+from accel_fn.data.loader import Epoch, ShardedLoader, Source
+from accel_fn.errors import ArgumentTypeError, check_count, message
+
+_PATIENCE_S = 1.0  # how long a program that ends waits for a batch that is being read
+
+
+@overload
+def prefetch(  # type: ignore[overload-overlap]  # what is asked first decides
+    loader: ShardedLoader, state: DistState, depth: int = 2
+) -> ShardedLoader: ...
+@overload
+def prefetch(  # type: ignore[overload-overlap]
+    loader: Epoch, state: DistState, depth: int = 2
+) -> Epoch: ...
+@overload
+def prefetch(loader: Iterable[Any], state: DistState, depth: int = 2) -> Prefetched: ...
+def prefetch(
+    loader: ShardedLoader | Epoch | Iterable[Any], state: DistState, depth: int = 2
+) -> ShardedLoader | Epoch | Prefetched:
+    """Read the next batches, and move them to `state.device`, in a background thread.
+
+    The loop gets the same batches in the same order, and an exception where
+    its batch would have come. A pass starts its thread when its first batch is
+    asked for. Once the loop has been left, by its end, a `break` or an error,
+    the thread is gone as well, after the batch that it is reading; where there are several
+    ranks, after `depth` more, so that all have read equally far.
+
+    Law: the identity on batches and positions. What a state counts are batches
+    that the loop was given, so a resumed run neither loses nor repeats those read ahead.
+
+    Args:
+        loader: what `shard_loader` or `window` gave, one of its epochs, a `DataLoader`,
+            or anything else that can be iterated.
+        state: says the device.
+        depth: how many batches may be ready before the loop asks for them, >= 1.
+
+    Returns:
+        The same kind of loader, to be used in its place: `len`, `epochs`, `indices`.
+
+    Raises:
+        ValueError: `depth` is no integer >= 1 (TypeError too where it is no integer).
+        TypeError: `loader` cannot be iterated.
+
+    Cost: a thread a pass, a handover between two threads a batch, and the memory of `depth`
+    more batches, on the device too. On CUDA a copy is made from pinned memory, on a
+    stream of its own that the loop's stream waits for, not the host. On a CPU nothing is copied.
+    Without workers the data set runs beside the training, in one process: what it draws
+    from global random generators is no longer reproducible, so give the `DataLoader` workers,
+    or the data set generators of its own.
+
+    >>> import torch, accel_fn as af
+    >>> data = torch.utils.data.TensorDataset(torch.arange(6))
+    >>> state = af.DistState()
+    >>> loader = af.shard_loader(torch.utils.data.DataLoader(data, batch_size=4), state)
+    >>> [batch[0].tolist() for batch in af.prefetch(loader, state)]
+    [[0, 1, 2, 3], [4, 5]]
+    """
+    ahead = _Ahead(check_count("prefetch", "depth", depth), state.device, state.world_size > 1)
+    if isinstance(loader, ShardedLoader):
+        return ShardedLoader(PrefetchedSource(loader._source, ahead))
+    if isinstance(loader, Epoch):
+        return replace(loader, loader=prefetch(loader.loader, state, depth))
+    if not isinstance(loader, Iterable):
+        rule = "be a loader, or anything else that can be iterated"
+        raise ArgumentTypeError(message("prefetch", "loader", rule, type(loader).__name__))
+    return Prefetched(loader, ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """How far, where to, and whether all ranks read equally far."""
+
+    depth: int
+    device: torch.device
+    together: bool
+
+    def mover(self) -> Mover:
+        """What brings the batches of one pass to the device."""
+        if self.device.type == "cpu":
+            return _Stay()
+        return _SideStream(self.device) if self.device.type == "cuda" else _Copy(self.device)
+
+
+class Prefetched:
+    """Anything that can be iterated, read ahead. Made by `prefetch`."""
+
+    def __init__(self, loader: Iterable[Any], ahead: _Ahead) -> None:
+        self._loader = loader
+        self._ahead = ahead
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Pass(iter(self._loader), self._ahead)
+
+
+class PrefetchedSource:
+    """A `Source` whose passes are read ahead; what it says of them is the source's own."""
+
+    def __init__(self, source: Source, ahead: _Ahead) -> None:
+        self._source = source
+        self._ahead = ahead
+        self.num_batches = source.num_batches
+        self.locate = source.locate
+        self.indices = source.indices
+        self.global_indices = source.global_indices
+
+    def facts(self) -> dict[str, int | None]:
+        """The source's."""
+        return self._source.facts()
+
+    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        """The source's, read ahead."""
+        return _Pass(self._source.batches(epoch, first_batch), self._ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Comes after the last batch."""
+
+    error: BaseException | None
+
+
+class _Line:
+    """Between the thread that reads and the loop that takes: a batch is read for every permit."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.permits = threading.Semaphore(depth)
+        self.ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.taken = 0
+        self.num_reads: int | None = None
+        """How many there will be, once the loop has been left."""
+
+
+class Reader(threading.Thread):
+    """Reads one pass. Holds nothing of the iterator in the loop, so that dropping that ends it."""
+
+    def __init__(self, batches: Iterator[Any], line: _Line, mover: Mover) -> None:
+        super().__init__(
+            target=_read, args=(batches, line, mover), name="accel_fn.prefetch", daemon=True
+        )
+
+
+def _read(batches: Iterator[Any], line: _Line, mover: Mover) -> None:
+    try:
+        with mover.around():
+            for number in itertools.count():
+                line.permits.acquire()
+                if line.num_reads is not None and number >= line.num_reads:
+                    break
+                batch = next(batches, line)  # the line is no batch
+                if batch is line:
+                    break
+                line.ready.put(mover.move(batch))
+                del batch  # the loop's alone from here on
+    except BaseException as error:
+        line.ready.put(_End(error))
+    else:
+        line.ready.put(_End(None))
+
+
+class _Pass(Iterator[Any]):
+    """One pass, as the loop sees it."""
+
+    def __init__(self, batches: Iterator[Any], ahead: _Ahead) -> None:
+        self._batches = batches
+        self._ahead = ahead
+        self._mover = ahead.mover()
+        self._line = _Line(ahead.depth)
+        self._close: weakref.finalize[..., _Pass] | None = None
+
+    def __next__(self) -> Any:
+        line = self._line
+        if self._close is None:
+            reader = Reader(self._batches, line, self._mover)
+            reader.start()
+            # also called when this is dropped, and when the program ends
+            self._close = weakref.finalize(self, _stop, reader, line, self._ahead.together)
+            del self._batches
+        if not self._close.alive:
+            raise StopIteration
+        found = line.ready.get()
+        if isinstance(found, _End):
+            self._close()
+            try:
+                raise StopIteration if found.error is None else found.error
+            finally:
+                del found  # an error that this frame holds would keep the frame, and it the error
+        line.taken += 1
+        line.permits.release()
+        return self._mover.hand_over(found)
+
+
+def _stop(reader: Reader, line: _Line, together: bool) -> None:
+    """Let the thread end, and wait for it."""
+    ending = not threading.main_thread().is_alive()  # the program is; finalizers run after that
+    line.num_reads = line.taken + line.depth if together and not ending else 0
+    line.permits.release()
+    if reader is not threading.current_thread():  # which may be the one that collects garbage
+        reader.join(_PATIENCE_S if ending else None)
+
+
+class Mover(Protocol):
+    """Brings batches to a device: `move` in the thread that reads, `hand_over` in the loop."""
+
+    def around(self) -> AbstractContextManager[Any]:
+        """What the thread runs in."""
+
+    def move(self, batch: Any) -> Any:
+        """Start to bring it there."""
+
+    def hand_over(self, moved: Any) -> Any:
+        """The batch, ready for what the loop does with it."""
+
+
+class _Stay:
+    """For a CPU: batches stay where they are."""
+
+    def around(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def move(self, batch: Any) -> Any:
+        return batch
+
+    def hand_over(self, moved: Any) -> Any:
+        return moved
+
+
+class _Copy(_Stay):
+    """For a device without streams that torch names alike: a copy that the thread waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def move(self, batch: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.device), batch)
+
+
+class _SideStream:
+    """For CUDA: copies from pinned memory, on a stream beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.empty(0, device=device).device  # with its number
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def around(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device)  # a thread starts at device 0, and would pin for it
+
+    def move(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
+        with torch.cuda.stream(self.stream):
+            moved = map_tensors(self._copied, batch)
+        return moved, self.stream.record_event()
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if tensor.device == self.device:
+            return tensor
+        if tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def hand_over(self, moved: tuple[Any, torch.cuda.Event]) -> Any:
+        batch, copied = moved
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(copied)
+
+        def used(tensor: Tensor) -> Tensor:
+            if tensor.device == self.device:
+                tensor.record_stream(stream)  # its memory is not reused before the loop is done
+            return tensor
+
+        return map_tensors(used, batch)

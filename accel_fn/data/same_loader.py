@@ -1,0 +1,112 @@
+"""Ranks give the same loader: over the whole data set, as far as that is known at little cost."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Subset
+
+from accel_fn.base.state import DistState
+from accel_fn.comm.primitives import exchange
+from accel_fn.errors import check_alike
+
+_ENDS = 4096  # of a long list in a file, so many at each end are compared
+_SHARE = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
+
+
+def check_same(asked: object, dataset: Any, state: DistState) -> None:
+    """All ranks' loaders ask for the same, whatever kind they are, over the same samples; else all raise."""
+    told = exchange((asked, checksum_of(dataset)), state, "shard_loader")
+    loaders, samples = zip(*told, strict=True)
+    check_alike(loaders, "shard_loader: loader must be the same on every rank")
+    check_alike(
+        [f"samples of checksum {each}" for each in samples],
+        "shard_loader: data set must be the same on every rank",
+        "give every rank the whole (and random_split or shuffle() one seed): it is shared out here",
+    )
+
+
+def knows_ranks(source: Any) -> bool:
+    """Does a sampler or a stream look as if it gave every rank a part already? By its attributes."""
+    return any(all(hasattr(source, name) for name in names) for names in _SHARE)
+
+
+def checksum_of(dataset: Any) -> int | None:
+    """The same on all ranks that hold the same samples; None where nothing is known of a data set.
+
+    Of a `Subset` all indices count, at any depth; of a map of Hugging Face's its indices and its
+    first and last row; of a stream of theirs its shards and the generators that shuffle it. Data
+    themselves are not read otherwise: ranks may well hold copies that differ, of random numbers say.
+    """
+    if isinstance(dataset, Subset):
+        return _mixed(checksum_of_numbers(dataset.indices), checksum_of(dataset.dataset))
+    if isinstance(dataset, ConcatDataset):
+        return _mixed(*map(checksum_of, dataset.datasets))
+    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_indices"):
+        return _mixed(_ends(dataset.data, 1), _ends(dataset._indices, _ENDS))
+    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_ex_iterable"):
+        return zlib.crc32(repr(list(_told(dataset._ex_iterable))).encode())
+    return None
+
+
+def _told(part: Any) -> Iterator[Any]:
+    """What a stream of Hugging Face's is made of, without what it keeps of a pass."""
+    yield type(part).__name__
+    for name, value in sorted(vars(part).items()):
+        if isinstance(value, np.random.Generator):
+            yield value.bit_generator.state
+        elif isinstance(value, bool | int | float | str):
+            yield value
+        elif name == "kwargs":
+            yield [(key, [*map(_shard, each)]) for key, each in value.items() if type(each) is list]
+        elif name.startswith("ex_iterable"):
+            for each in value if isinstance(value, list) else [value]:
+                yield from _told(each)
+
+
+def _shard(shard: Any) -> Any:
+    """What a shard is known by: of a file its name, which machines may hold in different folders."""
+    if isinstance(shard, str):
+        return shard.rpartition("/")[2]
+    return shard if isinstance(shard, bool | int | float | range) else checksum_of(shard)
+
+
+def checksum_of_list(sampler: Any) -> int | None:
+    """Of the numbers in a list of samples or of batches, in whatever order; None of anything else."""
+    if isinstance(sampler, range):  # which may be long
+        return zlib.crc32(repr(sampler).encode())
+    if not isinstance(sampler, list | tuple):
+        return None
+    batches = [each if isinstance(each, list | tuple | range) else [each] for each in sampler]
+    numbers = np.asarray([*chain.from_iterable(batches)])
+    return checksum_of_numbers(np.sort(numbers) if numbers.dtype.kind in "iu" else numbers)
+
+
+def checksum_of_numbers(numbers: Any) -> int:
+    """Of whole numbers, or of whatever else samples are named by."""
+    try:
+        found = np.asarray(numbers)
+    except (TypeError, ValueError):  # names of several lengths, or numbers elsewhere
+        found = np.empty(0)
+    if found.dtype.kind in "iu":
+        return zlib.crc32(found.astype(np.int64).tobytes())
+    return zlib.crc32(repr(list(numbers)).encode())
+
+
+def _ends(table: Any, count: int) -> int | None:
+    """Of the first and the last rows of a table of Arrow's; its length is compared elsewhere."""
+    if table is None or not len(table):
+        return None
+    count = min(count, len(table))
+    parts = [table.slice(start, count).to_pydict() for start in (0, len(table) - count)]
+    return zlib.crc32(repr(parts).encode())
+
+
+def _mixed(*checksums: int | None) -> int | None:
+    if all(each is None for each in checksums):
+        return None
+    return zlib.crc32(repr(checksums).encode())

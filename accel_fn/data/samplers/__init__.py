@@ -1,0 +1,1 @@
+"""Loaders with a sampler of the user's."""

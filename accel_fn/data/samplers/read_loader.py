@@ -1,0 +1,179 @@
+"""What a DataLoader asks for: its data in order, shuffled, or as a sampler of the user's says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from accel_fn.base.state import DistState
+from accel_fn.data.loader import ShardedLoader
+from accel_fn.data.order import Order, check_batch_size, check_sizes, mix
+from accel_fn.data.same_loader import checksum_of_list, checksum_of_numbers, knows_ranks
+from accel_fn.data.samplers.sampler_batches import Sampling, nest
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
+
+_SEVERAL = 100  # of a long list, which may be one of samples, so many are looked at
+
+
+def read_order(loader: Any, state: DistState, batch: str) -> Order | Sampling:
+    """What it asks for, checked; `batch` says what its batch size means."""
+    _check(loader)
+    batch_sampler = loader.batch_sampler
+    if not _is_of(batch_sampler, BatchSampler):
+        if batch == "per_rank":
+            name = type(batch_sampler).__name__
+            rule = "have a batch_size where that is to be one rank's"
+            repair = 'the batches of a batch_sampler are shared: use batch="global"'
+            raise ArgumentError(message("shard_loader", "loader", rule, name, repair))
+        seed = _seed(loader, state)
+        return Sampling(batch_sampler, state.world_size, seed, length=_length(batch_sampler))
+    sampler, drop_last = batch_sampler.sampler, batch_sampler.drop_last
+    batch_size = check_count("shard_loader", "batch_size", batch_sampler.batch_size)
+    batch_size *= state.world_size if batch == "per_rank" else 1
+    plain = _goes_through(sampler, loader.dataset)
+    num_samples = _length(loader.dataset if plain else sampler)
+    cut = None
+    if num_samples is None:
+        check_batch_size("shard_loader", batch_size, state.world_size)
+    else:
+        cut = Order(
+            num_samples=num_samples,
+            batch_size=batch_size,
+            world_size=state.world_size,
+            shuffle=_is_of(sampler, RandomSampler),
+            drop_last=drop_last,
+            seed=_seed(loader, state),
+        )
+        check_sizes("shard_loader", cut, "data set" if plain else "sampler")
+    if plain and cut is not None:
+        return cut
+    batches = BatchSampler(sampler, batch_size, drop_last)
+    return Sampling(batches, state.world_size, _seed(loader, state), cut)
+
+
+def _check(loader: Any) -> None:
+    """It is one, makes batches, in order, and nobody has shared it out."""
+    if not isinstance(loader, DataLoader):
+        repair = "give it the loader that was sharded" if isinstance(loader, ShardedLoader) else ""
+        name = type(loader).__name__
+        raise ArgumentError(
+            message("shard_loader", "loader", "be a torch DataLoader", name, repair)
+        )
+    if loader.batch_sampler is None:
+        rule, got = "have a batch_size or a batch_sampler", f"batch_size={loader.batch_size}"
+        repair = "let the data set give samples, and the DataLoader batches of them"
+        raise ArgumentError(message("shard_loader", "loader", rule, got, repair))
+    for sampler in [*nest(loader.batch_sampler), *_held(loader.batch_sampler)]:
+        if isinstance(sampler, DistributedSampler) or knows_ranks(sampler):
+            rule, name = "not be shared out among ranks already", type(sampler).__name__
+            repair = "leave that sampler out, and say shuffle=True if it shuffles"
+            raise ArgumentError(message("shard_loader", "loader", rule, name, repair))
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        rule = "keep batches in order, by which a run knows where it stands"
+        raise ArgumentError(message("shard_loader", "loader", rule, "in_order=False"))
+    if _length(loader.dataset) is None and _is_of(loader.sampler, SequentialSampler):
+        rule, name = "have a length, or a sampler", type(loader.dataset).__name__
+        raise ArgumentTypeError(message("shard_loader", "data set", rule, name))
+
+
+def _held(sampler: Any) -> list[Sampler[Any]]:
+    """The samplers that a sampler holds, under whatever name and at any depth."""
+    found: list[Any] = [sampler]
+    for each in found:  # which grows
+        for value in getattr(each, "__dict__", {}).values():
+            several = list(islice(value, _SEVERAL)) if isinstance(value, list | tuple) else [value]
+            found += [one for one in several if _may_sample(one) and not _is_among(one, found)]
+    return [each for each in found if isinstance(each, Sampler)]
+
+
+def _may_sample(value: Any) -> bool:
+    """Is it iterated for its samples, and not a data set, which is indexed?"""
+    kind = type(value)
+    is_sampler = isinstance(value, Sampler)
+    return is_sampler or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
+
+
+def _is_among(value: Any, found: list[Any]) -> bool:
+    return any(value is each for each in found)
+
+
+def _is_of(sampler: Any, kind: type) -> bool:
+    """Exactly torch's, or what torchdata's StatefulDataLoader makes in its place."""
+    return type(sampler) is kind or (
+        _is_torchdatas(sampler) and type(sampler).__name__ == kind.__name__
+    )
+
+
+def _is_torchdatas(sampler: Any) -> bool:
+    return type(sampler).__module__.startswith("torchdata.")
+
+
+def _goes_through(sampler: Any, dataset: Any) -> bool:
+    """Does it name every sample of the data set once, in order or shuffled?"""
+    if not (_is_of(sampler, SequentialSampler) or _is_of(sampler, RandomSampler)):
+        return False
+    again = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None)
+    return not again and _length(sampler.data_source) == _length(dataset)
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except TypeError:
+        return None
+
+
+def _seed(loader: DataLoader[Any], state: DistState) -> int:
+    """The state's, mixed with that of a generator that the user gave."""
+    samplers = [each for each in nest(loader.batch_sampler) if not _is_torchdatas(each)]
+    for generator in (loader.generator, *(getattr(each, "generator", None) for each in samplers)):
+        if isinstance(generator, torch.Generator):
+            return mix(mix(state.seed) + generator.initial_seed())
+    return state.seed
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What must be the same on all ranks of a loader whose sampler rank 0 runs.
+
+    Workers are asked ahead of time for what rank 0 deals, so all must be as far ahead.
+    """
+
+    samplers: tuple[str, ...]
+    num_samples: int | None
+    batch_size: int | None
+    drop_last: bool | None
+    length: int | None
+    checksum: int | None
+    num_workers: int
+    prefetch_factor: int | None
+
+
+def describe(loader: DataLoader[Any], sampling: Sampling) -> Described:
+    """Of this rank's loader, for the others to compare."""
+    samplers = nest(sampling.batch_sampler)
+    checksum = checksum_of_list(samplers[-1])  # what is in each rank's own alone would be lost
+    if type(samplers[-1]) is SubsetRandomSampler:
+        checksum = checksum_of_numbers(samplers[-1].indices)
+    return Described(
+        samplers=tuple(type(each).__name__ for each in samplers),
+        num_samples=_length(loader.dataset),
+        batch_size=getattr(samplers[0], "batch_size", None),
+        drop_last=getattr(samplers[0], "drop_last", None),
+        length=sampling.length if sampling.cut is None else sampling.cut.num_samples,
+        checksum=checksum,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+    )

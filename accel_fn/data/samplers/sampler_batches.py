@@ -1,0 +1,189 @@
+"""A user's sampler, run epoch by epoch: what it draws is its own, and its batches fit the world."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel_fn.data.borrowed_rng import Generators, held_by
+from accel_fn.data.locate import locate_by_counting
+from accel_fn.data.order import Order, mix
+from accel_fn.data.samplers.set_epoch import Told
+from accel_fn.errors import ArgumentError
+
+_SAMPLES_AT_ONCE = 4096
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
+
+Batch = list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The global batches that a sampler says: a function of seed and epoch.
+
+    Attributes:
+        batch_sampler: gives the samples of each batch.
+        world_size: every batch has a sample for each rank; a smaller tail joins the batch before.
+        seed: of whatever it draws.
+        cut: how its samples are cut into batches, where their number is known beforehand.
+        length: what a batch sampler says of itself: batches, its tail not joined yet.
+    """
+
+    batch_sampler: Iterable[Any]
+    world_size: int
+    seed: int
+    cut: Order | None = None
+    length: int | None = None
+
+    def facts(self) -> dict[str, int | None]:
+        """What is known of it beforehand."""
+        return {"seed": self.seed} if self.cut is None else self.cut.facts()
+
+    def num_batches(self) -> int | None:
+        """Of an epoch, as far as it says. Of a batch sampler in a world of several its epoch 0 is run."""
+        if self.cut is not None:
+            return self.cut.num_batches()
+        if self.length is None or self.world_size == 1:  # else a tail may join the batch before
+            return self.length
+        some = islice(self._read(0), self.length + 1)  # one without an end may say a length too
+        sizes = [len(batch) for batch in some]
+        joins = len(sizes) > 1 and sizes[-1] < self.world_size
+        return len(sizes) - joins
+
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """The global batches of an epoch; the sampler is some thousand samples ahead."""
+        joined = self._joined(self._read(epoch), epoch)
+        return joined if self.cut is None else self._counted(joined, epoch)
+
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+        """The epoch and the window after `step` windows: by arithmetic, else by running the sampler."""
+        if self.cut is not None:
+            return divmod(step, -(-self.cut.num_batches() // window))
+        return locate_by_counting(step, self.batches, window)
+
+    def _read(self, epoch: int) -> Iterator[Batch]:
+        """What the sampler gives, as it is."""
+        seed = mix(mix(self.seed) + epoch)
+        sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
+        generators = _generators(sampler, seed)
+        told = [Told(each, epoch) for each in nest(sampler)]
+        with generators, _all(told):
+            batches = map(plain, iter(sampler))
+            several = take_several(batches)
+        while several:
+            yield from several
+            with generators, _all(told):
+                several = take_several(batches)
+
+    def _joined(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
+        """With a tail that is smaller than the world joined to the batch before."""
+        before: Batch | None = None
+        tail: Batch | None = None
+        for number, batch in enumerate(batches):
+            if tail is not None:
+                where = f"{len(tail)} in batch {number - 1} of epoch {epoch}"
+                raise ArgumentError(
+                    f"shard_loader: every batch of the sampler but the last must have a sample for each of "
+                    f"{self.world_size} ranks, got {where}; let it make larger batches, or use fewer ranks"
+                )
+            if len(batch) < self.world_size:
+                tail = batch
+            else:
+                if before is not None:
+                    yield before
+                before = batch
+        if before is None:
+            raise ArgumentError(
+                f"shard_loader: the sampler must give every one of {self.world_size} ranks a sample, "
+                f"got {len(tail or [])} in the whole of epoch {epoch}"
+            )
+        yield before + (tail or [])
+
+    def _counted(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
+        """As many as were promised, on which the position of a run rests."""
+        assert self.cut is not None
+        promised, number = self.cut.num_batches(), 0
+        for number, batch in enumerate(batches, start=1):
+            if number > promised:
+                break
+            yield batch
+        if number != promised:
+            rule = f"give as many samples as its len says, {self.cut.num_samples}, in every epoch"
+            got = f"{'more' if number > promised else 'fewer'} in epoch {epoch}"
+            repair = "correct its __len__, or leave it out"
+            raise ArgumentError(f"shard_loader: sampler must {rule}, got {got}; {repair}")
+
+
+def nest(sampler: Any) -> list[Any]:
+    """A sampler and those inside it, the outermost first."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is each for each in found):
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
+def take_several(batches: Iterator[Batch]) -> list[Batch]:
+    """The next batches, of some thousand samples together; none at the end."""
+    found, num_samples = [], 0
+    for batch in batches:
+        found.append(batch)
+        num_samples += len(batch)
+        if num_samples >= _SAMPLES_AT_ONCE:
+            break
+    return found
+
+
+def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
+    """A sampler that draws from `generator`, where it is of torch: a copy, so nobody shares its draws."""
+    if type(sampler) is BatchSampler:
+        inner = _with_generator(sampler.sampler, generator)
+        return BatchSampler(inner, sampler.batch_size, sampler.drop_last)
+    if type(sampler) in _DRAWING:
+        sampler = copy.copy(sampler)
+        sampler.generator = generator
+    return sampler
+
+
+def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
+    """What a sampler of the user's may draw from, with states of its own inside."""
+    foreign = [each for each in nest(sampler) if type(each) not in _KNOWN]
+    if not foreign:
+        return nullcontext()
+    own = {id(held): held for each in foreign for held in held_by(each)}
+    return Generators(seed, list(own.values()))
+
+
+@contextmanager
+def _all(told: list[Told]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in told:
+            stack.enter_context(each)
+        yield
+
+
+def plain(batch: Iterable[Any]) -> Batch:
+    """A list; whole numbers of any kind as Python's, which cost least to send and to use."""
+    return [number if type(number) is int else _number(number) for number in batch]
+
+
+def _number(number: Any) -> Any:
+    try:
+        return operator.index(number)
+    except TypeError:  # whatever the data set is indexed by
+        return number

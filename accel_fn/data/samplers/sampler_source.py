@@ -1,0 +1,131 @@
+"""The way of a user's own sampler: rank 0 runs it and deals every rank its part of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from accel_fn.base.batch import part_sizes
+from accel_fn.base.state import DistState
+from accel_fn.comm.channel import Channel
+from accel_fn.data.indexed.load_batches import Loading
+from accel_fn.data.order import mix
+from accel_fn.data.samplers.sampler_batches import Batch, Sampling, take_several
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
+
+
+class DealtSource:
+    """A `Source`: this rank's part of every batch of a sampler that rank 0 runs.
+
+    Without a channel every rank runs it, under the same random numbers.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampling: Sampling,
+        state: DistState,
+        channel: Channel | None,
+    ) -> None:
+        self._loading = Loading(loader)
+        self._sampling = sampling
+        self._rank = state.rank
+        self._world_size = state.world_size
+        self._channel = channel
+        self._num_batches: int | None = None  # once it was asked for
+
+    def num_batches(self) -> int:
+        """Batches of an epoch, where the sampler says it."""
+        if self._num_batches is None:
+            self._num_batches = self._sampling.num_batches()
+        if self._num_batches is None:
+            name = type(self._sampling.batch_sampler).__name__
+            repair = "iterate without asking for it, or give the sampler a __len__"
+            rule = "have a length to be asked for"
+            raise ArgumentTypeError(message("len", "the loader's sampler", rule, name, repair))
+        return self._num_batches
+
+    def facts(self) -> dict[str, int | None]:
+        """How its samples are cut, where that is known."""
+        return self._sampling.facts()
+
+    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        """From batch `first_batch` of an epoch to its end. All ranks go through it together."""
+        channel = None if self._channel is None else self._channel.another()
+        parts = self._parts(channel, epoch, first_batch)
+        seed = mix(mix(mix(self._sampling.seed) + epoch) + self._rank)
+        found = self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
+        return found if channel is None else channel.telling(found)
+
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+        """By arithmetic where the sampler says its length, else by running it: then all ranks call this."""
+        if self._sampling.cut is not None or self._channel is None:
+            return self._sampling.locate(step, window)
+        place: tuple[int, int] = self._channel.another().meet(
+            None, lambda _: [self._sampling.locate(step, window)] * self._world_size
+        )
+        return place
+
+    def indices(self, epoch: int, batch: int) -> Tensor:
+        """Of this rank, where it runs the sampler itself."""
+        return _numbers(_part(self._batch(epoch, batch), self._rank, self._world_size))
+
+    def global_indices(self, epoch: int, batch: int) -> Tensor:
+        """Of all ranks, where this rank runs the sampler itself."""
+        return _numbers(self._batch(epoch, batch))
+
+    def _batch(self, epoch: int, batch: int) -> Batch:
+        if self._channel is not None:
+            name = type(self._sampling.batch_sampler).__name__
+            rule = "go through its data in order or with shuffle=True"
+            repair = "a sampler of your own is run on rank 0 alone"
+            raise ArgumentError(message("indices", "loader", rule, name, repair))
+        found = None
+        if batch >= 0:
+            found = next(islice(self._sampling.batches(epoch), batch, None), None)
+        if found is None:
+            raise ArgumentError(message("indices", "batch", f"be one of epoch {epoch}", batch))
+        return found
+
+    def _parts(self, channel: Channel | None, epoch: int, first_batch: int) -> Iterator[Batch]:
+        """This rank's samples, batch by batch."""
+        batches = islice(self._sampling.batches(epoch), first_batch, None)
+        if channel is None:
+            return (_part(batch, self._rank, self._world_size) for batch in batches)
+        return _dealt(batches, channel, (epoch, first_batch))
+
+
+def _dealt(batches: Iterator[Batch], channel: Channel, place: tuple[int, int]) -> Iterator[Batch]:
+    """What rank 0 deals this rank, whose own `batches` are read there alone."""
+    ranks = range(channel.state.world_size)
+
+    def deal(places: list[tuple[int, int]]) -> list[list[Batch]]:
+        check_alike(
+            [f"epoch {epoch} from batch {batch}" for epoch, batch in places],
+            "shard_loader: ranks must go through the same epochs together",
+        )
+        several = take_several(batches)
+        return [[_part(batch, rank, len(ranks)) for batch in several] for rank in ranks]
+
+    while parts := channel.meet(place, deal):
+        yield from parts
+
+
+def _part(batch: Batch, rank: int, world_size: int) -> Batch:
+    """A rank's consecutive part."""
+    sizes = part_sizes(len(batch), world_size)
+    start = sum(sizes[:rank])
+    return batch[start : start + sizes[rank]]
+
+
+def _numbers(batch: Batch) -> Tensor:
+    try:
+        return torch.tensor(batch, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        rule = "name samples by whole numbers"
+        raise ArgumentError(message("indices", "sampler", rule, batch[0])) from error

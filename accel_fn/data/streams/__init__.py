@@ -1,0 +1,1 @@
+"""Loaders over data sets that can only be iterated."""

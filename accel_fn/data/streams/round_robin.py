@@ -1,0 +1,165 @@
+"""Taking turns on one stream: every rank reads it and keeps its part of every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from accel_fn.data.streams.end_of_stream import End
+from accel_fn.data.streams.read_stream import Stream, worker_over
+from accel_fn.data.workers.progress import Progress
+from accel_fn.errors import ArgumentError
+
+_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a stream is cut into batches, and those into parts.
+
+    Attributes:
+        batch_size: items in a global batch.
+        world_size: ranks that share it.
+        drop_last: leave out a last batch that is not full.
+    """
+
+    batch_size: int
+    world_size: int
+    drop_last: bool
+
+    @property
+    def num_ahead(self) -> int:
+        """Items to be seen beyond a batch before it is known whether a tail joins it."""
+        return 0 if self.drop_last or self.world_size == 1 else self.world_size
+
+    def start(self, num_items: int, rank: int) -> int:
+        """Where a rank's part of a batch of `num_items` starts; it never goes back as batches grow."""
+        size, extra = divmod(num_items, self.world_size)
+        return rank * size + min(rank, extra)
+
+    def last(self, num_items: int, *, is_first: bool) -> int:
+        """Items of the batch that ends an epoch, where `num_items` < batch_size are left: 0 for none."""
+        if num_items == 0 or self.drop_last:
+            return 0
+        if num_items < self.world_size and is_first:
+            raise ArgumentError(
+                f"shard_loader: stream must have an item for every one of {self.world_size} ranks, "
+                f"got {num_items}; use fewer ranks"
+            )
+        return num_items if num_items >= self.world_size else 0  # else it joined the one before
+
+
+def turns(
+    stream: Stream, cut: Cut, rank: int, *, first_batch: int = 0, stride: int = 1
+) -> Iterator[list[Any]]:
+    """A rank's part of every `stride`-th global batch of a stream, from `first_batch` on.
+
+    Items outside the part are let go as soon as that is known, so that a rank
+    holds at most a part and about a quarter of a batch.
+    """
+    batch, skipped = first_batch, first_batch
+    while True:
+        with stream.reading():
+            stream.drop(skipped * cut.batch_size)
+            part, is_last = _next_part(stream, cut, rank, is_first=batch == 0)
+        if part:
+            yield part
+        del part  # not held while the next one is read
+        if is_last:
+            return
+        batch, skipped = batch + stride, stride - 1
+
+
+def _next_part(stream: Stream, cut: Cut, rank: int, *, is_first: bool) -> tuple[list[Any], bool]:
+    """A rank's part of the next global batch, empty at the end; is it the last?"""
+    held, start, count = _read_batch(stream, cut, rank)
+    is_last = count < cut.batch_size
+    if is_last:
+        count = cut.last(count, is_first=is_first)
+    else:
+        tail = stream.peek(cut.num_ahead)
+        if len(tail) < cut.num_ahead:
+            is_last = True
+            held += tail if start + len(held) == count else []
+            count += len(tail)
+    return held[cut.start(count, rank) - start : cut.start(count, rank + 1) - start], is_last
+
+
+def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int]:
+    """Items of a batch that may be of a rank's part, the place of the first, and how many were read."""
+    held: list[Any] = []
+    start, count = 0, 0
+    stop = cut.start(cut.batch_size + cut.world_size - 1, rank + 1)
+    block = max(_BLOCK, cut.batch_size // cut.world_size // 4)
+    while count < cut.batch_size:
+        asked = min(block, cut.batch_size - count)
+        items = stream.take(asked)
+        held += items[: max(0, stop - count)]
+        count += len(items)
+        held = held[cut.start(count, rank) - start :]
+        start = cut.start(count, rank)
+        if len(items) < asked:
+            break
+    return held, start, count
+
+
+class TurnsStream(IterableDataset[Any]):
+    """What a loader's workers read: worker w makes this rank's part of every batch that is its turn.
+
+    Each of them reads the whole stream, and the data set takes itself for alone. After its batches
+    it gives an `End`.
+    """
+
+    progress: Progress | None = None  # where workers write which batch they read
+
+    def __init__(
+        self,
+        place: Tensor,
+        data: IterableDataset[Any],
+        cut: Cut,
+        rank: int,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any],
+    ) -> None:
+        self.data = data
+        self.cut = cut
+        self.rank = rank
+        self.seed = seed
+        self.collate_fn = collate_fn
+        self.place = place
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, first_batch = self.place.tolist()  # now: a persistent worker's place moves on
+        info = worker_over(self)
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        stream = Stream(self.data, epoch, seed=self.seed, in_worker=info is not None)
+        first_batch += worker
+        parts = turns(stream, self.cut, self.rank, first_batch=first_batch, stride=num_workers)
+        batches: Iterator[Any] = map(self.collate_fn, parts)
+        if info is not None:
+            batches = self._noted(batches, count(first_batch, num_workers))
+        return self._ended(batches, stream)
+
+    def _ended(self, batches: Iterator[Any], stream: Stream) -> Iterator[Any]:
+        yield from batches
+        yield End(stream.num_read)
+
+    def _noted(self, batches: Iterator[Any], numbers: Iterator[int]) -> Iterator[Any]:
+        assert self.progress is not None
+        for number in numbers:
+            self.progress.begin(number)
+            batch = next(batches, self)  # which is no batch
+            self.progress.end()
+            if batch is self:
+                return
+            yield batch
+
+    def where(self, worker: int, epoch: int) -> str:
+        """In words, what a worker reads."""
+        at = None if self.progress is None else self.progress.of(worker)
+        return f" in batch {at[0]} of epoch {epoch}" if at else ""

@@ -1,0 +1,118 @@
+"""window: several batches in a list, for one update of data that cannot be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from accel_fn.data.loader import ShardedLoader, Source
+from accel_fn.errors import ArgumentTypeError, check_count, message
+
+
+@overload
+def window(  # type: ignore[overload-overlap]  # what is asked first decides
+    loader: ShardedLoader, k: int
+) -> ShardedLoader: ...
+@overload
+def window(loader: Iterable[Any], k: int) -> Windowed: ...
+def window(loader: ShardedLoader | Iterable[Any], k: int) -> ShardedLoader | Windowed:
+    """Lists of `k` of a loader's batches, the last of an epoch maybe shorter: each is one update.
+
+    For graphs, ragged lists and all else that cannot be cut along a leading
+    dimension: `accumulate(k, split=None)` takes a list as the micro-batches of
+    one batch. Where the data can be cut, a larger batch size with
+    `accumulate(k)` does the same and needs no window.
+
+    Law: a step over a window is the step over its batches joined.
+
+    Args:
+        loader: what `shard_loader` gave, one of its epochs, or anything else
+            that can be iterated.
+        k: batches in a window, >= 1.
+
+    Returns:
+        A loader of the same kind. Of a sharded loader, one window counts as one batch:
+        in `len`, `indices`, and `epochs(num_epochs, since=state)`, which starts
+        at batch k * w of an epoch where w windows of it were consumed. So window a loader
+        that is to be resumed, and not its epochs, which count in batches.
+
+    Raises:
+        ValueError: `k` is no integer >= 1 (TypeError too where it is no integer).
+        TypeError: `loader` cannot be iterated.
+
+    Cost: the memory of `k` batches.
+
+    >>> import torch, accel_fn as af
+    >>> data = torch.utils.data.TensorDataset(torch.arange(10))
+    >>> loader = af.shard_loader(torch.utils.data.DataLoader(data, batch_size=2), af.DistState())
+    >>> [[batch[0].tolist() for batch in batches] for batches in af.window(loader, 3)]
+    [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9]]]
+    """
+    k = check_count("window", "k", k)
+    if isinstance(loader, ShardedLoader):
+        return ShardedLoader(WindowedSource(loader._source, k))
+    if not isinstance(loader, Iterable):
+        rule = "be a loader, or anything else that can be iterated"
+        raise ArgumentTypeError(message("window", "loader", rule, type(loader).__name__))
+    return Windowed(loader, k)
+
+
+class Windowed:
+    """Anything that can be iterated, `k` at a time. Made by `window`."""
+
+    def __init__(self, loader: Iterable[Any], k: int) -> None:
+        self._loader = loader
+        self._k = k
+
+    def __len__(self) -> int:
+        return -(-len(self._loader) // self._k)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return _lists(self._loader, self._k)
+
+
+class WindowedSource:
+    """A `Source` whose batches are windows of another's. No window spans two epochs."""
+
+    def __init__(self, source: Source, k: int) -> None:
+        self._source = source
+        self._k = k
+
+    def num_batches(self) -> int:
+        """Windows of an epoch."""
+        return -(-self._source.num_batches() // self._k)
+
+    def facts(self) -> dict[str, int | None]:
+        """The source's."""
+        return self._source.facts()
+
+    def batches(self, epoch: int, first_batch: int) -> Iterator[list[Any]]:
+        """From window `first_batch` of an epoch to its end."""
+        return _lists(self._source.batches(epoch, first_batch * self._k), self._k)
+
+    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+        """As the source does, in windows of its batches."""
+        return self._source.locate(step, window * self._k)
+
+    def indices(self, epoch: int, batch: int) -> Tensor:
+        """Of this rank, batch after batch."""
+        return torch.cat([self._source.indices(epoch, each) for each in self._batches_of(batch)])
+
+    def global_indices(self, epoch: int, batch: int) -> Tensor:
+        """Of all ranks, batch after batch."""
+        parts = [self._source.global_indices(epoch, each) for each in self._batches_of(batch)]
+        return torch.cat(parts)
+
+    def _batches_of(self, window: int) -> range:
+        first = window * self._k
+        return range(first, min(first + self._k, self._source.num_batches()))
+
+
+def _lists(batches: Iterable[Any], k: int) -> Iterator[list[Any]]:
+    going_on = chain(batches)  # some iterators begin anew when they are asked for one
+    while found := list(islice(going_on, k)):
+        yield found

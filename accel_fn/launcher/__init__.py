@@ -1,0 +1,1 @@
+"""Launching: from settings to the processes of a run."""

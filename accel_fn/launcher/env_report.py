@@ -1,0 +1,190 @@
+"""What a bug report needs: versions, machine, devices, network, and what a launcher has set."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from accel_fn.launcher.machines import probe
+from accel_fn.launcher.machines.cpus import read_processors
+from accel_fn.launcher.settings.sources import FILE, user_file
+
+_TORCH_WITHIN_S = 60
+_DEVICES = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+_VARIABLES = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_(ADDR|PORT)"
+    r"|(ACCEL_FN|ACCELERATE|TORCHELASTIC|TORCH|PYTORCH|NCCL|GLOO|OMP|MKL|KMP|GOMP)_\w+"
+    r"|(CUDA|HIP|ROCR)_(VISIBLE_DEVICES|LAUNCH_BLOCKING|DEVICE_ORDER)"
+    r"|SLURM_(JOB_ID|PROCID|LOCALID|NODEID|NTASKS|NNODES|JOB_NODELIST|STEP_\w+|TASKS_PER_NODE)"
+    r"|OMPI_COMM_WORLD_\w+|PMI_(RANK|SIZE)|MALLOC_\w+|LD_PRELOAD"
+)
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
+
+
+def collect(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Everything, as JSON could hold it. A part that cannot be found out is its error.
+
+    Cost: about the import of torch, in a process of its own: a torch that is
+    broken, or crashes, is a line of the report.
+    """
+    parts: dict[str, Callable[[], Any]] = {
+        "versions": _versions,
+        "extras": _extras,
+        "torch": ask_torch,
+        "system": _system,
+        "processor": _processor,
+        "memory": _memory,
+        "driver": lambda: _ask_driver(*_DEVICES),
+        "topology": lambda: _ask_driver("topo", "-m"),
+        "network_interfaces": lambda: [name for _, name in socket.if_nameindex()],
+        "variables": lambda: dict(sorted(_set_variables(environment))),
+        "configuration": lambda: _configuration(environment),
+    }
+    return {name: _part(find) for name, find in parts.items()}
+
+
+def _part(find: Callable[[], Any]) -> Any:
+    try:
+        return find()
+    except Exception as error:  # half a report is better than none
+        return {"error": repr(error)}
+
+
+def _versions() -> dict[str, str | None]:
+    names = ("accel-fn", "torch", "numpy", "einops")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def version(distribution: str) -> str | None:
+    """The installed version, by its metadata: nothing is imported."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _extras() -> dict[str, dict[str, str | None]]:
+    """What each extra asks for, with the version that is there."""
+    try:
+        lines = metadata.requires("accel-fn") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found: dict[str, dict[str, str | None]] = {}
+    for line in lines:
+        match = re.match(r"([\w.-]+).*;.*\bextra\s*==\s*['\"]([\w-]+)['\"]", line)
+        if match:
+            found.setdefault(match[2], {})[match[1]] = version(match[1])
+    return found
+
+
+def ask_torch(python: str = sys.executable) -> dict[str, Any]:
+    """What torch says in a process of its own; `error` where it does not come to that."""
+    try:
+        done = subprocess.run(
+            [python, str(Path(probe.__file__))],
+            capture_output=True,
+            text=True,
+            timeout=_TORCH_WITHIN_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {_TORCH_WITHIN_S} s"}
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
+        return {"error": f"{lines[-1]} ({how})" if lines else how}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _system() -> dict[str, str]:
+    libc = " ".join(platform.libc_ver()).strip()
+    return {
+        "platform": platform.platform(),
+        "architecture": platform.machine(),
+        **({"libc": libc} if libc else {}),
+        "python": sys.executable,
+        "working_folder": str(Path.cwd()),
+    }
+
+
+def _processor() -> dict[str, Any]:
+    usable = read_processors()
+    return {
+        "name": _processor_name(),
+        "threads": os.cpu_count(),
+        "usable_cores": usable.cores,
+        "usable_threads": sum(len(node) for node in usable.nodes),
+        "numa_nodes": len(usable.nodes),
+    }
+
+
+def _processor_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    match = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1] if match else platform.machine()
+
+
+def _memory() -> dict[str, int]:
+    """In bytes."""
+    found = {}
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found["total"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, IndexError):
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+        found["available"] = int(re.findall(r"^MemAvailable:\s*(\d+) kB", text, re.M)[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
+        found["limit"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
+    return found
+
+
+def _ask_driver(*arguments: str) -> str | None:
+    """What the driver's own tool says, whatever torch was built for; None where it is not there."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        command = [program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error}"
+    return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).rstrip()
+
+
+def _set_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Those that change how ranks start and run; none that may hold a secret."""
+    for name, value in environment.items():
+        if _VARIABLES.fullmatch(name) and not _SECRET.search(name):
+            yield name, value
+
+
+def _configuration(environment: Mapping[str, str]) -> dict[str, str | None]:
+    """Files that `accel-fn launch` would read from here; `accel-fn config --show` says what is in them."""
+    own = user_file(environment)
+    return {
+        "file": next(_settings_files(Path.cwd()), None),
+        "user_file": str(own) if own is not None and own.is_file() else None,
+    }
+
+
+def _settings_files(folder: Path) -> Iterator[str]:
+    for place in (folder, *folder.parents):
+        if (place / FILE).is_file():
+            yield str(place / FILE)
+        project = place / "pyproject.toml"
+        if project.is_file() and "[tool.accel_fn]" in project.read_text(errors="replace"):
+            yield str(project)

@@ -1,0 +1,1 @@
+"""A function run by every rank of a new world."""

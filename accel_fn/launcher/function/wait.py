@@ -1,0 +1,163 @@
+"""Ranks that run a function: started, waited for and stopped."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fn.launcher.function.child import CALL, RAISED, VALUE
+from accel_fn.launcher.function.reraise import error_of, failure_of
+from accel_fn.launcher.processes.reaper import Guard, kill_left
+
+_POLL_S, _SETTLE_S, _STOP_WITHIN_S = 0.02, 0.5, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What one rank is given."""
+
+    variables: Mapping[str, str]
+    cpus: str
+    """Processors to run on, as `0,1,2`; empty: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process, and the folder in which it leaves its end."""
+
+    number: int
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def has_ended(self) -> bool:
+        """Is it gone, or has it said why it will be?"""
+        return self.process.poll() is not None or (self.folder / RAISED).exists()
+
+    def has_failed(self) -> bool:
+        """Has it ended without a value?"""
+        return self.has_ended() and not (self.folder / VALUE).exists()
+
+
+def run_ranks(call: bytes, places: Sequence[Place], listener: socket.socket) -> list[Any]:
+    """Run a pickled call on a rank for each place; give back what they return, in their order.
+
+    Raises what the first of them raised, once all have ended.
+    """
+    run_id = places[0].variables["TORCHELASTIC_RUN_ID"]
+    guard = Guard(run_id)
+    folder = guard.make_folder(tempfile.gettempdir())
+    ranks: list[Rank] = []
+    try:
+        (folder / CALL).write_bytes(call)
+        for number, place in enumerate(places):
+            ranks.append(_start(number, place, folder))
+        failed_at = _wait(ranks, listener)
+        if failed_at is not None:
+            raise _why(ranks, failed_at)
+        return [_value(rank) for rank in ranks]
+    finally:
+        _stop(ranks)
+        kill_left(folder, run_id)
+        guard.finish()
+
+
+def _start(number: int, place: Place, folder: Path) -> Rank:
+    """One rank. It has a session of its own: Ctrl-C on a terminal is for the caller."""
+    own = folder / str(number)
+    own.mkdir()
+    code = (
+        f"import sys; sys.path[:] = {[str(each) for each in sys.path]!r}; "
+        "from accel_fn.launcher.function.child import main; main(*sys.argv[1:])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code, str(os.getpid()), place.cpus, str(folder)],
+        env={**os.environ, **place.variables},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    return Rank(number, own, process)
+
+
+def _wait(ranks: Sequence[Rank], listener: socket.socket) -> float | None:
+    """None once all have ended well; else when one had failed, after a moment for others to say why.
+
+    Torch's store is there from when the first rank asks for it: ranks without a world need no torch.
+    """
+    store, failed_at = None, None
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while not all(rank.has_ended() for rank in ranks):
+            if failed_at is None and any(rank.has_failed() for rank in ranks):
+                failed_at = time.time()
+            if failed_at is not None and time.time() > failed_at + _SETTLE_S:
+                return failed_at
+            if selector.select(_POLL_S) and store is None:
+                selector.unregister(listener)
+                store = _serve(listener)
+    return failed_at or (time.time() if any(rank.has_failed() for rank in ranks) else None)
+
+
+def _serve(listener: socket.socket) -> Any:
+    """The store in which ranks meet, as long as the result is held."""
+    host, port = listener.getsockname()
+    return importlib.import_module("torch.distributed").TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _why(ranks: Sequence[Rank], failed_at: float) -> Exception:
+    """What to raise for ranks of which some have failed; stops the others."""
+    running = {rank.number for rank in ranks if not rank.has_ended()}
+    _stop(ranks)
+    failures = [
+        failure_of(
+            rank.folder,
+            rank=rank.number,
+            pid=rank.process.pid,
+            exit_code=rank.process.returncode,
+            failed_at=failed_at,
+            stopped=rank.number in running,
+        )
+        for rank in ranks
+        if rank.has_failed()
+    ]
+    return error_of(failures, {rank.number: rank.folder for rank in ranks})
+
+
+def _value(rank: Rank) -> Any:
+    """What the function returned there."""
+    code = rank.process.wait()
+    if code:
+        warnings.warn(
+            f"launch: rank {rank.number} ended with exit code {code} after fn had returned",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return pickle.loads((rank.folder / VALUE).read_bytes())
+
+
+def _stop(ranks: Sequence[Rank]) -> None:
+    """End those that still run, with what they have started."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        running = [rank.process for rank in ranks if rank.process.poll() is None]
+        for process in running:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, sent)
+        deadline = time.monotonic() + _STOP_WITHIN_S
+        for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))

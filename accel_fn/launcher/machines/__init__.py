@@ -1,0 +1,1 @@
+"""The machines of a launch and how they find each other."""

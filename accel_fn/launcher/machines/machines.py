@@ -1,0 +1,207 @@
+"""On which machines a launch runs, which of them this is, and where they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel_fn.comm.cluster_env import Task, read_number, read_task
+from accel_fn.errors import WorldError
+from accel_fn.launcher.machines.network import check_host
+from accel_fn.launcher.settings.sources import Resolved
+
+_LOOPBACK, _PORT = "127.0.0.1", 29500
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of a launch, each with as many processes, seen from one of them."""
+
+    num_machines: int
+    machine_rank: int | None
+    """None where the machines' meeting decides."""
+    num_local: int
+    host: str
+    port: int
+    """0: a free one."""
+    backend: str
+    job: str | None
+    """What all machines call this run, where a cluster named it."""
+    why: Mapping[str, str]
+    """Who said how many machines there are, and where they meet."""
+
+    @property
+    def num_processes(self) -> int:
+        """Of all machines."""
+        return self.num_machines * self.num_local
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a cluster says of the machine that this launcher runs on."""
+
+    cluster: str
+    num_machines: int
+    machine_rank: int
+    host: str | None
+    port: int | None
+    num_local: int | None = None
+    job: str | None = None
+
+
+def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
+    """The machines that the settings ask for; what they leave open, the cluster says.
+
+    Args:
+        resolved: the settings, and who gave each.
+        environment: where a cluster leaves word.
+
+    Returns:
+        The machines, as this one sees them.
+
+    Raises:
+        WorldError: settings and cluster differ, something that is needed is said
+            by nobody, or a host does not resolve.
+    """
+    settings, node = resolved.settings, read_node(environment)
+    num_machines = settings.num_machines or (node.num_machines if node else 1)
+    rank = settings.machine_rank
+    if node is not None:
+        _agree("num_machines", settings.num_machines, node.num_machines, node, resolved)
+        _agree("machine_rank", rank, node.machine_rank, node, resolved)
+        rank = node.machine_rank
+    backend = settings.rdzv_backend or "static"
+    if num_machines == 1:
+        rank = 0
+    elif rank is None and backend == "static":
+        raise WorldError(
+            f"launch: machine_rank must be given with num_machines={num_machines}, got None; "
+            "0 is the machine at main_process_ip"
+        )
+    host, who = _host(resolved, num_machines, node, environment)
+    check_host(host, who)
+    return Machines(
+        num_machines=num_machines,
+        machine_rank=rank,
+        num_local=_num_local(resolved, num_machines, node),
+        host=host,
+        port=_port(resolved, num_machines, node, environment),
+        backend=backend,
+        job=node.job if node else None,
+        why={
+            "num_processes": resolved.sources["num_processes"],
+            "num_machines": _said_by("num_machines", resolved, node),
+            "host": who,
+            "port": _said_by("main_process_port", resolved, node if num_machines > 1 else None),
+        },
+    )
+
+
+def read_node(environment: Mapping[str, str]) -> Node | None:
+    """What Slurm, Open MPI or torchrun's own variables (PET_..., in Kubernetes) say; None without."""
+    task = read_task(environment)
+    if task is not None:
+        return _node_of(task)
+    count = environment.get("PET_NNODES", "")
+    if not count:
+        return None
+    least, _, most = count.partition(":")
+    if most and least != most:
+        raise WorldError(
+            f"launch: PET_NNODES must be one number of machines, got {count!r}; "
+            "a world that grows and shrinks is not supported"
+        )
+    num_machines = read_number("launch", "PET_NNODES", least, least=1)
+    processes = environment.get("PET_NPROC_PER_NODE", "")
+    return Node(
+        cluster="PET_NNODES",
+        num_machines=num_machines,
+        machine_rank=_pet_rank(environment, num_machines),
+        host=environment.get("PET_MASTER_ADDR"),
+        port=_port_in(environment, "PET_MASTER_PORT"),
+        num_local=int(processes) if processes.isdecimal() else None,
+        job=environment.get("PET_RDZV_ID"),
+    )
+
+
+def _pet_rank(environment: Mapping[str, str], num_machines: int) -> int:
+    for name in ("PET_NODE_RANK", "RANK"):
+        if environment.get(name):
+            return read_number("launch", name, environment[name], most=num_machines - 1)
+    return 0
+
+
+def _port_in(environment: Mapping[str, str], name: str) -> int | None:
+    """The port that a variable holds, if it is set."""
+    text = environment.get(name)
+    return read_number("launch", name, text, least=1, most=65535) if text else None
+
+
+def _node_of(task: Task) -> Node:
+    if task.local_world_size != 1:
+        raise WorldError(
+            f"launch: {task.cluster} must start one launcher on each machine, got "
+            f"{task.local_world_size} on this one; ask it for one task per node, or have it "
+            "start the script itself: af.init() needs no launcher there"
+        )
+    return Node(
+        cluster=task.cluster,
+        num_machines=task.num_machines,
+        machine_rank=task.machine_rank,
+        host=task.host,
+        port=task.port,
+        job=task.job,
+    )
+
+
+def _agree(name: str, asked: int | None, found: int, node: Node, resolved: Resolved) -> None:
+    if asked is not None and asked != found:
+        raise WorldError(
+            f"launch: {name} must be what {node.cluster} says, {found}, got {asked} "
+            f"({resolved.sources[name]}); leave it out"
+        )
+
+
+def _num_local(resolved: Resolved, num_machines: int, node: Node | None) -> int:
+    settings = resolved.settings
+    asked = settings.num_processes or 1
+    if not resolved.is_given("num_processes"):  # found here, for each of the machines it knew of
+        return (node and node.num_local) or asked // (settings.num_machines or 1)
+    if asked % num_machines:
+        raise WorldError(
+            f"launch: num_processes must be a multiple of the {num_machines} machines, got {asked}; "
+            "it counts the processes of all machines"
+        )
+    return asked // num_machines
+
+
+def _host(
+    resolved: Resolved, num_machines: int, node: Node | None, environment: Mapping[str, str]
+) -> tuple[str, str]:
+    """Where machine 0 is, and who says so."""
+    if resolved.settings.main_process_ip:
+        return resolved.settings.main_process_ip, resolved.sources["main_process_ip"]
+    if num_machines == 1:
+        return _LOOPBACK, "one machine"
+    if environment.get("MASTER_ADDR"):
+        return environment["MASTER_ADDR"], "MASTER_ADDR"
+    if node is not None and node.host:
+        return node.host, node.cluster
+    raise WorldError(
+        f"launch: main_process_ip must be given where nothing else says which of {num_machines} "
+        "machines is the first, got None; it is the address of machine 0"
+    )
+
+
+def _port(
+    resolved: Resolved, num_machines: int, node: Node | None, environment: Mapping[str, str]
+) -> int:
+    """Where several meet, all must know it before; one machine takes a free one."""
+    asked = resolved.settings.main_process_port
+    if asked or num_machines == 1:
+        return asked or 0
+    return _port_in(environment, "MASTER_PORT") or (node and node.port) or _PORT
+
+
+def _said_by(name: str, resolved: Resolved, node: Node | None) -> str:
+    return node.cluster if node and not resolved.is_given(name) else resolved.sources[name]

@@ -1,0 +1,87 @@
+"""Addresses of machines: which resolve, which are ours, and the interface that leads to them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import struct
+
+from accel_fn.errors import WorldError
+
+_SIOCGIFADDR = 0x8915
+
+
+def check_host(host: str, source: str) -> None:
+    """Refuse a host that does not resolve: nothing else would do in its place."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise WorldError(
+            f"launch: main_process_ip must be a host that resolves, got {host!r} "
+            f"({source}; {error.strerror})"
+        ) from None
+
+
+def listen(host: str, port: int, *, alone: bool) -> socket.socket:
+    """A socket that listens at a port, 0 being a free one: on `host` alone, else on all addresses."""
+    try:
+        if alone:
+            family = socket.getaddrinfo(host, port)[0][0]
+            return socket.create_server((host, port), family=family)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise WorldError(
+                f"launch: main_process_ip must be an address of this machine, got {host!r}; "
+                "leave it out on one machine"
+            ) from None
+        repair = "choose another, or leave it out for a free one" if alone else "choose another"
+        raise WorldError(
+            f"launch: main_process_port must be one that this machine can open, got {port} "
+            f"({os.strerror(error.errno or 0)}); {repair}"
+        ) from None
+
+
+def answers(host: str, port: int, timeout_s: float) -> bool:
+    """Does anybody accept connections there?"""
+    try:
+        with socket.create_connection((host, port), timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+def own_address(host: str) -> str:
+    """The address of this machine from which it reaches `host`."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing: it only chooses the way
+        own: str = probe.getsockname()[0]
+        return own
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface through which this machine reaches `host`; None where that is unknown."""
+    try:
+        own = own_address(host)
+    except OSError:
+        return None
+    names = [name for _, name in socket.if_nameindex()]
+    if own.startswith("127.") or own == "::1":
+        return next((name for name in names if name.startswith("lo")), None)
+    return next((name for name in names if _address(name) == own), None)
+
+
+def _address(interface: str) -> str | None:
+    """The IPv4 address of an interface of Linux."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,1 @@
+"""The processes of a launch: started, watched and ended."""

@@ -1,0 +1,201 @@
+"""Which rank's failure was the cause, what to say of it, and with which code to exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_fn.launcher.processes import worker
+from accel_fn.launcher.processes.traceback_lines import place_in_traceback, place_of_wait
+
+_SHOWN, _WIDTH = 8, 120
+
+_HINTS = {
+    "SIGKILL": "often out of memory",
+    "SIGSEGV": "a crash in native code",
+    "SIGABRT": "native code gave up",
+    "SIGBUS": "often a full /dev/shm",
+    "SIGILL": "built for another processor",
+    "SIGTERM": "stopped from outside",
+}
+_CRASHES = {"SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"}
+_LOST_PEER = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection (was likely )?closed|connection refused"
+    r"|remote process exited|communicator was aborted|got 0 bytes|did not see rank|socket timeout"
+    r"|timed out waiting|could not reach MASTER_ADDR|got one that is gone|ElsewhereError",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank ended: by an exception, a code, or a signal (a code below zero)."""
+
+    rank: int
+    host: str
+    pid: int
+    exit_code: int
+    time: float
+    stack: str = ""
+    exception: str = ""
+    stopped: bool = False
+    """Was it still running when the launcher stopped the world for another rank's sake?"""
+    place: str = ""
+    """The user's line that it ended at; of one that was stopped, the one that it waited at."""
+
+    @property
+    def signal_name(self) -> str | None:
+        """The signal that killed it, if one did."""
+        if self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"
+
+    @property
+    def exit_status(self) -> int:
+        """The code as a shell shows it: 128 + signal where it was killed.
+
+        One that raised and had not ended when others had was killed by us: it counts as raised.
+        """
+        if self.exit_code >= 0:
+            return self.exit_code
+        return 1 if self.exception else 128 - self.exit_code
+
+    @property
+    def last_line(self) -> str:
+        """What ended it, in a line."""
+        if self.exit_status == os.EX_TEMPFAIL:
+            return f"exit code {self.exit_status}: left to be started again"
+        if self.exception:
+            return self.exception.rstrip()
+        name = self.signal_name
+        if name is None:
+            return f"exit code {self.exit_code}"
+        hint = _HINTS.get(name)
+        return f"{name}: {hint}" if hint else name
+
+    @property
+    def summary(self) -> str:
+        """Rank, end and the user's line, in a line; what is said at length is cut, the place never."""
+        said = self.last_line.splitlines()
+        if self.stopped and not self.exception:
+            said = ["stopped"]
+        # A SyntaxError has its own place ahead, indented; an error may list ranks below.
+        line = f"{who(self)}: {next((each for each in said if not each[:1].isspace()), '')}"
+        line = line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+        return f"{line}, at {self.place}" if self.place else line
+
+
+def read_failure(
+    folder: Path,
+    *,
+    rank: int,
+    host: str,
+    pid: int,
+    exit_code: int,
+    stopped_at: float,
+    stopped: bool,
+) -> Failure:
+    """A failed rank, with what it wrote of its end into its folder, if anything."""
+    stack, exception, time, left_with = _read_record(folder, stopped_at)
+    place = place_in_traceback(stack) if exception else ""
+    if stopped and not exception:
+        place = place_of_wait(_read(folder / "stopped"))
+    # One that wrote its end before the world was stopped was not stopped, only slow to leave.
+    return Failure(
+        rank=rank,
+        host=host,
+        pid=pid,
+        exit_code=exit_code if left_with is None else left_with,
+        time=time,
+        stack=stack,
+        exception=exception,
+        stopped=stopped and not (exception and time < stopped_at),
+        place=place,
+    )
+
+
+def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int | None]:
+    """Stack, exception, time, and the code of one that left, even if it was killed on its way out.
+
+    From the rank's last words, else from the crash of native code.
+    """
+    try:
+        record = json.loads((folder / "error.json").read_text())
+        if "exception" in record:
+            return record["stack"], record["exception"], record["time"], record.get("left_with")
+        extra = record["message"]["extraInfo"]  # by torch's own `record`
+        stack, _, exception = extra["py_callstack"].rstrip().rpartition("\n")
+        return stack, exception, float(extra["timestamp"]), None
+    except (OSError, ValueError, KeyError, TypeError):
+        return _read_crash(folder / "crash"), "", otherwise, None
+
+
+def _read_crash(path: Path) -> str:
+    """What python wrote of itself when native code ended it, down to the program's own first line."""
+    lines = _read(path).splitlines(keepends=True)
+    return "".join(line for line in lines if f'"{worker.__file__}"' not in line)
+
+
+def _read(path: Path) -> str:
+    """A file's text; none where it is not there."""
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def has_spoken(folder: Path) -> bool:
+    """Has the rank with this folder said what ended it?"""
+    return (folder / "error.json").is_file()
+
+
+def blames_peer(folder: Path) -> bool:
+    """Does it say that it lost another, or that another has failed?"""
+    return _LOST_PEER.search(_read_record(folder, 0)[1]) is not None
+
+
+def cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others follow from.
+
+    A killed rank leaves no time of its own, and its peers notice before the launcher
+    does. So crashes come first, then what ranks say that they did themselves, then
+    what ranks say of lost peers, and of one kind the earliest.
+    """
+    return min(failures, key=lambda failure: (_kind(failure), failure.time, failure.rank))
+
+
+def _kind(failure: Failure) -> int:
+    if failure.stopped:
+        return 4
+    if failure.exception:
+        return 3 if _LOST_PEER.search(failure.exception) else 1
+    return 0 if failure.signal_name in _CRASHES else 2
+
+
+def report(failures: Sequence[Failure], world_size: int) -> str:
+    """Everybody's end in a line each, then the cause: its traceback, its rank, its exception.
+
+    One that was stopped is of interest where it waited for the others.
+    """
+    first = cause(failures)
+    others = [each for each in failures if each is not first and (each.place or not each.stopped)]
+    others.sort(key=lambda failure: failure.rank)
+    lines = [each.summary for each in others[:_SHOWN]]
+    if len(others) > _SHOWN:
+        lines.append(f"and {len(others) - _SHOWN} more")
+    if lines:
+        num_failed = 1 + sum(not each.stopped for each in others)
+        head = f"accel-fn launch: {num_failed} of {world_size} ranks failed"
+        lines = [head, *lines, ""]
+    lines += [*first.stack.splitlines(), who(first), first.last_line]
+    return "\n".join(lines) + "\n"
+
+
+def who(failure: Failure) -> str:
+    """The rank and where it ran."""
+    return f"rank {failure.rank} ({failure.host}, pid {failure.pid})"

@@ -1,0 +1,67 @@
+"""Which line of the user's a rank was at, read from what it wrote of its end."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+
+
+class _Frame(NamedTuple):
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def place_in_traceback(stack: str) -> str:
+    """The user's innermost line in a traceback of python's; empty where it has none."""
+    own = stack.rpartition("Traceback (most recent call last):")[2]  # not that of its causes
+    return next((str(each) for each in _frames(own, reverse=True) if _is_users(each)), "")
+
+
+def place_of_wait(dump: str) -> str:
+    """The user's innermost line in a dump of faulthandler's, if it waits there for the library or torch."""
+    own = dump.rpartition("Stack (most recent call first):")[
+        2
+    ]  # not those of processes that it forked
+    frames = [each for each in _frames(own) if not _is_pythons(each)]
+    if not frames or _is_users(frames[0]):
+        return ""
+    return next((str(each) for each in frames if _is_users(each)), "")
+
+
+def _frames(stack: str, *, reverse: bool = False) -> Iterator[_Frame]:
+    found = [_Frame(*groups) for groups in _FRAME.findall(stack)]
+    return reversed(found) if reverse else iter(found)
+
+
+def _is_users(frame: _Frame) -> bool:
+    return not _is_pythons(frame) and not frame.file.startswith(_libraries())
+
+
+def _is_pythons(frame: _Frame) -> bool:
+    """Is it in a module of python's own?"""
+    if frame.file.startswith("<frozen "):
+        return True
+    own = f"{os.path.dirname(os.__file__)}{os.sep}"
+    return frame.file.startswith(own) and not _INSTALLED.search(frame.file)
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """The folders of this library and of torch, which need not be imported."""
+    torch = importlib.util.find_spec("torch")
+    folders = [Path(__file__).parents[2]]
+    if torch is not None and torch.origin is not None:
+        folders.append(Path(torch.origin).parent)
+    return tuple(f"{folder}{os.sep}" for folder in folders)

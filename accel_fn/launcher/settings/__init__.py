@@ -1,0 +1,1 @@
+"""The settings of a launch and where each comes from."""

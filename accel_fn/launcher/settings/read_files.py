@@ -1,0 +1,108 @@
+"""Reading settings from YAML and TOML, with the line of each."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accel_fn.errors import SettingsError, message
+from accel_fn.launcher.settings import accelerate_config
+from accel_fn.launcher.settings.settings import Settings
+from accel_fn.launcher.settings.value import Given, Layer, check_names
+
+_SECTION = "[tool.accel_fn]"
+
+
+def read_yaml(path: Path) -> Layer:
+    """The settings of a file of ours, or of one that accelerate wrote; refused where it has a slip."""
+    text = _text(path)
+    if not text.strip():
+        raise SettingsError(message(str(path), "file", "hold settings", "an empty file"))
+    try:
+        given = _mapping(path, yaml.compose(text, Loader=yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise SettingsError(f"{path}{place}: file must be YAML, got: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path}: file must be YAML, got: {error}") from None
+    if accelerate_config.wrote(given):
+        return accelerate_config.translate(given)
+    return _known(given)
+
+
+def read_pyproject(path: Path) -> Layer | None:
+    """The section `[tool.accel_fn]`; None where there is none."""
+    text = _text(path)
+    if not re.search("accel[_-]fn", text):
+        return None
+    try:
+        tools = tomllib.loads(text).get("tool", {})
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: file must be TOML, got: {error}") from None
+    if "accel-fn" in tools:
+        raise SettingsError(f"{path}: section must be {_SECTION}, got [tool.accel-fn]")
+    if "accel_fn" not in tools:
+        return None
+    section = tools["accel_fn"]
+    if not isinstance(section, dict):
+        raise SettingsError(message(str(path), "tool.accel_fn", "be a section", section))
+    return _known(
+        {key: Given(value, str(path), _toml_line(text, key)) for key, value in section.items()}
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SettingsError(message("config", "file", "exist", str(path))) from None
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path}: file must be text in UTF-8, got: {error.reason}") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: file must be one to read, got: {error.strerror}") from None
+
+
+def _known(given: Mapping[str, Given]) -> Layer:
+    check_names({name: each.where for name, each in given.items()}, Settings.model_fields)
+    return Layer(given)
+
+
+def _mapping(path: Path, node: yaml.Node | None) -> dict[str, Given]:
+    """Keys, values and lines; a key twice is refused, which YAML's own loader lets pass."""
+    if node is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode):
+        where = f"{path}:{node.start_mark.line + 1}"
+        raise SettingsError(f"{where}: file must be lines of `name: value`, got {_shape(node)}")
+    given: dict[str, Given] = {}
+    for key_node, value_node in node.value:
+        key, line = str(_value(key_node)), key_node.start_mark.line + 1
+        if key in given:
+            raise SettingsError(
+                f"{path}:{line}: {key} must stand once, got it in line {given[key].line} too"
+            )
+        given[key] = Given(_value(value_node), str(path), line)
+    return given
+
+
+def _shape(node: yaml.Node) -> str:
+    return "a list" if isinstance(node, yaml.SequenceNode) else f"{node.value!r}"
+
+
+def _value(node: yaml.Node) -> Any:
+    return yaml.SafeLoader("").construct_document(node)
+
+
+def _toml_line(text: str, key: str) -> int | None:
+    """Where the key stands, as far as a search tells: the parser does not say."""
+    start = text.find(_SECTION)
+    found = re.compile(rf"""^\s*["']?{re.escape(key)}["']?\s*=""", re.MULTILINE).search(
+        text, max(start, 0)
+    )
+    return text.count("\n", 0, found.start() + len(found[0])) + 1 if found and start >= 0 else None

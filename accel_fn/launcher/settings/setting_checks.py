@@ -1,0 +1,107 @@
+"""Whether the settings fit the machine and the environment that they are to run in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from accel_fn.comm.cluster_env import read_task
+from accel_fn.errors import SettingsError, message
+from accel_fn.launcher.machines.detect import Machine
+from accel_fn.launcher.settings.settings import Mistake, Settings
+from accel_fn.launcher.settings.value import Given
+
+_ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
+"""Variables that say where machine 0 is."""
+
+_USE_CPU = "launch with --cpu to train on the CPU"
+
+_OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "XPU": "ZE_AFFINITY_MASK",
+        "NPU": "ASCEND_RT_VISIBLE_DEVICES",
+        "MLU": "MLU_VISIBLE_DEVICES",
+        "MUSA": "MUSA_VISIBLE_DEVICES",
+        "SDAA": "SDAA_VISIBLE_DEVICES",
+        "HPU": "HABANA_VISIBLE_MODULES",
+        "NEURON": "NEURON_RT_VISIBLE_CORES",
+    }
+)
+"""What chooses among devices that CUDA_VISIBLE_DEVICES does not reach."""
+
+
+def check_machine(
+    settings: Settings,
+    where: Mapping[str, str],
+    environment: Mapping[str, str],
+    machine: Machine,
+    *,
+    accelerators: Given | None = None,
+) -> None:
+    """Refuse what this machine cannot do, a line for each; `where` says for each setting who gave it."""
+    found = [*_address(settings, environment), *_devices(settings, environment, machine)]
+    lines = [each.told(where[each.name]) for each in found]
+    if accelerators is not None and not lines and not settings.cpu and not machine.num_devices:
+        rule = "fit a machine without accelerators"
+        name = "distributed_type"
+        lines.append(message(accelerators.where, name, rule, accelerators.value, _USE_CPU))
+    if lines:
+        raise SettingsError("\n".join(lines))
+
+
+def _address(settings: Settings, environment: Mapping[str, str]) -> Iterator[Mistake]:
+    count = settings.num_machines or 1
+    if count == 1 or settings.main_process_ip or any(map(environment.get, _ADDRESSES)):
+        return
+    task = read_task(environment)
+    if task is None or task.host is None:
+        repair = "give main_process_ip"
+        yield Mistake("num_machines", "be 1 where nothing says where machine 0 is", count, repair)
+
+
+def _devices(
+    settings: Settings, environment: Mapping[str, str], machine: Machine
+) -> Iterator[Mistake]:
+    if settings.cpu:
+        return
+    ids, processes = settings.gpu_ids, settings.num_processes
+    if ids is not None:
+        yield from _ids(ids, environment.get("CUDA_VISIBLE_DEVICES"), machine)
+    most = machine.num_devices if ids is None else len(ids)
+    if processes is not None and most:
+        num_machines = _num_machines(settings, environment)
+        if processes > most * num_machines:
+            listed = ",".join(map(str, ids or ()))
+            devices = f"gpu_ids={listed}" if listed else f"the {machine.devices}"
+            where = "this machine" if num_machines == 1 else f"each of {num_machines} machines"
+            rule = f"be at most one for each of {devices} of {where}"
+            yield Mistake("num_processes", rule, processes, _USE_CPU)
+
+
+def _num_machines(settings: Settings, environment: Mapping[str, str]) -> int:
+    """As the settings say, else the cluster."""
+    if settings.num_machines is not None:
+        return settings.num_machines
+    task = read_task(environment)
+    if task is not None:
+        return task.num_machines
+    least = environment.get("PET_NNODES", "").partition(":")[0]
+    return int(least) if least.isdecimal() else 1
+
+
+def _ids(ids: tuple[int, ...], variable: str | None, machine: Machine) -> Iterator[Mistake]:
+    """The devices must be there, visible, and of a kind that is chosen by CUDA_VISIBLE_DEVICES."""
+    count = machine.num_installed
+    if machine.kind not in ("", "CUDA"):
+        rule = f"be left out where the devices are {machine.kind}"
+        repair = f"set {_OTHER_VARIABLES.get(machine.kind, 'the variable of their driver')}"
+        yield Mistake("gpu_ids", rule, ids, repair)
+    elif max(ids) >= count:
+        rule = f"be devices of this machine, which has {count or 'none'}"
+        repair = "indices start at 0" if count else _USE_CPU
+        yield Mistake("gpu_ids", rule, ids, repair)
+    elif variable is not None:
+        visible = [each.strip() for each in variable.split(",")]
+        if not all(str(each) in visible for each in ids):
+            rule = f"be among CUDA_VISIBLE_DEVICES={variable!r}"
+            yield Mistake("gpu_ids", rule, ids, "leave one of the two out")

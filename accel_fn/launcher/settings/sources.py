@@ -1,0 +1,177 @@
+"""Settings out of everything that may say one: flags, variables, files; and who said it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from accel_fn.errors import SettingsError
+from accel_fn.launcher.machines.detect import Machine, detect
+from accel_fn.launcher.settings.setting_checks import check_machine
+from accel_fn.launcher.settings.settings import Settings, check_settings, is_on
+from accel_fn.launcher.settings.value import Given, Layer, check_names, nearest
+
+FILE = "accel_fn.yaml"
+PREFIX = "ACCEL_FN_"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Settings, and for each of them where it came from, in words."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+    def is_given(self, name: str) -> bool:
+        """Did somebody say it (else it is the default, or was detected)?"""
+        return not self.sources[name].startswith(("default", "detected"))
+
+
+def resolve(
+    flags: Mapping[str, object],
+    *,
+    config: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+    folder: Path | None = None,
+    machine: Machine | None = None,
+) -> Resolved:
+    """The settings of a launch: the flag, else the variable, else a file, else the default.
+
+    Args:
+        flags: by the setting's name; None is a flag that was not given.
+        config: the file to read; default: the nearest `accel_fn.yaml`, or
+            `[tool.accel_fn]` of a pyproject.toml, in or above `folder`. The
+            user's own file fills what it leaves open.
+        environment: of this process.
+        folder: where to look; default: the working folder.
+        machine: default: this one, looked at.
+
+    Returns:
+        Settings that fit each other and the machine, with `num_processes` filled in.
+
+    Raises:
+        SettingsError: a name is unknown, a value is of no use, or two conflict.
+
+    Cost: reads files; asks the driver for its devices.
+    """
+    layers = list(_layers(flags, config, environment, folder or Path.cwd()))
+    machine = machine or detect(environment)
+    given, sources = _merged(layers)
+    where = {name: each.where for name, each in given.items()}
+    settings = check_settings({name: each.value for name, each in given.items()}, where)
+    asked = next((layer.accelerators for layer in layers if layer.accelerators), None)
+    check_machine(settings, where, environment, machine, accelerators=asked)
+    if settings.num_processes is None:
+        count, source = default_processes(settings, machine)
+        settings = settings.model_copy(update={"num_processes": count})
+        sources["num_processes"] = source
+    return Resolved(settings, MappingProxyType(sources))
+
+
+def _merged(layers: list[Layer]) -> tuple[dict[str, Given], dict[str, str]]:
+    """The strongest value of each setting, and the sources of all.
+
+    `cpu` and `gpu_ids` answer one question: a stronger answer sets a weaker one aside.
+    """
+    given: dict[str, Given] = {}
+    sources = dict.fromkeys(Settings.model_fields, "default")
+    for layer in reversed(layers):
+        for name, other in (("cpu", "gpu_ids"), ("gpu_ids", "cpu")):
+            if other in given and name in layer.values and is_on(name, layer.values[name].value):
+                del given[other]
+                sources[other] = f"default, because of {layer.values[name].source}"
+        given |= layer.values
+        sources |= {name: each.source for name, each in layer.values.items()}
+    return given, sources
+
+
+def default_processes(settings: Settings, machine: Machine) -> tuple[int, str]:
+    """One for each accelerator that may be used, else one; and why."""
+    if settings.cpu:
+        count, why = 1, "default"
+    elif settings.gpu_ids is not None:
+        count, why = len(settings.gpu_ids), "detected: one for each of gpu_ids"
+    else:
+        count, why = machine.num_devices or 1, f"detected: {machine.devices}"
+    num_machines = settings.num_machines or 1
+    return count * num_machines, why if num_machines == 1 else f"{why} on each machine"
+
+
+def _layers(
+    flags: Mapping[str, object], config: Path | None, environment: Mapping[str, str], folder: Path
+) -> Iterator[Layer]:
+    """What each source says, the strongest first."""
+    yield _from_flags(flags)
+    yield _from_variables(environment)
+    nearest_file = _read("read_yaml", config) if config is not None else _nearest_file(folder)
+    if nearest_file is not None:
+        yield nearest_file
+    own = user_file(environment)
+    if own is not None and _is_file(own):
+        yield _read("read_yaml", own)
+
+
+def _from_flags(flags: Mapping[str, object]) -> Layer:
+    given = {
+        name: Given(value, f"flag --{name.replace('_', '-')}")
+        for name, value in flags.items()
+        if value is not None
+    }
+    check_names({name: each.source for name, each in given.items()}, Settings.model_fields)
+    return Layer(given)
+
+
+def _from_variables(environment: Mapping[str, str]) -> Layer:
+    """An empty variable is none. A name that is near a setting's is a slip; others are not ours to judge."""
+    values, slips = {}, {}
+    for variable, value in environment.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or not value:
+            continue
+        if name in Settings.model_fields:
+            values[name] = Given(value, variable)
+        elif nearest(name, Settings.model_fields):
+            slips[name] = variable
+    check_names(slips, Settings.model_fields)
+    return Layer(values)
+
+
+def _read(function: str, path: Path) -> Any:
+    """By a module that is imported where there is a file: a launch without one starts sooner."""
+    return getattr(importlib.import_module("accel_fn.launcher.settings.read_files"), function)(path)
+
+
+def _nearest_file(folder: Path) -> Layer | None:
+    for place in (folder, *folder.parents):
+        ours = _read("read_yaml", place / FILE) if _is_file(place / FILE) else None
+        project = place / "pyproject.toml"
+        section = _read("read_pyproject", project) if _is_file(project) else None
+        if ours is not None and section is not None:
+            raise SettingsError(
+                f"{place / FILE}: settings must stand in one place, got [tool.accel_fn] "
+                f"in {project} too; keep one of them"
+            )
+        if ours is not None or section is not None:
+            return ours or section
+    return None
+
+
+def user_file(environment: Mapping[str, str]) -> Path | None:
+    """The user's own file, there or not; None where there is no home."""
+    base, home = environment.get("XDG_CONFIG_HOME", ""), environment.get("HOME", "")
+    if os.path.isabs(base):
+        return Path(base, "accel_fn", "config.yaml")
+    return Path(home, ".config", "accel_fn", "config.yaml") if home else None
+
+
+def _is_file(path: Path) -> bool:
+    """A folder that cannot be searched has no file for us."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False

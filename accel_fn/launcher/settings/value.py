@@ -1,0 +1,55 @@
+"""A setting as somebody gave it: its value, who, and on which line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from accel_fn.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One value of one setting, not checked yet."""
+
+    value: object
+    source: str
+    line: int | None = None
+
+    @property
+    def where(self) -> str:
+        """The source, with the line where there is one."""
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one source says."""
+
+    values: Mapping[str, Given]
+    accelerators: Given | None = None
+    """The value that asks for accelerators, where the source does without naming them."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant; empty where none is near."""
+    found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
+    return found[0] if found else ""
+
+
+def check_names(names: Mapping[str, str], known: Iterable[str]) -> None:
+    """Refuse names that are not known, a line for each; `names` says where each stands."""
+    known = list(known)
+    unknown = [
+        f"{where}: {_unknown(name, known)}" for name, where in names.items() if name not in known
+    ]
+    if unknown:
+        raise SettingsError("\n".join(unknown))
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    meant = nearest(name, known)
+    if meant:
+        return f"key must be a setting, got {name}: did you mean {meant}?"
+    return f"key must be a setting, got {name}; there are {', '.join(known)}"

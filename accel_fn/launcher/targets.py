@@ -1,0 +1,103 @@
+"""Things that a command is given by name: `train.py:make_plan` or `package.module:make_plan`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from accel_fn.errors import ArgumentError, ArgumentTypeError, message
+
+
+def load_target(target: str, function: str, parameter: str = "target") -> Any:
+    """Import a file or a module and take an attribute of it.
+
+    A file is imported under its own name, not as `__main__`, so that what
+    stands under `if __name__ == "__main__"` does not run. What the file
+    raises is raised as it is.
+
+    Args:
+        target: `FILE.py:NAME` or `MODULE:NAME`; NAME may have dots.
+        function: who asks; named in errors.
+        parameter: as what; named in errors.
+
+    Returns:
+        The object of that name.
+
+    Raises:
+        ValueError: the file, the module or the name is not there.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        rule = "be FILE.py:NAME or MODULE:NAME"
+        raise ArgumentError(message(function, parameter, rule, target))
+    if place.endswith(".py"):
+        module = _load_file(Path(place), function, parameter)
+    else:
+        module = _load_module(place, function, parameter)
+    found: Any = reduce(
+        lambda inner, part: _attribute(inner, part, place, function, parameter),
+        name.split("."),
+        module,
+    )
+    return found
+
+
+def call_target(found: Any, target: str, function: str, parameter: str = "target") -> Any:
+    """What the object of a target gives when it is called; what it raises is raised as it is."""
+    try:
+        inspect.signature(found).bind()
+    except (TypeError, ValueError) as error:
+        rule = "name what can be called without arguments"
+        raise ArgumentTypeError(message(function, parameter, rule, target, str(error))) from None
+    return found()
+
+
+def _load_file(path: Path, function: str, parameter: str) -> ModuleType:
+    if not path.is_file():
+        rule = "name a file that is there"
+        raise ArgumentError(message(function, parameter, rule, str(path)))
+    _search_first(str(path.resolve().parent))
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} at {path.resolve()}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str, function: str, parameter: str) -> ModuleType:
+    _search_first(str(Path.cwd()))
+    if all(map(str.isidentifier, name.split("."))):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and misses another
+    rule = "name a module that can be imported from here"
+    repair = f"{name}.py is a file: write {name}.py:NAME" if Path(f"{name}.py").is_file() else ""
+    raise ArgumentError(message(function, parameter, rule, name, repair))
+
+
+def _attribute(inner: Any, part: str, place: str, function: str, parameter: str) -> Any:
+    try:
+        return getattr(inner, part)
+    except AttributeError:
+        near = difflib.get_close_matches(part, dir(inner), n=1)
+        repair = f"did you mean {near[0]}?" if near else ""
+        rule = f"name something in {place}"
+        raise ArgumentError(message(function, parameter, rule, part, repair)) from None
+
+
+def _search_first(folder: str) -> None:
+    """Imports look there first, as they do for a script that is run."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)

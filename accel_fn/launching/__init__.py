@@ -1,1 +1,0 @@
-"""How a script is started on many processes: settings, where they come from, and the processes."""

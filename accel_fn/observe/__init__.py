@@ -1,0 +1,1 @@
+"""Looking at a run: evaluation, metrics, memory, explanations."""

@@ -1,0 +1,298 @@
+"""estimate_memory: what one training step holds, from a model whose tensors have no data."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_fn.base.batch import map_tensors, num_samples, split_batch, take_part, tensors_of
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
+
+_AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FUNCTION = "estimate_memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes that one rank holds, for a number of ranks and of micro-batches.
+
+    Attributes:
+        world_size: ranks that share the global batch.
+        num_microbatches: parts in which each rank computes its share.
+        parameters: of the model, each storage once.
+        buffers: likewise.
+        gradients: of the parameters that require one.
+        optimizer: the optimizer's state after a step.
+        batch: the micro-batch; None without a batch.
+        activations: what is alive between the forward and the backward beside all
+            of the above; None without a batch.
+        peak: the most that is alive at once in a step; None without a batch.
+    """
+
+    world_size: int
+    num_microbatches: int
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    batch: int | None
+    activations: int | None
+    peak: int | None
+
+
+def estimate_memory(
+    make_model: Callable[[], Any],
+    *,
+    make_batch: Callable[[], Any] | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: str = "AdamW",
+    precision: str = "no",
+    world_sizes: Iterable[int] = (1,),
+    num_microbatches: Iterable[int] = (1,),
+    device: torch.device | str | None = None,
+) -> list[MemoryEstimate]:
+    """Memory of one training step, without the memory: tensors have shapes and no data.
+
+    The step is really run, on torch's fake tensors: forward, backward and
+    optimizer, with every tensor that they make counted while it lives. The
+    kernels' own scratch space, torch's and the driver's own memory and what the
+    allocator loses between blocks are not in it.
+
+    Ranks hold replicas, as under `wrap_ddp`: more of them, or more
+    micro-batches, make activations smaller and nothing else. A rank that
+    shares gradients or accumulates them holds them through the whole step.
+
+    Args:
+        make_model: gives the model, or a model and a batch. Called once, with no memory.
+        make_batch: gives a global batch, a tree of tensors [num_samples, ...].
+        loss_fn: `(model, batch) -> loss`; default: the model is called with the batch (with
+            the first element of a tuple, by name with a dict), and its `loss` is taken, or
+            the sum of what it gives.
+        optimizer: a name in `torch.optim`.
+        precision: "no", "bf16" or "fp16": what `with_amp` would be given.
+        world_sizes: numbers of ranks to estimate for.
+        num_microbatches: numbers of micro-batches, likewise.
+        device: which device's kernels to run; default: the accelerator of this
+            machine, or the CPU.
+
+    Returns:
+        One estimate for each number of ranks and of micro-batches.
+
+    Raises:
+        ValueError: an argument is outside its range, or the model reads its data in the forward.
+
+    Cost: no memory of the model's size; the host runs one step for each size of micro-batch.
+
+    >>> import accel_fn as af
+    >>> from torch import nn
+    >>> [found] = af.estimate_memory(lambda: nn.Linear(1000, 1000))
+    >>> found.parameters, found.gradients, found.optimizer
+    (4004000, 4004000, 8008008)
+    """
+    if precision not in _AUTOCAST:
+        raise ArgumentError(message(_FUNCTION, "precision", 'be "no", "bf16" or "fp16"', precision))
+    sizes = [check_count(_FUNCTION, "world_sizes", each) for each in world_sizes]
+    counts = [check_count(_FUNCTION, "num_microbatches", each) for each in num_microbatches]
+    kind = _optimizer_class(optimizer)
+    here = torch.accelerator.current_accelerator(check_available=True)
+    place = torch.device(device or here or "cpu")
+    with _NoData(allow_non_fake_inputs=True), place:
+        model, batch = _made(make_model, make_batch, place)
+        run = _Run(model, _stepped(model, kind), loss_fn or _loss_of, place, _AUTOCAST[precision])
+        try:
+            return [run.estimate(batch, size, count) for size in sizes for count in counts]
+        except DataDependentOutputException as error:
+            rule = "not read the values of its tensors"
+            raise ArgumentError(message(_FUNCTION, "the step", rule, str(error))) from error
+
+
+def _optimizer_class(name: str) -> type[Optimizer]:
+    known = {
+        each: found
+        for each, found in vars(torch.optim).items()
+        if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+    }
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    repair = f"did you mean {near[0]}?" if near else ""
+    raise ArgumentError(message(_FUNCTION, "optimizer", "be one of torch.optim", name, repair))
+
+
+class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors have shapes and devices and no data; modules made of copies of one live in one mode."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoData:
+        return self
+
+
+def _made(
+    make_model: Callable[[], Any], make_batch: Callable[[], Any] | None, device: torch.device
+) -> tuple[nn.Module, Any]:
+    """The model and the batch, from one function or two; a model on the meta device comes to `device`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # in deepcopy
+        made = make_model()
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        rule = "give an nn.Module, or one and a batch"
+        raise ArgumentTypeError(message(_FUNCTION, "make_model", rule, type(model).__name__))
+    _leave_meta(model, device)
+    if make_batch is not None:
+        batch = make_batch()
+    return model.train(), batch
+
+
+def _leave_meta(model: nn.Module, device: torch.device) -> None:
+    """Have what a model holds on the meta device on another; what is shared stays so."""
+    moved: dict[Tensor, Tensor] = {}
+    slots: list[dict[str, Any]] = []
+    for module in model.modules():
+        slots += [module._parameters, module._buffers]
+    for held in slots:
+        for name, tensor in held.items():
+            if tensor is not None and tensor.is_meta:
+                moved.setdefault(tensor, _emptied(tensor, device))
+                held[name] = moved[tensor]
+
+
+def _emptied(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_like(tensor, device=device, requires_grad=False)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
+
+def _stepped(model: nn.Module, kind: type[Optimizer]) -> Optimizer:
+    """An optimizer after its first step, when all its state is there."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        rule = "have parameters that require a gradient"
+        raise ArgumentError(message(_FUNCTION, "model", rule, type(model).__name__))
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer: Optimizer = kind(trained)  # type: ignore[call-arg]
+        optimizer.step()
+    except (DataDependentOutputException, RuntimeError, TypeError, ValueError) as error:
+        rule = f"take such parameters and step without their values ({error})"
+        raise ArgumentError(message(_FUNCTION, "optimizer", rule, kind.__name__)) from error
+    return optimizer
+
+
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """A scalar that reaches all of what the model gives for the batch."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(batch[0] if isinstance(batch, tuple | list) else batch)
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    found = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor)]
+    return torch.stack([each.sum() for each in found if each.is_floating_point()]).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Steps of one model, measured at several sizes of micro-batch."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss_fn: Callable[[Any, Any], Tensor]
+    device: torch.device
+    autocast: torch.dtype | None
+
+    def estimate(self, batch: Any, world_size: int, num_microbatches: int) -> MemoryEstimate:
+        parameters, buffers = list(self.model.parameters()), list(self.model.buffers())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        state = [each for held in self.optimizer.state.values() for each in tensors_of(held)]
+        gradients = [torch.zeros_like(parameter) for parameter in trained]
+        part = None
+        if batch is not None:
+            part = _microbatch(batch, world_size, num_microbatches)
+        kept = world_size > 1 or num_microbatches > 1
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient if kept else None
+        held = [*parameters, *buffers, *state, *(gradients if kept else ()), *tensors_of(part)]
+        alive, peak = (None, None) if batch is None else self._step(part, held)
+        return MemoryEstimate(
+            world_size=world_size,
+            num_microbatches=num_microbatches,
+            parameters=_bytes(parameters),
+            buffers=_bytes(buffers),
+            gradients=_bytes(gradients),
+            optimizer=_bytes(state),
+            batch=None if batch is None else _bytes(tensors_of(part)),
+            activations=None if alive is None else alive - _bytes(held),
+            peak=peak,
+        )
+
+    def _step(self, part: Any, held: Sequence[Tensor]) -> tuple[int, int]:
+        """Bytes alive between forward and backward, and the most of the whole step."""
+        casting = nullcontext()
+        if self.autocast is not None:
+            casting = torch.autocast(self.device.type, self.autocast)  # type: ignore[assignment]
+        with _Ledger(held) as ledger:
+            with casting:
+                loss = self.loss_fn(self.model, part)
+            alive = ledger.alive
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            self.optimizer.step()
+        return alive, ledger.peak
+
+
+def _microbatch(batch: Any, world_size: int, num_microbatches: int) -> Any:
+    """The largest that any rank runs, in memory of its own."""
+    if world_size > num_samples(batch):
+        rule = f"be at most the {num_samples(batch)} samples of the global batch"
+        raise ArgumentError(message(_FUNCTION, "world_sizes", rule, world_size))
+    part = split_batch(take_part(batch, 0, world_size), num_microbatches)[0]
+    return map_tensors(Tensor.clone, part)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of their storages, each once."""
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of every storage that an operation makes, until it is gone."""
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = self.peak = 0
+        self._known: dict[int, int] = {}
+        for tensor in held:
+            self._note(tensor)
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known[key] = size
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.alive -= self._known.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tensors_of(found):
+            self._note(each)
+        return found

@@ -1,0 +1,204 @@
+"""evaluate: metrics over a whole data set and all ranks, as one process would count them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from operator import length_hint
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn.base.batch import num_samples
+from accel_fn.base.state import DistState
+from accel_fn.comm import primitives
+from accel_fn.comm.collectives import all_or_none
+from accel_fn.data.loader import Epoch, ShardedLoader
+from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
+from accel_fn.observe.metrics import Totals, added, means, totals_of, widest
+from accel_fn.step.loss_module import run_forward, run_placed
+from accel_fn.step.microbatches import cut
+from accel_fn.step.step import Step
+from accel_fn.transforms.fsdp.sharded_loss import evened, loss_module_of
+
+Metric = Tensor | tuple[float | Tensor, float | Tensor]
+MetricFn = Callable[[Any, Any], Mapping[str, Metric]]
+
+
+def evaluate(
+    step: Step,
+    loader: Iterable[Any],
+    state: DistState,
+    metric_fn: MetricFn | None = None,
+    *,
+    progress: bool | None = None,
+) -> dict[str, float | Tensor]:
+    """Metrics over every sample of a loader, once, and over all ranks: sums over counts.
+
+    Runs under the step's placement, micro-batches and autocast, without
+    gradients, with the model in evaluation mode for the time being. Ranks add
+    up sums and counts, never means, so the result does not depend on how the
+    samples are spread over batches and ranks.
+
+    Law: the one-process figure, to rounding, for every world size and batch size.
+
+    Args:
+        step: as `build` gave it.
+        loader: what `shard_loader` gave, also through `prefetch` or `window`, or one of its
+            epochs; in a world of one anything that gives batches.
+        state: as for the step; not changed.
+        metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch, which
+            is on the device. Values are one a sample, [num_samples, ...], whole, real or bool, or
+            a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape. Names
+            and shapes are the same for every batch. Default: the plan's loss over its weights, as "loss".
+        progress: a bar on the main rank. Default: where there is a terminal and tqdm.
+
+    Returns:
+        The mean of every metric, on all ranks: a float, or a tensor in float64 on the host where
+        values have trailing dimensions. nan where nothing was counted.
+
+    Raises:
+        ValueError: on every rank alike: values that are a mean already, of another length
+            than the batch, or named otherwise from batch to batch; a loader without a batch,
+            or, in a world of several, one that is not shared out.
+        RuntimeError: on the other ranks, when one fails; names or shapes differ between ranks.
+
+    Cost: a forward a micro-batch, no collective and no host synchronisation among them (on MPS,
+    which has no float64, one); at the end four small collectives on the host and one
+    host synchronisation.
+
+    Note: sums are kept in float64, or in int64 where values are whole, so whole numbers are exact.
+
+    >>> import torch, accel_fn as af
+    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> def metric_fn(model, batch):
+    ...     inputs, targets = batch
+    ...     return {"close": (model(inputs) - targets).abs().squeeze(1) < 100}
+    >>> af.evaluate(step, [batch], state, metric_fn)
+    {'close': 1.0}
+    """
+    if not isinstance(step, Step):
+        rule = "be what build gave"
+        raise ArgumentTypeError(message("evaluate", "step", rule, type(step).__name__))
+    step._check_state(state)
+
+    def mine() -> Totals:
+        _check_arguments(loader, state, metric_fn)
+        return _totals(step, loader, state, metric_fn, _bar(loader, state, progress))
+
+    totals = all_or_none(mine, state, "evaluate")
+    return means(primitives.exchange(totals, state, "evaluate"))
+
+
+def _check_arguments(loader: Iterable[Any], state: DistState, metric_fn: object) -> None:
+    if metric_fn is not None and not callable(metric_fn):
+        rule = "be a function (model, batch) -> {name: values}"
+        raise ArgumentTypeError(message("evaluate", "metric_fn", rule, metric_fn))
+    if state.world_size > 1 and not isinstance(loader, ShardedLoader | Epoch):
+        rule = f"be shared out over {state.world_size} ranks"
+        repair = "give it to shard_loader; every rank would count every sample"
+        raise ArgumentError(message("evaluate", "loader", rule, type(loader).__name__, repair))
+
+
+def _totals(
+    step: Step,
+    loader: Iterable[Any],
+    state: DistState,
+    metric_fn: MetricFn | None,
+    bar: AbstractContextManager[Any],
+) -> Totals:
+    """The totals of this rank's part, on the host; none where it has no batch."""
+    totals: Totals = {}
+    batches = iter(loader)
+    try:
+        with bar as shown, _evaluation_mode(step._module), torch.no_grad():
+            for batch in batches:
+                for found in _measured(step, state, metric_fn, batch):
+                    totals = added(totals, found)
+                if shown is not None:
+                    shown.update()
+    except Exception:
+        if state.world_size > 1:  # the loader may deal to others what this rank asks for
+            with suppress(Exception):
+                for _ in batches:
+                    pass
+        raise
+    finally:
+        del batches  # workers end with it, also where somebody keeps the error
+    return {name: total.to_host() for name, total in totals.items()}
+
+
+def _measured(
+    step: Step, state: DistState, metric_fn: MetricFn | None, batch: Any
+) -> Iterator[Totals]:
+    """Sums and counts of every micro-batch."""
+    plan = step.plan
+    if metric_fn is None:
+        parts, weights = evened(step._module, state, None, *cut(plan, batch))
+        for part, weight in zip(parts, weights, strict=True):
+            loss = widest(run_forward(state, plan, step._module, part))
+            if not weight:
+                continue
+            assert loss is not None  # the forward checks it
+            yield totals_of({"loss": (loss * weight, weight)}, None)
+        if not parts:
+            yield totals_of({"loss": (0, 0)}, None)
+        return
+    model = loss_module_of(step._module).model
+    parts = plan.split[0](batch) if plan.split else (batch,)
+    parts, mine = evened(step._module, state, None, parts, [1] * len(parts))
+    for part, is_mine in zip(parts, mine, strict=True):
+        found = run_placed(state, plan, lambda placed: metric_fn(model, placed), part)
+        if is_mine:
+            yield totals_of(found, _num_rows(part))
+
+
+def _num_rows(part: Any) -> int | None:
+    """Samples of a micro-batch; None where they have no common leading dimension."""
+    try:
+        return num_samples(part)
+    except BatchError:
+        return None
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and as it was again."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def _bar(
+    loader: Iterable[Any], state: DistState, progress: bool | None
+) -> AbstractContextManager[Any]:
+    """What shows how far an evaluation is: tqdm's bar, or nothing."""
+    found = importlib.util.find_spec("tqdm") is not None
+    if progress and not found:
+        raise ArgumentError(
+            "evaluate: progress=True must have tqdm, which is not installed; pip install tqdm"
+        )
+    wanted = sys.stderr.isatty() and found if progress is None else progress
+    if not wanted or not state.is_main:
+        return nullcontext()
+    tqdm = importlib.import_module("tqdm").tqdm
+    bar: AbstractContextManager[Any] = tqdm(
+        total=_num_batches(loader), desc="evaluate", unit="batch", leave=False
+    )
+    return bar
+
+
+def _num_batches(loader: Iterable[Any]) -> int | None:
+    """As far as the loader says; what one rank asks for a bar alone must not fail there."""
+    try:
+        return length_hint(loader) or None
+    except Exception:
+        return None

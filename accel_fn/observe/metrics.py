@@ -1,0 +1,156 @@
+"""Metrics as sums and counts: added exactly over batches and ranks, and divided once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_fn.errors import ArgumentError, ArgumentTypeError, ReplicaError, message
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What a metric has come to so far, on the device, so that nobody waits for it.
+
+    Attributes:
+        sum: int64 or float64, of any shape.
+        count: int64 or float64, [] or of the sum's shape.
+        num_ones: how many micro-batches it has come from, if each had several samples and said a
+            count of 1, as a mean in place of a sum would have it; 0 where any did not.
+    """
+
+    sum: Tensor
+    count: Tensor
+    num_ones: int = 0
+
+    def plus(self, other: Total) -> Total:
+        """That of both."""
+        num_ones = self.num_ones + other.num_ones if self.num_ones and other.num_ones else 0
+        return Total(self.sum + other.sum, self.count + other.count, num_ones)
+
+    def to_host(self) -> Total:
+        """The same on the host, which waits for it."""
+        return Total(self.sum.cpu(), self.count.cpu(), self.num_ones)
+
+
+Totals = Mapping[str, Total]
+
+
+def totals_of(metrics: Any, rows: int | None) -> Totals:
+    """What a metric function gave for a micro-batch of so many samples, None where nobody can count them."""
+    if not isinstance(metrics, Mapping) or not metrics:
+        rule = "return a mapping of names to values"
+        got = "an empty one" if isinstance(metrics, Mapping) else type(metrics).__name__
+        raise ArgumentTypeError(message("evaluate", "metric_fn", rule, got, 'say {"name": values}'))
+    return {name: _total(name, value, rows) for name, value in metrics.items()}
+
+
+def _total(name: str, value: Any, rows: int | None) -> Total:
+    if isinstance(value, tuple) and len(value) == 2:
+        return _pair(name, *value, rows)
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.size(0) != rows:
+        wanted = f"[{rows}, ...], or " if rows is not None else ""
+        repair = (
+            "values that are a mean already cannot be averaged, since a mean of means is not the mean"
+            if not isinstance(value, Tensor) or value.ndim == 0
+            else "what is not one value a sample needs a count of its own"
+        )
+        raise ArgumentError(
+            f"evaluate: metric_fn must give {name!r} as one value a sample, {wanted}(sum, count), "
+            f"got {_told(value)}; {repair}"
+        )
+    if value.is_complex():
+        rule = f"give {name!r} as real numbers"
+        raise ArgumentError(message("evaluate", "metric_fn", rule, str(value.dtype)))
+    values = _where_wide(value)
+    return Total(values.sum(dim=0, dtype=_widest_dtype(values)), torch.tensor(rows))
+
+
+def _pair(name: str, total: Any, count: Any, rows: int | None) -> Total:
+    wide_sum, wide_count = widest(total), widest(count)
+    if wide_sum is None:
+        rule = f"give {name!r} a sum of real numbers"
+        raise ArgumentError(f"evaluate: metric_fn must {rule}, got {_told(total)}")
+    if wide_count is None or wide_count.shape not in ((), wide_sum.shape):
+        rule = f"give {name!r} a count"
+        repair = "one number, or one for each of the sum's"
+        raise ArgumentError(f"evaluate: metric_fn must {rule}, got {_told(count)}; {repair}")
+    counts_one = isinstance(count, int) and count == 1 and rows is not None and rows > 1
+    return Total(wide_sum, wide_count, int(counts_one))
+
+
+def widest(value: Any) -> Tensor | None:
+    """A number or real tensor as int64 if it is whole, else as float64; None for anything else."""
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    if not isinstance(value, Tensor) or value.is_complex():
+        return None
+    tensor = _where_wide(value)
+    return tensor.to(_widest_dtype(tensor))
+
+
+def _where_wide(tensor: Tensor) -> Tensor:
+    """Off a device that has no float64, and off the graph."""
+    return tensor.detach().cpu() if tensor.device.type == "mps" else tensor.detach()
+
+
+def _widest_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.is_floating_point() else torch.int64
+
+
+def _told(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def added(totals: Totals, found: Totals) -> Totals:
+    """The totals of what came before, if anything, and of one micro-batch more."""
+    if not totals:
+        return found
+    if totals.keys() != found.keys():
+        rule = f"give the same metrics for every batch, {sorted(totals)} before"
+        raise ArgumentError(message("evaluate", "metric_fn", rule, sorted(found)))
+    for name, new in found.items():
+        shape = list(totals[name].sum.shape)
+        if shape != list(new.sum.shape):
+            rule = f"give {name!r} one shape for every batch, {shape} before"
+            raise ArgumentError(message("evaluate", "metric_fn", rule, list(new.sum.shape)))
+    return {name: total.plus(found[name]) for name, total in totals.items()}
+
+
+def means(every: Sequence[Totals]) -> dict[str, float | Tensor]:
+    """The means over all ranks, from the totals of each, on the host: the same verdict on all."""
+    shapes = [{name: list(total.sum.shape) for name, total in totals.items()} for totals in every]
+    first = next((rank for rank, totals in enumerate(every) if totals), None)
+    if first is None:
+        repair = "an iterator gives its batches only once"
+        raise ArgumentError(message("evaluate", "loader", "give a batch", "none", repair))
+    for rank, theirs in enumerate(shapes):
+        if theirs and theirs != shapes[first]:
+            raise ReplicaError(
+                f"evaluate: metric_fn must give the same metrics on every rank, got {theirs} on rank "
+                f"{rank} and {shapes[first]} on rank {first}"
+            )
+    whole = reduce(added, filter(None, every))
+    for name, total in whole.items():
+        if total.num_ones > 1:
+            warnings.warn(
+                f"evaluate: metric_fn gave {name!r} with a count of 1 for each of {total.num_ones} "
+                "micro-batches of several samples; if its sums are means already, this is a mean of means, "
+                "which is not the mean: give a sum and how many it is of",
+                stacklevel=3,
+            )
+    return {name: _mean(name, total) for name, total in whole.items()}
+
+
+def _mean(name: str, total: Total) -> float | Tensor:
+    if not bool(((total.count >= 0) & total.count.isfinite()).all()):
+        rule = f"give {name!r} finite counts >= 0"
+        raise ArgumentError(message("evaluate", "metric_fn", rule, total.count.tolist()))
+    mean = (total.sum.double() / total.count).where(total.count > 0, torch.nan)
+    return mean if mean.ndim else mean.item()

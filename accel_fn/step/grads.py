@@ -1,0 +1,158 @@
+"""Gradients with a factor that is not applied yet."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from accel_fn.comm.dtensor import is_sharded, local, norm_over_shards
+from accel_fn.errors import ArgumentError, ArgumentTypeError, message
+
+_DOUBLE = (torch.float64, torch.complex128)
+_PART = 2**18
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grads:
+    """Gradients as `(tensors, factor)`; their value is `factor * tensors`.
+
+    Unscaling, averaging and clipping change the factor alone, so they never
+    read or write the gradients again. The step applies the factor once: inside
+    a fused optimizer, else by one multiply in place.
+
+    Attributes:
+        tensors: one per parameter of the optimizer that requires a gradient,
+            in the order of its groups, shaped as the parameter; None where the
+            loss does not reach it.
+        factor: [], the dtype of the gradients but at least float32, on their
+            device; None is exactly one and costs nothing.
+
+    >>> import torch, accel_fn as af
+    >>> grads = af.Grads((torch.tensor([3.0, 4.0]), None))
+    >>> float(grads.norm()), float(grads.scaled(0.5).norm())
+    (5.0, 2.5)
+    """
+
+    tensors: Sequence[Tensor | None]
+    factor: Tensor | None = None
+    _raw_norm: Tensor | None = field(default=None, repr=False)
+    _norm_read: Tensor | None = field(default=None, repr=False)
+
+    def present(self) -> list[Tensor]:
+        """The tensors that are there."""
+        return [tensor for tensor in self.tensors if tensor is not None]
+
+    def norm(self) -> Tensor:
+        """Global L2 norm of the value, over all parameters.
+
+        It is read once: a later call, also after `scaled`, costs one multiply.
+
+        Returns:
+            [], float32, or float64 where the gradients are. Not finite where
+            any gradient is not; 0 without gradients.
+
+        Cost: one read of the gradients at the first call; no host synchronisation.
+        """
+        raw = self._raw_norm
+        if raw is None:
+            raw = global_norm(self.present())
+            object.__setattr__(self, "_raw_norm", raw)  # a cache: the value is fixed by the fields
+        norm = raw if self.factor is None else raw * self.factor.abs()
+        if self._norm_read is None:
+            object.__setattr__(self, "_norm_read", norm)
+        return norm
+
+    @property
+    def norm_read(self) -> Tensor | None:
+        """The norm as it was when first asked for, before what was done with it; None if never."""
+        return self._norm_read
+
+    def scaled(self, factor: float | Tensor) -> Grads:
+        """The same gradients times `factor`. Pure; no read.
+
+        Args:
+            factor: a finite number, or a real tensor [] on their device, which nobody waits for.
+
+        Returns:
+            New `Grads` over the same tensors.
+
+        Raises:
+            ValueError: `factor` is neither (TypeError too where it is of another type).
+        """
+        if not isinstance(factor, Tensor):
+            factor = self._as_tensor(factor)
+        elif factor.ndim or factor.dtype == torch.bool or factor.is_complex():
+            got = f"{factor.dtype} {list(factor.shape)}"
+            raise ArgumentError(f"Grads.scaled: factor must be a real 0-dim tensor, got {got}")
+        total = factor if self.factor is None else self.factor * factor
+        return Grads(self.tensors, total, self._raw_norm, self._norm_read)
+
+    def _as_tensor(self, factor: object) -> Tensor:
+        """A number, where and as wide as the gradients are."""
+        rule = "be a finite number or a 0-dim tensor"
+        if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
+            raise ArgumentTypeError(message("Grads.scaled", "factor", rule, factor))
+        if not math.isfinite(factor):
+            raise ArgumentError(message("Grads.scaled", "factor", rule, factor))
+        present = self.present()
+        double = any(tensor.dtype in _DOUBLE for tensor in present)
+        dtype = torch.float64 if double else torch.float32
+        device = present[0].device if present else None
+        return torch.tensor(float(factor), dtype=dtype, device=device)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Grads:
+        """New gradients: `fn` of each one's value, shape kept. Pure.
+
+        Cost: one read and write of the gradients where a factor is open, and what `fn` costs.
+        """
+        values = self.values()
+        mapped = tuple([None if value is None else fn(value) for value in values])
+        return Grads(mapped, None, None, self._norm_read)
+
+    def values(self) -> tuple[Tensor | None, ...]:
+        """`factor * tensors`, as new tensors unless the factor is None."""
+        if self.factor is None:
+            return tuple(self.tensors)
+        factor = self.factor
+        return tuple(
+            [None if t is None else (t * factor.to(t.device)).to(t.dtype) for t in self.tensors]
+        )
+
+
+def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all tensors, on all ranks where they are sharded, summed in at least float32."""
+    sharded = [each for each in tensors if is_sharded(each)]
+    if sharded:
+        whole = [each for each in tensors if not is_sharded(each)]
+        norm = norm_over_shards(global_norm([local(each) for each in sharded]), sharded)
+        return torch.linalg.vector_norm(torch.stack([norm, global_norm(whole)])) if whole else norm
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    if not dense:
+        return torch.zeros(())
+    dtypes = {t.dtype for t in dense}
+    if any(dtype.is_complex for dtype in dtypes):
+        dense = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
+    dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64
+    if torch.compiler.is_compiling():  # which takes the one call for a function it cannot look into
+        norms = tuple([torch.linalg.vector_norm(each, dtype=dtype) for each in dense])
+    else:
+        norms = torch._foreach_norm([part for each in dense for part in _parts(each)], 2.0, dtype)
+    if any(norm.device != norms[0].device for norm in norms):
+        norms = tuple(norm.to(norms[0].device) for norm in norms)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """A large tensor on the host in parts, as torch adds up its squares there one after another.
+
+    In float32 a norm over 2**25 elements is off by more than 1e-4 so, over shards of them by less.
+    """
+    if tensor.numel() <= _PART or not tensor.is_cpu or not tensor.is_contiguous():
+        return (tensor,)
+    return torch.split(tensor.view(-1), _PART)

@@ -1,0 +1,126 @@
+"""What a plan must fulfil before anything is moved or wrapped."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from accel_fn.base.state import DistState
+from accel_fn.errors import PlanError
+from accel_fn.step.plan import Asked, Plan, describe, slot_names
+from accel_fn.transforms.local_sgd.local_gradients import Parting
+
+_SINGLE = ("move_model", "compile_loss", "compile_step", "own_parameters", "split")
+
+
+def check_plan(state: DistState, plan: Plan) -> None:
+    """Refuse a plan that cannot make a step, for a reason that needs no other rank."""
+    _check_slots(state, plan)
+    check_parameters(plan)
+    _check_optimizer(plan)
+    _check_world(state, plan)
+    for each in (each for slot in slot_names() for each in getattr(plan, slot)):
+        if isinstance(each, Asked):
+            each.check(state, plan)
+
+
+def _check_slots(state: DistState, plan: Plan) -> None:
+    for slot in _SINGLE:
+        entries = getattr(plan, slot)
+        if len(entries) > 1:
+            for each in entries:
+                if isinstance(each, Asked):
+                    each.check(state, plan)  # it may know better why
+            names = " and ".join(map(describe, entries))
+            raise PlanError(
+                f"build: plan must have at most one function in {slot}, got {names}; "
+                f"{leave_out_one(entries)}"
+            )
+    functions = [each.func if isinstance(each, partial) else each for each in plan.contexts]
+    twice = [fn for fn, count in Counter(functions).items() if count > 1]
+    if twice:
+        names = " and ".join(describe(each) for each in plan.contexts)
+        raise PlanError(f"build: plan must enter each context once, got {names}; leave out one")
+
+
+def leave_out_one(entries: Sequence[Any]) -> str:
+    """The repair where two are too many, by the transforms' names where these are ours."""
+    names = [each.given_by for each in entries if isinstance(each, Asked)]
+    several = [name for name in dict.fromkeys(names) if name]
+    return f"leave out one of {' and '.join(several)}" if len(several) > 1 else "leave out one"
+
+
+def check_parameters(plan: Plan) -> None:
+    """Refuse a model with nothing to train, and an optimizer over anything else."""
+    lazy = next((name for name, p in plan.model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise PlanError(
+            f"build: model must have parameters with shapes, got {lazy} without; call the model once"
+        )
+    if not any(p.requires_grad for p in plan.model.parameters()):
+        raise PlanError(
+            f"build: model must have parameters that require a gradient, "
+            f"got a {type(plan.model).__name__} with none"
+        )
+    known = {id(p) for p in plan.model.parameters()}
+    given = [p for group in plan.optimizer.param_groups for p in group["params"]]
+    foreign = [list(p.shape) for p in given if id(p) not in known]
+    if foreign:
+        raise PlanError(
+            f"build: optimizer must hold parameters of the model alone, got {len(foreign)} others, of "
+            f"shapes {foreign[:3]}; join the modules in one nn.ModuleDict, or make the optimizer "
+            "after what replaces parameters"
+        )
+    if not any(p.requires_grad for p in given):
+        raise PlanError(
+            "build: optimizer must hold a parameter that requires a gradient, got none; unfreeze one"
+        )
+
+
+def _check_optimizer(plan: Plan) -> None:
+    closure = inspect.signature(type(plan.optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(
+            f"build: optimizer must update from gradients alone, got {type(plan.optimizer).__name__}, "
+            "whose step evaluates the loss again; use another, or step.grads in a loop of your own"
+        )
+
+
+def _check_world(state: DistState, plan: Plan) -> None:
+    if state.world_size > 1 and not plan.own_parameters:
+        raise PlanError(
+            f"build: plan must average gradients over the {state.world_size} ranks, got nothing that "
+            "does; add wrap_ddp()"
+        )
+    if state.world_size > 1 and not any(isinstance(each, Parting) for each in plan.own_parameters):
+        check_row_norms(plan.model)
+
+
+def check_row_norms(model: nn.Module) -> None:
+    """Refuse tables whose forward writes to their weight: each rank would, to the rows of its own samples."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise PlanError(
+                "build: model must not write to parameters in its forward, which on each rank is that of "
+                f"other samples, got {name or 'the model'}, of max_norm={module.max_norm}; leave it out, "
+                "and let torch.renorm bound the rows that were looked up"
+            )
+
+
+def check_precision(state: DistState, model: nn.Module) -> None:
+    """Refuse to scale the loss of parameters that are float16 themselves."""
+    halves = [
+        name for name, p in model.named_parameters() if p.dtype == torch.float16 and p.requires_grad
+    ]
+    if state.scaler is not None and halves:
+        raise PlanError(
+            f'build: with_amp("fp16") must have float32 parameters to update, got float16 {halves[0]}; '
+            "use model.float(), autocast makes the float16 copies"
+        )

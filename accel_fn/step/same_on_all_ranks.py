@@ -1,0 +1,140 @@
+"""What must be equal on every rank, compared: the plan before the first step, its gradients in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_fn.base.state import DistState
+from accel_fn.comm import primitives
+from accel_fn.comm.dtensor import local, place_of
+from accel_fn.errors import ReplicaError, check_alike
+from accel_fn.step.grads import Grads
+from accel_fn.step.plan import Plan, describe, slot_names
+
+_PIECE, _PIECE_ON_HOST = 2**22, 2**16
+"""So many words at a time: many for few kernels, few on the host for its cache."""
+_MIXING = 6364136223846793005
+"""An odd number that looks like a random one: Knuth's for MMIX."""
+
+
+def check_same_plan(state: DistState, plan: Plan) -> None:
+    """Raise on every rank if ranks build different steps: they would drift apart."""
+    every = primitives.exchange(_summary(plan), state, "build")
+    for told in zip(*every, strict=False):
+        check_alike(told, "build: plan must be the same on every rank")
+    check_alike(
+        [f"{len(each)} entries" for each in every], "build: model must be the same on every rank"
+    )
+
+
+def _summary(plan: Plan) -> list[str]:
+    """What must agree: slots, hyperparameters, parameters. How a rank splits its part is its own affair."""
+    slots = [
+        f"{name}={list(map(_identity, getattr(plan, name)))}"
+        for name in slot_names()
+        if name != "split"
+    ]
+    groups = [
+        {
+            name: value
+            for name, value in group.items()
+            if isinstance(value, int | float | str | tuple)
+        }
+        for group in plan.optimizer.param_groups
+    ]
+    parameters = [
+        f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        for name, p in plan.model.named_parameters()
+    ]
+    return [*slots, f"{type(plan.optimizer).__name__} {groups}", *parameters]
+
+
+def _identity(fn: Any) -> str:
+    """A function's name; with its arguments where it is ours, as a user's may differ by rank."""
+    ours = fn.func if isinstance(fn, partial) else fn
+    ours_too = str(getattr(ours, "__module__", "")).startswith("accel_fn.")
+    return describe(fn) if ours_too else describe(ours)
+
+
+def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
+    """Raise on every rank if what the optimizer is about to see differs between ranks.
+
+    Cost: one read of the gradients, two small collectives, one host synchronisation.
+    """
+    names = {id(p): name for name, p in plan.model.named_parameters()}
+    tensors = {"the factor": grads.factor}
+    for parameter, tensor in zip(plan.trained(), grads.tensors, strict=True):
+        tensors[names[id(parameter)]] = tensor
+    check_same(
+        tensors,
+        state,
+        "step: gradients must be equal on all ranks, {name} differs on {ranks}; average with "
+        "reduce_mean what is computed by rank, and draw random numbers by state.step",
+    )
+
+
+def check_same(tensors: Mapping[str, Tensor | None], state: DistState, words: str) -> None:
+    """Raise these words on every rank, of the first tensor that is not the same on all.
+
+    Of a tensor in shards, ranks that hold the same one are compared.
+
+    Cost: one read of the tensors, two small collectives, one host synchronisation.
+    """
+    prints = fingerprints(list(tensors.values()))
+    places = [0 if each is None else place_of(each) for each in tensors.values()]
+    mine = dict(zip(tensors, zip(places, prints, strict=True), strict=True))
+    every = primitives.exchange(mine, state, words.partition(":")[0])
+    for name in tensors:
+        firsts: dict[int, int] = {}
+        told = [theirs[name] for theirs in every]
+        others = [rank for rank, (at, it) in enumerate(told) if firsts.setdefault(at, it) != it]
+        if others:
+            ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            raise ReplicaError(words.format(name=name, ranks=ranks))
+
+
+def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Of each, 64 bits that follow from the bits that this rank holds and from their places.
+
+    Equal tensors give equal ones, others all but never.
+    """
+    nothing = torch.zeros((), dtype=torch.int64)
+    factors: dict[torch.device, Tensor] = {}
+    found = [nothing if each is None else _fingerprint(local(each), factors) for each in tensors]
+    if len({each.device for each in found}) > 1:
+        found = [each.cpu() for each in found]
+    told: list[int] = torch.stack(found).tolist()
+    return told
+
+
+def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
+    """The sum of its words of bits, each times a number of its place: in pieces, since that takes memory."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        values, places = (
+            _fingerprint(each, factors) for each in (tensor.values(), tensor.indices())
+        )
+        return values * _MIXING + places
+    dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    # Words of 32 bits at most: of 64, two signs that change places would move the sum by 2**64, which is 0.
+    bits = {1: torch.int8, 2: torch.int16}.get(dense.element_size(), torch.int32)
+    words = dense.reshape(-1).view(bits)
+    if words.device not in factors:
+        factors[words.device] = _factors(words.device)
+    of_places = factors[words.device]
+    first, *others = (
+        (piece * of_places[: len(piece)]).sum() for piece in torch.split(words, len(of_places))
+    )
+    return reduce(lambda total, each: total * _MIXING + each, others, first)
+
+
+def _factors(device: torch.device) -> Tensor:
+    """Of the places in a piece: odd, and not linear in them, since 0 and 3 would then be 1 and 2."""
+    size = _PIECE_ON_HOST if device.type == "cpu" else _PIECE
+    mixed = torch.arange(size, device=device) * _MIXING
+    return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

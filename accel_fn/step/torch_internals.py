@@ -1,0 +1,81 @@
+"""Two of torch's functions without their wrappers, where nothing listens to those.
+
+A small step spends much of its time in checks and profiler hooks around
+the engine's backward and the optimizer's step. Both functions here do what the
+public ones do, or call them. They rest on private names of torch;
+tests/step/test_torch_internals.py says so loudly when one of them changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.optim import Optimizer
+from torch.optim import optimizer as _hooks
+
+_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
+
+
+def run_backward(
+    loss: Tensor,
+    seed: Tensor | None,
+    inputs: Sequence[nn.Parameter],
+    beside: Sequence[Tensor] = (),
+    loads: Sequence[Tensor] = (),
+) -> None:
+    """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss, and others beside it.
+
+    What nobody else holds may become a gradient; a load that its owner keeps is copied.
+    """
+    roots = (loss, *beside)
+    seeds = (torch.ones_like(loss) if seed is None else seed, *loads)
+    if type(loss) is not Tensor or type(inputs[0]) is not nn.Parameter:
+        torch.autograd.backward(roots, seeds, inputs=inputs)  # subclasses have a say
+        return
+    _engine_run_backward(
+        roots,
+        seeds,
+        False,  # keep the graph
+        False,  # build a graph of the backward
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def run_optimizer(optimizer: Optimizer) -> None:
+    """`optimizer.step()`, without the profiler's wrapper where neither a profiler nor a hook is there."""
+    bare = _unwrapped_step(type(optimizer))
+    if bare is None:
+        optimizer.step()
+        return
+    listened = (
+        "step" in vars(optimizer)  # patched on the instance, as schedulers do
+        or has_hooks(optimizer)
+        or torch._C._autograd._profiler_enabled()
+    )
+    if listened:
+        optimizer.step()
+    else:
+        bare(optimizer)
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Is anything called before or after its step?"""
+    own = vars(optimizer)  # not all have called Optimizer's __init__
+    return bool(
+        own.get("_optimizer_step_pre_hooks")
+        or own.get("_optimizer_step_post_hooks")
+        or _hooks._global_optimizer_pre_hooks
+        or _hooks._global_optimizer_post_hooks
+    )
+
+
+def _unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
+    """What torch's wrapper calls; None where the class's step is anything else, a patched one say."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "__code__", None) is _WRAPPER else None

@@ -1,0 +1,128 @@
+"""One update: the open factor of the gradients, and the verdict on them, go into the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from accel_fn.comm.dtensor import local, shard_like
+from accel_fn.step.grads import Grads
+from accel_fn.step.torch_internals import run_optimizer
+
+
+def apply_update(
+    optimizer: Optimizer, parameters: Sequence[Tensor], grads: Grads, ok: Tensor | None
+) -> None:
+    """Run the optimizer on `factor * tensors`, or not at all where `ok` is False.
+
+    A fused optimizer takes factor and verdict into its kernel, as torch's own
+    GradScaler hands them over; any other gets one multiply in place, and the
+    host waits for the verdict.
+
+    Args:
+        optimizer: its step is called as the user would, hooks and all.
+        parameters: those that `grads.tensors` belong to, in this order.
+        grads: used up: their tensors may be overwritten.
+        ok: [], bool, or None where nothing is checked.
+    """
+    factor = grads.factor
+    if factor is not None and factor.is_cpu and factor.item() == 1.0:
+        factor = None  # nothing to apply, and on the host it costs nothing to know
+    fused = (factor is not None or ok is not None) and takes_factor(optimizer)
+    try:
+        for parameter, tensor in zip(parameters, grads.tensors, strict=True):
+            parameter.grad = tensor
+        if ok is not None and not (fused and _can_skip(optimizer)):
+            if not ok:
+                return
+            ok = None
+        if factor is not None and not (fused and factor.dtype == torch.float32):
+            multiply(grads.present(), factor)
+            factor = None
+        if factor is not None:
+            optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
+        if ok is not None:
+            optimizer.found_inf = (~ok).float()  # type: ignore[attr-defined]
+        run_optimizer(optimizer)
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+        if fused:
+            vars(optimizer).pop("grad_scale", None)
+            vars(optimizer).pop("found_inf", None)
+
+
+def takes_factor(optimizer: Optimizer) -> bool:
+    """Does every group run a kernel that takes `grad_scale` and `found_inf`?"""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused", True) for group in optimizer.param_groups
+    )
+
+
+def _can_skip(optimizer: Optimizer) -> bool:
+    """False for SGD where a momentum is not there yet: its kernel would skip it and leave it unset."""
+    return not isinstance(optimizer, SGD) or all(
+        "momentum_buffer" in optimizer.state.get(each, ())
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for each in group["params"]
+        if each.grad is not None
+    )
+
+
+def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """`factor * tensors`, in place. Only an accelerator rounds the factor to half precision first."""
+    if not tensors:
+        return
+    tensors = [local(each) for each in tensors]
+    first = tensors[0]
+    alike = all(
+        (each.dtype, each.device, each.layout) == (first.dtype, first.device, torch.strided)
+        for each in tensors
+    )
+    if alike:
+        torch._foreach_mul_(tensors, factor.to(first.device if first.is_cpu else first))
+    else:
+        for each in tensors:
+            each.mul_(factor.to(each.device))
+
+
+def follow_parameters(optimizer: Optimizer) -> None:
+    """Move what an optimizer already holds for its parameters to where they have moved.
+
+    A step count stays on the host, as torch keeps it, unless a kernel reads it.
+    """
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            held = optimizer.state.get(parameter, {})
+            for name, value in held.items():
+                if isinstance(value, Tensor) and (value.ndim or on_device):
+                    held[name] = value.to(parameter.device)
+
+
+def follow_shards(
+    optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module
+) -> None:
+    """Point an optimizer at the parameters that replaced those of before, and cut what it holds of them.
+
+    Its groups, their settings and their order stay.
+    """
+    now = dict(model.named_parameters())
+    replaced = {old: now[name] for name, old in before.items() if now.get(name, old) is not old}
+    for group in optimizer.param_groups if replaced else ():
+        group["params"][:] = [replaced.get(each, each) for each in group["params"]]
+    for old, new in replaced.items():
+        if old in optimizer.state:
+            held = optimizer.state.pop(old)
+            optimizer.state[new] = {name: _cut(each, new) for name, each in held.items()}
+
+
+def _cut(value: object, parameter: Tensor) -> object:
+    """What an optimizer holds of a parameter, for its shard."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return shard_like(value, parameter)

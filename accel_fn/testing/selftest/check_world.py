@@ -1,0 +1,52 @@
+"""Checking the library's promises over the ranks of a world that is there."""
+
+from __future__ import annotations
+
+import time
+import traceback
+
+from accel_fn.base.state import DistState
+from accel_fn.comm.primitives import default_backend
+from accel_fn.comm.world import init
+from accel_fn.testing.selftest.laws import Promise, promises
+from accel_fn.testing.selftest.results import NOT_RUN, Outcome, RankReport
+
+
+def check_this_rank() -> RankReport:
+    """Join the world that the launcher's variables describe, and check all promises over it."""
+    return check_promises(init())
+
+
+def check_promises(state: DistState) -> RankReport:
+    """Check one promise after another, on every rank of a world alike.
+
+    It ends with the first that raises an error: the other ranks may wait for
+    this one in the midst of it.
+    """
+    outcomes: list[Outcome] = []
+    for promise in promises(state):
+        if outcomes and outcomes[-1].error:
+            outcomes.append(Outcome(promise=promise.words, bound=promise.bound, error=NOT_RUN))
+        else:
+            outcomes.append(_check(promise, state))
+    return RankReport(
+        world_size=state.world_size,
+        device=str(state.device),
+        backend=default_backend(state.device, None) if state.world_size > 1 else "none",
+        outcomes=outcomes,
+    )
+
+
+def _check(promise: Promise, state: DistState) -> Outcome:
+    try:
+        largest = promise.check(state)
+    except Exception as error:
+        told = traceback.TracebackException.from_exception(error)
+        return Outcome(
+            promise=promise.words,
+            bound=promise.bound,
+            error="".join(told.format_exception_only()).strip(),
+            traceback="".join(told.format()),
+            time=time.time(),
+        )
+    return Outcome(promise=promise.words, bound=promise.bound, largest=largest)

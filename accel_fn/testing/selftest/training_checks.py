@@ -1,0 +1,220 @@
+"""Checks of training: the library on all ranks against the loop that everybody writes, on one.
+
+A check runs on every rank alike and gives the largest difference that this rank found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_fn.base.batch import take_part
+from accel_fn.base.state import DistState, LossScale
+from accel_fn.base.weights import num_labels
+from accel_fn.comm.dtensor import whole
+from accel_fn.comm.primitives import exchange
+from accel_fn.step.plan import Plan, Transform, compose
+from accel_fn.step.step import build
+from accel_fn.transforms.accumulate.accumulate import accumulate
+from accel_fn.transforms.amp.amp import with_amp
+from accel_fn.transforms.clip import clip
+from accel_fn.transforms.ddp.ddp import wrap_ddp
+from accel_fn.transforms.fsdp.fsdp import wrap_fsdp
+from accel_fn.transforms.place import place
+
+_MAX_NORM, _IGNORED, _SCALE = 0.5, -100, 1024.0
+_SIZES = (7, 6, 5, 9, 2)
+"""Of global batches: odd ones, and the last without a sample for a third rank."""
+
+
+def exact_dtype(state: DistState) -> torch.dtype:
+    """Double precision, where the device has it."""
+    return torch.float32 if state.device.type == "mps" else torch.float64
+
+
+def largest(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.cpu().double(), expected.cpu().double()
+    return float((found - expected).abs().max()) if found.numel() else 0.0
+
+
+def drawn(*shape: int, seed: int, state: DistState, dtype: torch.dtype | None = None) -> Tensor:
+    """The same numbers on every rank, whatever its device."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return drawn.to(dtype or exact_dtype(state)).to(state.device)
+
+
+def small_model(
+    state: DistState, num_outputs: int = 1, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """A small network, the same on every rank."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, num_outputs))
+    model.to(dtype or exact_dtype(state)).to(state.device)
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.copy_(drawn(*parameter.shape, seed=seed, state=state, dtype=dtype))
+    return model
+
+
+def _batches(state: DistState, dtype: torch.dtype | None = None) -> list[Any]:
+    return [
+        (
+            drawn(size, 3, seed=100 + size, state=state, dtype=dtype),
+            drawn(size, 1, seed=200 + size, state=state, dtype=dtype),
+        )
+        for size in _SIZES
+    ]
+
+
+def _mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def _by_tokens(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["inputs"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=_IGNORED)
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters; where they are in shards, every rank calls it."""
+    return torch.cat([whole(parameter).flatten() for parameter in model.parameters()])
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """Not Adam, which forgives gradients that are wrong by a factor."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train_by_hand(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batches: Sequence[Any],
+    *,
+    max_norm: float | None = None,
+    autocast: torch.autocast | None = None,
+) -> Tensor:
+    """The loop that everybody writes, over global batches: parameters at its end."""
+    optimizer = sgd(model)
+    for batch in batches:
+        if autocast is None:
+            loss = loss_fn(model, batch)
+        else:
+            with autocast:
+                loss = loss_fn(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def _trained(
+    state: DistState,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batches: Sequence[Any],
+    *transforms: Transform,
+    wrapping: Transform | None = None,
+    **plan_options: Any,
+) -> Tensor:
+    """The same by the library: each rank has its part of every batch."""
+    optimizer = sgd(model)
+    recipe = compose(place(), wrapping or wrap_ddp(), *transforms)
+    state, step = build(state, recipe(Plan(loss_fn, model, optimizer, **plan_options)))
+    for batch in batches:
+        state, _ = step(state, take_part(batch, state.rank, state.world_size))
+    return flat(model)
+
+
+def check_ranks(state: DistState) -> float:
+    expected = train_by_hand(small_model(state), _mse, _batches(state))
+    return largest(_trained(state, small_model(state), _mse, _batches(state)), expected)
+
+
+def check_clipping(state: DistState) -> float:
+    expected = train_by_hand(small_model(state), _mse, _batches(state), max_norm=_MAX_NORM)
+    found = _trained(state, small_model(state), _mse, _batches(state), clip(_MAX_NORM))
+    return largest(found, expected)
+
+
+def check_fsdp(state: DistState) -> float:
+    """Also where ranks have different numbers of micro-batches; the norm is of all shards."""
+    expected = train_by_hand(small_model(state), _mse, _batches(state), max_norm=_MAX_NORM)
+    transforms = accumulate(3), clip(_MAX_NORM)
+    model = small_model(state)
+    found = _trained(state, model, _mse, _batches(state), *transforms, wrapping=wrap_fsdp())
+    return largest(found, expected)
+
+
+def check_microbatches(state: DistState) -> float:
+    expected = train_by_hand(small_model(state), _mse, _batches(state))
+    found = [
+        _trained(state, small_model(state), _mse, _batches(state), accumulate(k))
+        for k in (1, 3, 50)
+    ]
+    return largest(torch.stack(found), expected)
+
+
+def check_tokens(state: DistState) -> float:
+    """Parts of one batch have different numbers of labels, down to none."""
+    batches = []
+    for size in _SIZES:
+        labels = torch.arange(size * 4).reshape(size, 4) % 5
+        labels[torch.arange(size)[:, None] > torch.arange(1, 5)] = _IGNORED
+        inputs = drawn(size, 4, 3, seed=300 + size, state=state)
+        batches.append({"inputs": inputs, "labels": labels.to(state.device)})
+    expected = train_by_hand(small_model(state, 5), _by_tokens, batches)
+    weight_fn = num_labels("labels", ignore_index=_IGNORED)
+    model = small_model(state, 5)
+    found = _trained(state, model, _by_tokens, batches, accumulate(2), weight_fn=weight_fn)
+    return largest(found, expected)
+
+
+def check_scaling(state: DistState) -> float:
+    def scale(state: DistState) -> DistState:
+        return replace(state, scaler=LossScale.start(_SCALE, device=state.device))
+
+    def scaled(plan: Plan) -> Plan:
+        return replace(plan, starts=(*plan.starts, scale))
+
+    expected = train_by_hand(small_model(state), _mse, _batches(state))
+    return largest(_trained(state, small_model(state), _mse, _batches(state), scaled), expected)
+
+
+def check_bf16(state: DistState) -> float:
+    """Rounding is that of bfloat16; that replicas stay the same to the bit is not."""
+    single = torch.float32
+    batches = _batches(state, single)
+    casting = torch.autocast(state.device.type, torch.bfloat16)
+    expected = train_by_hand(small_model(state, dtype=single), _mse, batches, autocast=casting)
+    found = _trained(state, small_model(state, dtype=single), _mse, batches, with_amp("bf16"))
+    apart = max(largest(found.cpu(), other) for other in exchange(found.cpu(), state, "check"))
+    return largest(found, expected) if apart == 0 else float("inf")
+
+
+def check_overflow(state: DistState) -> float:
+    """The last rank alone gets a batch that is not finite."""
+    model = small_model(state, dtype=torch.float32)
+    optimizer = sgd(model)
+    recipe = compose(place(), wrap_ddp(), with_amp("fp16", init_scale=_SCALE))
+    state, step = build(state, recipe(Plan(_mse, model, optimizer)))
+    inputs = drawn(4, 3, seed=1, state=state, dtype=torch.float32)
+    if state.rank == state.world_size - 1:
+        inputs = inputs * float("inf")
+    before = flat(model)
+    state, report = step(state, (inputs, inputs[:, :1].nan_to_num(0, 0, 0)))
+    assert report.applied is not None
+    assert state.scaler is not None
+    skipped = largest(flat(model), before) + float(report.applied)
+    finite = drawn(4, 3, seed=1, state=state, dtype=torch.float32)
+    scale = abs(float(state.scaler.scale) - _SCALE / 2)
+    state, report = step(state, (finite, finite[:, :1]))
+    assert report.applied is not None
+    return skipped + scale + float(not report.applied) + float(torch.equal(flat(model), before))

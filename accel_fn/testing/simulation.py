@@ -1,0 +1,200 @@
+"""simulate: ranks as threads of one process, over real collectives."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.distributed import ProcessGroup
+
+from accel_fn.base.state import DistState
+from accel_fn.errors import ArgumentTypeError, check_count, check_positive, message
+from accel_fn.testing.threads import called_alike, make_group, make_store
+
+T = TypeVar("T")
+
+_SLACK_S = 5.0
+_MAX_LOST_SOCKETS = 256
+"""So many may stay open of worlds that failed, whose ranks wait: processes may often have 1024 files."""
+
+
+class _Idle:
+    """Worlds that wait for the next simulation: making one costs more than using it."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[tuple[int, float], list[list[ProcessGroup | None]]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
+        with self._lock:
+            waiting = self._worlds.get((world_size, timeout_s))
+            if waiting:
+                return waiting.pop()
+        _lost.see_out(_MAX_LOST_SOCKETS)
+        return _make_world(world_size, timeout_s)
+
+    def give(self, world: list[ProcessGroup | None], timeout_s: float) -> None:
+        with self._lock:
+            self._worlds.setdefault((len(world), timeout_s), []).append(world)
+
+
+class _Lost:
+    """Ranks of simulations that failed: what holds their worlds until they have run out of time."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[list[threading.Thread], float]] = []
+        self._lock = threading.Lock()
+
+    def add(self, threads: list[threading.Thread], within_s: float) -> None:
+        with self._lock:
+            self._ranks.append((threads, within_s))
+
+    def see_out(self, num_sockets: int = 0) -> None:
+        """Wait until those that still wait hold no more, the oldest first.
+
+        At exit for all: coming back when Python is gone aborts the process.
+        """
+        with self._lock:
+            waiting = [each for each in self._ranks if any(map(threading.Thread.is_alive, each[0]))]
+            first = len(waiting)
+            while (
+                first and sum(len(ranks) ** 2 for ranks, _ in waiting[first - 1 :]) <= num_sockets
+            ):
+                first -= 1
+            self._ranks = waiting[first:]
+        for threads, within_s in waiting[:first]:
+            _join(threads, within_s)
+
+
+_lost = _Lost()
+atexit.register(_lost.see_out)
+_idle = _Idle()  # groups cannot be destroyed safely, so they are shared for the life of the process
+
+
+def _make_world(world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
+    if world_size == 1:
+        return [None]
+    store = make_store()
+    world: list[ProcessGroup | None] = [None] * world_size
+
+    def join(rank: int) -> None:
+        world[rank] = make_group(store, rank, world_size, timeout_s)
+
+    _run_threads([lambda rank=rank: join(rank) for rank in range(world_size)])  # type: ignore[misc]
+    return world
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a rank ended: with a value or with an error."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+
+
+def simulate(
+    fn: Callable[[DistState], T], *, world_size: int, timeout_s: float = 10.0, seed: int = 0
+) -> list[T]:
+    """Call `fn(state)` on every rank of a world of threads, over real DDP and real Gloo.
+
+    Every rank has its own `DistState` on the CPU. What ranks share is what `fn`
+    closes over: give each its own copy of a model (`copy.deepcopy`), and
+    explicit generators, since `torch.manual_seed` is the whole process's.
+
+    Args:
+        fn: what one rank does.
+        world_size: number of ranks, >= 1.
+        timeout_s: how long a collective waits for ranks that do not come.
+        seed: of every state, >= 0.
+
+    Returns:
+        What `fn` returned, in rank order.
+
+    Raises:
+        BaseException: the first that `fn` raised on any rank, with a note of
+            the rank; at once, while the others run out of time in the background.
+            Python waits for them at exit, and a later simulation where they are many.
+        ValueError: an argument is outside its range.
+
+    Cost: about a millisecond a rank beside what `fn` does; groups are kept for
+    the next simulation of the same size, unless ranks missed each other.
+
+    >>> import accel_fn as af
+    >>> from accel_fn.testing import simulate
+    >>> simulate(lambda state: af.reduce_sum(state.rank, state), world_size=3)
+    [3, 3, 3]
+    """
+    if not callable(fn):
+        raise ArgumentTypeError(message("simulate", "fn", "be a function", fn))
+    check_count("simulate", "world_size", world_size)
+    check_positive("simulate", "timeout_s", timeout_s)
+    check_count("simulate", "seed", seed, minimum=0)
+    world = _idle.take(world_size, timeout_s)
+    start = time.monotonic()
+    endings: queue.SimpleQueue[_Ending] = queue.SimpleQueue()
+
+    def run(rank: int) -> None:
+        state = DistState(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
+            seed=seed,
+            group=world[rank],
+        )
+        try:
+            endings.put(_Ending(rank, value=fn(state)))
+        except BaseException as error:
+            endings.put(_Ending(rank, error=error))
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank} of {world_size}", daemon=True)
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        results = _results(endings, world_size)
+    except BaseException:
+        _lost.add(threads, timeout_s + _SLACK_S)
+        raise
+    for thread in threads:
+        thread.join()
+    # What runs out of time can be caught, so that nobody raised need not mean that all met.
+    if time.monotonic() - start < timeout_s and called_alike(world):
+        _idle.give(world, timeout_s)
+    return results
+
+
+def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
+    """Of every rank; the first error is raised at once."""
+    results: list[Any] = [None] * world_size
+    for _ in range(world_size):
+        ending = endings.get()
+        if ending.error is not None:  # the world is lost with its ranks: it is not given back
+            ending.error.add_note(f"on simulated rank {ending.rank} of {world_size}")
+            raise ending.error
+        results[ending.rank] = ending.value
+    return results
+
+
+def _join(threads: Sequence[threading.Thread], within_s: float) -> None:
+    """But for the caller itself, which a rank may be that simulates."""
+    deadline = time.monotonic() + within_s
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _run_threads(jobs: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=job, daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

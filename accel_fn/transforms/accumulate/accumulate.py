@@ -1,0 +1,127 @@
+"""accumulate: the batch in several micro-batches, one after another in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from accel_fn.base.batch import split_batch
+from accel_fn.base.launch_options import FromLaunch, Unsaid, launch_options
+from accel_fn.base.state import DistState
+from accel_fn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BatchError,
+    check_count,
+    message,
+)
+from accel_fn.step.plan import Plan, SplitFn, Transform
+from accel_fn.transforms.accumulate.retry_on_oom import Fitting, Halving
+
+
+def accumulate(
+    num_microbatches: int | Literal["auto"] | None = None,
+    *,
+    split: Callable[[Any], Sequence[Any]] | Literal["rows"] | None = "rows",
+) -> Transform:
+    """Compute the gradient of a batch in `num_microbatches` parts, in the memory of one.
+
+    The parts are consecutive samples, as even as can be; a batch of fewer
+    samples gives fewer parts. Each counts by its weight, so the gradient is
+    that of the whole batch, to rounding, whatever divides what.
+
+    Law: the identity, for every number of micro-batches.
+
+    Args:
+        num_microbatches: >= 1; default: what the launch says, by `--num-microbatches` or
+            ACCEL_FN_NUM_MICROBATCHES, and one where it says nothing. "auto" starts with one; where
+            memory runs out on any rank, the batch is done again on all in twice as many, as if
+            nothing had happened, and so are those after it. `report.extras["num_microbatches"]`
+            says how many; a checkpoint keeps it for the same world size.
+        split: "rows" cuts along the leading dimension. A function `batch -> micro-batches`
+            may give any number of parts. None is for data that cannot be cut: what the step
+            is given is a list of at most `num_microbatches` batches, as `window` makes them.
+
+    Returns:
+        A transform.
+
+    Raises:
+        ValueError: `num_microbatches` is no integer >= 1 (TypeError too where it is no integer).
+            From the step, on all ranks, with `split=None`: a batch is no list, or too long.
+        MemoryError: from the step, on all ranks, with "auto": one sample is too much. On one
+            rank, with `wrap_fsdp`: no sample is too much.
+        TypeError: `split` is none of these.
+
+    Cost: one forward and backward per micro-batch; gradients are averaged once, in the last. "auto" adds a
+    copy of buffers and of random generators' states, and in a world of several a small
+    collective; with `wrap_ddp`, averaging gradients then overlaps with no backward.
+
+    >>> import accel_fn as af
+    >>> af.accumulate(4)(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[split_batch(num_parts=4)])
+    """
+    if num_microbatches == "auto":
+        return _automatic(split)
+    num_parts, bind = _number(num_microbatches)
+    splitting: SplitFn
+    if split is None:
+        splitting = bind(listed, at_most=num_parts)
+    elif callable(split):
+        splitting = split
+    elif split == "rows":
+        splitting = bind(split_batch, num_parts=num_parts)
+    else:
+        rule = 'be a function batch -> micro-batches, "rows" or None'
+        raise ArgumentTypeError(message("accumulate", "split", rule, split))
+
+    keeping = Unsaid(one_microbatch)
+
+    def accumulate_plan(plan: Plan) -> Plan:
+        if bind is Unsaid and split == "rows":
+            return replace(plan, starts=(*plan.starts, keeping))
+        return replace(plan, split=(*plan.split, splitting))
+
+    return accumulate_plan
+
+
+def _automatic(split: object) -> Transform:
+    if split != "rows":
+        rule = 'be "rows" where num_microbatches is "auto"'
+        raise ArgumentError(message("accumulate", "split", rule, split))
+    fitting = Fitting(halving)
+    return lambda plan: replace(plan, split=(*plan.split, fitting))
+
+
+def halving(state: DistState, plan: Plan) -> SplitFn:
+    """As many micro-batches as are found to fit, of one step."""
+    return Halving(state.world_size)
+
+
+def _number(given: int | None) -> tuple[int, type[partial[Any]]]:
+    """The number of micro-batches, and who says so."""
+    if given is not None:
+        return check_count("accumulate", "num_microbatches", given), partial
+    said = launch_options().num_microbatches
+    return (1, Unsaid) if said is None else (said, FromLaunch)
+
+
+def one_microbatch(state: DistState) -> DistState:
+    """The state as it is: for `explain` alone, and of no cost to a step."""
+    return state
+
+
+def listed(batch: Any, *, at_most: int) -> list[Any]:
+    """The micro-batches of a batch that is a list of them."""
+    if type(batch) is not list:  # a tuple is one batch, of inputs and targets
+        rule, repair = (
+            "be a list of micro-batches",
+            "accumulate(split=None) takes what window gives",
+        )
+        raise BatchError(message("step", "batch", rule, type(batch).__name__, repair))
+    if len(batch) > at_most:
+        rule = f"be a list of at most {at_most} micro-batches"
+        repair = f"use accumulate({len(batch)}, split=None), or a smaller window"
+        raise BatchError(message("step", "batch", rule, len(batch), repair))
+    return batch

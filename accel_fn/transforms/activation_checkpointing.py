@@ -1,0 +1,164 @@
+"""checkpointed: activations of the model's blocks are computed again in the backward, not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from accel_fn.base.blocks import Blocks, check_blocks, find_blocks
+from accel_fn.base.rng import Draws, Standing, drawn_again
+from accel_fn.base.state import DistState
+from accel_fn.base.swap_forward import with_forwards
+from accel_fn.base.torch_compile import Compiled, compile_inside
+from accel_fn.errors import PlanError, check_flag
+from accel_fn.step.plan import Asked, ContextFn, Kept, Plan, Transform, describe
+
+Buffers = list[tuple[dict[str, Any], str, Tensor]]
+"""Where each is held, under what name, and it."""
+
+
+def checkpointed(*, blocks: Blocks = None, offload: bool = False) -> Transform:
+    """Keep only what goes into each block, and compute the block again in its backward.
+
+    Memory for activations falls from all of the model's to those of one block; the forward of
+    the blocks is computed twice. The second time, random numbers of torch, NumPy and Python (of
+    their global generators) and buffers are what they were, so dropout and running statistics are
+    those of the run without it. With `compiled`, graphs begin and end with a block.
+
+    Law: the identity, bit for bit; with `compiled`, to rounding.
+
+    Args:
+        blocks: classes of modules, or names of modules (the name of a list stands for its items).
+            Default: the modules that are repeated most in the model's outermost lists and
+            sequences.
+        offload: keep what goes into each block in host memory.
+
+    Returns:
+        A transform.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: `blocks` are a list of none. In `build`, on all ranks: they match nothing, or
+            `compiled` is given `scope="step"` or `fullgraph=True`.
+
+    Cost: one more forward of the blocks, and some tens of microseconds for each to see whether it
+    draws from Python or NumPy; with `offload`, a copy of their inputs to the host and back. No
+    host synchronisation on a CPU; on an accelerator that of `save_on_cpu`.
+
+    Source: Chen et al. 2016, arXiv:1604.06174; `torch.utils.checkpoint`.
+
+    >>> import accel_fn as af
+    >>> af.checkpointed(blocks="layers")(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, contexts=[computed_again(blocks='layers', \
+offload=False)])
+    """
+    check_blocks("checkpointed", blocks)
+    check_flag("checkpointed", "offload", offload)
+    context = Checkpointing(computed_again, blocks=blocks, offload=offload)
+    return lambda plan: replace(plan, contexts=(*plan.contexts, context))
+
+
+class Checkpointing(Kept, Asked):
+    """`computed_again` with its settings."""
+
+    def check(self, state: DistState, plan: Plan) -> None:  # noqa: ARG002
+        """Refuse blocks that match nothing, and graphs that would have to go through them."""
+        if not find_blocks(plan.model, self.keywords["blocks"], "checkpointed"):
+            raise PlanError(
+                "build: checkpointed(blocks) must match modules that are repeated in a list or sequence, "
+                f"got none in {type(plan.model).__name__}; name them"
+            )
+        graphs = [*plan.compile_step, *filter(_is_whole, plan.compile_loss)]
+        if graphs:
+            raise PlanError(
+                "build: checkpointed must have blocks that are called from outside of a graph, got "
+                f'{describe(graphs[0])}; use compiled(scope="blocks") or compiled(), without fullgraph'
+            )
+
+
+def _is_whole(compile_loss: Callable[..., Any]) -> bool:
+    """Is a graph refused a break?"""
+    return isinstance(compile_loss, Compiled) and compile_loss.keywords["fullgraph"]
+
+
+def computed_again(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
+    """The context of forward and loss, of one step."""
+    inside = compile_inside(plan.compile_loss)
+    pinned = state.device.type == "cuda"
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    """Of the blocks as they are in a step: another context may have given them others."""
+    draws = Draws()
+
+    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A block's forward, of which the backward will know the inputs alone."""
+        forward = partial(inside, forwards[block])
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
+            contexts = partial(_contexts, block, draws)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    # The same objects in every step, or a compiler would begin anew.
+    outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
+    found = find_blocks(plan.model, blocks, "checkpointed").values()
+    running = {block: partial(outside, block) for block in found}
+
+    def within(state: DistState) -> AbstractContextManager[None]:
+        forwards.update({block: block.forward for block in running})
+        return with_forwards(running)
+
+    return within
+
+
+def _contexts(
+    block: nn.Module, draws: Draws
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For the forward, and for doing it again: with generators, buffers and forwards as they are now.
+
+    Buffers in tensors of their own; forwards are those that other contexts have given to modules inside.
+    """
+    inside = [each for each in block.modules() if each is not block and "forward" in vars(each)]
+    forwards = {each: each.forward for each in inside}
+    buffers: Buffers = [
+        (vars(module)["_buffers"], name, buffer.clone())
+        for module in block.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    drawn: list[Standing] = []
+    return _watched(draws, drawn), _again(buffers, forwards, drawn)
+
+
+@contextmanager
+def _watched(draws: Draws, drawn: list[Standing]) -> Iterator[None]:
+    """Note where Python's and NumPy's generators stood, if they are drawn from in it."""
+    before = draws.now()
+    yield
+    if draws.since(before):
+        drawn.append(before)
+
+
+@contextmanager
+def _again(
+    buffers: Buffers, forwards: dict[nn.Module, Callable[..., Any]], drawn: list[Standing]
+) -> Iterator[None]:
+    """Other buffers and forwards in their places, and generators where they stood."""
+    now = [(home, name, home[name]) for home, name, _ in buffers]
+    _put(buffers)
+    try:
+        with with_forwards(forwards), drawn_again(drawn[0]) if drawn else nullcontext():
+            yield
+    finally:
+        _put(now)
+
+
+def _put(buffers: Buffers) -> None:
+    for home, name, buffer in buffers:
+        home[name] = buffer

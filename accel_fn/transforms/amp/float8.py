@@ -1,0 +1,103 @@
+"""Products of linear layers in float8, by torchao: scaled by what is largest in each tensor."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from accel_fn.base.state import DistState
+from accel_fn.base.swap_forward import with_forwards
+from accel_fn.errors import PlanError
+from accel_fn.step.plan import Asked, ContextFn, Kept, Plan
+
+_MULTIPLE = 16  # of the sizes of what such kernels multiply
+_FIRST_CAPABILITY = (8, 9)  # of NVIDIA's devices: Ada, Hopper and later
+
+
+class Float8(Kept, Asked):
+    """`in_float8`, for the slot of contexts."""
+
+    def check(self, state: DistState, plan: Plan) -> None:
+        """Refuse a device that has no such kernels, and a model without layers for them."""
+        torchao()
+        if state.device.type == "cuda" and torch.version.cuda:
+            capability = torch.cuda.get_device_capability(state.device)
+            if capability < _FIRST_CAPABILITY:
+                raise PlanError(
+                    f"build: device must compute in float8, which begins with capability 8.9, got "
+                    f"{state.device} of {'.'.join(map(str, capability))}; take with_amp('bf16')"
+                )
+        if not fitting(plan.model):
+            raise PlanError(
+                f"build: with_amp('fp8') must find linear layers with in_features and out_features that "
+                f"are multiples of {_MULTIPLE}, got none in {type(plan.model).__name__}; take "
+                "with_amp('bf16')"
+            )
+
+
+def torchao() -> Any:
+    """Torchao's float8, which is an extra."""
+    try:
+        return importlib.import_module("torchao.float8")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"with_amp: {error.name} must be installed for precision='fp8'; "
+            'pip install "accel-fn[float8]"',
+            name=error.name,
+        ) from None
+
+
+def fitting(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers whose sizes such kernels take."""
+    return [
+        each
+        for each in model.modules()
+        if isinstance(each, nn.Linear)
+        and type(each).forward is nn.Linear.forward
+        and each.in_features % _MULTIPLE == 0
+        and each.out_features % _MULTIPLE == 0
+    ]
+
+
+def in_float8(state: DistState, plan: Plan) -> ContextFn:
+    """The context of forward and loss, of one step."""
+    emulated = state.device.type != "cuda"
+    # The same objects in every step, or a compiler would begin anew.
+    forwards: dict[nn.Module, Callable[..., Any]] = {
+        layer: partial(_run, layer, _twin(layer, emulated)) for layer in fitting(plan.model)
+    }
+
+    def within(state: DistState) -> AbstractContextManager[None]:
+        return with_forwards(forwards)
+
+    return within
+
+
+def _twin(layer: nn.Linear, emulated: bool) -> nn.Module:
+    """Torchao's layer of the same shape, without memory; it is called with the parameters of ours."""
+    float8 = torchao()
+    has_bias = layer.bias is not None
+    plain = nn.Linear(layer.in_features, layer.out_features, has_bias, device="meta")
+    config = float8.Float8LinearConfig(emulate=emulated, pad_inner_dim=True)
+    twin: nn.Module = float8.convert_to_float8_training(plain, config=config)
+    return twin
+
+
+def _run(layer: nn.Linear, twin: nn.Module, inputs: Tensor) -> Tensor:
+    """As the layer itself, under autocast."""
+    kind = inputs.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
+    parameters = {
+        name: value
+        for name, value in (("weight", layer.weight), ("bias", layer.bias))
+        if value is not None
+    }
+    outputs: Tensor = functional_call(twin, parameters, (inputs.to(dtype),))
+    return outputs

@@ -1,0 +1,278 @@
+"""average: a second set of parameters that follows those being trained, and is better to evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn.base.delayed_read import Echo
+from accel_fn.base.state import DistState
+from accel_fn.base.unwrap import unwrapped
+from accel_fn.errors import (
+    ArgumentError,
+    PlanError,
+    StateError,
+    check_count,
+    check_positive,
+    message,
+)
+from accel_fn.step.plan import AfterFn, OfReplicas, Plan, Report, Transform, describe
+from accel_fn.transforms.fsdp.sharded_loss import shards_alone
+
+RateFn = Callable[[int], float]
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Averaging:
+    """`average(decay)` and `average.uniform()`."""
+
+    def __call__(self, decay: float, *, num_warmup: int = 0) -> Transform:
+        """Keep an exponential moving average of the parameters.
+
+        After every update that is made, `mean = decay * mean + (1 - decay) * parameter`;
+        after the first one, it is the parameter itself. Look at it by `averaged`.
+
+        Law: equal on all ranks; an update that is skipped does not move it.
+
+        Args:
+            decay: in (0, 1); 0.999 looks back on about a thousand updates.
+            num_warmup: so many updates at the start, >= 0, after which it still is the
+                parameters themselves.
+
+        Returns:
+            A transform.
+
+        Raises:
+            ValueError: `decay` is not in (0, 1), or `num_warmup` no integer >= 0.
+
+        Cost: one read of the parameters and one of their average, one write of it; memory as of
+        the parameters, in float32 where they are of half precision. No host synchronisation.
+
+        Source: Polyak and Juditsky 1992; `torch.optim.swa_utils.get_ema_multi_avg_fn`.
+
+        >>> import accel_fn as af
+        >>> af.average(0.999)(af.Plan(loss_fn, model, optimizer))
+        Plan(loss_fn, Linear, SGD, weight_fn=num_samples, \
+after=[moving_average(rate=exponential(decay=0.999), num_warmup=0)])
+        """
+        if not check_positive("average", "decay", decay) < 1:
+            raise ArgumentError(message("average", "decay", "be < 1", decay))
+        return _averaging(partial(exponential, decay=float(decay)), num_warmup)
+
+    def uniform(self, *, num_warmup: int = 0) -> Transform:
+        """Keep the mean of the parameters over all updates, as SWA does.
+
+        Law: equal on all ranks; an update that is skipped does not move it.
+
+        Args:
+            num_warmup: so many updates at the start, >= 0, count for nothing.
+
+        Returns:
+            A transform.
+
+        Raises:
+            ValueError: `num_warmup` is no integer >= 0.
+
+        Cost: as that of `average`.
+
+        Source: Izmailov et al. 2018, arXiv:1803.05407.
+
+        >>> import accel_fn as af
+        >>> af.average.uniform(num_warmup=100)(af.Plan(loss_fn, model, optimizer))
+        Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after=[moving_average(rate=uniform, \
+num_warmup=100)])
+        """
+        return _averaging(uniform, num_warmup)
+
+
+average = Averaging()
+
+
+class Built(Protocol):
+    """A step, as far as an average looks at it."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def _module(self) -> nn.Module: ...
+
+
+@contextmanager
+def averaged(step: Built) -> Iterator[None]:
+    """Within it, the model's parameters are their average: to evaluate, or for `save_model`.
+
+    A step, `save` and `load` are refused within. Buffers stay the model's own, and what is done to
+    them within is undone. For running statistics of the averaged model, let
+    `torch.optim.swa_utils.update_bn` run within.
+
+    Args:
+        step: of a plan with `average`.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: nothing in the plan averages, or several do; the step is made within.
+
+    Cost: two copies of the parameters, and the memory of one.
+
+    >>> import accel_fn as af
+    >>> state, step = af.build(af.DistState(), af.average(0.9)(af.Plan(loss_fn, model, optimizer)))
+    >>> state, report = step(state, batch)
+    >>> with af.averaged(step):
+    ...     loss = step.forward(state, batch)
+    """
+    found = [each for each in step.plan.after if isinstance(each, Average)]
+    if len(found) != 1:
+        raise PlanError(
+            f"averaged: step must have one average in its plan, got {len(found)}; add average(decay)"
+        )
+    shards_alone(step._module)
+    with found[0].shown():
+        try:
+            yield
+        finally:
+            shards_alone(step._module)
+
+
+def moving_average(state: DistState, plan: Plan, *, rate: RateFn, num_warmup: int) -> AfterFn:
+    """What keeps the average of one step."""
+    return Average(state, plan, rate, num_warmup)
+
+
+class Average:
+    """Means of the parameters of one step, by name."""
+
+    def __init__(self, state: DistState, plan: Plan, rate: RateFn, num_warmup: int) -> None:
+        self._model = unwrapped(plan.model)
+        self._rate = rate
+        self._num_warmup = num_warmup
+        self._always = plan.updates_always(state)
+        """Is every update made?"""
+        self._num_updates = 0
+        """Made, as far as the host has heard."""
+        self._echo = Echo()
+        self._is_shown = False
+        self._means = {name: _wide(value).clone() for name, value in self._averaged().items()}
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        if self._is_shown:
+            raise StateError("step: state must not be stepped within averaged(step), got an update")
+        applied = report.applied
+        assert applied is not None
+        heard = applied if self._always else self._echo(applied)
+        if heard is not applied:
+            self._hear(heard)
+            self._follow(torch.where(applied, self._weight(), 0.0))
+        elif self._always or applied:
+            self._follow(self._weight())
+            self._num_updates += 1
+        return state
+
+    def _weight(self) -> float:
+        return self._rate(max(0, self._num_updates - self._num_warmup))
+
+    def _follow(self, weight: float | Tensor) -> None:
+        """Each mean goes so far to its parameter."""
+        means, values = (
+            list(self._means.values()),
+            [_wide(each) for each in self._averaged().values()],
+        )
+        if isinstance(weight, float):
+            torch._foreach_lerp_(means, values, weight)
+            return
+        for mean, value in zip(means, values, strict=True):
+            mean.lerp_(value, weight.to(mean))
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: each.detach() for name, each in self._model.named_parameters()}
+
+    def _averaged(self) -> dict[str, Tensor]:
+        """Those that have a mean: codes and masks, which are frozen, have none."""
+        values = self._values().items()
+        return {
+            name: each for name, each in values if each.is_floating_point() or each.is_complex()
+        }
+
+    def _hear(self, applied: Tensor | None) -> None:
+        self._num_updates += 0 if applied is None else int(applied)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """The means, if there is any yet, in place of the parameters; all is as it was afterwards."""
+        if self._is_shown:
+            raise StateError(
+                "averaged: step must not be within averaged(step) already, got it twice"
+            )
+        there = {**self._values(), **dict(self._model.named_buffers())}
+        kept = {name: value.clone() for name, value in there.items()}
+        self._hear(self._echo.last())
+        self._is_shown = True
+        try:
+            if self._num_updates:
+                _copy(self._means, there)
+            yield
+        finally:
+            _copy(kept, there)
+            self._is_shown = False
+
+    def check_saved(self) -> None:
+        """Refuse to save the means as the parameters."""
+        self._check_own("save")
+
+    def check_loaded(self) -> None:
+        """Refuse to load what would be undone afterwards."""
+        self._check_own("load")
+
+    def _check_own(self, function: str) -> None:
+        if self._is_shown:
+            rule = "have its own parameters, got those of averaged(step)"
+            raise StateError(f"{function}: step must {rule}; call it before or after")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into checkpoints."""
+        self._hear(self._echo.last())
+        means = {f"mean/{name}": mean for name, mean in self._means.items()}
+        return {**means, "num_updates": self._num_updates}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what was saved."""
+        self._echo.last()
+        _copy({name: saved[f"mean/{name}"] for name in self._means}, self._means)
+        self._num_updates = saved["num_updates"]
+
+    def __repr__(self) -> str:
+        return f"moving_average(rate={describe(self._rate)}, num_warmup={self._num_warmup})"
+
+
+def _wide(value: Tensor) -> Tensor:
+    """A mean of half precision would stand still: its last digit is more than what is added."""
+    return value.float() if value.dtype in _HALVES else value
+
+
+def _copy(values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            into[name].copy_(value)
+
+
+def _averaging(rate: Callable[..., float], num_warmup: int) -> Transform:
+    check_count("average", "num_warmup", num_warmup, minimum=0)
+    keeping = OfReplicas(moving_average, rate=rate, num_warmup=num_warmup)
+    return lambda plan: replace(plan, after=(*plan.after, keeping))
+
+
+def exponential(num_updates: int, *, decay: float) -> float:
+    """How much of the newest parameters goes into the average, after so many updates."""
+    return 1 - decay if num_updates else 1.0
+
+
+def uniform(num_updates: int) -> float:
+    """How much of the newest parameters goes into the average, after so many updates."""
+    return 1 / (num_updates + 1)

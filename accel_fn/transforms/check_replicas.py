@@ -1,0 +1,57 @@
+"""check_replicas: an error where ranks that must hold the same parameters do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from accel_fn.base.state import DistState
+from accel_fn.errors import check_count
+from accel_fn.step.plan import AfterFn, OfReplicas, Plan, Report, Transform
+from accel_fn.step.same_on_all_ranks import check_same
+
+
+def check_replicas(every: int) -> Transform:
+    """Compare the parameters over the ranks, every so many steps: a fingerprint of all bits and their places.
+
+    Replicas drift apart where something changes them on one rank alone: a loss that writes
+    to parameters, random numbers by rank, memory that fails. Nothing else would tell. Under
+    `wrap_fsdp(replicate=...)`, ranks that hold the same shard are compared; with one group of
+    shards there is nothing to compare.
+
+    Law: the step computes what it computes without it, bit for bit.
+
+    Args:
+        every: number of steps between comparisons, as `state.step` counts them, >= 1.
+
+    Returns:
+        A transform.
+
+    Raises:
+        ValueError: `every` is no integer >= 1. From the step, on every rank, a
+            RuntimeError that names the first parameter that differs, and the ranks.
+
+    Cost: when it compares, one read of the parameters, two small collectives and one host
+    synchronisation; nothing otherwise, nor in a world of one.
+
+    >>> import accel_fn as af
+    >>> af.check_replicas(every=100)(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after=[same_parameters(every=100)])
+    """
+    comparing = OfReplicas(same_parameters, every=check_count("check_replicas", "every", every))
+    return lambda plan: replace(plan, after=(*plan.after, comparing))
+
+
+def same_parameters(state: DistState, plan: Plan, *, every: int) -> AfterFn:
+    """What compares the parameters of one step."""
+    model = plan.model
+
+    def compare(state: DistState, report: Report) -> DistState:
+        if state.world_size > 1 and state.step % every == 0:
+            tensors = {name: each.detach() for name, each in model.named_parameters()}
+            rule = f"check_replicas: parameters must be equal on all ranks at step {state.step}"
+            check_same(
+                tensors, state, rule + ", {name} differs on {ranks}; go on from a checkpoint"
+            )
+        return state
+
+    return compare

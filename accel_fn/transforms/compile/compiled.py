@@ -1,0 +1,183 @@
+"""compiled: the loss, the repeated blocks or the whole step through torch's compiler."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_fn.base.blocks import repeated
+from accel_fn.base.state import DistState
+from accel_fn.base.torch_compile import (
+    MODES,
+    Compiled,
+    check_compiler,
+    compile_function,
+    compile_in_place,
+    keep_outputs,
+    moving_guards,
+    options_of,
+)
+from accel_fn.comm.collectives import all_or_none
+from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, check_flag, message
+from accel_fn.step.plan import Asked, Plan, Transform, WholeFn, describe
+from accel_fn.step.torch_internals import has_hooks
+from accel_fn.transforms.accumulate.retry_on_oom import Fitting
+
+_IN_CPP = ("default", "max-autotune-no-cudagraphs")
+"""Modes whose kernels torch can call from C++."""
+
+
+def compiled(
+    *,
+    scope: str = "loss",
+    mode: str = "default",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+) -> Transform:
+    """Compile with `torch.compile`.
+
+    Args:
+        scope: "loss" compiles forward and loss. "blocks" compiles each of the model's
+            repeated blocks, in place: they share one graph, so it takes a fraction of the
+            time. "step" compiles micro-batches, loss scale, gradient transforms and
+            optimizer into one graph, in a world of one.
+        mode: torch.compile's: "default", "reduce-overhead" (CUDA graphs), "max-autotune", ...
+        fullgraph: refuse a graph break, which "step" always does. The hooks of `wrap_fsdp` break graphs.
+        dynamic: as for torch.compile: None compiles for the shapes that come, and anew
+            for any shape once a second one has come; True for any from the start; False for each.
+
+    Returns:
+        A transform.
+
+    Raises:
+        ValueError: an argument is unknown (TypeError too where it is of another type). In
+            `build`: no compiler on this machine, no repeated blocks, an optimizer or a plan that
+            does not fit into a graph.
+
+    Law: the identity, to rounding. Random numbers that the loss draws are others.
+
+    Cost: compiling, in the first steps. No host synchronisation.
+
+    >>> import accel_fn as af
+    >>> af.compiled()(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, compile_loss=[compile_loss(mode='default', \
+fullgraph=False, dynamic=None)])
+    """
+    if mode not in MODES:
+        raise ArgumentError(message("compiled", "mode", f"be one of {', '.join(MODES)}", mode))
+    check_flag("compiled", "fullgraph", fullgraph)
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise ArgumentTypeError(message("compiled", "dynamic", "be True, False or None", dynamic))
+    settings: dict[str, Any] = {"mode": mode, "fullgraph": fullgraph, "dynamic": dynamic}
+    slots = {
+        "loss": ("compile_loss", Compiled(compile_loss, **settings)),
+        "blocks": ("compile_loss", Compiled(compile_blocks, **settings)),
+        "step": ("compile_step", Compiling(compile_step, mode=mode, dynamic=dynamic)),
+    }
+    if scope not in slots:
+        raise ArgumentError(message("compiled", "scope", f"be one of {', '.join(slots)}", scope))
+    slot, function = slots[scope]
+
+    def compiled_plan(plan: Plan) -> Plan:
+        filled: dict[str, Any] = {slot: (*getattr(plan, slot), function)}
+        return replace(plan, **filled)
+
+    return compiled_plan
+
+
+class Compiling(Asked):
+    """`compile_step` with its settings."""
+
+    def check(self, state: DistState, plan: Plan) -> None:
+        """Refuse what one graph cannot hold."""
+        if state.world_size > 1:
+            raise PlanError(
+                f'build: compiled(scope="step") must have a world of one, got {state.world_size} ranks, '
+                'whose gradients no graph can average; use scope="loss"'
+            )
+        fitting = [each for each in plan.split if isinstance(each, Fitting)]
+        outside = [*plan.compile_loss, *fitting, *plan.grad_fns, *plan.verdicts]
+        if outside:
+            names = ", ".join(map(describe, outside))
+            raise PlanError(
+                'build: compiled(scope="step") must hold all from micro-batches to the update, got '
+                f'{names}; leave it out, or use scope="loss"'
+            )
+        hooked = _hooked(plan)
+        if hooked:
+            raise PlanError(
+                'build: compiled(scope="step") must have an optimizer and parameters without hooks, which '
+                f'no graph calls, got those of {hooked}; remove them, or use scope="loss"'
+            )
+
+
+def _hooked(plan: Plan) -> str:
+    """What has hooks that are called in an update or for a gradient: a name of it, or none."""
+    if has_hooks(plan.optimizer):
+        return f"{type(plan.optimizer).__name__}.step"
+    named = plan.model.named_parameters()
+    return next((n for n, p in named if p._backward_hooks or p._post_accumulate_grad_hooks), "")
+
+
+def compile_loss(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:
+    """`module`, which runs compiled from now on."""
+    _check_machine(state)
+    compile_in_place([module], outermost=True, **settings)
+    return module
+
+
+def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:
+    """`module`, the repeated blocks of which run compiled from now on."""
+    blocks = repeated(module)
+    if not blocks:
+        raise PlanError(
+            'build: compiled(scope="blocks") must find modules of one class repeated in an '
+            'nn.ModuleList or nn.Sequential, got none; use scope="loss"'
+        )
+    _check_machine(state)
+    for alike in _by_kind(blocks.values()):
+        compile_in_place(alike, outermost=False, **settings)
+    return module
+
+
+def _by_kind(blocks: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
+    """Those that one graph may serve: of other shapes, each takes its own of the few that torch keeps."""
+    kinds: dict[Any, list[nn.Module]] = defaultdict(list)
+    for each in blocks:
+        shapes = tuple((name, p.shape, p.dtype) for name, p in each.named_parameters())
+        kinds[type(each), shapes].append(each)
+    return kinds.values()
+
+
+def compile_step(state: DistState, whole: WholeFn, *, mode: str, dynamic: bool | None) -> WholeFn:
+    """The function compiled into one graph, without the checks of sizes that its guards make anyway."""
+    _check_machine(state)
+    options = {**options_of(mode), "size_asserts": False, "guard_filter_fn": moving_guards}
+    if state.device.type == "cpu":
+        options |= _for_cpu(mode)
+    run = compile_function(whole, fullgraph=True, dynamic=dynamic, options=options)
+    return keep_outputs(run, mode)
+
+
+def _for_cpu(mode: str) -> dict[str, Any]:
+    """Kernels called from C++ and not from Python between them, and numbers computed once."""
+    settings = torch._inductor.config
+    in_cpp = sys.platform == "linux" and mode in _IN_CPP
+    own: dict[str, Any] = {"cpp_wrapper": settings.cpp_wrapper or in_cpp}
+    if settings.post_grad_custom_post_pass is None:  # else the user's
+        hoisting = import_module(
+            "accel_fn.transforms.compile.pass_hoist_scalars"
+        )  # which imports the compiler
+        own["post_grad_custom_post_pass"] = hoisting.Hoisting()
+    return own
+
+
+def _check_machine(state: DistState) -> None:
+    all_or_none(lambda: check_compiler(state.device), state, "build")

@@ -1,0 +1,249 @@
+"""An optimizer's update as a part of a compiler's graph, and which optimizers can be one."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel_fn.base.torch_compile import compile_function, reason_of
+from accel_fn.errors import LossError, PlanError
+from accel_fn.transforms.compile.scalars_as_tensors import Factored
+
+Memory = dict[str, Any]
+Group = dict[str, Any]
+
+_IN_A_GRAPH = {"foreach": False, "fused": False, "capturable": True}
+"""Options that choose an implementation: plain operations on tensors alone are what a compiler wants."""
+
+
+class Captured:
+    """`optimizer.step` over gradients that are given, inside of a graph.
+
+    torch's compiler has a way of its own with an `Optimizer`, which needs gradients
+    that are there before the graph begins. So the methods of its class are run on an
+    object that is none, made anew in the graph from what the optimizer remembers, and
+    what it then remembers is written back.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[Tensor], device: torch.device
+    ) -> None:
+        self._optimizer = optimizer
+        self._kind = methods_of(optimizer)
+        groups = optimizer.param_groups
+        numbers = {each: number for number, each in enumerate(parameters)}
+        self._members = [[numbers[p] for p in group["params"] if p in numbers] for group in groups]
+        self._parameters = parameters
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.rates = torch.zeros(len(groups), dtype=dtype, device=device)
+        """Learning rates of the groups: as numbers, a change of them would take another graph."""
+        self._seen: list[Group] = [{} for _ in groups]
+        self._settings: list[Group] = [{} for _ in groups]
+        self._around: AbstractContextManager[Any] = nullcontext()
+        """What the optimizer's step runs in."""
+
+    def settings(self) -> list[Group]:
+        """The hyperparameters of the groups as they are now, but for the learning rates.
+
+        A dict that has not changed is the same one as before, which guards are quick to see.
+        """
+        for index, group in enumerate(self._optimizer.param_groups):
+            if group != self._seen[index]:
+                self._follow(index, group)
+        return self._settings
+
+    def _follow(self, index: int, group: Group) -> None:
+        settings, seen = self._settings[index], self._seen[index]
+        for name, value in group.items():
+            if name in seen and seen[name] is value:
+                continue
+            moves = name in seen and seen[name] != value
+            seen[name] = value
+            if name == "lr" and isinstance(value, float | int):
+                self.rates[index] = value
+            elif name != "params":
+                if moves:
+                    self._around = Factored()  # from now on its values are inputs of the graph
+                settings[name] = _IN_A_GRAPH.get(name, value)
+
+    def memory(self) -> list[Memory]:
+        """What the optimizer remembers now, of each parameter."""
+        state = self._optimizer.state
+        return [state.get(each, {}) for each in self._parameters]
+
+    def settle(self) -> None:
+        """Tell the compiler that what an optimizer remembers stays in place, as CUDA graphs need it."""
+        for held in self.memory():
+            for value in held.values():
+                if isinstance(value, Tensor) and value.is_cuda:
+                    torch._dynamo.mark_static_address(value)
+
+    def update(
+        self,
+        groups: Sequence[Group],
+        rates: Tensor,
+        memory: Sequence[Memory],
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        ok: Tensor | None,
+    ) -> None:
+        """Parameters and memory as after the optimizer's step; as they were where `ok` is False."""
+        running = self._kind()
+        reached = []
+        running.state, running.param_groups = {}, []
+        for group, rate, numbers in zip(groups, rates, self._members, strict=True):
+            members = []
+            for number in numbers:
+                parameter, gradient = parameters[number], gradients[number]
+                if gradient is not None:
+                    parameter.grad = gradient
+                    held = {name: _widened(value) for name, value in memory[number].items()}
+                    running.state[parameter] = held
+                    members.append(parameter)
+                    reached.append((parameter, parameter.clone(), held, memory[number]))
+            running.param_groups.append({"lr": rate, **group, "params": members})
+        with self._around:
+            running.step()
+        for parameter, old, held, remembered in reached:
+            parameter.grad = None
+            if ok is not None:
+                parameter.copy_(torch.where(ok, parameter, old))
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    if name not in remembered:
+                        raise LossError("loss_fn reaches a parameter that it did not at first")
+                    kept = remembered[name]
+                    kept.copy_(value if ok is None else torch.where(ok, value, kept))
+
+
+def _widened(value: Any) -> Any:
+    """A copy; of a count or a rate in the precision in which the host would compute with it."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.double() if not value.ndim and value.dtype == torch.float32 else value.clone()
+
+
+def methods_of(optimizer: Optimizer) -> Any:
+    """A class with all of an optimizer but its state and groups, that is none to the compiler."""
+    own: dict[str, Any] = {}
+    for each in reversed(type(optimizer).__mro__[:-1]):
+        own |= {name: _bare(v) for name, v in vars(each).items() if not name.startswith("__")}
+    own |= {name: v for name, v in vars(optimizer).items() if name not in own}
+    checks = [name for name in own if name.endswith("_graph_capture_health_check")]
+    return type(type(optimizer).__name__, (), {**own, **dict.fromkeys(checks, _nothing)})
+
+
+def _bare(member: Any) -> Any:
+    """A method without its decorators: profilers, hooks, no_grad, and what keeps the compiler out."""
+    return inspect.unwrap(member) if isinstance(member, FunctionType) else member
+
+
+def _nothing(self: Any) -> None:
+    pass
+
+
+def gradients_of(
+    loss: Tensor, seed: Tensor | None, parameters: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a loss, one operation of a graph that allows it; None for those it does not reach."""
+    gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
+    if all(each is None for each in gradients):
+        raise LossError(
+            "step: loss_fn must reach the model's parameters by the model given to it, got no gradient"
+        )
+    return gradients
+
+
+def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
+    """Does an optimizer remember tensors between two updates? Refuses one that fits into no graph."""
+    if device.type != "cpu" and any(map(_counts_on_host, optimizer.param_groups)):
+        options = [each for each in ("capturable", "fused") if each in optimizer.param_groups[0]]
+        repair = f"make it with {' or '.join(f'{each}=True' for each in options)}"
+        raise _misfit(optimizer, "it counts on the host", repair)
+    try:
+        trial = _trial(optimizer, device)
+        trial.step()
+        first = _plain(trial)
+        trial.step()
+        if first != _plain(trial):
+            raise TypeError("it counts in Python's numbers")
+        _compare(trial, device)
+    except Exception as error:
+        empty = f"it looks for {error} in its state before the first update has made any"
+        reason = empty if isinstance(error, KeyError) else reason_of(error)
+        raise _misfit(optimizer, reason, "use one of torch.optim, such as AdamW") from error
+    (memory,) = trial.state.values() or ({},)
+    return any(isinstance(value, Tensor) for value in memory.values())
+
+
+def _misfit(optimizer: Optimizer, reason: str, repair: str) -> PlanError:
+    return PlanError(
+        'build: compiled(scope="step") must have an optimizer that fits into a graph, got '
+        f'{type(optimizer).__name__}: {reason}; {repair}, or use scope="loss"'
+    )
+
+
+def _trial(optimizer: Optimizer, device: torch.device) -> Optimizer:
+    """An optimizer like this one, of a small matrix."""
+    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+        raise TypeError("it runs another optimizer")
+    group = optimizer.param_groups[0]
+    parameter = torch.nn.Parameter(torch.eye(2, dtype=group["params"][0].dtype, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    trial: Optimizer = object.__new__(type(optimizer))
+    vars(trial).update({name: v for name, v in vars(optimizer).items() if not callable(v)})
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**group, "params": [parameter]}]
+    return trial
+
+
+def _counts_on_host(group: Group) -> bool:
+    return "capturable" in group and not (group["capturable"] or group.get("fused"))
+
+
+def _plain(trial: Optimizer) -> list[str]:
+    """All that an optimizer holds beside tensors, to be compared."""
+    held = [vars(trial), *trial.param_groups, *trial.state.values()]
+    left_out = ("state", "param_groups", "params")
+    return [
+        f"{name}={value!r}"
+        for each in held
+        for name, value in each.items()
+        if name not in left_out and not isinstance(value, Tensor)
+    ]
+
+
+def _compare(trial: Optimizer, device: torch.device) -> None:
+    """Hold the captured update of a trial against its step, from the same start."""
+    (parameter,) = trial.param_groups[0]["params"]
+    gradient = parameter.grad
+    captured = Captured(trial, [parameter], device)
+
+    def update(groups: Sequence[Group], rates: Tensor, memory: Sequence[Memory]) -> None:
+        captured.update(groups, rates, memory, [parameter], [gradient], None)
+
+    changed = [parameter, *(v for v in trial.state[parameter].values() if isinstance(v, Tensor))]
+    start = [each.detach().clone() for each in changed]
+    ends = []
+    compiled = compile_function(update, backend="eager", fullgraph=True)
+    for run in (
+        lambda: compiled(captured.settings(), captured.rates, captured.memory()),
+        trial.step,
+    ):
+        with torch.no_grad():
+            for tensor, value in zip(changed, start, strict=True):
+                tensor.copy_(value)
+            parameter.grad = gradient
+            run()
+        ends.append([each.detach().clone() for each in changed])
+    for ours, theirs in zip(*ends, strict=True):
+        if not torch.allclose(ours, theirs, rtol=1e-3):
+            raise TypeError("in a graph it computes something else")

@@ -1,0 +1,1 @@
+"""Replicas whose gradients are averaged."""

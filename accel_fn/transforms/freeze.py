@@ -1,0 +1,176 @@
+"""freeze: some parameters stay as they are, for good or until a given update."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from accel_fn.base.delayed_read import Echo
+from accel_fn.base.state import DistState
+from accel_fn.errors import ArgumentTypeError, PlanError, check_count, message
+from accel_fn.step.grads import Grads
+from accel_fn.step.plan import GradFn, Kept, Plan, Report, Transform
+
+
+def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform:
+    """Leave some parameters as they are, until update number `until`.
+
+    The optimizer is given no gradient for them, so it does nothing to them, no weight decay
+    either; clipping and the norm do not see them. From then on they train as the others do.
+    An update that is skipped does not count.
+
+    Law: the loop in which these parameters' `.grad` is None so long.
+
+    Args:
+        names: names of parameters or of modules, as in `model.named_parameters()`; a module's
+            name means all that is in it.
+        until: the number of the first update that trains them, >= 1; default: none does.
+
+    Returns:
+        A transform.
+
+    Raises:
+        TypeError: `names` are no strings.
+        ValueError: a name that the model does not have, nothing left to train for good, or
+            `until` is no integer >= 1.
+
+    Cost: their gradients are computed and averaged all the same, so that nothing has to be wrapped
+    anew at that update; in a world of several one copy of the gradients. Where it is for good,
+    `requires_grad_(False)` on the model costs less. On an accelerator where updates may be
+    skipped, one host synchronisation before each update that may be number `until`.
+
+    >>> import accel_fn as af
+    >>> af.freeze("weight", until=100)(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, grad_fns=[frozen(names=('weight',), until=100)], \
+after=[thawing(until=100)])
+    """
+    listed = (names,) if isinstance(names, str) else tuple(names)
+    if not listed or not all(isinstance(name, str) for name in listed):
+        rule = "be names of parameters or modules"
+        raise ArgumentTypeError(message("freeze", "names", rule, names))
+    if until is not None:
+        check_count("freeze", "until", until)
+    freezing = Kept(frozen, names=listed, until=until)
+    counting = () if until is None else (Kept(thawing, until=until),)
+
+    def freeze_plan(plan: Plan) -> Plan:
+        _check_names(plan, listed, until)
+        return replace(
+            plan,
+            grad_fns=(freezing, *plan.grad_fns),  # innermost, wherever it is listed
+            after=(*plan.after, *counting),
+        )
+
+    return freeze_plan
+
+
+def frozen(state: DistState, plan: Plan, *, names: Sequence[str], until: int | None) -> Frozen:
+    """What takes the gradients of these parameters away, of one step."""
+    return Frozen(plan, names, until)
+
+
+def thawing(state: DistState, plan: Plan, *, until: int) -> Thawing:
+    """What ends it for the parameters of one step that are frozen until then."""
+    found = [each for each in plan.grad_fns if isinstance(each, Frozen) and each.until == until]
+    return Thawing(found, until, always=plan.updates_always(state))
+
+
+class Frozen:
+    """Takes the gradients of some parameters away, so long as it is `closed`."""
+
+    def __init__(self, plan: Plan, names: Sequence[str], until: int | None) -> None:
+        self.until = until
+        self.closed = True
+        self._names = names
+        name_of = {id(each): name for name, each in plan.model.named_parameters()}
+        self._places = {
+            place
+            for place, each in enumerate(plan.trained())
+            if _is_named(name_of[id(each)], names)
+        }
+
+    def __call__(self, grad_fn: GradFn) -> GradFn:
+        """Gradients without those."""
+
+        def dropped(state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
+            state, grads, report = grad_fn(state, batch)
+            if not self.closed:
+                return state, grads, report
+            tensors = [
+                None if place in self._places else each for place, each in enumerate(grads.tensors)
+            ]
+            return state, Grads(tensors, grads.factor), report
+
+        return dropped
+
+    def __repr__(self) -> str:
+        return f"frozen(names={self._names!r}, until={self.until})"
+
+
+class Thawing:
+    """Counts the updates that are made, up to the last before `until`; then opens what is frozen."""
+
+    def __init__(self, frozen: Sequence[Frozen], until: int, *, always: bool) -> None:
+        self._frozen = frozen
+        self._until = until
+        self._always = always
+        """Is every update made?"""
+        self._echo = Echo()
+        self._set_num_updates(0)
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        if self._num_updates + 1 >= self._until:
+            return state
+        if self._always:
+            self._set_num_updates(self._num_updates + 1)
+            return state
+        assert report.applied is not None
+        self._hear(self._echo(report.applied))
+        if self._num_updates + 2 >= self._until:  # if the one not heard of was made, the next is it
+            self._hear(self._echo.last())
+        return state
+
+    def _hear(self, applied: Tensor | None) -> None:
+        self._set_num_updates(self._num_updates + (0 if applied is None else int(applied)))
+
+    def _set_num_updates(self, number: int) -> None:
+        self._num_updates = number
+        for each in self._frozen:
+            each.closed = number + 1 < self._until
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into checkpoints."""
+        self._hear(self._echo.last())
+        return {"num_updates": self._num_updates}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what was saved."""
+        self._echo.last()
+        self._set_num_updates(saved["num_updates"])
+
+    def __repr__(self) -> str:
+        return f"thawing(until={self._until})"
+
+
+def _is_named(name: str, names: Sequence[str]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in names)
+
+
+def _check_names(plan: Plan, names: Sequence[str], until: int | None) -> None:
+    name_of = {id(each): name for name, each in plan.model.named_parameters()}
+    for name in names:
+        if not any(_is_named(each, [name]) for each in name_of.values()):
+            near = difflib.get_close_matches(name, name_of.values(), n=1)
+            repair = f"; did you mean {near[0]}?" if near else ""
+            raise PlanError(
+                f"freeze: names must be of parameters or modules of the model, got {name!r}{repair}"
+            )
+    left = [each for each in plan.trained() if not _is_named(name_of.get(id(each), ""), names)]
+    if until is None and not left:
+        raise PlanError(
+            f"freeze: names must leave a parameter to train, got {list(names)}; give until=..."
+        )

@@ -1,0 +1,258 @@
+"""wrap_fsdp: parameters, gradients and optimizer state in shards over the ranks, by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
+
+from accel_fn.base.blocks import Blocks, check_blocks, find_blocks, is_container
+from accel_fn.base.state import DistState
+from accel_fn.comm import primitives
+from accel_fn.comm.dtensor import is_sharded
+from accel_fn.comm.mesh import make_mesh
+from accel_fn.errors import ArgumentTypeError, PlanError, check_count, check_flag, message
+from accel_fn.step.plan import Asked, Plan, Transform
+from accel_fn.transforms.accumulate.retry_on_oom import Fitting
+from accel_fn.transforms.fsdp.sharded_loss import Sharded, loss_module_of
+
+_WHOLE_ONLY = (Adafactor, Muon, Rprop)
+_NOT_FUSED = (SGD, Adagrad)
+
+
+def wrap_fsdp(
+    *,
+    blocks: Blocks = None,
+    replicate: int = 1,
+    reshard_after_forward: bool = True,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    offload: bool = False,
+) -> Transform:
+    """Train one model in shards on all ranks: parameters, gradients and optimizer state, 1/W on each.
+
+    A block's parameters are gathered for its forward and its backward, and are shards
+    again after; what is in no block is whole from the forward to the end of the backward. The
+    model starts from rank 0's parameters and buffers, and every update gets the
+    exact mean over the items of the global batch, as under `wrap_ddp`. In a world of one
+    there is nothing to shard, and nothing to do but for `param_dtype` and `offload`.
+
+    The user's model keeps its class and its `state_dict` keys; its parameters, and those that
+    the optimizer holds, become shards (torch's `DTensor`) in `build`. What the optimizer has
+    kept of them until then is cut likewise.
+
+    Law: W ranks are one rank, for every W, uneven parts, any weights, an empty rank.
+
+    Args:
+        blocks: what is gathered at a time: a class of modules, several, or names of modules (the name
+            of a list stands for its items). Default: the modules that are repeated
+            most in the model's outermost lists and sequences.
+        replicate: number of groups of shards, which divides the number of ranks: parameters are
+            sharded within a group of ranks in a row, and alike in all groups.
+        reshard_after_forward: False: blocks stay whole until their backward, and from one
+            micro-batch to the next, which takes more memory and less traffic.
+        param_dtype: of gathered parameters, and of what a model or block is called
+            with; default: as they are. Shards, and what the optimizer sees, keep theirs.
+        reduce_dtype: in which gradients are added up over the ranks; None: that of the gradients.
+            Gradients in float64 are added up in float64.
+        offload: keep shards, gradients and optimizer state in host memory.
+
+    Returns:
+        A transform.
+
+    Raises:
+        ValueError: `replicate` is no integer >= 1 (TypeError too where it is no integer), or `blocks`
+            are a list of none. In `build`, on all ranks: `replicate` does not divide the number of
+            ranks, or is not 1 with `accumulate("auto")`, `blocks` match nothing, or the model
+            holds what FSDP cannot shard, by name: a parameter that is tied across blocks, 0-dim,
+            not contiguous, sharded already, or of another dtype; or, in a world of several, an
+            `nn.Embedding` with a `max_norm`.
+        TypeError: another argument is of the wrong type.
+
+    Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients of each a
+        step (with accumulation, the gathers for every micro-batch, and gradients that stay
+        whole until the last); beside them two small collectives on the host and one of a number.
+        Where ranks have different numbers of micro-batches, those with fewer compute another
+        rank's with weight 0. The global norm costs one collective of a number.
+
+    Source: Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054.
+
+    >>> import accel_fn as af
+    >>> af.wrap_fsdp(replicate=2)(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, own_parameters=[shard(replicate=2)])
+    """
+    check_blocks("wrap_fsdp", blocks)
+    check_count("wrap_fsdp", "replicate", replicate)
+    flags = {"reshard_after_forward": reshard_after_forward, "offload": offload}
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    for name, flag in flags.items():
+        check_flag("wrap_fsdp", name, flag)
+    for name, dtype in dtypes.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            rule = "be a floating-point torch.dtype or None"
+            raise ArgumentTypeError(message("wrap_fsdp", name, rule, dtype))
+    settings: dict[str, Any] = {"blocks": blocks, "replicate": replicate, **flags, **dtypes}
+    defaults: Mapping[str, Any] = shard.__kwdefaults__ or {}
+    sharding = Sharding(shard, **{n: v for n, v in settings.items() if v != defaults[n]})
+
+    def fsdp_plan(plan: Plan) -> Plan:
+        return replace(plan, own_parameters=(*plan.own_parameters, sharding))
+
+    return fsdp_plan
+
+
+class Sharding(Asked):
+    """`shard` with its settings."""
+
+    given_by = "wrap_fsdp"
+
+    def check(self, state: DistState, plan: Plan) -> None:
+        replicate = self.keywords.get("replicate", 1)
+        if state.world_size % replicate:
+            rule = f"divide the number of ranks, {state.world_size}"
+            raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
+        if any(isinstance(each, Fitting) for each in plan.split) and state.world_size > 1:
+            _check_fitting(replicate)
+        alone = [name for name in ("param_dtype", "offload") if self.keywords.get(name)]
+        if plan.compile_step and alone:
+            raise PlanError(
+                f'build: wrap_fsdp({alone[0]}) must not be used with compiled(scope="step"), whose graph '
+                'cannot hold what gathers parameters; leave it out, or use scope="loss"'
+            )
+        _check_parameters(plan.model, _units(plan.model, self.keywords.get("blocks")))
+        _check_optimizer(plan.optimizer)
+
+
+def _check_fitting(replicate: int) -> None:
+    if replicate != 1:
+        rule = 'be 1 with accumulate("auto")'
+        repair = "give a number of micro-batches"
+        raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate, repair))
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise PlanError(
+            f'build: accumulate("auto") with wrap_fsdp must have torch >= 2.13, got {torch.__version__}; '
+            "give a number of micro-batches"
+        )
+
+
+def shard(
+    state: DistState,
+    module: nn.Module,
+    *,
+    blocks: Blocks = None,
+    replicate: int = 1,
+    reshard_after_forward: bool = True,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    offload: bool = False,
+) -> nn.Module:
+    """`module` over shards of its model's parameters; itself where there is nothing to do."""
+    if state.world_size == 1 and param_dtype is None and not offload:
+        return module
+    model = loss_module_of(module).model
+    tops, units = dict(_tops(model, "")), _units(model, blocks)
+    if state.world_size > 1:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            primitives.broadcast(tensor.detach(), state, 0, "build")
+    mesh = make_mesh(state, replicate)
+    pinned = state.device.type != "cpu"
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype, _adding(model, param_dtype, reduce_dtype)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+    }
+    sharded = Sharded(module, keeps_whole=not reshard_after_forward)
+    for name in sorted(units, key=lambda name: name.count(".") if name else -1, reverse=True):
+        reshard = reshard_after_forward and name not in tops
+        sharded.own(units[name], partial(fully_shard, reshard_after_forward=reshard, **options))
+    for top in tops.values():
+        sharded.watch(top)
+    fully_shard(sharded, mesh=mesh)
+    with torch.no_grad():
+        sharded(None)  # FSDP takes what runs first for the root
+    return sharded
+
+
+def _units(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
+    """What is gathered at a time, by name."""
+    return {**dict(_tops(model, "")), **find_blocks(model, blocks, "wrap_fsdp")}
+
+
+def _tops(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The model, or, where it is a mere container, what is in it."""
+    if not is_container(module):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _tops(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _adding(
+    model: nn.Module, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """In which dtype gradients are added up: in float64 where they are."""
+    gradients = param_dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
+    return None if gradients == torch.float64 else reduce_dtype
+
+
+def _check_parameters(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """Refuse, by name, what FSDP cannot shard, or would only refuse in the first step."""
+    holders: dict[nn.Parameter, tuple[str, str]] = {}
+    first = next(p for p in model.parameters() if p.requires_grad)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holder = max((each for each in units if _is_in(name, each)), key=len)
+        other, elsewhere = holders.setdefault(parameter, (name, holder))
+        alike = parameter.dtype == first.dtype or not parameter.requires_grad
+        rules = {
+            "hold parameters whole; build once": not is_sharded(parameter),
+            "tie parameters within a block, or outside of all; name other blocks": elsewhere
+            == holder,
+            "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
+            "hold contiguous parameters; make it so": parameter.is_contiguous(),
+            f"train parameters of one dtype, {first.dtype}; convert it": alike,
+        }
+        for told, holds in rules.items():
+            if not holds:
+                rule, repair = told.split("; ")
+                got = name if other == name else f"{other} and {name}"
+                raise PlanError(f"build: wrap_fsdp's model must {rule}, got {got}; {repair}")
+
+
+def _is_in(name: str, unit: str) -> bool:
+    return not unit or name.startswith(f"{unit}.")
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse those of torch's whose update torch cannot compute on shards."""
+    name = type(optimizer).__name__
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if isinstance(optimizer, _WHOLE_ONLY):
+        rule, repair = "be one that can update shards", "use AdamW, say"
+    elif fused and isinstance(optimizer, _NOT_FUSED):
+        rule, repair, name = "have a kernel for shards", "leave out fused", f"{name}(fused=True)"
+    else:
+        rule, repair, name = _broken_state(optimizer)
+    if rule:
+        raise PlanError(f"build: wrap_fsdp's optimizer must {rule}, got {name}; {repair}")
+
+
+def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
+    """What it holds of a parameter that cannot be cut with it."""
+    for parameter, held in optimizer.state.items():
+        for name, value in held.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                shapes = f"{name!r} of shape {list(value.shape)} for one of {list(parameter.shape)}"
+                return "hold tensors of its parameters' shapes", "make it anew", shapes
+    return "", "", ""

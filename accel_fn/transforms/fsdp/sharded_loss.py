@@ -1,0 +1,186 @@
+"""The loss as a module whose parameters are shards: what FSDP is applied to in place of the user's model.
+
+FSDP changes the class of a module that it is applied to. Here a module of the user's has that
+class only while one of FSDP's own methods is called on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn.base.batch import map_tensors
+from accel_fn.base.state import DistState
+from accel_fn.comm import primitives
+from accel_fn.comm.collectives import broadcast
+from accel_fn.comm.dtensor import is_sharded
+from accel_fn.step.global_mean import SummedTally
+from accel_fn.step.loss_module import LossModule
+from accel_fn.step.microbatches import Parts, Weights
+from accel_fn.transforms.fsdp.replay_after_oom import Gathering, Reducing, Way
+
+
+class Sharded(nn.Module):
+    """A module that maps a batch to its loss, over parameters that are whole only while they are needed.
+
+    Every forward and backward gathers them, so all ranks must run as many: see `evened`.
+    """
+
+    def __init__(self, module: nn.Module, *, keeps_whole: bool) -> None:
+        super().__init__()
+        self.module = module
+        self._keeps_whole = keeps_whole
+        """Do parameters stay whole between micro-batches?"""
+        self._kinds: dict[nn.Module, type[nn.Module]] = {}
+        """Modules with shards, and the classes that FSDP made for them."""
+        self._tops: list[nn.Module] = []
+        """Those of them that hold what is in no block."""
+
+    def count_collectives(self) -> Way:
+        """From now on, of its forwards and backwards."""
+        way = Way()
+        self._call("set_custom_all_gather", self._kinds, Gathering(way))
+        self._call("set_custom_reduce_scatter", self._kinds, Reducing(way))
+        return way
+
+    def own(self, unit: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
+        """Shard the parameters of a part of the model, which keeps its class."""
+        kind = type(unit)
+        unit.register_forward_hook(_without_views)
+        fully_shard(unit)
+        self._kinds[unit], unit.__class__ = type(unit), kind
+
+    def watch(self, top: nn.Module) -> None:
+        """Gather what this part holds in no block before every loss; it may also be called alone."""
+        self._tops.append(top)
+        top.register_forward_hook(self.free)
+
+    def forward(self, batch: Any) -> Tensor:
+        """The loss of a batch; for None, a zero that reaches every shard."""
+        if batch is None:
+            zeros = [each.to_local().flatten()[:0].sum() for each in self._shards()]
+            return torch.stack(zeros).sum()
+        self._call("unshard", self._tops)  # the loss may call any method of the model
+        loss: Tensor = self.module(batch)
+        self.free()
+        return loss
+
+    def free(self, *_: object) -> None:
+        """Have shards alone, unless a backward is to come."""
+        if not torch.is_grad_enabled():
+            self._call("reshard", self._kinds)
+
+    @contextmanager
+    def clean(self) -> Iterator[None]:
+        """Begin anew where what is done in it fails."""
+        try:
+            yield
+        except BaseException:
+            self.begin_anew()
+            raise
+
+    def begin_anew(self) -> None:
+        """Have shards alone, and forget what was gathered, and what was not finished."""
+        forget = getattr(self, "reset_iter_state", None)  # of FSDP, since torch 2.13
+        if forget is not None:
+            forget()
+        self._call("reshard", self._kinds)
+        self._forget_sums()
+
+    def _forget_sums(self) -> None:
+        """What FSDP has added up in a wider dtype, and does not reset."""
+        for state in self._call("_get_fsdp_state", self._kinds):
+            several = vars(state).get("_fsdp_param_groups")  # older torch holds one, or none
+            for group in [state._fsdp_param_group] if several is None else several:
+                for parameter in group.fsdp_params if group else ():
+                    parameter.unsharded_accumulated_grad = None
+
+    def trainable(self) -> list[nn.Parameter]:
+        """What a backward may reach: every parameter, whole, and its shard."""
+        found = []
+        for module in self._kinds:
+            self._call("unshard", [module])
+            found += [each for each in module.parameters() if not is_sharded(each)]
+            self._call("reshard", [module])
+        return [each for each in [*found, *self._shards()] if each.requires_grad]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The gradients of a micro-batch stay on this rank, whole."""
+        self._sync(False)
+        try:
+            yield
+        finally:
+            self._sync(True)
+
+    def _sync(self, on: bool) -> None:
+        self._call("set_requires_gradient_sync", [self], on)
+        if self._keeps_whole:
+            self._call("set_reshard_after_backward", [self], on)
+
+    def _shards(self) -> list[Any]:
+        return [each for each in self.parameters() if is_sharded(each) and each.requires_grad]
+
+    def _call(self, method: str, modules: Iterable[nn.Module], *arguments: object) -> list[Any]:
+        """Call a method of FSDP's on these modules, while all are of the classes that have it."""
+        own = {module: type(module) for module in self._kinds}
+        for module, kind in self._kinds.items():
+            module.__class__ = kind
+        try:
+            return [getattr(module, method)(*arguments) for module in modules]
+        finally:
+            for module, kind in own.items():
+                module.__class__ = kind
+
+
+def _without_views(_module: nn.Module, _inputs: object, output: Any) -> Any:
+    """The output, copied where it is a view: written to, that would lose what gathers for the backward."""
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor
+
+    return map_tensors(apart, output)
+
+
+def shards_alone(module: nn.Module) -> None:
+    """Have shards alone, where a call of the model outside of a step has left them whole for its backward."""
+    if isinstance(module, Sharded):
+        module.begin_anew()
+
+
+def loss_module_of(module: nn.Module) -> LossModule:
+    """The user's loss, inside of what was made of it."""
+    return next(each for each in module.modules() if isinstance(each, LossModule))
+
+
+def evened(
+    module: nn.Module,
+    state: DistState,
+    tally: SummedTally | None,
+    parts: Parts,
+    weights: Weights,
+) -> tuple[Parts, Weights]:
+    """As many micro-batches on every rank, where a forward needs all ranks.
+
+    A rank that has fewer computes one of another rank's instead, with no weight: times
+    zero, its gradient is zero wherever that rank's is finite.
+
+    Cost: for sharded parameters one small collective; a broadcast of a micro-batch where the
+    numbers differ.
+    """
+    if not isinstance(module, Sharded) or state.world_size == 1:
+        return parts, weights
+    if tally is not None:
+        tally.total()  # where one rank could not count its batch, all raise here
+    counts = primitives.exchange_number(len(parts), state, "step")
+    most = max(counts)
+    if min(counts) == most:
+        return parts, weights
+    source = counts.index(most)
+    spare = broadcast(parts[0] if state.rank == source else None, state, source=source)
+    lacking = most - len(parts)
+    return [*parts, *[spare] * lacking], [*weights, *[0] * lacking]

@@ -1,0 +1,1 @@
+"""Ranks that train apart and average now and then."""

@@ -1,0 +1,1 @@
+"""The same bits for every number of ranks."""

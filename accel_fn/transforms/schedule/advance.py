@@ -1,0 +1,226 @@
+"""When a learning-rate schedule advances: after every update that was made, whoever knows that first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from accel_fn.base.delayed_read import Echo
+from accel_fn.base.state import DistState
+from accel_fn.step.plan import Plan, Report
+
+MetricFn = Callable[[Report], Tensor | float]
+
+
+class Advance:
+    """How a scheduler advances by an update that was made."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def __call__(self) -> None:
+        # The scheduler warns unless the optimizer's step was called, as a compiled step does not.
+        self.scheduler.optimizer._opt_called = True
+        self.scheduler.step()
+
+    def note(self, state: DistState, report: Report) -> None:
+        """Look at a step's report, before the scheduler advances by it."""
+
+    def kept(self) -> dict[str, Any]:
+        """All that an advance changes."""
+        return {"scheduler": self.scheduler.state_dict()}
+
+    def put_back(self, kept: Mapping[str, Any]) -> None:
+        """Undo advances."""
+        self.scheduler.load_state_dict(kept["scheduler"])
+
+    def hear_all(self) -> None:
+        """Wait for what was noted."""
+
+
+class AdvanceByMetric(Advance):
+    """By a number that says how well the run goes.
+
+    That of the update that is made, or, on an accelerator, of the one made before it.
+    """
+
+    def __init__(self, scheduler: ReduceLROnPlateau, metric: MetricFn) -> None:
+        super().__init__(scheduler)
+        self._metric = metric
+        self._echo = Echo()
+        self._newest: float | None = None
+        """Of an update that was made, and by which the scheduler has not advanced."""
+
+    def __call__(self) -> None:
+        if self._newest is not None:
+            self.scheduler.step(self._newest)
+            self._newest = None
+
+    def note(self, state: DistState, report: Report) -> None:
+        """Look at a step's report, and hear of it, or of the one before."""
+        assert report.applied is not None
+        dtype = torch.float64 if state.device.type == "cpu" else torch.float32
+        metric = self._metric(report)
+        if not isinstance(metric, Tensor):
+            metric = torch.full((), metric, dtype=dtype, device=state.device)
+        metric = metric.to(state.device, dtype)
+        self._hear(self._echo(torch.stack([metric, report.applied.to(dtype)])))
+
+    def kept(self) -> dict[str, Any]:
+        """All that an advance changes."""
+        return {**super().kept(), "metric": self._newest}
+
+    def put_back(self, kept: Mapping[str, Any]) -> None:
+        """Undo advances."""
+        super().put_back(kept)
+        self._newest = kept.get("metric")
+
+    def hear_all(self) -> None:
+        """Wait for what was noted."""
+        self._hear(self._echo.last())
+
+    def _hear(self, known: Tensor | None) -> None:
+        if known is not None and known[1]:
+            self._newest = known[0].item()
+
+
+class Schedule:
+    """Advances a scheduler after every update that was made, as the host sees them."""
+
+    def __init__(self, advance: Advance, *, always: bool) -> None:
+        self._advance = advance
+        self._always = always
+        """Is every update made?"""
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        self._advance.note(state, report)
+        if self._always or report.applied:
+            self._advance()
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into checkpoints."""
+        self._advance.hear_all()
+        return self._advance.kept()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what was saved."""
+        self._advance.hear_all()
+        self._advance.put_back(saved)
+
+    def __repr__(self) -> str:
+        return f"scheduled(by={type(self._advance.scheduler).__name__})"
+
+
+class Rates:
+    """The learning rates of an optimizer's groups where they are tensors on the device.
+
+    One for all schedules of a plan, which go one after another.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self.advanced = self._shown()
+        """Where every update that the host has not heard of was made."""
+        self.before = self.advanced
+        """Before the newest update."""
+        self._held = [torch.tensor(rate, device=device) for rate in self.advanced]
+        self._show(self._held)
+
+    def advance(self, advance: Callable[[], None], applied: Tensor) -> None:
+        """Let a scheduler move them on the host; the device takes that where the update was made."""
+        self._show(self.advanced)
+        advance()
+        self.advanced = self._shown()
+        for held, rate, before in zip(self._held, self.advanced, self.before, strict=True):
+            held.copy_(torch.where(applied, rate, before))
+        self._show(self._held)
+
+    def begin(self) -> None:
+        """A new update; and somebody may have set them, or loaded the optimizer, since the last one."""
+        groups = zip(self._groups(), self._held, self.advanced, strict=True)
+        self.advanced = [
+            rate if group["lr"] is held else float(group["lr"]) for group, held, rate in groups
+        ]
+        self.before = self.advanced
+
+    def load(self, saved: Sequence[float] | None) -> None:
+        """Set them; where none were saved, as the optimizer has them."""
+        if saved is None:
+            self.begin()
+        else:
+            self.advanced = list(saved)
+        for held, rate in zip(self._held, self.advanced, strict=True):
+            held.fill_(rate)
+        self._show(self._held)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Others than before, once the optimizer was loaded."""
+        return self._optimizer.param_groups
+
+    def _shown(self) -> list[float]:
+        return [float(group["lr"]) for group in self._groups()]
+
+    def _show(self, rates: Sequence[float | Tensor]) -> None:
+        for group, rate in zip(self._groups(), rates, strict=True):
+            group["lr"] = rate
+
+
+class DeviceSchedule(Schedule):
+    """Advances a scheduler where only the device knows yet whether the update was made.
+
+    The learning rate is a tensor there: that of an update made, or that of one skipped. What
+    the host has advanced in vain is put back when it hears of it, one update later.
+    """
+
+    def __init__(self, advance: Advance, rates: Rates, echo: Echo, *, is_first: bool) -> None:
+        super().__init__(advance, always=False)
+        self.rates = rates
+        self._echo = echo
+        self._is_first = is_first
+        """Of the plan's schedules."""
+        self._before: dict[str, Any] | None = None
+        """What the newest update has advanced."""
+
+    @classmethod
+    def in_plan(
+        cls, plan: Plan, advance: Advance, device: torch.device, echo: Echo
+    ) -> DeviceSchedule:
+        """The next schedule of a plan."""
+        earlier = [each for each in plan.after if isinstance(each, cls)]
+        rates = earlier[0].rates if earlier else Rates(plan.optimizer, device)
+        return cls(advance, rates, echo, is_first=not earlier)
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        assert report.applied is not None
+        self._hear(self._echo(report.applied))
+        self._advance.note(state, report)
+        self._before = copy.deepcopy(self._advance.kept())
+        if self._is_first:
+            self.rates.begin()
+        self.rates.advance(self._advance, report.applied)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into checkpoints."""
+        self._hear(self._echo.last())
+        return {**super().state_dict(), "rates": self.rates.advanced}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what was saved."""
+        self._hear(self._echo.last())
+        super().load_state_dict(saved)
+        self.rates.load(saved.get("rates"))
+
+    def _hear(self, applied: Tensor | None) -> None:
+        if applied is not None and self._before is not None and not applied:
+            self._advance.put_back(self._before)
+            if self._is_first:
+                self.rates.advanced = self.rates.before
+        self._before = None

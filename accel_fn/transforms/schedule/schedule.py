@@ -1,0 +1,137 @@
+"""schedule: the learning rate moves once for every update that is made."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from accel_fn.base.delayed_read import Echo
+from accel_fn.base.state import DistState
+from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
+from accel_fn.step.plan import AfterFn, Asked, Kept, Plan, Transform
+from accel_fn.step.update import takes_factor
+from accel_fn.transforms.schedule.advance import (
+    Advance,
+    AdvanceByMetric,
+    DeviceSchedule,
+    MetricFn,
+    Schedule,
+)
+
+MultiplierFn = Callable[[int], float]
+
+
+def schedule(
+    scheduler_or_fn: LRScheduler | MultiplierFn, *, metric: MetricFn | None = None
+) -> Transform:
+    """Advance a learning-rate schedule once for every update that is made.
+
+    Whatever the number of ranks and micro-batches, one update is one advance; one that is
+    skipped is none. So a schedule is written in updates: `len(loader) * num_epochs` of them.
+
+    Law: the learning rate of an update is a function of the number of updates made before it.
+
+    Args:
+        scheduler_or_fn: any of `torch.optim.lr_scheduler`'s, or another library's, over the
+            plan's optimizer: it advances in place, as the optimizer does. Or a function from
+            the number of updates made so far to a finite number, which is what the learning
+            rate that each group had is multiplied by.
+        metric: for `ReduceLROnPlateau` and transformers' `GreedyLR`, `report -> number`; default:
+            the loss of the batch. On an accelerator the scheduler advances by that of the update made
+            before, so that nothing waits for it.
+
+    Returns:
+        A transform.
+
+    Raises:
+        TypeError: it is neither a scheduler nor a function.
+        ValueError: a scheduler over another optimizer than the plan's; a function that gives
+            no finite number; a `metric` for a scheduler that takes none. In `build`: a function
+            beside another schedule.
+
+    Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also
+    where updates may be skipped: the learning rate is then a tensor on the device, chosen there
+    between that of an update made and that of one skipped. (Only what a scheduler moves beside the
+    learning rate, as OneCycleLR does with momentum, then hears of a skip one update late.)
+
+    >>> import accel_fn as af
+    >>> af.schedule(lambda num_updates: 0.5**num_updates)(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after=[scheduled(by=<lambda>)])
+    """
+    given = scheduler_or_fn
+    is_scheduler = isinstance(given, LRScheduler) or heeds_metric(given)
+    if not is_scheduler and not callable(given):
+        rule = "be a learning-rate scheduler or a function num_updates -> multiplier"
+        raise ArgumentTypeError(message("schedule", "scheduler_or_fn", rule, given))
+    if metric is not None and not heeds_metric(given):
+        rule = "be given for a scheduler that heeds one, as ReduceLROnPlateau does"
+        raise ArgumentError(message("schedule", "metric", rule, type(given).__name__))
+
+    def schedule_plan(plan: Plan) -> Plan:
+        over: Any = getattr(given, "optimizer", None)
+        if is_scheduler and over is not plan.optimizer:
+            raise PlanError(
+                f"schedule: scheduler_or_fn must be over the plan's optimizer, got a "
+                f"{type(given).__name__} over another {type(over).__name__}"
+            )
+        return replace(plan, after=(*plan.after, following))
+
+    following = Scheduling(scheduled, by=given, **({} if metric is None else {"metric": metric}))
+    return schedule_plan
+
+
+class Scheduling(Kept, Asked):
+    """`scheduled` with its settings."""
+
+    def check(self, state: DistState, plan: Plan) -> None:  # noqa: ARG002
+        """Refuse a function beside another schedule."""
+        all_of_plan = [each.keywords["by"] for each in plan.after if isinstance(each, Scheduling)]
+        schedulers = [each for each in all_of_plan if hasattr(each, "optimizer")]
+        if len(all_of_plan) > 1 and len(schedulers) < len(all_of_plan):
+            raise PlanError(
+                "build: schedule must stand alone in a plan where it is given a function, which sets "
+                f"the learning rate whatever another has made of it, got {len(all_of_plan)} schedules; "
+                "give one function, the product"
+            )
+
+
+def scheduled(
+    state: DistState, plan: Plan, *, by: LRScheduler | MultiplierFn, metric: MetricFn | None = None
+) -> AfterFn:
+    """What advances the schedule of one step."""
+    advance: Advance
+    if heeds_metric(by):
+        advance = AdvanceByMetric(by, metric or (lambda report: report.loss))
+    else:
+        given = by if isinstance(by, LRScheduler) else LambdaLR(plan.optimizer, _checked(by))
+        advance = Advance(given)
+    always = plan.updates_always(state)
+    if not always and state.device.type != "cpu" and takes_factor(plan.optimizer):
+        return DeviceSchedule.in_plan(plan, advance, state.device, Echo())
+    return Schedule(advance, always=always)
+
+
+def heeds_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
+    """Does its `step` take a metric? Not all that do are of torch's class: transformers' GreedyLR is none."""
+    if not isinstance(getattr(scheduler, "optimizer", None), Optimizer):
+        return False
+    step: Any = getattr(scheduler, "step", None)
+    parameters = inspect.signature(step).parameters if callable(step) else {}
+    return [n for n, each in parameters.items() if each.default is each.empty] == ["metrics"]
+
+
+def _checked(multiplier_fn: MultiplierFn) -> MultiplierFn:
+    def multiplier(num_updates: int) -> float:
+        value = multiplier_fn(num_updates)
+        if not math.isfinite(value):
+            rule = f"give a finite number, after {num_updates} updates"
+            raise ArgumentError(message("schedule", "scheduler_or_fn", rule, value))
+        return value
+
+    return multiplier

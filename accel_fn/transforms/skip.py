@@ -1,0 +1,200 @@
+"""skip_nonfinite, skip_spikes: updates that would do harm are not made, on any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from accel_fn.base.delayed_read import Echo
+from accel_fn.base.state import DistState
+from accel_fn.errors import SkippedError, check_count, check_positive
+from accel_fn.step.grads import Grads
+from accel_fn.step.plan import Kept, Plan, Transform, VerdictFn
+
+_LEAST = 2.0
+"""A spike is at least so many times the mean, however even the norms before it were."""
+
+
+def skip_nonfinite(max_consecutive: int = 10) -> Transform:
+    """Leave out updates whose gradients are not finite; end a run in which no other comes.
+
+    For bfloat16 and float32: a bad batch does not put nan into the parameters. Optimizer,
+    schedule and average stay as they are, and `report.applied` is False. The verdict is on
+    the global norm before it is clipped, so all ranks decide alike. A norm beyond float32
+    counts as not finite, as it does for float16.
+
+    Law: the run over the other batches, bit for bit.
+
+    Args:
+        max_consecutive: so many in a row are an error, >= 1. With float16, leave room for
+            the few at the start by which its scale comes down.
+
+    Returns:
+        A transform. The report's `grad_norm` is always there.
+
+    Raises:
+        ValueError: `max_consecutive` is no integer >= 1 (TypeError too where it is no integer).
+            From the step, on every rank, an ArithmeticError: so many in a row. That of an
+            accelerator is heard of one step later.
+
+    Cost: one read of the gradients for their norm, shared with `clip`; no host
+    synchronisation with a fused optimizer, one with any other.
+
+    >>> import accel_fn as af
+    >>> af.skip_nonfinite()(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, verdicts=[finite_norm(max_consecutive=10)])
+    """
+    check_count("skip_nonfinite", "max_consecutive", max_consecutive)
+    judge = Kept(finite_norm, max_consecutive=max_consecutive)
+    return lambda plan: replace(plan, verdicts=(*plan.verdicts, judge))
+
+
+def skip_spikes(
+    num_sigmas: float = 6.0, *, window: int = 128, max_consecutive: int = 10
+) -> Transform:
+    """Leave out updates whose gradient norm is far above those before it.
+
+    Far above is more than `num_sigmas` standard deviations over the mean of the last
+    `window` norms that were no spikes, and more than twice that mean. Until half a window
+    is known, only what is not finite is left out. A norm of 0, that of a batch without weight,
+    is fine and is not looked back on. As with `skip_nonfinite`, all ranks
+    decide alike, and nothing else moves.
+
+    Law: the run over the other batches, bit for bit.
+
+    Args:
+        num_sigmas: finite and > 0.
+        window: number of norms that are looked back on, >= 4.
+        max_consecutive: so many in a row are no spike but where the run has gone: an error, >= 1.
+
+    Returns:
+        A transform. The report's `grad_norm` is always there.
+
+    Raises:
+        ValueError: an argument breaks its rule. From the step, on every rank, an
+            ArithmeticError: so many in a row. That of an accelerator is heard of one step later.
+
+    Cost: one read of the gradients for their norm, shared with `clip`, and a few small kernels
+    over the window; no host synchronisation with a fused optimizer, one with any other, and
+    with fused SGD whose momenta are not all there yet: in its first update, as a rule.
+
+    Source: OLMo-core's `SkipStepOptimizer`, which takes the loss for it, too.
+
+    >>> import accel_fn as af
+    >>> af.skip_spikes()(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, verdicts=[norm_in_line(num_sigmas=6.0, \
+window=128, max_consecutive=10)])
+    """
+    judge = Kept(
+        norm_in_line,
+        num_sigmas=check_positive("skip_spikes", "num_sigmas", num_sigmas),
+        window=check_count("skip_spikes", "window", window, minimum=4),
+        max_consecutive=check_count("skip_spikes", "max_consecutive", max_consecutive),
+    )
+    return lambda plan: replace(plan, verdicts=(*plan.verdicts, judge))
+
+
+def finite_norm(state: DistState, plan: Plan, *, max_consecutive: int) -> VerdictFn:
+    """A verdict for one step: is the norm finite?"""
+    return FiniteNorm(state.device, max_consecutive)
+
+
+def norm_in_line(
+    state: DistState, plan: Plan, *, num_sigmas: float, window: int, max_consecutive: int
+) -> VerdictFn:
+    """A verdict for one step: is the norm in line with those before it?"""
+    return NormInLine(state.device, num_sigmas, window, max_consecutive)
+
+
+class FiniteNorm:
+    """Is the norm finite? An error after too many in a row that are not."""
+
+    _RULE = "be finite"
+
+    def __init__(self, device: torch.device, max_consecutive: int) -> None:
+        self.max_consecutive = max_consecutive
+        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._norm_before: Tensor | None = None
+        self._echo = Echo()
+
+    def __call__(self, state: DistState, grads: Grads) -> Tensor:
+        norm = grads.norm()
+        ok = self._judge(norm)
+        self._in_a_row = torch.where(ok, 0, self._in_a_row + 1)
+        in_a_row = self._echo(self._in_a_row)
+        if in_a_row is not None and in_a_row >= self.max_consecutive:
+            number, last = state.step + 1, norm
+            if in_a_row is not self._in_a_row and self._norm_before is not None:  # heard of late
+                number, last = state.step, self._norm_before
+            raise SkippedError(
+                f"step: the gradient norm must {self._RULE} once in {self.max_consecutive} updates, got "
+                f"{float(last):g} at step {number}, and so for {int(in_a_row)} in a row; look at "
+                "their batches, go on from a checkpoint, or lower the learning rate"
+            )
+        self._norm_before = norm
+        return ok
+
+    def _judge(self, norm: Tensor) -> Tensor:
+        return torch.isfinite(norm)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What goes into checkpoints."""
+        return {"in_a_row": self._in_a_row}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on from what was saved."""
+        self._echo.last()  # is of the run that is left
+        self._norm_before = None
+        self._in_a_row = saved["in_a_row"].to(self._in_a_row.device)
+
+    def __repr__(self) -> str:
+        return f"finite_norm(max_consecutive={self.max_consecutive})"
+
+
+class NormInLine(FiniteNorm):
+    """Is the norm in line with those before it? An error after too many in a row that are not."""
+
+    _RULE = "be in line with those before it"
+
+    def __init__(
+        self, device: torch.device, num_sigmas: float, window: int, max_consecutive: int
+    ) -> None:
+        super().__init__(device, max_consecutive)
+        self.num_sigmas = num_sigmas
+        self._norms = torch.zeros(window, device=device)
+        self._num_seen = torch.zeros((), dtype=torch.int64, device=device)
+        self._places = torch.arange(window, device=device)
+
+    def _judge(self, norm: Tensor) -> Tensor:
+        norm = norm.to(self._norms)
+        window = len(self._norms)
+        known = self._places < self._num_seen
+        count = known.sum()
+        mean = self._norms.sum() / count
+        spread = torch.where(known, self._norms - mean, 0.0).square().sum() / (count - 1)
+        bound = torch.maximum(mean + self.num_sigmas * spread.sqrt(), _LEAST * mean)
+        ok = torch.isfinite(norm) & ((norm <= bound) | (self._num_seen < window // 2))
+        here = self._places == self._num_seen % window
+        tells = ok & (norm > 0)  # of a batch in which nothing counts it is 0
+        self._norms = torch.where(here & tells, norm, self._norms)
+        self._num_seen = self._num_seen + tells
+        return ok
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What goes into checkpoints."""
+        return {**super().state_dict(), "norms": self._norms, "num_seen": self._num_seen}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on from what was saved."""
+        super().load_state_dict(saved)
+        self._norms = saved["norms"].to(self._norms.device)
+        self._num_seen = saved["num_seen"].to(self._num_seen.device)
+
+    def __repr__(self) -> str:
+        return (
+            f"norm_in_line(num_sigmas={self.num_sigmas}, window={len(self._norms)}, "
+            f"max_consecutive={self.max_consecutive})"
+        )

@@ -1,0 +1,199 @@
+"""What a launch says, and what with_amp, accumulate and init make of it where they are not told."""
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+import accel_fn as af
+from accel_fn.step.plan import slot_names
+from accel_fn.testing import strategies
+from tests import strategies as ours
+
+PRECISION, NUMBER, WRAP, TIMEOUT = (
+    "ACCEL_FN_MIXED_PRECISION",
+    "ACCEL_FN_NUM_MICROBATCHES",
+    "ACCEL_FN_WRAP",
+    "ACCEL_FN_TIMEOUT_S",
+)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    for name in (PRECISION, NUMBER, WRAP, TIMEOUT):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch.setenv
+
+
+def make_plan():
+    model = nn.Linear(3, 1)
+    return af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def explained(recipe, capsys):
+    text = af.explain(recipe(make_plan()), af.DistState())
+    assert capsys.readouterr().out == text + "\n"
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in text.splitlines()}
+
+
+def test_a_launch_that_says_nothing_leaves_all_open(said):
+    assert af.launch_options() == af.LaunchOptions()
+    said(PRECISION, "")
+    assert af.launch_options() == af.LaunchOptions()
+
+
+def test_what_a_launch_says_is_read(said):
+    said(PRECISION, "bf16")
+    said(NUMBER, "4")
+    said(WRAP, "fsdp")
+    said(TIMEOUT, "2.5")
+    expected = af.LaunchOptions(
+        mixed_precision="bf16", num_microbatches=4, wrap="fsdp", timeout_s=2.5
+    )
+    assert af.launch_options() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        (PRECISION, "fp8", 'be "no", "fp16" or "bf16", got \'fp8\''),
+        (PRECISION, "BF16", 'be "no", "fp16" or "bf16", got \'BF16\''),
+        (WRAP, "FSDP", 'be "ddp" or "fsdp", got \'FSDP\''),
+        (NUMBER, "0", "be an integer >= 1, got '0'"),
+        (NUMBER, "2.0", "be an integer >= 1, got '2.0'"),
+        (NUMBER, "many", "be an integer >= 1, got 'many'"),
+        (TIMEOUT, "0", "be a finite number > 0, in seconds, got '0'"),
+        (TIMEOUT, "nan", "be a finite number > 0, in seconds, got 'nan'"),
+        (TIMEOUT, "10min", "be a finite number > 0, in seconds, got '10min'"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_refused(said, name, value, rule):
+    said(name, value)
+    with pytest.raises(ValueError, match=f"^launch_options: {name} must {rule}$"):
+        af.launch_options()
+
+
+def test_the_precision_of_the_launch_is_that_of_with_amp(said, capsys):
+    said(PRECISION, "bf16")
+    phases = explained(af.with_amp(), capsys)
+    assert phases["forward"].endswith("under autocast(dtype=torch.bfloat16), from the launch")
+    assert "start" not in phases
+
+
+@pytest.mark.parametrize(
+    ("value", "owner", "source"),
+    [
+        ("fsdp", "shard()", "from the launch"),
+        ("ddp", "replicate()", "from the launch"),
+        (None, "replicate()", "the launch says nothing"),
+    ],
+)
+def test_replicas_or_shards_are_what_the_launch_says(said, capsys, value, owner, source):
+    if value is not None:
+        said(WRAP, value)
+    assert f"own_parameters=[{owner}]" in repr(af.wrap()(make_plan()))
+    told = explained(af.wrap(), capsys)["backward"]
+    assert told == f"the mean over the global batch; {owner}, {source}, has nothing to do"
+
+
+@pytest.mark.parametrize("value", ["fsdp", "ddp", None])
+def test_what_the_launch_says_is_named_by_wrap_where_two_own_the_parameters(said, value):
+    if value is not None:
+        said(WRAP, value)
+    with pytest.raises(ValueError, match=r"leave out one of wrap and reproducible$"):
+        af.build(af.DistState(), af.compose(af.wrap(), af.reproducible(4))(make_plan()))
+
+
+def test_shards_from_the_launch_are_refused_where_wrap_fsdp_is(said):
+    said(WRAP, "fsdp")
+    model = nn.Linear(3, 1)
+    plan = af.Plan(ours.mse, model, torch.optim.Rprop(model.parameters()))
+    with pytest.raises(
+        ValueError, match="wrap_fsdp's optimizer must be one that can update shards"
+    ):
+        af.build(af.DistState(), af.wrap()(plan))
+
+
+def test_float16_from_the_launch_scales_the_loss_as_with_amp_is_told(said, capsys):
+    said(PRECISION, "fp16")
+    recipe = af.with_amp(init_scale=1024.0)
+    assert "autocast(dtype=torch.float16), from the launch" in explained(recipe, capsys)["forward"]
+    state, _ = af.build(af.DistState(), recipe(make_plan()))
+    assert state.scaler.scale == 1024.0
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("no", "without_autocast(), from the launch"),
+        (None, "without_autocast(), the launch says nothing"),
+    ],
+)
+def test_without_a_precision_there_is_no_autocast_and_explain_says_so(said, capsys, value, line):
+    if value:
+        said(PRECISION, value)
+    plan = af.with_amp()(make_plan())
+    assert plan.contexts == ()
+    assert explained(af.with_amp(), capsys)["start"] == line
+
+
+def test_the_number_of_the_launch_is_that_of_accumulate(said, capsys):
+    said(NUMBER, "3")
+    line = "split_batch(num_parts=3), from the launch"
+    assert explained(af.accumulate(), capsys)["split"] == line
+    line = "listed(at_most=3), from the launch"
+    assert explained(af.accumulate(split=None), capsys)["split"] == line
+
+
+def test_without_a_number_the_batch_stays_whole_and_explain_says_so(said, capsys):
+    assert af.accumulate()(make_plan()).split == ()
+    phases = explained(af.accumulate(), capsys)
+    assert phases["split"] == "the whole batch of the rank"
+    assert phases["start"] == "one_microbatch(), the launch says nothing"
+
+
+@given(batches=strategies.batches())
+def test_with_a_launch_that_says_nothing_both_are_the_identity_to_the_bit(batches):
+    recipe = af.compose(af.with_amp(), af.accumulate())
+    _, expected = ours.trained(ours.regression_model(), [batches], af.compose())[0]
+    _, actual = ours.trained(ours.regression_model(), [batches], recipe)[0]
+    ours.assert_identical(actual, expected)
+
+
+def test_an_argument_wins_over_the_launch(said, capsys):
+    said(PRECISION, "fp16")
+    said(NUMBER, "3")
+    phases = explained(af.compose(af.with_amp("bf16"), af.accumulate(2)), capsys)
+    assert phases["forward"].endswith("under autocast(dtype=torch.bfloat16)")
+    assert phases["split"] == "split_batch(num_parts=2)"
+
+
+def test_a_split_of_ones_own_is_not_the_launchs(said, capsys):
+    said(NUMBER, "3")
+    assert explained(af.accumulate(split=list), capsys)["split"] == "list"
+
+
+def test_two_precisions_are_refused_whoever_says_them(said):
+    said(PRECISION, "bf16")
+    twice = af.compose(af.with_amp(), af.with_amp("bf16"))(make_plan())
+    with pytest.raises(ValueError, match="plan must enter each context once"):
+        af.build(af.DistState(), twice)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "transform"),
+    [(PRECISION, "half", af.with_amp), (NUMBER, "-1", af.accumulate)],
+)
+def test_a_bad_variable_is_refused_when_the_transform_is_made(said, name, value, transform):
+    said(name, value)
+    with pytest.raises(ValueError, match=f"launch_options: {name} must"):
+        transform()
+
+
+@pytest.mark.parametrize("transform", [af.with_amp(), af.accumulate(), af.with_amp("fp16")])
+def test_a_transform_makes_the_same_of_the_same_plan(transform):
+    plan = make_plan()
+    first, second = transform(plan), transform(plan)
+    assert [getattr(first, name) for name in slot_names()] == [
+        getattr(second, name) for name in slot_names()
+    ]

@@ -1,0 +1,972 @@
+"""save and load: what is kept, what must agree, and what every mistake is told."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+from accel_fn.base.rng import derive_random, kept_random, random_state, restore_random
+from accel_fn.checkpoint.format import read
+from accel_fn.checkpoint.format.manifest import read_manifest
+from accel_fn.errors import CheckpointError
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.processes import launch
+
+BATCH = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
+
+
+def make(seed=0, *, optimizer=ours.adamw, recipe=None, model=None, state=None):
+    """A step of a new program."""
+    model = model or ours.regression_model(seed)
+    plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
+    return af.build(state or af.DistState(), recipe(plan) if recipe else plan)
+
+
+def advance(state, step, count=2):
+    for _ in range(count):
+        state, _ = step(state, BATCH)
+    return state
+
+
+def kept(step):
+    """Parameters and optimizer, in plain data."""
+    return step.plan.model.state_dict(), step.plan.optimizer.state_dict()
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": ours.sgd,
+    "AdamW": ours.adamw,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.05, amsgrad=True),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "tensor lr": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.05)),
+    "groups": lambda parameters: torch.optim.SGD(
+        [
+            {"params": [each], "lr": 0.1 / (index + 1), "momentum": 0.5}
+            for index, each in enumerate(parameters)
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_run_goes_on_to_the_bit_in_a_new_program(tmp_path, optimizer, steps_before):
+    """Also where that program has made some updates already."""
+    state, step = make(optimizer=optimizer)
+    state = advance(state, step)
+    af.save(tmp_path, state, step)
+    advance(state, step)
+    new_state, new_step = make(7, optimizer=optimizer)
+    new_state = advance(new_state, new_step, steps_before)
+    new_state = af.load(tmp_path, new_state, new_step)
+    assert new_state.step == 2
+    advance(new_state, new_step)
+    torch.testing.assert_close(kept(new_step), kept(step), rtol=0, atol=0)
+
+
+def eagerly(model):
+    return torch.compile(model, backend="eager")
+
+
+def numbers(step):
+    """Of the parameters, in their order."""
+    return [each.tolist() for each in step.plan.model.parameters()]
+
+
+WRAPPERS = {"plain": lambda model: model, "compile": eagerly, "parallel": nn.DataParallel}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in compile
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("plain", "compile"), ("compile", "plain"), ("plain", "parallel"), ("parallel", "plain")],
+)
+def test_keys_are_those_of_the_model_that_a_user_wrapped(tmp_path, saved, loaded):
+    recipe = af.average(0.5)
+    make_in = lambda wrapper: make(model=WRAPPERS[wrapper](ours.regression_model()), recipe=recipe)
+    state, step = make_in(saved)
+    state = advance(state, step)
+    path = af.save(tmp_path, state, step)
+    _, other = make_in(loaded)
+    af.load(tmp_path, state, other)
+    keys = {name.split("/", 1)[1] for name in read_manifest(path).entries if "model/" in name}
+    assert keys == ours.regression_model().state_dict().keys()
+    assert numbers(other) == numbers(step)
+    with af.averaged(other), af.averaged(step):
+        assert numbers(other) == numbers(step)
+
+
+def test_what_was_saved_before_the_first_update_takes_later_state_away(tmp_path):
+    state, step = make()
+    af.save(tmp_path, state, step)
+    before = ours.regression_model().state_dict()
+    state = af.load(tmp_path, advance(state, step), step)
+    assert (state.step, step.plan.optimizer.state_dict()["state"]) == (0, {})
+    ours.assert_identical(step.plan.model.state_dict(), before)
+
+
+def test_tensors_are_filled_where_they_are(tmp_path):
+    state, step = make()
+    state = advance(state, step)
+    af.save(tmp_path, state, step)
+    places = [each.data_ptr() for each in step.plan.model.parameters()]
+    moments = step.plan.optimizer.state[next(step.plan.model.parameters())]
+    place = moments["exp_avg"].data_ptr()
+    af.load(tmp_path, advance(state, step), step)
+    assert [each.data_ptr() for each in step.plan.model.parameters()] == places
+    moments = step.plan.optimizer.state[next(step.plan.model.parameters())]
+    assert moments["exp_avg"].data_ptr() == place
+
+
+class Here(Executor):
+    """Runs all in this thread, which is the one that torch's profiler looks at."""
+
+    def submit(self, function, *arguments, **options):
+        future = Future()
+        future.set_result(function(*arguments, **options))
+        return future
+
+
+def test_loading_in_place_takes_no_memory_for_tensors(tmp_path, monkeypatch):
+    monkeypatch.setattr(read, "_pool", Here)
+    model = nn.Linear(3, 20_000).double()
+    state, step = make(model=model, recipe=lambda plan: replace(plan, loss_fn=sum_of_outputs))
+    state = advance(state, step)
+    af.save(tmp_path, state, step)
+    (found,) = af.list_checkpoints(tmp_path)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        af.load(tmp_path, state, step)
+    taken = sum(max(event.self_cpu_memory_usage, 0) for event in seen.events())
+    assert 0 < taken < 0.05 * found.size
+
+
+def sum_of_outputs(model, batch):
+    return model(batch[0]).sum(dim=1).mean()
+
+
+def draw():
+    """From each generator of this process."""
+    return [random.random(), np.random.rand(), torch.rand(2).tolist()]
+
+
+def test_generators_go_on_where_they_stood(tmp_path):
+    state, step = make()
+    af.save(tmp_path, state, step)
+    drawn = draw()
+    draw()
+    af.load(tmp_path, state, step)
+    assert draw() == drawn
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_the_generator_of_the_device_goes_on_where_it_stood(tmp_path):
+    device = torch.accelerator.current_accelerator()
+    state, step = make(model=ours.regression_model().to(device), state=af.DistState(device=device))
+    torch.rand(3, device=device)
+    af.save(tmp_path, state, step)
+    drawn = torch.rand(2, device=device)
+    af.load(tmp_path, state, step)
+    assert torch.equal(torch.rand(2, device=device), drawn)
+
+
+def test_generators_of_new_ranks_are_derived_and_that_is_said(tmp_path, capsys):
+    state, step = make(recipe=af.wrap_ddp())
+    af.save(tmp_path, state, step)
+
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        af.load(tmp_path, state, step)
+
+    simulate(run, world_size=2)
+    assert capsys.readouterr().err == (
+        "accel_fn: saved in a world of 1, loaded in one of 2: random generators of the new ranks "
+        "are derived from seed, rank and step\n"
+    )
+
+
+@pytest.mark.slow
+def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
+    """However often it is loaded, and of no two seeds, ranks or steps the same."""
+    state, step = make(state=af.DistState(seed=3))
+    saved = {}
+    for _ in range(2):
+        af.save(tmp_path, state, step)
+        saved[state.step] = draw()
+        state = advance(state, step, 1)
+    script = f"""
+        import json
+        import accel_fn as af
+        from tests.checkpoint.test_checkpoint import draw, make
+        with af.distributed(device="cpu", seed=3) as state:
+            state, step = make(recipe=af.wrap_ddp(), state=state)
+            for at in (0, 1, 0, 1):
+                af.load({str(tmp_path)!r}, state, step, at=at)
+                say(json.dumps([state.rank, at, draw()]))
+    """
+    lines = launch(script, num_processes=3).splitlines()
+    derived = {}
+    with kept_random(state.device):
+        for seed, rank, at in product((3, 4), (1, 2), (0, 1)):
+            derive_random(af.DistState(rank=rank, world_size=3, seed=seed, step=at))
+            derived[seed, rank, at] = draw()
+    expected = [[0, at, saved[at]] for at in (0, 1)]
+    expected += [[rank, at, derived[3, rank, at]] for rank in (1, 2) for at in (0, 1)]
+    assert sorted(map(json.loads, lines)) == sorted(expected * 2)
+    assert len({str(drawn) for drawn in derived.values()}) == 8
+
+
+def test_a_generator_whose_words_were_saved_as_a_list_goes_on():
+    """A checkpoint may hold a list in place of a tensor."""
+    host = torch.device("cpu")
+    with kept_random(host):
+        random.seed(3)
+        saved = random_state(host)
+        version, words, gauss = saved["python"]
+        drawn = random.random()
+        for each in (words, words.tolist()):
+            random.seed(4)
+            restore_random(saved | {"python": [version, each, gauss]}, host)
+            assert random.random() == drawn
+
+
+class Counter:
+    """Something of the user's that keeps a number."""
+
+    def __init__(self, number=0):
+        self.number = number
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, saved):
+        self.number = saved["number"]
+
+
+def test_extras_are_each_ranks_own(tmp_path):
+    def run(state):
+        counter = Counter(10 + state.rank)
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        af.save(tmp_path, state, step, extras={"counter": counter})
+        again = Counter()
+        af.load(tmp_path, state, step, extras={"counter": again})
+        return again.number
+
+    assert simulate(run, world_size=3) == [10, 11, 12]
+
+
+def shared(num_samples=40, batch_size=4, *, seed=0, generator=None, **options):
+    data = TensorDataset(torch.arange(num_samples))
+    options = {"shuffle": True, **options}
+    generator = None if generator is None else torch.Generator().manual_seed(generator)
+    loader = DataLoader(data, batch_size, generator=generator, **options)
+    return af.shard_loader(loader, af.DistState(seed=seed))
+
+
+def test_a_tensor_of_one_element_is_saved_whatever_its_stride(tmp_path):
+    model = ours.regression_model()
+    model.register_buffer("first", torch.arange(6.0).reshape(2, 3)[1:, 1])
+    state, step = make(model=model)
+    af.save(tmp_path, state, step)
+    model.first.zero_()
+    af.load(tmp_path, state, step)
+    assert model.first.tolist() == [4.0]
+
+
+def test_other_slots_are_told_since_they_decide_the_bits(tmp_path):
+    state, step = make(recipe=af.reproducible(4))
+    af.save(tmp_path, state, step)
+    with pytest.raises(CheckpointError, match="num_slots: 4 saved, 8 here"):
+        af.load(tmp_path, *make(recipe=af.reproducible(8)))
+    with pytest.raises(CheckpointError, match="num_slots: 4 saved, nothing here"):
+        af.load(tmp_path, *make(recipe=af.wrap_ddp()))
+    assert af.load(tmp_path, *make(recipe=af.reproducible(4))).step == state.step
+
+
+OTHER_DATA = {
+    "longer": (shared(48), "num_samples: 40 saved, 48 here"),
+    "more batches": (shared(48), "batches_per_epoch: 10 saved, 12 here"),
+    "as many batches": (shared(39), "num_samples: 40 saved, 39 here"),
+    "batch size": (shared(batch_size=5), "batch_size: 4 saved, 5 here"),
+    "order": (shared(shuffle=False), "shuffle: True saved, False here"),
+    "rest": (shared(drop_last=True), "drop_last: False saved, True here"),
+    "seed": (shared(seed=3), "seed: 0 saved, 3 here"),
+    "generator": (shared(generator=3), "seed: 0 saved, "),
+    "read ahead": (af.prefetch(shared(39), af.DistState()), "num_samples: 40 saved, 39 here"),
+    "windows": (af.window(shared(80), 2), "num_samples: 40 saved, 80 here"),
+    "sampler": (shared(shuffle=False, sampler=range(8)), "num_samples: 40 saved, 8 here"),
+}
+
+
+@pytest.mark.parametrize(("loader", "words"), OTHER_DATA.values(), ids=OTHER_DATA)
+def test_other_data_are_refused_before_anything_is_overwritten(tmp_path, loader, words):
+    """In one list with all else that is another; a loader goes along as an extra."""
+    state, step = make()
+    extras = {"counter": Counter(4), "data": shared()}
+    path = af.save(tmp_path, advance(state, step), step, extras=extras)
+    state, other = make(3, recipe=af.clip(1.0))
+    before = {name: value.clone() for name, value in other.plan.model.state_dict().items()}
+    extras = {"counter": Counter(9), "data": loader}
+    with pytest.raises(CheckpointError) as caught:
+        af.load(tmp_path, state, other, extras=extras)
+    assert str(caught.value).startswith(f"load: {path} must be of this program, got differences:\n")
+    assert "  gradients: nothing saved, ['clip_norm'] here" in str(caught.value)
+    assert f"  extras/data: {words}" in str(caught.value)
+    ours.assert_identical(other.plan.model.state_dict(), before)
+    assert extras["counter"].number == 9
+
+
+def test_the_same_data_are_taken_also_as_they_were_described_before(tmp_path):
+    state, step = make()
+    af.save(tmp_path, state, step, extras={"data": shared()})
+    af.load(tmp_path, state, step, extras={"data": shared()})
+    shared().load_state_dict({"batches_per_epoch": 10})
+    words = (
+        "loader must be that of the run that was saved, got num_samples: 40 saved, 39 here; give"
+    )
+    with pytest.raises(ValueError, match=words):
+        shared(39).load_state_dict(shared().state_dict())
+
+
+def test_an_extra_that_refuses_leaves_the_run_as_it_was_on_every_rank(tmp_path):
+    class Bad(Counter):
+        def load_state_dict(self, saved):
+            raise KeyError("lost")
+
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        af.save(tmp_path, state, step, extras={"extra": Counter()})
+        _, other = make(3, recipe=af.wrap_ddp(), state=state)
+        before = {name: value.clone() for name, value in other.plan.model.state_dict().items()}
+        with pytest.raises((KeyError, RuntimeError), match="lost"):
+            af.load(tmp_path, state, other, extras={"extra": Bad() if state.rank else Counter()})
+        ours.assert_identical(other.plan.model.state_dict(), before)
+
+    simulate(run, world_size=2)
+
+
+def test_several_steps_are_one_checkpoint(tmp_path):
+    def both(seed):
+        state, first = make(seed)
+        _, second = make(seed + 1, optimizer=ours.sgd)
+        return state, {"generator": first, "optimizer": second}
+
+    state, steps = both(0)
+    for step in steps.values():
+        advance(state, step)
+    af.save(tmp_path, replace(state, step=2), steps)
+    _, others = both(5)
+    assert af.load(tmp_path, state, others).step == 2
+    for name, step in steps.items():
+        torch.testing.assert_close(kept(others[name]), kept(step), rtol=0, atol=0)
+
+
+def test_the_manifest_tells_of_the_run_in_plain_json(tmp_path):
+    state, step = make(recipe=af.compose(af.clip(0.5), af.accumulate(2)))
+    path = af.save(tmp_path, advance(state, step), step)
+    manifest = json.loads((path / "manifest.json").read_text())["checkpoint"]
+    assert list(manifest["explained"].values()) == [af.explain(step.plan, state)]
+    assert (manifest["world_size"], manifest["step"], manifest["seed"]) == (1, 2, 0)
+    assert (manifest["accel_fn"], manifest["torch"]) == (af.__version__, torch.__version__)
+    assert {*manifest["files"], "manifest.json"} == {each.name for each in path.iterdir()}
+
+
+class Tied(nn.Module):
+    """Two names for one tensor."""
+
+    def __init__(self, *, tied=True):
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False).double()
+        self.second = nn.Linear(3, 3, bias=False).double()
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, inputs):
+        return self.second(self.first(inputs)).sum(dim=1, keepdim=True)
+
+
+def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path):
+    state, step = make(model=Tied())
+    path = af.save(tmp_path, advance(state, step), step)
+    chunks = [chunk for entry in read_manifest(path).entries.values() for chunk in entry.chunks]
+    assert sum(chunk.length for chunk in chunks) == 3 * 9 * 8 + 4
+    state, again = make(model=Tied())
+    af.load(tmp_path, state, again)
+    assert again.plan.model.second.weight is again.plan.model.first.weight
+    ours.assert_identical(again.plan.model.state_dict(), step.plan.model.state_dict())
+    state, other = make(model=Tied(tied=False))
+    with pytest.raises(
+        CheckpointError, match=r"model/second.weight is tied to: model/first.weight"
+    ):
+        af.load(tmp_path, state, other)
+
+
+def test_tensors_lie_in_files_as_aligned_as_in_memory(tmp_path):
+    """A copy between two places that are aligned alike is faster."""
+    state, step = make(model=Odd())
+    path = af.save(tmp_path, advance(state, step), step)
+    entries = read_manifest(path).entries
+    chunks = [chunk for entry in entries.values() for chunk in entry.chunks]
+    assert [chunk.start % 64 for chunk in chunks] == [0] * len(chunks)
+    laid = sorted((chunk.start, chunk.length) for chunk in chunks if chunk.length)
+    gaps = [after - start - length for (start, length), (after, _) in pairwise(laid)]
+    assert all(0 <= gap < 64 for gap in gaps)
+
+
+class Odd(nn.Module):
+    """Tensors of every layout and kind, and state that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 1).double())
+        self.image = nn.Parameter(
+            torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last), requires_grad=False
+        )
+        self.register_buffer("turned", torch.arange(6).reshape(2, 3).t())
+        self.register_buffer("none", torch.empty(0, 3))
+        self.register_buffer("halves", torch.rand(3).bfloat16())
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("waves", torch.rand(2, dtype=torch.complex64))
+        self.words = "some"
+
+    def forward(self, inputs):
+        return inputs @ self.weight
+
+    def get_extra_state(self):
+        return {"words": self.words}
+
+    def set_extra_state(self, state):
+        self.words = state["words"]
+
+
+def test_any_tensors_and_extra_state_come_back(tmp_path):
+    model = Odd()
+    model.words = "others"
+    state, step = make(model=model)
+    af.save(tmp_path, advance(state, step), step)
+    again = Odd()
+    state, other = make(model=again)
+    af.load(tmp_path, state, other)
+    assert again.words == "others"
+    tensors = {
+        name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)
+    }
+    ours.assert_identical(again.state_dict(), tensors)
+    assert again.image.is_contiguous(memory_format=torch.channels_last)
+
+
+class Copying(nn.Linear):
+    """Gives copies, and state of its own that is a tensor, as a quantised layer may."""
+
+    scale = torch.ones(2)
+
+    def state_dict(self, *arguments, **options):
+        kept = super().state_dict(*arguments, **options)
+        return {name: value.clone() for name, value in kept.items()}
+
+    def get_extra_state(self):
+        return self.scale
+
+    def set_extra_state(self, state):
+        self.scale = state.clone()
+
+
+class Hiding(nn.Linear):
+    """Leaves a tensor out, as one that is large and fixed, and has extra state."""
+
+    words = "mine"
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("table", torch.zeros(2))
+
+    def state_dict(self, *arguments, **options):
+        kept = super().state_dict(*arguments, **options)
+        return {name: value for name, value in kept.items() if name != "table"}
+
+    def get_extra_state(self):
+        return {"words": self.words}
+
+    def set_extra_state(self, state):
+        self.words = state["words"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        ((Hiding, nn.Linear), "extra state saved, nothing here"),
+        ((nn.Linear, Hiding), "nothing saved, extra state here"),
+    ],
+    ids=["gone", "new"],
+)
+def test_extra_state_that_is_gone_or_new_is_a_difference(tmp_path, kinds, told):
+    saved, here = [kind(3, 1).double() for kind in kinds]
+    state, step = make(model=saved)
+    af.save(tmp_path, state, step)
+    program = make(model=here)
+    before = here.weight.clone()
+    with pytest.raises(CheckpointError, match=f"  model/_extra_state: {told}$"):
+        af.load(tmp_path, *program)
+    assert torch.equal(here.weight, before)
+    af.load(tmp_path, *program, strict=False)
+    assert torch.equal(here.weight, saved.weight)
+
+
+class Demanding(Hiding):
+    """Takes all that it gives in a way of its own."""
+
+    def load_state_dict(self, saved):
+        assert "weight" in saved
+        return super().load_state_dict(saved, strict=False)
+
+
+@pytest.mark.parametrize("kind", [Hiding, Demanding])
+def test_a_model_that_leaves_a_tensor_out_gets_its_extra_state_back(tmp_path, kind):
+    state, step = make(model=(model := kind(3, 1).double()))
+    model.words = "others"
+    af.save(tmp_path, advance(state, step), step)
+    state, other = make(model=(again := kind(3, 1).double()))
+    again.table.fill_(5)
+    af.load(tmp_path, state, other)
+    assert again.words == "others"
+    assert again.table.tolist() == [5, 5]
+    torch.testing.assert_close(again.weight, model.weight, rtol=0, atol=0)
+
+
+class Expanding(nn.Linear):
+    """Holds several elements in one place."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("mask", torch.arange(3)[:, None].expand(3, 4))
+
+
+def test_a_tensor_with_several_elements_in_one_place_is_refused_by_name(tmp_path):
+    state, step = make(model=(model := Expanding(3, 1).double()))
+    expanded, model.mask = model.mask, model.mask.clone()
+    af.save(tmp_path, state, step)
+    model.mask = expanded
+    for function in (af.save, af.load):
+        words = rf"{function.__name__}: step must hold .*, got strides \(1, 0\) for 'model/mask'; clone it"
+        with pytest.raises(ValueError, match=words):
+            function(tmp_path, state, step)
+
+
+class Renaming(nn.Linear):
+    """Gives its tensors under other names, and takes them so."""
+
+    def state_dict(self, *arguments, **options):
+        kept = super().state_dict(*arguments, **options)
+        return {f"old.{name}": value for name, value in kept.items()}
+
+    def load_state_dict(self, saved, **options):
+        return super().load_state_dict(
+            {name.removeprefix("old."): value for name, value in saved.items()}, **options
+        )
+
+
+@pytest.mark.parametrize("kind", [Copying, Renaming])
+def test_a_model_that_does_not_give_its_own_tensors_gets_them_back(tmp_path, kind):
+    state, step = make(model=(model := kind(3, 1).double()))
+    model.scale = torch.tensor([2.0, 3.0])
+    state = advance(state, step)
+    af.save(tmp_path, state, step)
+    state, other = make(model=(again := kind(3, 1).double()))
+    af.load(tmp_path, state, other)
+    ours.assert_identical(dict(again.named_parameters()), dict(model.named_parameters()))
+    torch.testing.assert_close(kept(other)[1], kept(step)[1], rtol=0, atol=0)
+    assert kind is Renaming or again.scale.tolist() == [2.0, 3.0]
+
+
+@dataclass
+class Counting:
+    """A transform that keeps a number."""
+
+    count: int = 0
+
+    def __call__(self, state, report):
+        self.count += 1
+        return state
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, saved):
+        self.count = saved["count"]
+
+
+@pytest.mark.parametrize("saved", [{"foreach": True}, {"capturable": True}], ids=str)
+def test_how_updates_are_computed_stays_that_of_the_program(tmp_path, saved):
+    """The rest of a group is that of the checkpoint."""
+
+    def adamw(**options):
+        return lambda parameters: torch.optim.AdamW(parameters, **options)
+
+    state, step = make(optimizer=adamw(lr=0.5, **saved))
+    af.save(tmp_path, state, step)
+    state, other = make(optimizer=adamw(lr=0.1, fused=True))
+    state = af.load(tmp_path, state, other)
+    (group,) = other.plan.optimizer.param_groups
+    assert (group["lr"], group["fused"]) == (0.5, True)
+    assert not group["capturable"]
+    assert not group["foreach"]
+    advance(state, other)
+
+
+def test_another_schedule_is_told(tmp_path):
+    def scheduled(by, *options):
+        return lambda plan: af.schedule(by(plan.optimizer, *options))(plan)
+
+    steps, cosine = torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.CosineAnnealingLR
+    state, step = make(recipe=scheduled(steps, 2))
+    af.save(tmp_path, advance(state, step), step)
+    state, other = make(recipe=scheduled(cosine, 10))
+    with pytest.raises(CheckpointError, match=r"StepLR.* saved, .*CosineAnnealingLR.* here"):
+        af.load(tmp_path, state, other)
+    state, again = make(recipe=scheduled(steps, 7))
+    af.load(tmp_path, state, again)
+
+
+def test_what_a_transform_keeps_is_kept(tmp_path):
+    def counting(counter):
+        return lambda plan: replace(plan, after=(*plan.after, counter))
+
+    old, new = Counting(), Counting()
+    state, step = make(recipe=counting(old))
+    af.save(tmp_path, advance(state, step), step)
+    state, step = make(recipe=counting(new))
+    af.load(tmp_path, state, step)
+    assert new.count == 2
+
+
+def another_model():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Linear(1, 1)).double()
+
+
+MISTAKES = {
+    "optimizer": ({"optimizer": ours.sgd}, "optimizer: AdamW saved, SGD here"),
+    "shape": (
+        {"model": another_model()},
+        "model/0.weight: float64 [5, 3] saved, float64 [4, 3] here",
+    ),
+    "more": ({"model": another_model()}, "model/3.weight: nothing saved, float64 [1, 1] here"),
+    "fewer": (
+        {"model": nn.Sequential(nn.Linear(3, 1)).double()},
+        "model/2.weight: float64 [1, 5] saved, nothing here",
+    ),
+    "dtype": (
+        {"model": ours.regression_model().float()},
+        "model/0.weight: float64 [5, 3] saved, float32 [5, 3] here",
+    ),
+    "seed": ({"state": af.DistState(seed=3)}, "seed: 0 saved, 3 here"),
+}
+
+
+TRANSFORMS = {
+    "clip": (af.clip(1.0), "gradients", "['clip_norm']"),
+    "average": (af.average(0.9), "after", "['moving_average']"),
+    "schedule": (af.schedule(lambda _: 1.0), "after", "['scheduled(by=LambdaLR)']"),
+}
+OTHERS = {
+    **{name: (None, *row) for name, row in MISTAKES.items()},
+    **{
+        f"{name} added": (None, {"recipe": recipe}, f"{slot}: nothing saved, {told} here")
+        for name, (recipe, slot, told) in TRANSFORMS.items()
+    },
+    **{
+        f"{name} gone": (recipe, {}, f"{slot}: {told} saved, nothing here")
+        for name, (recipe, slot, told) in TRANSFORMS.items()
+    },
+}
+
+
+@pytest.mark.parametrize(("recipe", "changes", "words"), OTHERS.values(), ids=OTHERS)
+def test_another_program_is_refused_before_anything_is_overwritten(
+    tmp_path, recipe, changes, words
+):
+    state, step = make(recipe=recipe)
+    path = af.save(tmp_path, state, step)
+    state, other = make(**changes)
+    before = {name: value.clone() for name, value in other.plan.model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        af.load(tmp_path, state, other)
+    assert str(caught.value).startswith(f"load: {path} must be of this program, got differences:\n")
+    assert f"  {words}" in str(caught.value)
+    ours.assert_identical(other.plan.model.state_dict(), before)
+
+
+def test_every_difference_is_told_also_where_there_are_many(tmp_path):
+    def deep(width):
+        return nn.Sequential(*[nn.Linear(width, width) for _ in range(10)]).double()
+
+    state, step = make(model=deep(3))
+    af.save(tmp_path, state, step)
+    _, other = make(model=deep(2))
+    with pytest.raises(CheckpointError) as caught:
+        af.load(tmp_path, state, other)
+    told = str(caught.value).splitlines()[1:]
+    assert [line.split(":")[0] for line in told] == [
+        f"  model/{name}" for name in deep(1).state_dict()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [(af.clip(0.5), af.clip(1.0)), (af.average(0.9), af.average(0.5))],
+    ids=["clip", "average"],
+)
+def test_arguments_of_a_transform_are_those_of_the_program_and_no_difference(tmp_path, saved, here):
+    state, step = make(recipe=saved)
+    af.save(tmp_path, advance(state, step), step)
+    state, other = make(recipe=here)
+    before = af.explain(other.plan, state)
+    state = af.load(tmp_path, state, other)
+    assert (state.step, af.explain(other.plan, state)) == (2, before)
+    assert before != af.explain(step.plan, state)
+
+
+def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, capsys):
+    counter = Counting(5)
+    state, step = make()
+    af.save(tmp_path, advance(state, step), step)
+    other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1), nn.Linear(1, 1)).double()
+    last = other[3].weight.clone()
+    recipe = lambda plan: replace(plan, after=(counter,))
+    state, new = make(model=other, recipe=recipe)
+    state = af.load(tmp_path, state, new, extras={"new": (extra := Counter(7))}, strict=False)
+    assert (state.step, counter.count, extra.number) == (2, 5, 7)
+    assert torch.equal(other[3].weight, last)
+    ours.assert_identical(
+        {name: each for name, each in other.state_dict().items() if not name.startswith("3.")},
+        step.plan.model.state_dict(),
+    )
+    assert new.plan.optimizer.state_dict()["state"] == {}
+    told = capsys.readouterr().err
+    assert told.startswith(f"accel_fn: {tmp_path / 'step_00000002'} is of another program:\n")
+    assert "  model/3.weight: nothing saved, float64 [1, 1] here\n" in told
+    assert "  after: nothing saved, ['Counting'] here\n" in told
+
+
+@pytest.mark.parametrize("widths", [(3, 4, 1), (3, 5, 1, 1)], ids=["shape", "more"])
+def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, capsys, widths):
+    """Such as the average of a layer that is another now."""
+    recipe = af.compose(af.average(0.5), af.schedule(lambda _: 1.0))
+    state, step = make(recipe=recipe)
+    af.save(tmp_path, advance(state, step), step)
+    model = nn.Sequential(*(nn.Linear(*each) for each in pairwise(widths))).double()
+    state, other = make(model=model, recipe=recipe)
+    state = af.load(tmp_path, state, other, strict=False)
+    told = capsys.readouterr().err
+    assert "  after/0 moving_average starts fresh: what it keeps was saved of other shapes" in told
+    assert other.plan.after[0].state_dict()["num_updates"] == 0
+    assert other.plan.after[1].state_dict() == step.plan.after[1].state_dict()
+    advance(state, other)
+
+
+def test_what_a_transform_keeps_in_other_shapes_is_a_difference(tmp_path):
+    """Such as the norms of a window of another length."""
+    state, step = make(recipe=af.skip_spikes(window=8))
+    af.save(tmp_path, advance(state, step), step)
+    state, other = make(recipe=af.skip_spikes(window=16))
+    before = copy.deepcopy(kept(other))
+    with pytest.raises(RuntimeError) as told:
+        af.load(tmp_path, state, other)
+    assert str(told.value).endswith(
+        "got differences:\n"
+        "  transforms/verdicts/0 norm_in_line/norms: float32 [8] saved, float32 [16] here"
+    )
+    torch.testing.assert_close(kept(other), before, rtol=0, atol=0)
+    advance(af.load(tmp_path, state, other, strict=False), other)
+
+
+def test_extras_that_do_not_fit_are_left_and_told(tmp_path, capsys):
+    state, step = make()
+    extras = {"counter": Counter(4), "data": shared(), "old": Counter()}
+    af.save(tmp_path, advance(state, step), step, extras=extras)
+    extras = {"counter": Counter(9), "data": shared(48), "new": Counter(7)}
+    assert af.load(tmp_path, state, step, extras=extras, strict=False).step == 2
+    assert (extras["counter"].number, extras["new"].number) == (4, 7)
+    told = capsys.readouterr().err
+    assert "  extras: ['counter', 'data', 'old'] saved, ['counter', 'data', 'new'] here\n" in told
+    assert "  extras/data: num_samples: 40 saved, 48 here\n" in told
+
+
+def test_ranks_micro_batches_and_wrapping_are_not_another_program(tmp_path):
+    state, step = make(recipe=af.compose(af.place(), af.wrap_ddp(), af.accumulate(4)))
+    af.save(tmp_path, state, step)
+    state, other = make(3)
+    af.load(tmp_path, state, other)
+    ours.assert_identical(other.plan.model.state_dict(), step.plan.model.state_dict())
+
+
+def test_at_names_a_checkpoint_by_its_step_or_its_name(tmp_path):
+    state, step = make()
+    for _ in range(3):
+        state = advance(state, step, 1)
+        af.save(tmp_path, state, step)
+    found = [af.load(tmp_path, state, step, at=at).step for at in (2, "step_00000001", "latest")]
+    assert found == [2, 1, 3]
+    with pytest.raises(
+        CheckpointError, match=r"load: at=7 must be a checkpoint in .* steps 1, 2, 3$"
+    ):
+        af.load(tmp_path, state, step, at=7)
+    with pytest.raises(CheckpointError, match=r"at='latest' must .*, got steps none"):
+        af.load(tmp_path / "nowhere", state, step)
+
+
+def test_arguments_are_checked(tmp_path):
+    state, step = make()
+    with pytest.raises(
+        TypeError, match=r"save: step must be a Step or a dict of Steps, got \{'a': 3\}"
+    ):
+        af.save(tmp_path, state, {"a": 3})
+    with pytest.raises(ValueError, match="save: keep must be an integer >= 1, got 0"):
+        af.save(tmp_path, state, step, keep=0)
+    for function in (af.save, af.load):
+        with pytest.raises(
+            TypeError, match=r"extras\['n'\] must have state_dict and load_state_dict"
+        ):
+            function(tmp_path, state, step, extras={"n": 3})
+    af.save(tmp_path, state, step, extras={"n": Counter()})
+    with pytest.raises(CheckpointError, match=r"  extras: \['n'\] saved, nothing here"):
+        af.load(tmp_path, state, step)
+    for function in (af.save, af.load):
+        with pytest.raises(TypeError, match=r"extras must be a dict, by names, got \['n'\]"):
+            function(tmp_path, state, step, extras=["n"])
+
+
+MISTAKES_OF_ONE = {
+    "folder": ((3,), {}, "folder must be the path of a folder, got 3"),
+    "other folder": (("elsewhere",), {}, r"folder must be the same .* got 'elsewhere' on rank 1"),
+    "step": (("run", {"a": 3}), {}, "step must be a Step or a dict of Steps"),
+    "number": (("run", 3), {}, "step must be a Step or a dict of Steps, got 3"),
+    "no step": (("run", {}), {}, "step must be a Step or a dict of Steps"),
+    "extras": (
+        (),
+        {"extras": {"n": Counter()}},
+        r"extras must be the same .* got \['n'\] on rank 1",
+    ),
+    "no extras": ((), {"extras": 3}, "extras must be a dict, by names, got 3"),
+    "empty": ((), {"extras": np.zeros(2)}, "extras must be a dict, by names, got array"),
+    "name": ((), {"extras": {3: Counter()}}, "extras must be a dict, by names, got {3: "),
+}
+OF_SAVE = MISTAKES_OF_ONE | {
+    "wait": ((), {"wait": 1}, "wait must be True or False, got 1"),
+    "other wait": ((), {"wait": False}, "wait must be the same .* got False on rank 1 and True on"),
+    "keep": ((), {"keep": "all"}, "keep must be an integer >= 1, got 'all'"),
+    "other keep": ((), {"keep": 3}, "keep must be the same on every rank, got 3 on rank 1"),
+}
+OF_LOAD = MISTAKES_OF_ONE | {
+    "at": ((), {"at": True}, r"at must be \"latest\", the number of a step or the name of a"),
+    "other at": ((), {"at": 0}, "at must be the same .* got 0 on rank 1 and 'latest' on rank 0"),
+    "gone": (("nowhere",), {}, "folder must be the same on every rank"),
+    "strict": ((), {"strict": None}, "strict must be True or False, got None"),
+}
+IN_ALL = [
+    pytest.param(function, *mistake, id=f"{function}-{name}")
+    for function, mistakes in {"save": OF_SAVE, "load": OF_LOAD}.items()
+    for name, mistake in mistakes.items()
+]
+
+
+@pytest.mark.parametrize(("function", "given", "options", "words"), IN_ALL)
+def test_what_one_rank_alone_is_given_wrongly_is_refused_on_all(
+    tmp_path, monkeypatch, function, given, options, words
+):
+    """At once: none of them is left waiting."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        af.save("run", state, step)
+        folder, steps = (*given, *("run", step)[len(given) :]) if state.rank else ("run", step)
+        with pytest.raises((ValueError, RuntimeError), match=f"{function}: .*{words}"):
+            getattr(af, function)(folder, state, steps, **(options if state.rank else {}))
+        af.barrier(state)
+
+    simulate(run, world_size=2)
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_arguments_in_another_order_are_told(tmp_path):
+    state, step = make()
+    for function in (af.save, af.load):
+        words = f"{function.__name__}: state must be a DistState, got 'Step'"
+        with pytest.raises(TypeError, match=words):
+            function(tmp_path, step, state)
+
+
+def test_ranks_that_are_at_other_steps_are_refused(tmp_path):
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        with pytest.raises(ValueError, match=r"save: state.step must be the same .* got 1 on rank"):
+            af.save(tmp_path, replace(state, step=state.rank), step)
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "at", ["runs/step_00000001", "../step_00000001", "/step_00000001", "", ".."]
+)
+def test_a_checkpoint_is_named_without_its_folder(tmp_path, at):
+    state, step = make()
+    af.save(tmp_path, state, step)
+    with pytest.raises(
+        ValueError, match=r"load: at must be \"latest\", .*; folder says where it is"
+    ):
+        af.load(tmp_path, state, step, at=at)
+
+
+@pytest.mark.parametrize("at", [-1, True, 1.0, None])
+def test_what_is_no_step_is_no_place(tmp_path, at):
+    state, step = make()
+    af.save(tmp_path, state, step)
+    with pytest.raises(TypeError, match=r"load: at must be \"latest\", the number of a step"):
+        af.load(tmp_path, state, step, at=at)
+    with pytest.raises(TypeError, match=r"at must be .*'\); folder says where it is"):
+        af.load(tmp_path, state, step, at=af.latest(tmp_path))
+    assert af.load(tmp_path, state, step, at=np.int64(0)).step == 0
+
+
+@pytest.mark.parametrize("name", ["a/b", 3, None])
+def test_steps_have_names_that_entries_can_hold(tmp_path, name):
+    state, step = make()
+    for function in (af.save, af.load):
+        with pytest.raises(ValueError, match="step must have names that are text without /, got"):
+            function(tmp_path, state, {"a": step, name: step})
+
+
+def test_a_failure_on_one_rank_is_one_of_all_and_leaves_no_draft(tmp_path):
+    class Bad(Counter):
+        def state_dict(self):
+            raise KeyError("lost")
+
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        extra = Bad() if state.rank == 1 else Counter()
+        try:
+            af.save(tmp_path, state, step, extras={"extra": extra})
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    zero, one = simulate(run, world_size=2)
+    assert zero == "ElsewhereError: save: failed on rank 1: KeyError('lost')"
+    assert one == "KeyError: 'lost'"
+    assert [each.name for each in tmp_path.iterdir()] == [".lock"]

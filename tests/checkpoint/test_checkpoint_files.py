@@ -1,0 +1,994 @@
+"""The files of checkpoints: damaged, half written, of two runs, on a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from torch import nn
+
+import accel_fn as af
+from accel_fn.checkpoint import lock as lock_module
+from accel_fn.checkpoint.format.hashing import FileMark, hash_of
+from accel_fn.checkpoint.format.manifest import read_manifest
+from accel_fn.checkpoint.format.names import publish
+from accel_fn.checkpoint.format.write import Share
+from accel_fn.errors import CheckpointError
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.processes import ROOT, launch
+
+FILES = ["manifest.json", "common.pt", "rank_00000.pt", "tensors_00000.bin"]
+BATCH = (torch.ones(4, 3), torch.zeros(4, 2))
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place(len(data))] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "flipped in the middle": lambda path: flip(path, lambda size: size // 2),
+    "flipped at the start": lambda path: flip(path, lambda size: 0),
+    "flipped at the end": lambda path: flip(path, lambda size: size - 1),
+    "one byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "one byte more": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    "empty": lambda path: os.truncate(path, 0),
+    "gone": Path.unlink,
+}
+BY_SIZE = {name: each for name, each in DAMAGES.items() if not name.startswith("flipped")}
+each_file = pytest.mark.parametrize("file", FILES)
+
+
+class Extra:
+    """What a user keeps beside the model."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, saved):
+        self.value = saved["value"]
+
+
+def loss_fn(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def make(seed=0, *, state=None, recipe=None):
+    """A step of a new program."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plan = af.Plan(loss_fn, model, optimizer)
+    return af.build(state or af.DistState(), recipe(plan) if recipe else plan)
+
+
+def run(folder, *steps, saver=None, **options):
+    """Train up to each of these steps and save there; the state and the step at the end."""
+    state, step = saver or make()
+    for number in steps:
+        while state.step < number:
+            state, _ = step(state, BATCH)
+        af.save(folder, state, step, **options)
+    return state, step
+
+
+def tensors_of(step):
+    """Model and optimizer, bit for bit."""
+    tensors = ours.kept_tensors(step)
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def everything(step):
+    """Model, optimizer and generators, bit for bit."""
+    found = tensors_of(step)
+    found["torch"] = torch.get_rng_state().numpy().tobytes()
+    found["numpy"] = pickle.dumps(np.random.get_state())
+    found["python"] = repr(random.getstate()).encode()
+    return found
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def refused(folder, match, **options):
+    """load refuses, and nothing of the program has changed."""
+    state, step = make(7)
+    state, _ = step(state, BATCH)
+    extra, before = Extra("mine"), everything(step)
+    with pytest.raises(CheckpointError, match=match) as caught:
+        af.load(folder, state, step, extras={"extra": extra}, **options)
+    assert isinstance(caught.value, RuntimeError)
+    assert everything(step) == before
+    assert (state.step, extra.value) == (1, "mine")
+
+
+def loads(folder, expected_step):
+    """The newest checkpoint comes back, and it is that of this step."""
+    state, step = make(7)
+    assert af.latest(folder) == folder / f"step_{expected_step:08d}"
+    assert af.load(folder, state, step).step == expected_step
+    saved = make()
+    for _ in range(expected_step):
+        saved = saved[1](saved[0], BATCH)[0], saved[1]
+    torch.testing.assert_close(
+        step.plan.model.state_dict(), saved[1].plan.model.state_dict(), rtol=0, atol=0
+    )
+
+
+def with_manifest(checkpoint, change):
+    """Change the manifest, and its hash as well."""
+    path = checkpoint / "manifest.json"
+    body = json.loads(path.read_text())["checkpoint"]
+    change(body)
+    data = json.dumps(body, indent=1).encode()
+    path.write_bytes(b'{"hash": "%s", "checkpoint":\n%s}\n' % (hash_of(data).encode(), data))
+
+
+# Damage.
+
+
+def test_these_are_all_files(tmp_path):
+    run(tmp_path, 2)
+    assert names(tmp_path) == [".lock", "step_00000002"]
+    assert names(tmp_path / "step_00000002") == sorted(FILES)
+
+
+@each_file
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_found_before_anything_is_overwritten(tmp_path, file, damage):
+    run(tmp_path, 1, 2, extras={"extra": Extra("saved")})
+    damage(tmp_path / "step_00000002" / file)
+    refused(tmp_path, rf"step_00000002\S* .*{file}|step_00000002/{file}")
+    refused(tmp_path, rf"step_00000002\S* .*{file}|step_00000002/{file}", at=2)
+
+
+OF_TWO = [*FILES, "rank_00001.pt", "tensors_00001.bin"]
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    """A checkpoint that two ranks have written, each a share of every file's kind."""
+    folder = tmp_path_factory.mktemp("two")
+
+    def save(state):
+        state, step = make(state=state, recipe=af.wrap_ddp())
+        state, _ = step(state, BATCH)
+        af.save(folder, state, step, extras={"extra": Extra(state.rank)})
+
+    simulate(save, world_size=2)
+    assert names(folder / "step_00000001") == sorted(OF_TWO)
+    return folder
+
+
+@pytest.mark.parametrize("file", OF_TWO)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_damage_of_any_rank_s_file_is_found_by_all(of_two, tmp_path, file, damage, world_size):
+    """Also by fewer ranks than have written."""
+    folder = shutil.copytree(of_two, tmp_path / "run")
+    damage(folder / "step_00000001" / file)
+
+    def load(state):
+        state, step = make(7, state=state, recipe=af.wrap_ddp())
+        extra, before = Extra("mine"), tensors_of(step)
+        with pytest.raises(RuntimeError, match=rf"step_00000001(/| .*){file}"):
+            af.load(folder, state, step, extras={"extra": extra})
+        assert tensors_of(step) == before
+        assert extra.value == "mine"
+
+    simulate(load, world_size=world_size)
+
+
+@each_file
+@pytest.mark.parametrize("damage", BY_SIZE.values(), ids=BY_SIZE)
+def test_what_is_missing_or_of_another_size_is_listed_and_never_the_latest(tmp_path, file, damage):
+    run(tmp_path, 1, 2, 3)
+    damage(tmp_path / "step_00000003" / file)
+    listed = {each.step: each.damage for each in af.list_checkpoints(tmp_path)}
+    assert (listed[1], listed[2]) == ("", "")
+    assert file in listed[3]
+    assert af.latest(tmp_path) == tmp_path / "step_00000002"
+    for checkpoint in (tmp_path / "step_00000001", tmp_path / "step_00000002"):
+        damage(checkpoint / file)
+    assert af.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("place", ["start", "middle", "end"])
+def test_a_manifest_that_was_changed_is_listed(tmp_path, place):
+    run(tmp_path, 1)
+    damage = "at the " + place if place != "middle" else "in the middle"
+    DAMAGES[f"flipped {damage}"](tmp_path / "step_00000001" / "manifest.json")
+    (found,) = af.list_checkpoints(tmp_path)
+    assert "manifest.json is damaged" in found.damage
+    assert (found.size, found.world_size) == (0, 0)
+
+
+def test_an_older_one_is_loaded_where_it_is_named(tmp_path):
+    run(tmp_path, 1, 2)
+    DAMAGES["empty"](tmp_path / "step_00000002" / "common.pt")
+    state, step = make(7)
+    assert af.load(tmp_path, state, step, at=af.latest(tmp_path).name).step == 1
+
+
+def test_what_is_listed_of_a_whole_one(tmp_path):
+    run(tmp_path, 5)
+    (found,) = af.list_checkpoints(tmp_path)
+    sizes = [(tmp_path / "step_00000005" / file).stat().st_size for file in FILES[1:]]
+    assert (found.step, found.size, found.world_size, found.damage) == (5, sum(sizes), 1, "")
+
+
+def test_a_newer_format_is_refused_and_says_who_wrote_it(tmp_path):
+    run(tmp_path, 1)
+    with_manifest(tmp_path / "step_00000001", lambda body: body.update(format=2, accel_fn="9.9"))
+    words = r"manifest\.json must be of format 1, got 2, written by accel_fn 9\.9; read it with"
+    refused(tmp_path, words)
+    assert "format 1, got 2" in af.list_checkpoints(tmp_path)[0].damage
+
+
+def put(*places_and_value):
+    """Another value in a place of the manifest."""
+
+    def change(body):
+        *places, last, value = places_and_value
+        for place in places:
+            body = body[place]
+        body[last] = value
+
+    return change
+
+
+def leads_away(body):
+    body["files"]["../common.pt"] = body["files"]["common.pt"]
+
+
+def overlaps(body):
+    """Two halves of another tensor's size, both the first."""
+    (chunk,) = body["entries"]["model/0.weight"]["chunks"]
+    half = chunk | {"sizes": [2, 3], "length": 24}
+    body["entries"]["model/0.weight"]["chunks"] = [half, half]
+
+
+def overlaps_in_part(body):
+    (chunk,) = body["entries"]["model/0.weight"]["chunks"]
+    blocks = [([0, 0], [2, 2]), ([1, 1], [2, 2]), ([3, 0], [1, 3]), ([0, 2], [1, 1])]
+    body["entries"]["model/0.weight"]["chunks"] = [
+        chunk | {"offsets": offsets, "sizes": sizes, "length": 4 * sizes[0] * sizes[1]}
+        for offsets, sizes in blocks
+    ]
+
+
+CHUNK = ("entries", "model/0.weight", "chunks", 0)
+NOT_OF_THIS_VERSION = {
+    "path": (leads_away, r"files='\.\./common\.pt', which must be names of files beside it"),
+    "elsewhere": (
+        put(*CHUNK, "file", "/etc/passwd"),
+        "'/etc/passwd', which must be in a file beside",
+    ),
+    "more": (put("new", 1), "TypeError.*'new'"),
+    "less": (lambda body: body.pop("seed"), "TypeError.*'seed'"),
+    "no entries": (lambda body: body.pop("entries"), "KeyError.*'entries'"),
+    "no files": (lambda body: body.pop("files"), "KeyError.*'files'"),
+    "no object": (put("entries", 3), "AttributeError"),
+    "a list": (put("files", ["common.pt"]), "AttributeError"),
+    "step": (put("step", "1"), "step='1', which must be an integer >= 0"),
+    "negative step": (put("step", -1), "step=-1, which must be an integer >= 0"),
+    "seed": (put("seed", None), "seed=None, which must be an integer >= 0"),
+    "no ranks": (put("world_size", 0), "world_size=0, which must be an integer >= 1"),
+    "more ranks": (put("world_size", 10**15), r"files=\[.*, which must be those of 10{15} ranks"),
+    "other ranks": (put("world_size", 2), r"which must be names that have rank_00001\.pt among"),
+    "no common file": (lambda body: body["files"].pop("common.pt"), "have common.pt among them"),
+    "version": (put("accel_fn", 3), "accel_fn=3, which must be text"),
+    "tied": (put("tied", {"a": 3}), r"tied=\{'a': 3\}, which must be text by names"),
+    "explained": (put("explained", []), r"explained=\[\], which must be text by names"),
+    "plans": (put("plans", {"": "none"}), "plans=.*, which must be dicts by names"),
+    "size": (put("files", "common.pt", "size", -1), "which must be a size >= 0 and a hash"),
+    "a size of text": (put("files", "common.pt", "size", "7"), "which must be a size >= 0 and"),
+    "hash": (put("files", "common.pt", "hash", 7), "which must be a size >= 0 and a hash"),
+    "no mark": (put("files", "common.pt", 3), "TypeError"),
+    "dtype": (
+        put("entries", "model/0.weight", "dtype", "nn"),
+        "'nn', which must be one of torch's",
+    ),
+    "no dtype": (put("entries", "model/0.weight", "dtype", 3), "=3, which must be one of torch's"),
+    "shape": (put("entries", "model/0.weight", "shape", [-4, 3]), "which must be integers >= 0"),
+    "no shape": (put("entries", "model/0.weight", "shape", 4), "TypeError"),
+    "a hole": (
+        put("entries", "model/0.weight", "chunks", []),
+        "=0, which must be all of its elements once",
+    ),
+    "twice": (
+        lambda body: body["entries"]["model/0.weight"]["chunks"].append(
+            body["entries"]["model/0.weight"]["chunks"][0]
+        ),
+        "=24, which must be all of its elements once",
+    ),
+    "an overlap": (overlaps, "which must be blocks that have no element in common"),
+    "a part in common": (overlaps_in_part, "which must be blocks that have no element in common"),
+    "offset": (put(*CHUNK, "offsets", [1, 0]), r"which must be a block of \[4, 3\]"),
+    "no offset": (put(*CHUNK, "offsets", []), r"which must be a block of \[4, 3\]"),
+    "half": (put(*CHUNK, "sizes", [2.0, 3]), r"which must be a block of \[4, 3\]"),
+    "length": (put(*CHUNK, "length", 47), "which must be of 48 bytes"),
+    "start": (put(*CHUNK, "start", -8), "which must be in the .* bytes of its file"),
+    "end": (put(*CHUNK, "start", 10**9), "which must be in the .* bytes of its file"),
+    "no chunk": (put(*CHUNK, 3), "TypeError"),
+}
+MANIFESTS = {
+    name: (change, f"must be one of this version, got .*{words}")
+    for name, (change, words) in NOT_OF_THIS_VERSION.items()
+} | {
+    "format": (put("format", "2"), "must be of format 1, got 2, written by accel_fn"),
+    "no format": (lambda body: body.pop("format"), "must be of format 1, got None, written by"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_of_others_is_not_trusted(tmp_path, change, words):
+    """It reads no file but those beside it; one that makes no sense is an error with its name."""
+    run(tmp_path, 1)
+    with_manifest(tmp_path / "step_00000001", change)
+    refused(tmp_path, rf"step_00000001/manifest\.json {words}")
+    assert af.latest(tmp_path) is None
+    assert "manifest.json" in af.list_checkpoints(tmp_path)[0].damage
+
+
+@pytest.mark.parametrize("body", [b"[]", b"3", b"no JSON", b"", b"[" * 10**5, b"\xff"])
+def test_a_manifest_that_is_none_is_not_trusted(tmp_path, body):
+    run(tmp_path, 1)
+    path = tmp_path / "step_00000001" / "manifest.json"
+    path.write_bytes(b'{"hash": "%s", "checkpoint":\n%s}\n' % (hash_of(body).encode(), body))
+    refused(tmp_path, r"step_00000001/manifest\.json must be one of this version, got ")
+
+
+@pytest.mark.parametrize(
+    ("file", "words"), [("common.pt", "scaler, steps"), ("rank_00000.pt", "buffers, random")]
+)
+@pytest.mark.parametrize("content", [[1], {}])
+def test_files_that_hold_something_else_are_refused(tmp_path, file, words, content):
+    run(tmp_path, 1)
+    checkpoint = tmp_path / "step_00000001"
+    torch.save(content, checkpoint / file)
+    remark(checkpoint, file)
+    refused(tmp_path, f"load: .*{file} must hold {words}")
+
+
+def remark(checkpoint, file):
+    """Have the manifest list a file as it is now."""
+    data = (checkpoint / file).read_bytes()
+    digest = xxhash.xxh3_128(data).digest()
+    mark = {"size": len(data), "hash": xxhash.xxh3_128(digest).hexdigest()}
+    with_manifest(checkpoint, put("files", file, mark))
+    assert read_manifest(checkpoint).files[file] == FileMark(**mark)
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("file", ["common.pt", "rank_00000.pt"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, file, packed):
+    """Hashes are of damage, not of forgery: a file may hold anything."""
+    run(tmp_path, 1)
+    checkpoint, fuse = tmp_path / "step_00000001", tmp_path / "fuse"
+    bomb = {"random": Bomb(fuse), "buffers": {}, "scaler": None, "steps": {}}
+    if packed:
+        torch.save(bomb, checkpoint / file)
+        assert zipfile.is_zipfile(checkpoint / file)
+    else:
+        (checkpoint / file).write_bytes(pickle.dumps(bomb, protocol=2))
+    remark(checkpoint, file)
+    state, step = make(7)
+    before = everything(step)
+    with pytest.raises(CheckpointError):
+        af.load(tmp_path, state, step)
+    assert not fuse.exists()
+    assert everything(step) == before
+    if packed:
+        torch.load(checkpoint / file, weights_only=False)  # it is one
+    else:
+        pickle.loads((checkpoint / file).read_bytes())
+    assert fuse.exists()
+
+
+# A folder that cannot be written to.
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(Extra(2), id="one"),
+        pytest.param([Extra], id="class"),
+        {"a": lambda: 3},
+    ],
+)
+def test_extras_that_hold_more_than_plain_data_are_refused_by_name(tmp_path, bad):
+    state, step = run(tmp_path, 1)
+    extras = {"good": Extra(1), "bad": Extra(bad)}
+    with pytest.raises(ValueError, match=r"^save: extras.*bad.* must hold tensors, num") as caught:
+        af.save(tmp_path, state, step, extras=extras)
+    assert "good" not in str(caught.value)
+    assert names(tmp_path) == [".lock", "step_00000001"]
+    loads(tmp_path, 1)
+
+
+@pytest.mark.parametrize("place", ["", "sub", "a/b"])
+def test_a_file_in_place_of_the_folder_is_refused_and_stays(tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    folder = tmp_path / "file" / place
+    with pytest.raises(CheckpointError, match=r"^save: folder must be one that can be written to"):
+        run(folder, 1)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert af.list_checkpoints(folder) == []
+    assert af.latest(folder) is None
+    refused(folder, "must be a checkpoint in .* got steps none")
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_none(tmp_path):
+    run(tmp_path, 1)
+    (tmp_path / "step_00000002").write_text("mine")
+    assert "no checkpoint" in af.list_checkpoints(tmp_path)[1].damage
+    assert af.latest(tmp_path) == tmp_path / "step_00000001"
+    refused(tmp_path, "step_00000002 is no checkpoint")
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    """At every size from nothing to a file less than all, in a process whose files are limited."""
+    script = f"""
+        import resource, signal
+        from pathlib import Path
+        import pytest
+        import accel_fn as af
+        from tests.checkpoint.test_checkpoint_files import CheckpointError, loads, make, names, run, BATCH
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        folder = Path({str(tmp_path)!r}) / "run"
+        saver = run(folder, 1)
+        sizes = [path.stat().st_size for path in (folder / "step_00000001").iterdir()]
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for number in (1, 2):
+            saver = saver if number == 1 else (saver[1](saver[0], BATCH)[0], saver[1])
+            for limit in [0, 1, *(size - 1 for size in sizes)] if number == 1 else [0, 1000]:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+                try:
+                    with pytest.raises(CheckpointError, match="that can be written to.*File too large"):
+                        af.save(folder, *saver)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+                assert names(folder) == [".lock", "step_00000001"]
+            loads(folder, 1)
+        af.save(folder, *saver)
+        loads(folder, 2)
+        say("done")
+    """
+    launch(script, num_processes=1, expect=["done"])
+
+
+@contextmanager
+def nobody():
+    """Root may write anywhere: for a while it is somebody who may not."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_folder_that_is_read_only_is_refused():
+    with tempfile.TemporaryDirectory() as place:  # where anybody may look
+        folder = Path(place) / "run"
+        Path(place).chmod(0o755)
+        state, step = run(folder, 1)
+        state, _ = step(state, BATCH)
+        folder.chmod(0o555)
+        with (
+            nobody(),
+            pytest.raises(CheckpointError, match=r"can be written to.*Permission denied"),
+        ):
+            af.save(folder, state, step)
+        folder.chmod(0o755)
+        loads(folder, 1)
+
+
+class Removing(Extra):
+    """Somebody removes the folder while it is saved to."""
+
+    def state_dict(self):
+        shutil.move(self.value, f"{self.value}-elsewhere")
+        return {}
+
+
+def test_a_folder_that_goes_away_during_a_save_is_told(tmp_path):
+    folder = tmp_path / "run"
+    state, step = run(folder, 1)
+    with pytest.raises(CheckpointError, match=r"that can be written to.*No such file"):
+        af.save(folder, state, step, extras={"removing": Removing(folder)})
+    assert af.latest(folder) is None
+    elsewhere = Path(f"{folder}-elsewhere")
+    loads(elsewhere, 1)
+    run(folder, 2, saver=(state, step))
+    loads(folder, 2)
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
+def test_a_folder_that_goes_away_once_all_is_written_is_told(tmp_path, monkeypatch, wait):
+    folder, write = tmp_path / "run", Share.write
+
+    def write_and_move(share, draft):
+        written = write(share, draft)
+        folder.rename(tmp_path / "elsewhere")
+        return written
+
+    def save_twice():  # what goes wrong in the background is raised by the next
+        for _ in range(2):
+            af.save(folder, state, step, wait=wait)
+
+    state, step = run(folder, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Share, "write", write_and_move)
+        with pytest.raises(CheckpointError, match=r"step_00000001 is gone: somebody has moved or"):
+            save_twice()
+    assert af.latest(folder) is None
+    loads(tmp_path / "elsewhere", 1)
+
+
+def test_without_the_library_of_hashes_nothing_is_begun(tmp_path, monkeypatch):
+    state, step = run(tmp_path / "run", 1)
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    words = r': xxhash must be installed; pip install "accel-fn\[checkpoint\]"'
+    with pytest.raises(ModuleNotFoundError, match=f"save{words}"):
+        af.save(tmp_path / "new", state, step)
+    assert names(tmp_path) == ["run"]
+    for read in (
+        lambda: af.load(tmp_path / "run", state, step),
+        lambda: af.latest(tmp_path / "run"),
+    ):
+        with pytest.raises(ModuleNotFoundError, match=f"load{words}"):
+            read()
+
+
+def test_a_folder_may_be_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    run(tmp_path / "link", 1, 2)
+    loads(tmp_path / "link", 2)
+    loads(tmp_path / "real", 2)
+    assert names(tmp_path / "real") == [".lock", "step_00000001", "step_00000002"]
+
+
+def test_a_link_that_leads_nowhere_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="that can be written to"):
+        run(tmp_path / "link", 1)
+    assert names(tmp_path) == ["link"]
+    assert af.latest(tmp_path / "link") is None
+
+
+# Two runs.
+
+
+def start(tmp_path, script):
+    """Another process, that has said `up`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys\nfolder = sys.argv[1]\n{script}", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def end(process):
+    process.kill()
+    process.communicate()
+
+
+LOCKING = """
+import os, time
+from pathlib import Path
+from accel_fn.checkpoint.lock import FolderLock
+lock = FolderLock(Path(folder))
+"""
+SAVING = """
+from pathlib import Path
+from tests.checkpoint.test_checkpoint_files import run
+saver = run(Path(folder), 3)
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_and_told_whose_the_folder_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_module, "_TRIES", 2)
+    other = start(tmp_path, SAVING)
+    try:
+        before = names(tmp_path)
+        for folder in (tmp_path, tmp_path / ".." / tmp_path.name):
+            with pytest.raises(CheckpointError, match=rf"by one run at a time.*pid {other.pid}\b"):
+                run(folder, 1)
+            assert names(tmp_path) == before
+        loads(tmp_path, 3)  # a reader is not held up
+    finally:
+        end(other)
+    run(tmp_path, 1)
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [1, 3]
+
+
+def test_a_run_that_was_killed_lets_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_module, "_TRIES", 1)
+    other = start(tmp_path, LOCKING + "print('up', flush=True); sys.stdin.read()")
+    with pytest.raises(CheckpointError, match=rf"pid {other.pid}\b"):
+        run(tmp_path, 1)
+    end(other)
+    run(tmp_path, 1)
+
+
+def test_the_name_of_a_run_that_is_gone_holds_nothing(tmp_path):
+    """Even where this process has its number."""
+    run(tmp_path, 1)
+    assert f"pid {os.getpid()}" in (tmp_path / ".lock").read_text()
+    run(tmp_path, 2)
+    assert steps_of(tmp_path) == [1, 2]
+
+
+def test_workers_that_outlive_their_run_do_not_hold_its_folder(tmp_path, monkeypatch):
+    """They look for their parent every few seconds only."""
+    monkeypatch.setattr(lock_module, "_TRIES", 1)
+    script = """
+import multiprocessing
+
+def work():
+    print("up", os.getpid(), sep="\\n", flush=True)
+    time.sleep(600)
+
+multiprocessing.get_context("fork").Process(target=work).start()
+time.sleep(600)
+"""
+    other = start(tmp_path, LOCKING + script)
+    child = int(other.stdout.readline())
+    try:
+        with pytest.raises(CheckpointError, match=rf"pid {other.pid}\b"):
+            run(tmp_path, 1)
+        other.kill()
+        other.wait()
+        run(tmp_path, 1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        end(other)
+
+
+def test_a_folder_waits_for_a_run_that_is_ending(tmp_path):
+    other = start(
+        tmp_path, LOCKING + "print('up', flush=True); sys.stdin.readline(); time.sleep(0.3)"
+    )
+    other.stdin.write("\n")
+    other.stdin.flush()
+    run(tmp_path, 1)
+    assert other.wait() == 0
+    end(other)
+
+
+def test_two_programs_of_one_process_are_two_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_module, "_TRIES", 1)
+    saver = run(tmp_path, 1)
+    words = (
+        rf"beside another step of this process \(.*, pid {os.getpid()}\); give each run a folder"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        run(tmp_path, 2)
+    del saver
+    run(tmp_path, 2)
+
+
+def test_a_run_holds_each_folder_that_it_saves_to(tmp_path, monkeypatch):
+    """One is often of the last checkpoints, another of the best."""
+    monkeypatch.setattr(lock_module, "_TRIES", 1)
+    saver = run(tmp_path / "last", 1)
+    run(tmp_path / "best", 1, saver=saver)
+    (tmp_path / "link").symlink_to("last")
+    run(tmp_path / "link", 1, saver=saver)
+    for folder in ("last", "best"):
+        with pytest.raises(CheckpointError, match="by one run at a time"):
+            run(tmp_path / folder, 2)
+
+
+# What stays.
+
+
+def steps_of(folder):
+    return [each.step for each in af.list_checkpoints(folder)]
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"keep_every": 3}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"keep": 1}, [7]),
+        ({"keep": 2}, [6, 7]),
+        ({"keep": 9}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"keep": 2, "keep_every": 3}, [3, 6, 7]),
+        ({"keep": 1, "keep_every": 4}, [4, 7]),
+    ],
+)
+def test_the_newest_stay(tmp_path, options, left):
+    run(tmp_path, 1, 2, 3, 4, 5, 6, 7, **options)
+    assert steps_of(tmp_path) == left
+    assert names(tmp_path) == [".lock", *(f"step_{step:08d}" for step in left)]
+    loads(tmp_path, 7)
+
+
+def test_the_one_that_a_run_was_resumed_from_stays(tmp_path):
+    run(tmp_path, 1, 2)
+    state, step = make(7)
+    state = af.load(tmp_path, state, step)
+    run(tmp_path, 3, 4, 5, keep=1, saver=(state, step))
+    assert steps_of(tmp_path) == [2, 5]
+
+
+def test_damaged_ones_are_left_alone_and_not_counted(tmp_path):
+    saver = run(tmp_path, 1, 2, 3, 4)
+    for step, damage in {2: "one byte short", 4: "gone"}.items():
+        DAMAGES[damage](tmp_path / f"step_{step:08d}" / "common.pt")
+    run(tmp_path, 5, keep=2, saver=saver)
+    assert steps_of(tmp_path) == [2, 3, 4, 5]
+    assert af.latest(tmp_path) == tmp_path / "step_00000005"
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
+    """What it left behind there has higher steps, and is older."""
+    run(tmp_path, 1, 2, 8, 9)
+    state, step = make(7)
+    state = af.load(tmp_path, state, step, at=2)
+    run(tmp_path, 3, keep=1, saver=(state, step))
+    assert steps_of(tmp_path) == [2, 3]
+
+
+def test_the_new_one_stays_where_others_have_a_later_time(tmp_path):
+    """As another machine's clock may give it."""
+    run(tmp_path, 1, 2, 8, 9)
+    later = time.time() + 1e6
+    for number in (1, 2, 8, 9):
+        os.utime(tmp_path / f"step_{number:08d}" / "manifest.json", (later, later))
+    state, step = make(7)
+    state = af.load(tmp_path, state, step, at=2)
+    for number, left in ((3, [2, 3]), (4, [2, 4])):
+        run(tmp_path, number, keep=1, saver=(state, step))
+        assert steps_of(tmp_path) == left
+
+
+class InTheWay(Extra):
+    """Makes a file where the save that is under way will need the name."""
+
+    def state_dict(self):
+        self.value.touch()
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (lambda folder: Extra(object), "bad"),
+        (lambda folder: InTheWay(folder / ".new_step_00000004/manifest.json"), "File exists"),
+        (lambda folder: InTheWay(folder / "step_00000004"), "Not a directory"),
+    ],
+    ids=["before any file", "at the manifest", "at the name"],
+)
+def test_a_save_that_fails_removes_nothing(tmp_path, extra, words):
+    """Up to the last moment before the new one is there."""
+    saver = run(tmp_path, 1, 2, 3)
+    with pytest.raises((ValueError, CheckpointError), match=words):
+        run(tmp_path, 4, keep=1, saver=saver, extras={"bad": extra(tmp_path)})
+    assert [each.step for each in af.list_checkpoints(tmp_path) if not each.damage] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "step_7", "step_0000000001", "best", ".hidden"])
+def test_what_is_not_ours_is_not_touched(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "file").write_text("mine")
+    run(tmp_path, 1, 2, 3, keep=1)
+    assert names(tmp_path) == sorted([".lock", name, "step_00000003"])
+    assert (tmp_path / name / "file").read_text() == "mine"
+
+
+# The same step twice, and kills.
+
+
+def test_the_same_step_again_replaces_it(tmp_path):
+    state, step = run(tmp_path, 2, extras={"extra": Extra("first")})
+    af.save(tmp_path, state, step, extras={"extra": Extra("second")})
+    extra = Extra("")
+    af.load(tmp_path, *make(7), extras={"extra": extra})
+    assert extra.value == "second"
+    assert names(tmp_path) == [".lock", "step_00000002"]
+
+
+def killed_between_renames(tmp_path):
+    """A checkpoint has stepped aside for another, whose name it was to be; then the run ended."""
+    run(tmp_path, 1, 2)
+    (tmp_path / "step_00000002").rename(tmp_path / ".old_step_00000002")
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".new_step_00000002")
+
+
+def test_readers_find_what_was_aside_at_a_kill(tmp_path):
+    killed_between_renames(tmp_path)
+    loads(tmp_path, 2)
+    assert steps_of(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("at", ["latest", 2, "step_00000002"])
+def test_load_finds_what_was_aside_at_a_kill(tmp_path, at):
+    killed_between_renames(tmp_path)
+    assert af.load(tmp_path, *make(7), at=at).step == 2
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_the_next_save_repairs_what_a_kill_has_left(tmp_path, step):
+    killed_between_renames(tmp_path)
+    run(tmp_path, step)
+    assert names(tmp_path) == [".lock", "step_00000001"] + [
+        f"step_{each:08d}" for each in sorted({2, step})
+    ]
+    loads(tmp_path, step)
+
+
+def test_what_was_replaced_is_removed_where_a_kill_has_left_it(tmp_path):
+    run(tmp_path, 1, 2)
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".old_step_00000002")
+    loads(tmp_path, 2)
+    run(tmp_path, 3)
+    assert names(tmp_path) == [".lock", *(f"step_{each:08d}" for each in (1, 2, 3))]
+    loads(tmp_path, 3)
+
+
+def test_a_half_written_or_half_removed_one_is_none(tmp_path):
+    run(tmp_path, 1)
+    for name in (".new_step_00000002", ".new_removed_step_00000003"):
+        shutil.copytree(tmp_path / "step_00000001", tmp_path / name)
+    assert steps_of(tmp_path) == [1]
+    loads(tmp_path, 1)
+    run(tmp_path, 4)
+    assert names(tmp_path) == [".lock", "step_00000001", "step_00000004"]
+
+
+def test_a_reader_between_the_two_renames_does_not_fail_the_save(tmp_path, monkeypatch):
+    state, step = run(tmp_path, 1, extras={"extra": Extra("first")})
+    rename = Path.rename
+    seen = []
+
+    def and_look(path, target):
+        rename(path, target)
+        if Path(target).name.startswith(".old_") and not seen:
+            seen.extend(steps_of(tmp_path))
+
+    monkeypatch.setattr(Path, "rename", and_look)
+    af.save(tmp_path, state, step, extras={"extra": Extra("second")})
+    assert seen == [1]
+    extra = Extra("")
+    af.load(tmp_path, *make(7), extras={"extra": extra})
+    assert extra.value == "second"
+    assert names(tmp_path) == [".lock", "step_00000001"]
+
+
+def test_a_name_that_cannot_be_had_is_an_error(tmp_path):
+    run(tmp_path, 1)
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".old_step_00000001")
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".new_step_00000001")
+    with pytest.raises(OSError, match="not empty"):
+        publish(tmp_path / ".new_step_00000001", tmp_path / "step_00000001")
+    loads(tmp_path, 1)
+
+
+def test_a_checkpoint_that_goes_while_it_is_listed_is_not_listed(tmp_path, monkeypatch):
+    run(tmp_path, 1, 2)
+    found = af.checkpoint._listing.steps_in
+
+    def and_remove(folder):
+        steps = found(folder)
+        shutil.rmtree(tmp_path / "step_00000002", ignore_errors=True)
+        return steps
+
+    monkeypatch.setattr(af.checkpoint._listing, "steps_in", and_remove)
+    assert steps_of(tmp_path) == [1]
+    assert af.latest(tmp_path) == tmp_path / "step_00000001"
+
+
+_DYING = """
+    import os, shutil, signal, sys
+    from itertools import count
+    from pathlib import Path
+    from accel_fn.checkpoint.background import commit
+    from accel_fn.checkpoint import save as save_module
+    from accel_fn.checkpoint.format import write as write_module
+    from accel_fn.checkpoint.background.background import finish_writing
+    from tests.checkpoint.test_checkpoint_files import run
+
+    def live_or_die():
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying(function):
+        def call(*arguments, **options):
+            live_or_die()
+            return function(*arguments, **options)
+        return call
+
+    def save(folder):
+        shutil.copytree(first, folder)
+        for module, names in {{
+            os: ["fsync", "mkdir", "rename", "rmdir", "unlink"],
+            _saving: ["sync", "tidy"],
+            _writing: ["write_file"],
+            _publishing: ["write_file", "sync", "publish", "tidy", "retain"],
+        }}.items():
+            for name in names:
+                setattr(module, name, dying(getattr(module, name)))
+        sys.addaudithook(lambda event, arguments: live_or_die() if event == "open" else None)
+        state, step = run(folder, {step}, saver=saver, keep=2, wait={wait})
+        finish_writing(step.notes, state, "save")
+
+    first = Path({folder!r}) / "first"
+    saver = run(first, 1, 2, 3)
+    for number in count():
+        left = number
+        pid = os.fork()
+        if pid == 0:
+            save(Path({folder!r}) / str(number))
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        say(code)
+        if code == 0:
+            break
+"""
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
+@pytest.mark.parametrize("step", [3, 4])
+@pytest.mark.slow
+def test_a_kill_at_any_call_leaves_all_that_was_whole(tmp_path, step, wait):
+    """Of a save of a step that is there already, and of a new one."""
+    said = launch(_DYING.format(folder=str(tmp_path), step=step, wait=wait), num_processes=1)
+    codes = [int(line) for line in said.splitlines()]
+    *killed, last = codes
+    assert (set(killed), last) == ({-signal.SIGKILL}, 0)
+    assert len(killed) > 15
+    for number, code in enumerate(codes):
+        folder = tmp_path / str(number)
+        found = af.list_checkpoints(folder)
+        assert not any(each.damage for each in found)
+        newest = found[-1].step
+        assert newest in ({step} if code == 0 else {3, step})
+        loads(folder, newest)
+        run(folder, 5)
+        assert all(name.startswith(("step_", ".lock")) for name in names(folder))

@@ -1,0 +1,222 @@
+"""load: what of a program is that of the checkpoint, what is each rank's own, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+
+import accel_fn as af
+from accel_fn.checkpoint.format.manifest import read_manifest
+from accel_fn.errors import CheckpointError
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.checkpoint.test_checkpoint import Counter, advance, kept, make
+
+
+def scheduled(by, *options):
+    return lambda plan: af.schedule(by(plan.optimizer, *options))(plan)
+
+
+def followed(state, step, read, count=5):
+    """What is read after each of some updates."""
+    return [read(state := advance(state, step, 1)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 4])
+def test_the_loss_scale_grows_at_the_update_where_it_would_have(tmp_path, num_before):
+    recipe = af.with_amp("fp16", init_scale=8.0, growth_interval=3)
+    state, step = make(recipe=recipe)
+    state = advance(state, step, num_before)
+    af.save(tmp_path, state, step)
+    scales = followed(state, step, scale_of)
+    state, other = make(recipe=af.with_amp("fp16", growth_factor=4.0, growth_interval=7))
+    state = af.load(tmp_path, state, other)
+    assert followed(state, other, scale_of) == scales
+    assert scales == [8.0 * 2 ** ((num_before + count) // 3) for count in range(1, 6)]
+
+
+def scale_of(state):
+    return float(state.scaler.scale)
+
+
+def rows(batch):
+    return len(batch[0])
+
+
+def in_two_groups(parameters):
+    first, *others = parameters
+    return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+
+
+ALL = "['0.weight', '0.bias', '2.weight', '2.bias']"
+OTHERS = {
+    "weight_fn": (
+        {"recipe": lambda plan: replace(plan, weight_fn=rows)},
+        "weight_fn: num_samples saved, rows here",
+    ),
+    "groups": (
+        {"optimizer": in_two_groups},
+        f"groups: [{ALL}] saved, [['0.weight'], ['0.bias', '2.weight', '2.bias']] here",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), OTHERS.values(), ids=OTHERS)
+def test_another_program_over_the_same_model_is_refused(tmp_path, changes, words):
+    state, step = make()
+    path = af.save(tmp_path, advance(state, step), step)
+    state, other = make(3, **changes)
+    before = copy.deepcopy(kept(other))
+    with pytest.raises(CheckpointError) as caught:
+        af.load(tmp_path, state, other)
+    told = str(caught.value)
+    assert told == f"load: {path} must be of this program, got differences:\n  {words}"
+    torch.testing.assert_close(kept(other), before, rtol=0, atol=0)
+
+
+def with_buffer(state, number):
+    """A step of a model that counts something, which is another number on every rank."""
+    model = ours.regression_model()
+    model.register_buffer("seen", torch.zeros(2))
+    state, step = make(model=model, recipe=af.wrap_ddp(), state=state)
+    model.seen.fill_(number)  # as build gives all ranks those of rank 0
+    return state, step
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(2, [1, 2]), (1, [1]), (3, [1, 1, 1])])
+def test_buffers_are_each_ranks_own_in_a_world_of_the_same_size(tmp_path, world_size, expected):
+    """In another world all have those of rank 0."""
+
+    def load(state):
+        state, step = with_buffer(state, 7)
+        af.load(tmp_path, state, step)
+        return step.plan.model.seen.tolist()
+
+    simulate(lambda state: af.save(tmp_path, *with_buffer(state, 1 + state.rank)), world_size=2)
+    assert simulate(load, world_size=world_size) == [[each] * 2 for each in expected]
+
+
+SETTINGS = [
+    (torch.optim.AdamW, {"amsgrad": True, "maximize": True, "lr": 0.5}),
+    (torch.optim.AdamW, {"weight_decay": 0.3, "betas": (0.5, 0.6), "eps": 1e-3}),
+    (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), SETTINGS)
+def test_settings_of_the_optimizer_become_those_that_were_saved(tmp_path, kind, settings):
+    state, step = make(optimizer=lambda parameters: kind(parameters, **settings))
+    state = advance(state, step)
+    af.save(tmp_path, state, step)
+    loaded, other = make(3, optimizer=lambda parameters: kind(parameters, lr=0.1))
+    loaded = af.load(tmp_path, loaded, other)
+    (group,) = other.plan.optimizer.param_groups
+    assert {name: group[name] for name in settings} == settings
+    advance(state, step)
+    advance(loaded, other)
+    torch.testing.assert_close(kept(other), kept(step), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("here", [(2, 0.9), (7, 0.5)], ids=["gamma", "step_size"])
+def test_settings_of_a_schedule_become_those_that_were_saved(tmp_path, here):
+    state, step = make(recipe=scheduled(StepLR, 2, 0.5))
+    state = advance(state, step, 1)
+    af.save(tmp_path, state, step)
+    loaded, other = make(recipe=scheduled(StepLR, *here))
+    loaded = af.load(tmp_path, loaded, other)
+    rates = followed(loaded, other, lambda _: other.plan.optimizer.param_groups[0]["lr"])
+    assert rates == [0.05 / 2, 0.05 / 2, 0.05 / 4, 0.05 / 4, 0.05 / 8]
+
+
+def in_ddp(state):
+    return DistributedDataParallel(ours.regression_model(), process_group=state.group)
+
+
+def test_keys_are_those_of_the_model_that_a_user_gave_to_ddp(tmp_path):
+    model, _ = simulate(in_ddp, world_size=2)
+    af.save_model(model, tmp_path / "weights")
+    af.load_model(plain := ours.regression_model(3), tmp_path / "weights")
+    ours.assert_identical(plain.state_dict(), ours.regression_model().state_dict())
+    state, step = make(model=model)
+    manifest = read_manifest(af.save(tmp_path / "run", state, step))
+    assert manifest.entries.keys() == {f"model/{name}" for name in plain.state_dict()}
+    assert manifest.plans[""]["groups"] == [[*plain.state_dict()]]
+
+
+def test_another_optimizer_starts_fresh_where_that_is_meant(tmp_path, capsys):
+    """At its own learning rate, also where the schedule goes on."""
+    state, step = make(recipe=scheduled(StepLR, 1))
+    path = af.save(tmp_path, advance(state, step), step)
+    state, other = make(3, optimizer=ours.sgd, recipe=scheduled(StepLR, 1))
+    fresh = copy.deepcopy(other.plan.optimizer.state_dict())
+    state = af.load(tmp_path, state, other, strict=False)
+    assert capsys.readouterr().err == (
+        f"accel_fn: {path} is of another program:\n  optimizer: AdamW saved, SGD here\n"
+    )
+    assert (state.step, other.plan.optimizer.state_dict()) == (2, fresh)
+    assert other.plan.after[0].state_dict() == step.plan.after[0].state_dict()
+    ours.assert_identical(other.plan.model.state_dict(), step.plan.model.state_dict())
+    advance(state, other)
+
+
+def test_another_schedule_starts_fresh_where_that_is_meant(tmp_path, capsys):
+    """At the learning rate that was saved."""
+    state, step = make(recipe=scheduled(StepLR, 1))
+    path = af.save(tmp_path, advance(state, step), step)
+    state, other = make(3, recipe=scheduled(CosineAnnealingLR, 10))
+    fresh = other.plan.after[0].state_dict()
+    state = af.load(tmp_path, state, other, strict=False)
+    assert capsys.readouterr().err == (
+        f"accel_fn: {path} is of another program:\n  after: ['scheduled(by=StepLR)'] saved, "
+        "['scheduled(by=CosineAnnealingLR)'] here\n"
+    )
+    assert (state.step, other.plan.after[0].state_dict()) == (2, fresh)
+    rates = [each.plan.optimizer.param_groups[0]["lr"] for each in (step, other)]
+    assert rates == pytest.approx([0.05 / 100] * 2)
+    ours.assert_identical(ours.kept_tensors(other), ours.kept_tensors(step))
+    advance(state, other)
+
+
+class Comparing(Counter):
+    """A counter that can tell beforehand whether it is another one."""
+
+    def differences_from(self, saved):
+        return [f"{word}: {saved['number']} saved, {self.number} here" for word in ("one", "two")]
+
+
+def test_what_an_extra_of_the_users_tells_is_among_the_differences(tmp_path):
+    state, step = make()
+    extras = {"counter": Counter(4), "other": Counter(5)}
+    path = af.save(tmp_path, advance(state, step), step, extras=extras)
+    state, other = make(3, recipe=af.clip(1.0))
+    before = copy.deepcopy(kept(other))
+    extras = {"counter": Comparing(9), "other": Counter(8)}
+    with pytest.raises(CheckpointError) as caught:
+        af.load(tmp_path, state, other, extras=extras)
+    assert str(caught.value) == (
+        f"load: {path} must be of this program, got differences:\n"
+        "  gradients: nothing saved, ['clip_norm'] here\n"
+        "  extras/counter: one: 4 saved, 9 here\n"
+        "  extras/counter: two: 4 saved, 9 here"
+    )
+    assert [each.number for each in extras.values()] == [9, 8]
+    torch.testing.assert_close(kept(other), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(3, [10, 11, 10]), (1, [10])])
+def test_a_new_rank_has_the_extras_of_rank_0(tmp_path, world_size, expected):
+    """Those of a rank that is gone are dropped."""
+
+    def run(act, state, number):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        act(tmp_path, state, step, extras={"counter": (counter := Counter(number))})
+        return counter.number
+
+    simulate(lambda state: run(af.save, state, 10 + state.rank), world_size=2)
+    assert simulate(lambda state: run(af.load, state, 0), world_size=world_size) == expected

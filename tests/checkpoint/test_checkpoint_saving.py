@@ -1,0 +1,185 @@
+"""Saving, at its worst moments: power cuts, a full disk of one rank, a newer version's files, a kill."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests.checkpoint.test_checkpoint_files import (
+    BATCH,
+    loads,
+    make,
+    refused,
+    run,
+    steps_of,
+    with_manifest,
+)
+from tests.forking import run_worlds
+from tests.processes import launch
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """Files and folders that were synced, files with their size at that time, and folders renamed."""
+    seen, fsync, rename = [], os.fsync, os.rename
+
+    def syncing(number):
+        path = Path(os.readlink(f"/proc/self/fd/{number}"))
+        seen.append((path.name, path.stat().st_size) if path.is_file() else f"sync {path.name}")
+        fsync(number)
+
+    def renaming(path, target):
+        if path.is_dir():
+            seen.append(f"{path.name} to {target.name}")
+        rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "rename", renaming)
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("wait", [True, False])
+def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, done, world_size, wait):
+    """Else a power cut leaves the name, and files without what was written."""
+
+    def save(state):
+        state, step = make(state=state, recipe=af.wrap_ddp())
+        state, _ = step(state, BATCH)
+        af.save(tmp_path, state, step, wait=wait)
+        af.load(tmp_path, state, step)
+
+    simulate(save, world_size=world_size)
+    *first, folder, name, parent = done
+    files = (tmp_path / "step_00000001").iterdir()
+    assert sorted(first) == sorted((file.name, file.stat().st_size) for file in files)
+    assert [folder, name, parent] == [
+        "sync .new_step_00000001",
+        ".new_step_00000001 to step_00000001",
+        f"sync {tmp_path.name}",
+    ]
+
+
+# Of a newer version.
+
+
+@pytest.fixture
+def beside_a_newer(tmp_path):
+    """Step 1 is ours, step 2 of a version whose format this one does not know."""
+    run(tmp_path, 1, 2)
+    with_manifest(tmp_path / "step_00000002", lambda body: body.update(format=2, accel_fn="9.9"))
+    return tmp_path
+
+
+NEWER = (
+    r"step_00000002/manifest\.json must be of format 1, got 2, written by accel_fn 9\.9; read it"
+)
+
+
+def test_a_newer_format_is_refused_and_the_one_before_is_the_latest(beside_a_newer):
+    """`load` passes over nothing in silence; it takes the one before where that is named."""
+    refused(beside_a_newer, NEWER)
+    refused(beside_a_newer, NEWER, at=2)
+    ours, newer = af.list_checkpoints(beside_a_newer)
+    assert ours.damage == ""
+    assert re.search(NEWER, newer.damage)
+    assert af.latest(beside_a_newer) == ours.path
+    assert af.load(beside_a_newer, *make(7), at=ours.path.name).step == 1
+
+
+def test_a_newer_format_is_neither_counted_nor_removed(beside_a_newer):
+    newer = beside_a_newer / "step_00000002"
+    before = {path.name: path.read_bytes() for path in newer.iterdir()}
+    run(beside_a_newer, 3, 4, keep=1)
+    assert steps_of(beside_a_newer) == [2, 4]
+    assert {path.name: path.read_bytes() for path in newer.iterdir()} == before
+    loads(beside_a_newer, 4)
+
+
+def test_a_run_beside_a_newer_format_keeps_the_one_that_it_goes_on_from(beside_a_newer):
+    state, step = make(7)
+    state = af.load(beside_a_newer, state, step, at=1)
+    run(beside_a_newer, 3, keep=1, saver=(state, step))
+    assert steps_of(beside_a_newer) == [1, 2, 3]
+
+
+# A full disk.
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_one_rank_is_told_on_all_and_leaves_what_was_there(tmp_path):
+    script = f"""
+        import resource, signal
+        from pathlib import Path
+        import pytest
+        import accel_fn as af
+        from tests.checkpoint.test_checkpoint_files import BATCH, make, names, tensors_of
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        folder = Path({str(tmp_path)!r})
+        state, step = make(state=af.init(device="cpu", timeout_s=60), recipe=af.wrap_ddp())
+        state, _ = step(state, BATCH)
+        af.save(folder, state, step)
+        saved = tensors_of(step)
+        state, _ = step(state, BATCH)
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if state.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
+        with pytest.raises(RuntimeError, match="save: .*can be written to.*File too large") as caught:
+            af.save(folder, state, step, keep=1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        af.barrier(state)
+        say(state.rank, "failed on rank 1" in str(caught.value), *names(folder))
+        af.barrier(state)
+        state = af.load(folder, state, step)
+        assert (state.step, tensors_of(step)) == (1, saved)
+        state, _ = step(state, BATCH)
+        af.save(folder, state, step)
+    """
+    left = ".lock step_00000001"
+    launch(script, num_processes=3, expect=[f"0 True {left}", f"1 False {left}", f"2 True {left}"])
+    assert steps_of(tmp_path) == [1, 2]
+
+
+# Data.
+
+_READING = """
+    import os, signal
+    import torch
+    from torch.utils.data import DataLoader
+    import accel_fn as af
+    from tests.checkpoint.test_checkpoint import make
+    from tests.data.test_loader import Drawn
+    state, step = make()
+    given = DataLoader(Drawn(), shuffle=True, num_workers=1, multiprocessing_context="fork")
+    loader = af.shard_loader(given, state)
+    if af.latest({folder!r}):
+        state = af.load({folder!r}, state, step, extras={{"data": loader}})
+    for epoch in loader.epochs(3, since=state):
+        for drawn in epoch:
+            if state.step == {kill_at}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            say(state.step, *map(float, drawn))
+            state, _ = step(state, (torch.stack(drawn, 1), torch.zeros(1, 1).double()))
+            af.save({folder!r}, state, step, extras={{"data": loader}}, keep=2)
+"""
+
+
+def test_what_workers_draw_goes_on_where_a_run_was_killed(tmp_path):
+    """In the second epoch of three, while a worker reads ahead."""
+
+    def reading(folder, kill_at):
+        return _READING.format(folder=str(tmp_path / folder), kill_at=kill_at)
+
+    at_once = {"whole": reading("whole", None), "killed": reading("stopped", 6)}
+    whole, killed = (ranks[0] for ranks in run_worlds(at_once, tmp_path, num_processes=1).values())
+    resumed = launch(reading("stopped", None), num_processes=1)
+    assert (whole.exit_code, killed.exit_code) == (0, -signal.SIGKILL)
+    assert [len(said.splitlines()) for said in (killed.stdout, resumed)] == [6, 6]
+    assert killed.stdout + resumed == whole.stdout
+    assert len({number for line in whole.stdout.splitlines() for number in line.split()[1:]}) == 36

@@ -1,0 +1,427 @@
+"""save(wait=False): a copy is written while the run goes on; what goes wrong is told, nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn.checkpoint.background import acknowledge
+from accel_fn.checkpoint.background import background as background_module
+from accel_fn.checkpoint.format.write import Share
+from accel_fn.errors import CheckpointError
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.forking import run_worlds
+from tests.processes import launch
+
+BATCH = (torch.ones(6, 3).double(), torch.zeros(6, 1).double())
+
+
+def make(state=None, seed=0):
+    model = ours.regression_model(seed)
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    return af.build(state or af.DistState(), af.wrap_ddp()(plan))
+
+
+def advance(state, step, count=2):
+    for _ in range(count):
+        state, _ = step(state, BATCH)
+    return state
+
+
+def loaded(folder, at="latest"):
+    """What a new program finds."""
+    state, step = make(seed=7)
+    af.load(folder, state, step, at=at)
+    return ours.kept_tensors(step)
+
+
+def wait_for(folder, step):
+    """Until it is there, with no call to the run that writes it."""
+    deadline = time.monotonic() + 100
+    while not (found := af.latest(folder)) or found.name != f"step_{step:08d}":
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writing waits until this is set."""
+    event, write = threading.Event(), Share.write
+
+    def writing(share, draft):
+        assert event.wait(20)
+        return write(share, draft)
+
+    monkeypatch.setattr(Share, "write", writing)
+    yield event
+    event.set()
+
+
+def test_what_is_written_is_the_run_as_it_was(tmp_path, held):
+    """However far it has gone on, and it is not there before it is whole."""
+    state, step = make()
+    state = advance(state, step)
+    there, expected = af.save(tmp_path, state, step, wait=False), ours.kept_tensors(step)
+    advance(state, step)
+    assert af.list_checkpoints(tmp_path) == []
+    held.set()
+    assert wait_for(tmp_path, 2) == there
+    ours.assert_identical(loaded(tmp_path), expected)
+
+
+def test_the_files_are_those_of_a_save_that_waits(tmp_path):
+    """On every rank, of a model that several ranks write."""
+
+    def run(state):
+        state, step = make(state)
+        state = advance(state, step)
+        af.save(tmp_path / "waits", state, step)
+        af.save(tmp_path / "goes on", state, step, wait=False)
+        af.load(tmp_path / "goes on", state, step)
+
+    simulate(run, world_size=3)
+    one, other = (tmp_path / name / "step_00000002" for name in ("waits", "goes on"))
+    files = {path.name: path.read_bytes() for path in one.iterdir()}
+    assert "tensors_00002.bin" in files
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == files
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path, held):
+    state, step = make()
+    af.save(tmp_path, state, step, wait=False)
+    threading.Timer(0.2, held.set).start()
+    state = advance(state, step)
+    af.save(tmp_path, state, step, wait=False, keep=5)
+    assert af.list_checkpoints(tmp_path)[0].step == 0
+    state = advance(state, step)
+    af.save(tmp_path, state, step, keep=2)
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [2, 4]
+
+
+def test_load_waits_for_what_is_being_written(tmp_path, held):
+    state, step = make()
+    state = advance(state, step)
+    af.save(tmp_path, state, step, wait=False)
+    expected = ours.kept_tensors(step)
+    state = advance(state, step)
+    threading.Timer(0.2, held.set).start()
+    assert af.load(tmp_path, state, step).step == 2
+    ours.assert_identical(ours.kept_tensors(step), expected)
+
+
+def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
+    """Tensors of one size are copied to where those before them were."""
+    places, write = [], Share.write
+
+    def noting(share, draft):
+        places.append([part.tensor.data_ptr() for part in share.parts])
+        return write(share, draft)
+
+    monkeypatch.setattr(Share, "write", noting)
+    state, step = make()
+    state = advance(state, step)
+    own = {each.data_ptr() for each in step.plan.model.parameters()}
+    for _ in range(3):
+        af.save(tmp_path, state, step, wait=False)
+        state = advance(state, step)
+    af.save(tmp_path, state, step)
+    assert places[0] == places[1] == places[2]
+    assert len(set(places[0])) == len(places[0])
+    assert not own & set(places[0])
+    assert own <= set(places[3])  # one that waits needs no copy
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_what_an_accelerator_goes_on_to_compute_is_not_saved(tmp_path, held):
+    """The copy is under way when save returns."""
+    device = torch.accelerator.current_accelerator()
+    model = torch.nn.Linear(2048, 2048, device=device)
+    plan = af.Plan(
+        lambda model, batch: model(batch).mean(),
+        model,
+        torch.optim.SGD([*model.parameters()], lr=1.0),
+    )
+    state, step = af.build(af.DistState(device=device), plan)
+    expected = model.weight.detach().clone()
+    af.save(tmp_path, state, step, wait=False)
+    copies = step.notes["background"]._room.values()
+    assert all(copy.is_pinned() for copy in copies) == (device.type in background_module._PINS)
+    for _ in range(10):
+        state, _ = step(state, torch.ones(8, 2048, device=device))
+    held.set()
+    af.load(tmp_path, state, step)
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=0)
+
+
+# What goes wrong in the background.
+
+
+def failing_on(rank, monkeypatch):
+    """The first write of this rank finds the disk full."""
+    write, left = Share.write, [rank]
+
+    def full(share, draft):
+        if share.rank in left:
+            left.remove(share.rank)
+            (draft / f"tensors_{share.rank:05d}.bin").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(share, draft)
+
+    monkeypatch.setattr(Share, "write", full)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_failure_is_raised_on_every_rank_by_the_next_call(tmp_path, monkeypatch, rank, call):
+    failing_on(rank, monkeypatch)
+
+    def run(state):
+        state, step = make(state)
+        state = advance(state, step)
+        af.save(tmp_path, state, step, wait=False)
+        with pytest.raises(CheckpointError) as caught:
+            getattr(af, call)(tmp_path, state, step)
+        af.barrier(state)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        state = advance(state, step)
+        af.save(tmp_path, state, step)
+        return str(caught.value), names
+
+    ranks = simulate(run, world_size=3)
+    for words, names in ranks:
+        assert words == ranks[0][0]
+        assert words.startswith(f"{call}: ")
+        assert "step_00000002 must have been written in the background" in words
+        assert f"on rank {rank}: " in words
+        assert "No space left on device" in words
+        assert names == [".lock"]
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [4]
+
+
+def test_a_rank_that_has_no_memory_for_a_copy_is_one_of_all_at_once(tmp_path, monkeypatch):
+    copied = background_module._copied
+
+    def run(state):
+        state, step = make(state)
+        with pytest.raises((MemoryError, RuntimeError), match="no room"):
+            af.save(tmp_path, state, step, wait=False)
+        af.barrier(state)
+        monkeypatch.setattr(background_module, "_copied", copied)
+        af.save(tmp_path, state, step, wait=False)
+        af.load(tmp_path, state, step)
+
+    def failing(parts, room):
+        if threading.current_thread().name.startswith("rank 1 "):
+            raise MemoryError("no room")
+        return copied(parts, room)
+
+    monkeypatch.setattr(background_module, "_copied", failing)
+    simulate(run, world_size=2)
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+
+
+def test_a_rank_that_has_no_thread_is_one_of_all_at_once(tmp_path, monkeypatch):
+    start, left = threading.Thread.start, ["rank 1 "]
+
+    def failing(thread):
+        is_ours = thread.name == "accel_fn save"
+        if is_ours and left and threading.current_thread().name.startswith(left[0]):
+            left.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+
+    def run(state):
+        state, step = make(state)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            af.save(tmp_path, state, step, wait=False)
+        af.barrier(state)
+        af.save(tmp_path, state, step, wait=False)
+        af.load(tmp_path, state, step)
+
+    simulate(run, world_size=2)
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+
+
+def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(acknowledge, "_PATIENCE_S", 0.3)
+    write = Share.write
+
+    def late(share, draft):
+        while share.rank == 1 and draft.exists():  # as long as rank 0 waits for it
+            time.sleep(0.01)
+        return write(share, draft)
+
+    monkeypatch.setattr(Share, "write", late)
+
+    def run(state):
+        state, step = make(state)
+        af.save(tmp_path, state, step, wait=False)
+        with pytest.raises(CheckpointError, match=r"got nothing of \[1\] for 0.3 s") as caught:
+            af.save(tmp_path, state, step)
+        return str(caught.value)
+
+    words, others_words = simulate(run, world_size=2)
+    assert words == others_words
+    assert af.latest(tmp_path) is None
+
+
+def test_a_failure_that_no_later_call_tells_of_is_told_at_exit(tmp_path):
+    """Files of that process are limited in size; its other words are those of any run."""
+    script = f"""
+        import resource, signal
+        from tests.checkpoint.test_saving_in_background import advance, make
+        import accel_fn as af
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        state, step = make(af.init(device="cpu", timeout_s=60))
+        af.save({str(tmp_path)!r}, state, step)
+        state = advance(state, step)
+        if state.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        af.save({str(tmp_path)!r}, state, step, wait=False)
+        say("went on")
+    """
+    ranks = run_worlds({"script": script}, tmp_path)["script"]
+    for rank in ranks:
+        assert "went on" in rank.stdout
+        assert rank.exit_code == 1
+        assert "step_00000002 was not written" in rank.stderr
+        assert "File too large" in rank.stderr
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+
+
+def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_code(tmp_path):
+    """Handlers of the user run, each once, and what is in open files is not lost."""
+    script = f"""
+        import atexit, sys
+        atexit.register(say, "first handler")
+        import accel_fn as af
+        from accel_fn.checkpoint.format.write import Share
+        from tests.checkpoint.test_saving_in_background import make
+        def full(share, draft):
+            raise OSError("full")
+        Share.write = full
+        runs = [make() for _ in range(2)]
+        for number, (state, step) in enumerate(runs):
+            af.save({str(tmp_path)!r} + f"/run{{number}}", state, step, wait=False)
+            step.notes["background"]._writing._thread.join()
+        atexit.register(say, "last handler")
+        sys.log = open({str(tmp_path / "log")!r}, "w")  # Python lets go of what is there
+        print("last line", file=sys.log)
+        print("last word")
+    """
+    (ended,) = run_worlds({"script": script}, tmp_path, num_processes=1)["script"]
+    assert ended.exit_code == 1
+    assert ended.stderr.count("step_00000000 was not written: full") == 2
+    assert sorted(ended.stdout.splitlines()) == ["first handler", "last handler", "last word"]
+    assert (tmp_path / "log").read_text() == "last line\n"
+
+
+def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
+    """Of some megabytes, on two ranks."""
+    script = f"""
+        import torch
+        import accel_fn as af
+        state = af.init(device="cpu", timeout_s=60)
+        model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
+        plan = af.Plan(lambda model, batch: model(batch).mean(), model, torch.optim.SGD(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        af.save({str(tmp_path)!r}, state, step, wait=False)
+    """
+    launch(script)
+    (found,) = af.list_checkpoints(tmp_path)
+    assert not found.damage
+    assert found.size > 8 * 1024 * 1024 * 4
+    assert found.world_size == 2
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
+    """Rank 0 hears of it in a collective, while its thread waits for what that rank writes."""
+    script = f"""
+        import os, signal, time
+        from pathlib import Path
+        from tests.checkpoint.test_saving_in_background import make
+        from accel_fn.checkpoint.background import acknowledge
+        from accel_fn.checkpoint.format.write import Share
+        import accel_fn as af
+        acknowledge._PATIENCE_WITH_THE_DEAD_S = 0.1
+        state, step = make(af.init(device="cpu", timeout_s=60))
+        through = Path({str(tmp_path / "through")!r})
+        def die(share, draft):
+            while not through.exists():  # save has its own collectives
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.rank == 1:
+            Share.write = die
+        af.save({str(tmp_path / "run")!r}, state, step, wait=False)
+        if state.rank == 0:
+            through.touch()
+        while True:
+            af.barrier(state)
+    """
+    first, second = run_worlds({"script": script}, tmp_path)["script"]
+    assert (first.exit_code, second.exit_code) == (1, -9)
+    assert "every rank must stay until all are through, got one that is gone" in first.stderr
+    assert (
+        "was not written: save: every rank must write its share, got nothing of [1] for 0.1 s"
+        in (first.stderr)
+    )
+
+
+def test_a_failure_without_words_is_told_by_its_name(tmp_path, monkeypatch):
+    def failing(share, draft):
+        raise MemoryError
+
+    state, step = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(Share, "write", failing)
+        af.save(tmp_path, state, step, wait=False)
+        step.notes["background"]._writing._thread.join()
+    with pytest.raises(CheckpointError, match=r"on rank 0: MemoryError\(\)"):
+        af.save(tmp_path, state, step)
+
+
+@pytest.mark.slow
+def test_a_second_run_that_is_refused_leaves_the_first_one_s_draft_alone(tmp_path, held):
+    state, step = make()
+    af.save(tmp_path, state, step, wait=False)
+    others_state, others_step = make()
+    with pytest.raises(CheckpointError, match="by one run at a time"):
+        af.save(tmp_path, others_state, others_step)
+    held.set()
+    assert wait_for(tmp_path, 0)
+
+
+def test_steps_are_one_run_however_they_are_listed(tmp_path, held):
+    (state, first), (_, second) = make(), make()
+    af.save(tmp_path, state, {"a": first, "b": second}, wait=False)
+    held.set()
+    af.save(tmp_path, state, {"b": second, "a": first})
+    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+
+
+def test_a_program_may_go_to_another_folder_meanwhile(tmp_path, held, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    state, step = make()
+    path = af.save("run", state, step, wait=False)
+    monkeypatch.chdir("elsewhere")
+    held.set()
+    assert wait_for(tmp_path / "run", 0) == path
+    af.load(tmp_path / "run", state, step)
+
+
+def test_wait_is_checked(tmp_path):
+    state, step = make()
+    with pytest.raises(TypeError, match="save: wait must be"):
+        af.save(tmp_path, state, step, wait="no")

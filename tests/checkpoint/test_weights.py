@@ -1,0 +1,957 @@
+"""save_model and load_model: bit for bit, whole or not at all, and nothing is believed unchecked."""
+
+import json
+import os
+import random
+import resource
+import signal
+import stat
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import safetensors.torch as st
+import torch
+import transformers
+from torch import nn
+from torch.nn.parallel import DataParallel
+from torch.testing._internal.two_tensor import TwoTensor
+
+import accel_fn as af
+from accel_fn.checkpoint.weights import entries as entries_module
+from accel_fn.checkpoint.weights import files as files_module
+from accel_fn.checkpoint.weights import open_files
+from accel_fn.checkpoint.weights.save_load_model import load_model, save_model
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAMES = """
+    bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex64
+    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
+"""
+DTYPES = [getattr(torch, name) for name in NAMES.split()]
+
+
+class Bag(nn.Module):
+    """Whatever tensors it is given: parameters where they can be, buffers else."""
+
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, if asked for."""
+
+    def __init__(self, *, tied=True, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def bits(model):
+    """Every entry of a model as bytes."""
+    return {
+        name: tensor.resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def zeroed(model):
+    """The same model, all bytes zero."""
+    for tensor in model.state_dict().values():
+        torch.as_strided(
+            tensor.view(torch.uint8) if tensor.ndim else tensor.view(1).view(torch.uint8),
+            (tensor.untyped_storage().nbytes(),),
+            (1,),
+            0,
+        ).zero_()
+    return model
+
+
+def floats(count, start=0):
+    return torch.arange(start, start + count).float()
+
+
+def bag(value, num_entries=4):
+    """Entries of 8 bytes each, all of one value."""
+    return Bag(**{f"x{at}": torch.full((2,), float(value)) for at in range(num_entries)})
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def shards(count):
+    return [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
+
+
+def write_index(folder, weight_map):
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def refused(model, folder, match):
+    """load_model refuses, and the model is as it was."""
+    before = bits(model)
+    with pytest.raises(ValueError, match=match) as caught:
+        load_model(model, folder)
+    assert isinstance(caught.value, af.AccelError)
+    assert str(caught.value).startswith("load_model: ")
+    assert bits(model) == before
+    return str(caught.value)
+
+
+# The layout.
+
+
+def test_a_small_model_is_one_file_that_safetensors_reads(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    save_model(model, tmp_path / "a" / "b")
+    assert names(tmp_path / "a" / "b") == [SINGLE]
+    found = st.load_file(tmp_path / "a" / "b" / SINGLE)
+    assert found.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+def test_a_large_model_is_shards_and_an_index(tmp_path):
+    save_model(bag(7), tmp_path, max_shard_size=16)
+    assert names(tmp_path) == [*shards(2), INDEX]
+    first, second = shards(2)
+    assert json.loads((tmp_path / INDEX).read_text()) == {
+        "metadata": {"total_size": 32},
+        "weight_map": {"x0": first, "x1": first, "x2": second, "x3": second},
+    }
+    assert st.load_file(tmp_path / second).keys() == {"x2", "x3"}
+
+
+@pytest.mark.parametrize("limit", [1000, 8])
+def test_every_file_says_its_format(tmp_path, limit):
+    save_model(bag(7), tmp_path, max_shard_size=limit)
+    for path in tmp_path.glob("*.safetensors"):
+        with st.safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+def test_a_tensor_above_the_limit_is_alone(tmp_path):
+    model = Bag(a=floats(1), b=floats(9), c=floats(1), d=floats(1))
+    save_model(model, tmp_path, max_shard_size=8)
+    weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    first, second, third = shards(3)
+    assert weight_map == {"a": first, "b": second, "c": third, "d": third}
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        (1, 1),
+        ("1B", 1),
+        ("5GB", 5 * 10**9),
+        ("2 MB", 2 * 10**6),
+        ("1.5KiB", 1536),
+        ("3MiB", 3 * 2**20),
+        ("1GiB", 2**30),
+        ("1TB", 10**12),
+        ("1KB", 1000),
+    ],
+)
+def test_sizes_have_units(tmp_path, monkeypatch, size, num_bytes):
+    asked = []
+    monkeypatch.setattr(
+        "accel_fn.checkpoint.weights.save_load_model.write_set",
+        lambda folder, entries, limit: asked.append(limit),
+    )
+    save_model(bag(1), tmp_path, max_shard_size=size)
+    assert asked == [num_bytes]
+
+
+@pytest.mark.parametrize(
+    "size", ["5", "GB", "5Gb", "5gb", "-5GB", "0GB", "0.1B", "5 G", "", "5GB\n", "\u0665GB", 0, -1]
+)
+def test_what_is_no_size_is_refused(tmp_path, size):
+    with pytest.raises(ValueError, match=r"^save_model: max_shard_size must be "):
+        save_model(bag(1), tmp_path / "new", max_shard_size=size)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("size", [True, 1.5, None])
+def test_a_size_of_another_type_is_refused(tmp_path, size):
+    with pytest.raises(TypeError, match=r"^save_model: max_shard_size must be an integer >= 1"):
+        save_model(bag(1), tmp_path, max_shard_size=size)
+
+
+def test_the_files_can_be_read_by_those_whom_the_umask_allows(tmp_path):
+    old = os.umask(0o027)
+    try:
+        save_model(bag(1), tmp_path, max_shard_size=8)
+    finally:
+        os.umask(old)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
+
+
+# What can be saved.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("limit", [1, "5GB"])
+def test_every_dtype_comes_back_to_the_bit(tmp_path, dtype, limit):
+    raw = torch.arange(48, dtype=torch.uint8) * (1 if dtype != torch.bool else 0) + 1
+    number = raw.clone().view(dtype)[:1]
+    if dtype != torch.float4_e2m1fn_x2:  # two to a byte: has no single one
+        number = number.reshape(())
+    model = Bag(a=raw.view(dtype).reshape(-1, 1), b=number)
+    expected = bits(model)
+    save_model(model, tmp_path, max_shard_size=limit)
+    load_model(zeroed(model), tmp_path)
+    assert bits(model) == expected
+    assert model.a.dtype == dtype
+
+
+@pytest.mark.parametrize("limit", [1, "5GB"])
+def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
+    flat = floats(20)
+    matrix, mixed = floats(12).reshape(3, 4), floats(8)
+    model = Bag(
+        transposed=floats(6).reshape(2, 3).t(),
+        channels=floats(24).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+        stepped=floats(9)[1::2],
+        empty=torch.empty(0, 3),
+        other_empty=torch.empty(0, 3),
+        number=torch.tensor(float("nan")),
+        left=flat[:10],  # parts of one storage
+        right=flat[10:],
+        even=matrix[:, ::2],  # which lie between each other
+        odd=matrix[:, 1::2],
+        wide=mixed[1::2],
+        narrow=mixed.view(torch.int16)[1::4],
+        conjugate=torch.tensor([1 + 2j]).conj(),
+        parameter=nn.Parameter(floats(3)),
+    )
+    expected, strides = bits(model), [t.stride() for t in model.state_dict().values()]
+    save_model(model, tmp_path, max_shard_size=limit)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    load_model(model, tmp_path)
+    assert bits(model) == expected
+    assert [t.stride() for t in model.state_dict().values()] == strides
+
+
+def test_empty_tensors_are_never_one(tmp_path):
+    save_model(Bag(a=torch.empty(0), b=torch.empty(0)), tmp_path)
+    assert st.load_file(tmp_path / SINGLE).keys() == {"a", "b"}
+
+
+def test_a_model_without_tensors_is_a_file_without_tensors(tmp_path):
+    save_model(nn.Tanh(), tmp_path)
+    load_model(nn.Tanh(), tmp_path)
+    assert st.load_file(tmp_path / SINGLE) == {}
+
+
+def test_buffers_that_are_not_persistent_stay_out(tmp_path):
+    model = bag(1)
+    model.register_buffer("scratch", floats(1), persistent=False)
+    save_model(model, tmp_path)
+    assert "scratch" not in st.load_file(tmp_path / SINGLE)
+    load_model(model, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in compile
+@pytest.mark.parametrize("wrap", [torch.compile, DataParallel], ids=["compile", "parallel"])
+def test_keys_are_those_of_the_model_inside(tmp_path, wrap):
+    model = nn.Linear(2, 1)
+    expected = bits(model)
+    save_model(wrap(model), tmp_path)
+    assert st.load_file(tmp_path / SINGLE).keys() == {"weight", "bias"}
+    load_model(wrap(zeroed(model)), tmp_path)
+    assert bits(model) == expected
+
+
+class WithState(nn.Module):
+    def get_extra_state(self):
+        return {"count": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def overlapping():
+    flat = floats(6)
+    return Bag(a=flat[:4], b=flat[3:])
+
+
+def of_two_dtypes():
+    flat = floats(6)
+    return Bag(a=flat, b=flat.view(torch.int16)[1::4])
+
+
+def turned():
+    matrix = floats(4).reshape(2, 2)
+    return Bag(a=matrix, b=matrix.t())
+
+
+def read_as_integers():
+    flat = floats(4)
+    return Bag(a=flat, b=flat.view(torch.int32))
+
+
+def conjugated():
+    numbers = torch.ones(2, dtype=torch.complex64)
+    return Bag(a=numbers, b=numbers.conj())
+
+
+def reserved():
+    model = nn.Module()
+    model._buffers["__metadata__"] = floats(1)
+    return model
+
+
+BAD_MODELS = {
+    "extra state": (
+        WithState(),
+        "nothing but tensors in state_dict, got a dict for '_extra_state'",
+    ),
+    "sparse": (Bag(x=floats(3).to_sparse()), r"dense tensors, got a Tensor of layout .* for 'x'"),
+    "two in one": (Bag(x=TwoTensor(floats(1), floats(1))), "dense tensors, got a TwoTensor"),
+    "lazy": (nn.LazyLinear(2), "hold values, got a parameter without a shape for 'weight'"),
+    "meta": (nn.Linear(2, 1, device="meta"), "hold values, got .* meta device for 'weight'"),
+    "overlapping": (overlapping(), r"got 'a' and 'b', which share some .*; clone one of them"),
+    "two dtypes": (of_two_dtypes(), r"got 'a' and 'b', which share some"),
+    "turned": (turned(), r"got 'a' and 'b', which share some"),
+    "integers": (read_as_integers(), r"got 'a' and 'b', which share some"),
+    "conjugated": (conjugated(), r"got 'a' and 'b', which share some"),
+    "reserved": (reserved(), r"not use that name, got a tensor for '__metadata__'"),
+}
+
+
+@pytest.mark.parametrize(("model", "match"), BAD_MODELS.values(), ids=BAD_MODELS)
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, model, match):
+    with pytest.raises(af.AccelError, match=f"^save_model: model must .*{match}"):
+        save_model(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(1, "complex128"), ((), "float4_e2m1fn_x2")])
+def test_a_dtype_that_safetensors_does_not_know_is_refused(tmp_path, shape, dtype):
+    model = Bag(x=torch.empty(shape, dtype=getattr(torch, dtype)))
+    with pytest.raises(ValueError, match=rf"save_model: .* knows, got torch\.{dtype} for 'x'"):
+        save_model(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("function", [save_model, load_model])
+def test_arguments_of_other_types_are_refused(tmp_path, function):
+    name = function.__name__
+    with pytest.raises(TypeError, match=rf"^{name}: model must be a torch\.nn\.Module, got \{{"):
+        function({}, tmp_path)
+    with pytest.raises(TypeError, match=rf"^{name}: folder must be the path of a folder, got 3"):
+        function(bag(1), 3)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=rf"^{name}: folder must be the path of a folder, got '"):
+        function(bag(1), tmp_path / "file")
+
+
+@pytest.mark.parametrize("function", [save_model, load_model])
+def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, function):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ModuleNotFoundError, match=r'must be installed; pip install "accel-fn\[che'):
+        function(bag(1), tmp_path)
+
+
+# Names that are one tensor.
+
+
+def tied_said(path):
+    with st.safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["accel_fn.tied"])
+
+
+@pytest.mark.parametrize("limit", [1, "5GB"])
+def test_tied_weights_are_written_once_and_told(tmp_path, limit):
+    model = Tied()
+    model.extra = nn.Linear(3, 2)
+    save_model(model, tmp_path, max_shard_size=limit)
+    found = [key for path in tmp_path.glob("*.safetensors") for key in st.load_file(path)]
+    assert sorted(found) == ["embedding.weight", "extra.bias", "extra.weight"]
+    first = SINGLE if limit != 1 else shards(3)[0]
+    assert tied_said(tmp_path / first) == {"head.weight": "embedding.weight"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("limit", [1, "5GB"])
+def test_a_tied_value_reaches_all_its_names(tmp_path, tied, limit):
+    model, other = Tied(seed=1), Tied(tied=tied, seed=2)
+    save_model(model, tmp_path, max_shard_size=limit)
+    load_model(other, tmp_path)
+    assert bits(other) == bits(model)
+    assert (other.head.weight is other.embedding.weight) == tied
+
+
+@pytest.mark.parametrize("name", ["embedding.weight", "head.weight"])
+def test_files_that_say_nothing_of_ties_fill_them(tmp_path, name):
+    model = Tied()
+    st.save_file({name: torch.ones(5, 3)}, tmp_path / SINGLE)
+    load_model(model, tmp_path)
+    assert model.head.weight.eq(1).all()
+
+
+def test_equal_values_of_two_names_fill_one_tensor(tmp_path):
+    value = torch.full((5, 3), float("nan"))
+    st.save_file({"embedding.weight": value, "head.weight": value.clone()}, tmp_path / SINGLE)
+    model = Tied()
+    load_model(model, tmp_path)
+    assert model.head.weight.isnan().all()
+
+
+def test_different_values_of_two_names_do_not_fill_one_tensor(tmp_path):
+    save_model(Tied(tied=False), tmp_path)
+    told = refused(Tied(), tmp_path, "1 difference")
+    assert "embedding.weight, head.weight: one tensor in the model, several in the files" in told
+
+
+def test_a_tied_name_that_the_model_lacks_is_a_difference(tmp_path):
+    save_model(Tied(), tmp_path)
+    model = Tied()
+    del model.head
+    told = refused(model, tmp_path, "1 difference")
+    assert "head.weight: nothing in the model, tied to embedding.weight in the files" in told
+
+
+@pytest.mark.parametrize("said", ["[]", "{", '{"b": 3}', '{"b": ["a"]}', '{"b": "c"}', "[" * 10**5])
+def test_ties_that_make_no_sense_are_refused(tmp_path, said):
+    st.save_file({"a": floats(1)}, tmp_path / SINGLE, metadata={"accel_fn.tied": said})
+    refused(Bag(a=floats(1)), tmp_path, r"model\.safetensors must tie names to its own keys")
+
+
+def test_a_name_that_is_tied_and_stored_is_refused(tmp_path):
+    metadata = {"accel_fn.tied": '{"b": "a"}'}
+    st.save_file({"a": floats(1), "b": floats(1)}, tmp_path / SINGLE, metadata=metadata)
+    refused(Bag(a=floats(1), b=floats(1)), tmp_path, "a tied name once, got 'b' as a tensor too")
+
+
+# Loading.
+
+
+def test_loading_is_in_place_and_changes_values_alone(tmp_path):
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1).eval()
+    other.bias.requires_grad_(False)
+    other.weight.grad = torch.ones(1, 2)
+    before = [(id(p), p.data_ptr(), p.requires_grad) for p in other.parameters()]
+    random_state = torch.get_rng_state()
+    save_model(model, tmp_path)
+    load_model(other, tmp_path)
+    assert bits(other) == bits(model)
+    assert [(id(p), p.data_ptr(), p.requires_grad) for p in other.parameters()] == before
+    assert other.weight.grad.eq(1).all()
+    assert not other.training
+    assert other.weight.is_leaf
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_model_can_be_saved_over_the_file_that_it_is_mapped_from(tmp_path):
+    save_model(bag(3), tmp_path)
+    model = bag(0)
+    model.load_state_dict(st.load_file(tmp_path / SINGLE), assign=True)
+    save_model(model, tmp_path)
+    load_model(bag(0), tmp_path)
+    assert bits(model) == bits(bag(3))
+
+
+def test_all_differences_are_told_at_once_and_nothing_is_written(tmp_path):
+    save_model(Bag(same=floats(1), shape=floats(3), dtype=floats(2), extra=floats(1)), tmp_path, 1)
+    model = Bag(same=floats(1, 5), shape=floats(4), dtype=floats(2).double(), missing=floats(1))
+    told = refused(model, tmp_path, "must be the one saved in .*, got 4 differences:")
+    assert told.split("\n  ")[1:] == [
+        "shape: float32 [4] in the model, float32 [3] in the files",
+        "dtype: float64 [2] in the model, float32 [2] in the files",
+        "missing: float32 [1] in the model, nothing in the files",
+        "extra: nothing in the model, float32 [1] in the files",
+    ]
+
+
+@pytest.mark.parametrize(("count", "more"), [(10, None), (11, "and 1 more"), (30, "and 20 more")])
+def test_at_most_ten_differences_are_told(tmp_path, count, more):
+    save_model(bag(1, num_entries=count), tmp_path)
+    told = refused(nn.Tanh(), tmp_path, f"got {count} differences").split("\n  ")[1:]
+    assert told[10:] == ([more] if more else [])
+
+
+class Copying(nn.Linear):
+    def state_dict(self, **options):
+        return {name: tensor.clone() for name, tensor in super().state_dict(**options).items()}
+
+
+def test_a_model_that_hands_out_copies_is_refused(tmp_path):
+    save_model(nn.Linear(2, 1), tmp_path)
+    refused(Copying(2, 1), tmp_path, "its own parameters and buffers .*, got a copy for 'weight'")
+
+
+def test_a_tensor_that_cannot_be_written_is_refused(tmp_path):
+    model = Bag(x=floats(2), y=torch.ones(1).expand(4))
+    save_model(model, tmp_path)
+    refused(model, tmp_path, r"none that was expanded, got strides \(0,\) for 'y'")
+
+
+def test_tensors_that_overlap_are_not_loaded_into(tmp_path):
+    save_model(Bag(a=floats(4), b=floats(3)), tmp_path)
+    refused(overlapping(), tmp_path, "got 'a' and 'b', which share some")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_models_on_an_accelerator_are_saved_and_loaded(tmp_path):
+    model, other = Tied(seed=1).cuda(), Tied(seed=2).cuda()
+    save_model(model, tmp_path, max_shard_size=1)
+    load_model(other, tmp_path)
+    assert bits(other) == bits(model)
+    assert other.head.weight.is_cuda
+
+
+# Files that are not to be trusted.
+
+
+def test_an_empty_folder_and_none_are_refused(tmp_path):
+    match = "must hold model.safetensors or model.safetensors.index.json, got neither"
+    refused(bag(1), tmp_path, match)
+    refused(bag(1), tmp_path / "none", match)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"{}" + bytes(8), b"\x02" + bytes(7) + b"[]"],
+    ids=["empty", "header", "bytes left", "no dict"],
+)
+@pytest.mark.parametrize("name", [SINGLE, "part.safetensors"])
+def test_a_broken_file_is_named(tmp_path, content, name):
+    (tmp_path / name).write_bytes(content)
+    if name != SINGLE:
+        write_index(tmp_path, {"x0": name})
+    refused(bag(1), tmp_path, f"{name} must be a whole safetensors file, got ")
+
+
+def test_a_file_that_is_cut_short_is_named(tmp_path):
+    save_model(bag(1), tmp_path)
+    os.truncate(tmp_path / SINGLE, (tmp_path / SINGLE).stat().st_size - 1)
+    refused(bag(0), tmp_path, f"{SINGLE} must be a whole safetensors file, got ")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 10**6, b"NaN,"])
+def test_an_index_that_is_no_json_is_refused(tmp_path, content):
+    (tmp_path / INDEX).write_bytes(content)
+    refused(bag(1), tmp_path, f"{INDEX} must be JSON, got ")
+
+
+@pytest.mark.parametrize(
+    "content", [[], 3, None, {}, {"weight_map": []}, {"weight_map": None}, {"weight_map": "x"}]
+)
+def test_an_index_without_a_map_is_refused(tmp_path, content):
+    (tmp_path / INDEX).write_text(json.dumps(content))
+    refused(bag(1), tmp_path, f"{INDEX} must have a weight_map from keys to file names, got ")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model.safetensors",
+        "sub/model.safetensors",
+        "..",
+        "",
+        "C:model.safetensors",
+        "sub\\model.safetensors",
+        "..\\model.safetensors",
+        "model.bin",
+        "model.safetensors\0.safetensors",
+        "model.safetensors/",
+        3,
+        None,
+        ["a.safetensors"],
+    ],
+)
+def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    st.save_file({"x": floats(1)}, tmp_path / SINGLE)
+    st.save_file({"x": floats(1)}, folder / "sub" / SINGLE)
+    write_index(folder, {"x": name})
+    refused(Bag(x=floats(1)), folder, "must name .safetensors files beside it, without any path")
+
+
+def test_an_absolute_name_is_refused(tmp_path):
+    st.save_file({"x": floats(1)}, tmp_path / "x.safetensors")
+    write_index(tmp_path, {"x": str(tmp_path / "x.safetensors")})
+    refused(Bag(x=floats(1)), tmp_path, "must name .safetensors files beside it, without any path")
+
+
+@pytest.mark.parametrize("name", [SINGLE, "part.safetensors", INDEX])
+def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path, name):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    st.save_file({"x": floats(1, 5)}, tmp_path / "secret")
+    write_index(folder, {"x": "part.safetensors"})
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../secret")
+    refused(Bag(x=floats(1)), folder, f"{name} must be a file of its folder, got a link to ")
+
+
+def test_a_link_within_the_folder_is_followed(tmp_path):
+    st.save_file({"x": floats(1, 5)}, tmp_path / "part.safetensors")
+    (tmp_path / SINGLE).symlink_to("part.safetensors")
+    model = Bag(x=floats(1))
+    load_model(model, tmp_path)
+    assert model.x.tolist() == [5]
+
+
+def test_a_snapshot_of_a_hubs_cache_is_read(tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    st.save_file({"x": floats(1, 5)}, blobs / "123")
+    write_index(snapshot, {"x": "part.safetensors"})
+    (snapshot / "part.safetensors").symlink_to("../../blobs/123")
+    model = Bag(x=floats(1))
+    load_model(model, snapshot)
+    assert model.x.tolist() == [5]
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    save_model(bag(1), tmp_path, 8)
+    (tmp_path / shards(4)[2]).unlink()
+    refused(bag(0), tmp_path, f"{shards(4)[2]} must be a file, got none")
+
+
+def test_a_shard_that_is_a_folder_is_named(tmp_path):
+    write_index(tmp_path, {"x": "part.safetensors"})
+    (tmp_path / "part.safetensors").mkdir()
+    refused(bag(0), tmp_path, "part.safetensors must be a file, got none")
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / SINGLE)
+    refused(bag(0), tmp_path, f"{SINGLE} must be a file, got none")
+
+
+def test_a_link_to_itself_is_no_file(tmp_path):
+    write_index(tmp_path, {"x": "part.safetensors"})
+    (tmp_path / "part.safetensors").symlink_to("part.safetensors")
+    refused(bag(0), tmp_path, "part.safetensors must be a file, got none")
+
+
+def test_a_key_that_is_not_in_its_shard_is_named(tmp_path):
+    save_model(bag(1), tmp_path, 16)
+    first, second = shards(2)
+    write_index(tmp_path, {"x0": first, "x1": first, "x2": second, "x3": first})
+    refused(bag(0), tmp_path, r"must name the file that holds each key, got \('x3', 'model-00001")
+
+
+def test_a_key_in_two_shards_is_named(tmp_path):
+    st.save_file({"x": floats(1), "y": floats(1)}, tmp_path / "a.safetensors")
+    st.save_file({"x": floats(1, 5)}, tmp_path / "b.safetensors")
+    write_index(tmp_path, {"x": "b.safetensors", "y": "a.safetensors"})
+    model = Bag(x=floats(1), y=floats(1))
+    refused(model, tmp_path, "b.safetensors must hold no key of another file, got x")
+
+
+def test_a_key_that_the_index_does_not_list_is_named(tmp_path):
+    save_model(bag(1), tmp_path, 16)
+    first, second = shards(2)
+    write_index(tmp_path, {"x0": first, "x2": second, "x3": second})
+    refused(bag(0), tmp_path, "must list every key of its files, got no 'x1'")
+
+
+# Whole or not at all.
+
+
+def no_links(*paths):
+    raise OSError("no links here")
+
+
+LIMITS = {"one": 1000, "two": 16, "four": 8}
+
+
+@pytest.mark.parametrize("after", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("before", LIMITS.values(), ids=LIMITS)
+def test_a_new_set_takes_the_place_of_the_old_one(tmp_path, before, after):
+    kept = ["config.json", "model-ema.safetensors", "model.fp16.safetensors", "x.safetensors"]
+    for name in kept:
+        (tmp_path / name).touch()
+    save_model(bag(1), tmp_path, before)
+    save_model(bag(2), tmp_path, after)
+    files = {1000: [SINGLE], 16: [*shards(2), INDEX], 8: [*shards(4), INDEX]}
+    assert names(tmp_path) == sorted(kept + files[after])
+    model = bag(0)
+    load_model(model, tmp_path)
+    assert bits(model) == bits(bag(2))
+
+
+def test_without_hard_links_a_set_is_replaced_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", no_links)
+    save_model(bag(1), tmp_path, 8)
+    save_model(bag(2), tmp_path, 8)
+    assert names(tmp_path) == [*shards(4), INDEX]
+    model = bag(0)
+    load_model(model, tmp_path)
+    assert bits(model) == bits(bag(2))
+
+
+def test_a_save_that_fails_leaves_the_old_set_and_nothing_else(tmp_path, monkeypatch):
+    save_model(bag(1), tmp_path, 8)
+    write, before = files_module._write_shard, names(tmp_path)
+
+    def full(path, keys, entries):
+        if keys == ["x2"]:
+            path.touch()
+            raise OSError("no space left")
+        write(path, keys, entries)
+
+    monkeypatch.setattr(files_module, "_write_shard", full)
+    with pytest.raises(OSError, match="no space left"):
+        save_model(bag(2), tmp_path, 8)
+    assert names(tmp_path) == before
+    model = bag(0)
+    load_model(model, tmp_path)
+    assert bits(model) == bits(bag(1))
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    child = os.fork()
+    if not child:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+            save_model(Bag(x=floats(1000)), tmp_path)
+        except OSError as error:
+            told = str(error).startswith("save_model: ") and "could not be written: " in str(error)
+            os._exit(7 if told else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert names(tmp_path) == []
+
+
+def test_a_set_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    save_model(bag(1), tmp_path, 16)
+    opened = open_files._open
+
+    def replacing(folder, name, stack):
+        file = opened(folder, name, stack)
+        if name == shards(2)[0]:
+            save_model(bag(2), tmp_path, 16)
+        return file
+
+    monkeypatch.setattr(open_files, "_open", replacing)
+    refused(bag(0), tmp_path, "must stay as it is while it is read, got a new set; load again")
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What is synced, put in place and removed, in order; a token is left out of names."""
+    seen = []
+
+    def name(path):
+        return Path(path).name.partition(".new-")[0] + ("*" if ".new-" in str(path) else "")
+
+    def noted(word, function, named):
+        def call(*arguments):
+            seen.append(f"{word} {name(named(*arguments))}")
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(
+        os, "fsync", noted("sync", os.fsync, lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    )
+    for word, owner, function in [("put", os, "replace"), ("remove", Path, "unlink")]:
+        called = noted(word, getattr(owner, function), lambda *paths: paths[-1])
+        monkeypatch.setattr(owner, function, called)
+    return seen
+
+
+PARTS = [f"model-{at:05d}-of-00002" for at in (1, 2)]
+PLACED = ["sync model.safetensors.index*", "put model.safetensors.index.json", "sync folder"]
+DONE = {
+    (1000, 1000): ["sync model*", "sync folder", f"put {SINGLE}", "sync folder"],
+    (1000, 16): [
+        *(f"sync {name}*" for name in PARTS),
+        "sync folder",
+        *(f"put {name}.safetensors" for name in PARTS),
+        "sync folder",
+        *PLACED,
+        f"remove {SINGLE}",
+    ],
+    (16, 16): [
+        *(f"sync {name}*" for name in PARTS),
+        "sync folder",
+        *PLACED,
+        *(f"put {name}.safetensors" for name in PARTS),
+        "sync folder",
+        *PLACED,
+        *(f"remove {name}*" for name in PARTS),
+    ],
+    (16, 1000): [
+        "sync model*",
+        "sync folder",
+        f"put {SINGLE}",
+        "sync folder",
+        *(f"remove {name}.safetensors" for name in PARTS),
+        f"remove {INDEX}",
+    ],
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads names of open files from /proc")
+@pytest.mark.parametrize(("before", "after"), DONE)
+def test_each_step_is_on_the_disk_before_the_next(tmp_path, done, before, after):
+    folder = tmp_path / "folder"
+    save_model(bag(1), folder, before)
+    done.clear()
+    save_model(bag(2), folder, after)
+    first = next((at for at, step in enumerate(done) if step.startswith("remove")), len(done) - 1)
+    assert done[:first] + sorted(done[first:-1]) == DONE[before, after]
+    assert done[-1] == "sync folder"
+
+
+TOUCHING = ("os.rename", "os.remove", "os.link", "os.chmod", "open")
+
+
+def kill_at(place, action):
+    """Run something in a forked process that kills itself before touching a file the n-th time."""
+    child = os.fork()
+    if child:
+        return os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    left = place
+
+    def count(event, arguments):
+        nonlocal left
+        if event in TOUCHING:
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        sys.addaudithook(count)
+        action()
+    finally:
+        os._exit(0)
+
+
+def loaded(folder):
+    """The one value that all entries have; None where there is no set."""
+    model = bag(0)
+    if not {SINGLE, INDEX} & set(names(folder)):
+        return None
+    load_model(model, folder)
+    values = {float(value) for tensor in model.state_dict().values() for value in tensor}
+    assert len(values) == 1
+    return values.pop()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "links"),
+    [
+        *(
+            (before, after, True)
+            for before in [None, *LIMITS.values()]
+            for after in LIMITS.values()
+        ),
+        (16, 16, False),  # links are used where the numbers of shards agree
+    ],
+)
+@pytest.mark.slow
+def test_a_kill_before_any_file_operation_leaves_a_whole_set(
+    tmp_path, monkeypatch, before, after, links
+):
+    """All are tried in turn, each on what the last kill left: that is harder than a clean folder."""
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    if before:
+        save_model(bag(1), tmp_path, before)
+    seen = [loaded(tmp_path)]
+    place, killed = 0, True
+    while killed:
+        killed = kill_at(place, partial(save_model, bag(2 + place), tmp_path, after))
+        found = loaded(tmp_path)
+        assert found in (seen[-1], 2 + place)
+        seen.append(found)
+        place += 1
+    assert place > 5
+    assert seen[-1] == 1 + place
+    files = {1000: [SINGLE], 16: [*shards(2), INDEX], 8: [*shards(4), INDEX]}
+    assert names(tmp_path) == files[after]
+
+
+def save_without_end(folder, told):
+    """Save set after set, of all layouts, and tell when the first is done."""
+    value = 1
+    while True:
+        value += 1
+        save_model(bag(value), folder, random.choice([*LIMITS.values()]))
+        if value == 2:
+            os.write(told, b"saved")
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_set(tmp_path):
+    moments, found = random.Random(0), set()
+    for _ in range(30):
+        heard, told = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                save_without_end(tmp_path, told)
+            finally:
+                os._exit(1)
+        os.close(told)
+        assert os.read(heard, 5) == b"saved"
+        os.close(heard)
+        time.sleep(moments.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        found.add(loaded(tmp_path))
+    assert None not in found
+
+
+# Others' readers.
+
+
+@pytest.mark.parametrize("limit", ["5GB", "2KB"])
+def test_transformers_reads_what_is_saved(tmp_path, limit):
+    config = transformers.GPT2Config(
+        vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=True
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    config.save_pretrained(tmp_path)
+    save_model(model, tmp_path, limit)
+    assert (tmp_path / INDEX).exists() == (limit != "5GB")
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert bits(found) == bits(model)
+
+
+@pytest.mark.parametrize("limit", ["5GB", "2KB"])
+def test_what_transformers_saves_is_read(tmp_path, limit):
+    config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path, max_shard_size=limit)
+    other = transformers.GPT2LMHeadModel(config)
+    load_model(other, tmp_path)
+    assert bits(other) == bits(model)
+
+
+def test_what_safetensors_saves_is_read(tmp_path):
+    st.save_model(Tied(seed=1), str(tmp_path / SINGLE))
+    model = Tied(seed=2)
+    load_model(model, tmp_path)
+    assert bits(model) == bits(Tied(seed=1))
+
+
+def test_a_view_is_known_by_what_it_reads():
+    flat = floats(5).reshape(1, 5)
+    same = flat.as_strided((1, 5), (99, 1))
+    assert entries_module._view(flat) == entries_module._view(same)

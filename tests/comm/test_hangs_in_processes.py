@@ -1,0 +1,335 @@
+"""Worlds whose ranks do not all come: reports with lines of code, an end in time, no garbage.
+
+Each case is a world of two real processes; several run at once.
+"""
+
+import textwrap
+
+import pytest
+
+from accel_fn.comm.watchdog.abort import EXIT_CODE
+from tests.forking import line_of, run_worlds
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 3
+TRAINING = """
+import threading, time, torch
+import accel_fn as af
+
+os.environ["ACCEL_FN_TIMEOUT_S"] = "60"
+joined = af.init(device="cpu")  # on a busy machine, ranks come to each other late
+state = af.init(device="cpu", timeout_s=3)
+model = torch.nn.Linear(3, 1)
+plan = af.Plan(lambda model, batch: model(batch).mean(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+state, step = af.build(state, af.wrap_ddp()(plan))
+batch = torch.ones(4, 3)
+af.barrier(state)
+"""
+CASES = {
+    "gather_on_one": """
+        mark()
+        if state.rank == 0:
+            af.gather({"rows": torch.ones(5, 3), "ids": torch.arange(5)}, state)  # alone
+        time.sleep(600)  # elsewhere
+    """,
+    "gather_on_one_that_is_left": """
+        mark()
+        if state.rank == 0:
+            af.gather(torch.ones(5, 3), state)  # alone
+    """,
+    "gather_against_barrier": """
+        mark()
+        if state.rank == 0:
+            af.gather(torch.ones(5, 3), state)  # one
+        else:
+            af.barrier(state)  # other
+    """,
+    "four_steps_against_three": """
+        mark()
+        for _ in range(4 - state.rank):
+            state, _ = step(state, batch)  # steps
+        time.sleep(600)  # elsewhere
+    """,
+    "four_steps_against_three_that_leaves": """
+        mark()
+        for _ in range(4 - state.rank):
+            state, _ = step(state, batch)  # steps
+    """,
+    "four_steps_against_three_and_an_evaluation": """
+        mark()
+        for _ in range(4 - state.rank):
+            state, _ = step(state, batch)  # steps
+        if state.rank:
+            print(float(step.forward(state, batch)))  # evaluates
+    """,
+    "three_steps_that_leave_the_store": """
+        mark()
+        for _ in range(3 + state.rank):
+            state, _ = step(state, batch)  # steps
+    """,
+    "unequal_shapes": """
+        mark()
+        try:
+            print(af.gather(torch.ones(5, 3 + state.rank), state))
+        except ValueError as error:
+            os.write(2, f"{error}\\n".encode())
+        print(af.reduce_sum(torch.ones(5 + state.rank), state))  # sums
+    """,
+    "an_exception_on_one": """
+        mark()
+        if state.rank:
+            raise ValueError("of rank 1 alone")  # raises
+        af.barrier(state)  # waits
+    """,
+    "an_exception_on_one_that_stays": """
+        mark()
+        if state.rank:
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            raise ValueError("of rank 1 alone")  # raises
+        af.barrier(state)  # waits
+    """,
+    "a_long_computation_against_a_step": """
+        mark()
+        while state.rank:
+            torch.ones(50, 50) @ torch.ones(50, 50)  # computes
+        state, _ = step(state, batch)  # steps
+    """,
+    "an_abort_in_native_code": """
+        mark()
+        if state.rank:
+            os.abort()  # aborts
+        af.barrier(state)  # waits
+    """,
+    "a_wait_that_no_backend_ends": """
+        mark()
+        if state.rank == 0:
+            with state.watch.enter("gather", [batch]):  # enters
+                time.sleep(600)  # waits
+        time.sleep(600)  # elsewhere
+    """,
+    "long_computations_alone": """
+        mark()
+        time.sleep(4)
+        af.barrier(state)
+        if state.rank:
+            time.sleep(4)  # when rank 0 has left long ago
+    """,
+}
+SCRIPTS = {name: TRAINING + textwrap.dedent(script) for name, script in CASES.items()}
+LAUNCHED = "a_launch_with_a_timeout"
+SCRIPTS[LAUNCHED] = """
+import os, time, torch
+import accel_fn as af
+
+os.environ["ACCEL_FN_TIMEOUT_S"] = "7"
+state = af.init(device="cpu")
+mark()
+if state.rank == 0:
+    af.barrier(state)  # waits
+time.sleep(600)  # elsewhere
+"""
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("worlds")
+    return folder, run_worlds(SCRIPTS, folder)
+
+
+@pytest.fixture
+def ended(worlds, request):
+    """The ranks of the world that a test is named for, and where a text of its script stands."""
+    folder, ends = worlds
+    name = request.param
+
+    def place(text):
+        return f"{folder / name}.py:{line_of(SCRIPTS[name], text)} in <module>"
+
+    return ends[name], place
+
+
+def of(*names):
+    return pytest.mark.parametrize("ended", names, indirect=True)
+
+
+def in_stack(place):
+    path, _, rest = place.partition(":")
+    return f'File "{path}", line {rest.split()[0]}, in <module>\n'
+
+
+def assert_reports(ranks, *texts, timeout_s=TIMEOUT_S):
+    """Every rank reports once, in time, and all of this is in each report."""
+    for rank, end in enumerate(ranks):
+        assert end.exit_code == EXIT_CODE, end.stderr
+        assert end.stderr.count("accel_fn: rank") == 1, end.stderr
+        assert f"accel_fn: rank {rank} of 2 (" in end.stderr
+        assert [text for text in texts if text not in end.stderr] == [], end.stderr
+        assert end.seconds < timeout_s + 5
+
+
+def assert_tells(end, *texts):
+    """A rank whose peer has left ends in time, by an error or a report, with all of this on stderr."""
+    assert end.exit_code in (1, EXIT_CODE), end.stderr
+    assert [text for text in texts if text not in end.stderr] == [], end.stderr
+    assert end.seconds < TIMEOUT_S + 5
+
+
+@of("gather_on_one")
+def test_a_collective_on_one_rank_is_reported_by_all_with_its_shapes_and_lines(ended):
+    ranks, place = ended
+    waits = f"in collective 6, gather of float32 [5, 3], int64 [5], at {place('# alone')}"
+    works = f"at {place('# elsewhere')}; last collective 5, barrier, at {place('af.barrier')}"
+    assert_reports(ranks, f"  rank 0: {waits}\n", f"  rank 1: {works}\n")
+    assert "gather has waited for longer than timeout_s=3\n" in ranks[0].stderr
+    assert "another rank has waited for too long\n" in ranks[1].stderr
+    assert in_stack(place("# alone")) in ranks[0].stderr
+    assert in_stack(place("# elsewhere")) in ranks[1].stderr
+    assert ranks[1].stderr.endswith("time.sleep(600)  # elsewhere\n")
+
+
+@of("four_steps_against_three")
+def test_a_step_on_one_rank_is_reported_by_all_with_its_number_and_phase(ended):
+    ranks, place = ended
+    at = place("# steps")
+    last = f"last collective 6, step, at {at}"
+    assert_reports(
+        ranks,
+        f"  rank 0: at {at}; in step 4, backward; {last}\n",
+        f"  rank 1: at {place('# elsewhere')}; last step 3, at {at}; {last}\n",
+    )
+    assert "step has waited for longer than timeout_s=3\n" in ranks[0].stderr
+    assert in_stack(at) in ranks[0].stderr
+    assert "in run_backward" in ranks[0].stderr
+
+
+@of("four_steps_against_three_and_an_evaluation")
+def test_numbers_of_another_collective_are_never_taken_for_gradients(ended):
+    ranks, place = ended
+    evaluates = f"in collective 7, step of float64 [2], at {place('# evaluates')}"
+    assert_reports(
+        ranks,
+        f"  rank 0: at {place('# steps')}; in step 4, backward; last collective 6, step, ",
+        f"  rank 1: {evaluates}; last step 3, at {place('# steps')}\n",
+    )
+    assert len(ranks[1].stdout.splitlines()) == 1  # the mark alone
+
+
+@of("four_steps_against_three_that_leaves")
+def test_a_rank_that_has_left_is_named_with_its_last_step(ended):
+    (waits, left), place = ended
+    assert (left.exit_code, left.stderr) == (0, "")
+    at = place("# steps")
+    assert_tells(
+        waits,
+        f"  rank 0: at {at}; in step 4, backward; last collective 6, step, at {at}\n",
+        f"  rank 1: has left; last step 3, at {at}; last collective 6, step, at {at}\n",
+    )
+
+
+@of("three_steps_that_leave_the_store")
+def test_where_rank_0_has_left_the_others_still_tell_where_they_are(ended):
+    (left, waits), place = ended
+    assert (left.exit_code, left.stderr) == (0, "")
+    assert_tells(waits, f"  rank 1: at {place('# steps')}; in step 4, backward; ")
+    assert ("rank 0: has left" in waits.stderr) or ("rank 0, or the launcher" in waits.stderr)
+
+
+@of("gather_on_one_that_is_left")
+def test_a_collective_that_a_rank_has_left_alone_is_told_by_its_line(ended):
+    (waits, left), place = ended
+    assert (left.exit_code, left.stderr) == (0, "")
+    assert_tells(
+        waits,
+        f"  rank 0: in collective 6, gather of float32 [5, 3], at {place('# alone')}\n",
+        f"  rank 1: has left; last collective 5, barrier, at {place('af.barrier')}\n",
+    )
+
+
+@of("gather_against_barrier")
+def test_two_collectives_at_once_are_refused_on_both_ranks(ended):
+    ranks, place = ended
+    rule = "every rank must be in the same collective, got"
+    assert f"gather: {rule} barrier on rank 1 and gather on rank 0\n" in ranks[0].stderr
+    assert f"barrier: {rule} gather on rank 0 and barrier on rank 1\n" in ranks[1].stderr
+    assert f"line {place('# one').split()[0].partition(':')[2]}, in <module>" in ranks[0].stderr
+    assert f"line {place('# other').split()[0].partition(':')[2]}, in <module>" in ranks[1].stderr
+    assert [end.exit_code for end in ranks] == [1, 1]
+
+
+@of("unequal_shapes")
+def test_unequal_shapes_are_refused_on_both_ranks_before_data_moves(ended):
+    ranks, place = ended
+    for end in ranks:
+        assert end.exit_code == 1
+        assert len(end.stdout.splitlines()) == 1  # the mark alone
+        assert (
+            "gather: tree must have one structure, and one dtype and trailing shape" in end.stderr
+        )
+        assert "reduce_sum: tree must have one structure, and one shape" in end.stderr
+        assert in_stack(place("# sums")) in end.stderr
+        assert end.seconds < TIMEOUT_S + 5
+
+
+@of("an_exception_on_one")
+def test_where_a_rank_raises_the_others_tell_its_error_and_their_own_line(ended):
+    (waits, raised), place = ended
+    assert raised.exit_code == 1
+    assert in_stack(place("# raises")) in raised.stderr
+    assert "ValueError: of rank 1 alone\n" in raised.stderr
+    assert_tells(
+        waits,
+        f"  rank 0: in collective 6, barrier, at {place('# waits')}\n",
+        "  rank 1: has left by ValueError: of rank 1 alone; last collective 5, barrier, at ",
+    )
+
+
+@of("an_exception_on_one_that_stays")
+def test_a_rank_that_cannot_end_after_its_error_is_ended(ended):
+    ranks, place = ended
+    assert_reports(ranks, f"  rank 0: in collective 6, barrier, at {place('# waits')}\n")
+    assert in_stack(place("# raises")) in ranks[1].stderr
+
+
+@of("a_long_computation_against_a_step")
+def test_a_rank_that_computes_while_the_others_wait_is_reported_where_it_is(ended):
+    ranks, place = ended
+    assert_reports(ranks, f"  rank 0: at {place('# steps')}; in step 1, ")
+    assert (
+        f"line {place('# computes').split()[0].partition(':')[2]}, in <module>" in ranks[1].stderr
+    )
+
+
+@of("an_abort_in_native_code")
+def test_a_crash_in_native_code_shows_the_line_that_called_it(ended):
+    (waits, crashed), place = ended
+    assert crashed.exit_code == -6
+    path, _, rest = place("# aborts").partition(":")
+    assert f'File "{path}", line {rest.split()[0]} in <module>' in crashed.stderr
+    assert_tells(
+        waits,
+        f"  rank 0: in collective 6, barrier, at {place('# waits')}\n",
+        "  rank 1: no word; killed, or on the way here\n",
+    )
+
+
+@of("a_wait_that_no_backend_ends")
+def test_a_wait_that_no_backend_ends_is_ended_all_the_same(ended):
+    ranks, place = ended
+    waits = f"in collective 6, gather of float32 [4, 3], at {place('# enters')}"
+    assert_reports(ranks, f"  rank 0: {waits}\n", f"  rank 1: at {place('# elsewhere')}; last ")
+    assert in_stack(place("# waits")) in ranks[0].stderr
+
+
+@of(LAUNCHED)
+def test_the_timeout_of_the_launch_is_that_of_init_where_it_is_given_none(ended):
+    ranks, place = ended
+    waits = f"  rank 0: in collective 1, barrier, at {place('# waits')}\n"
+    assert_reports(ranks, waits, f"  rank 1: at {place('# elsewhere')}; no ", timeout_s=7)
+    assert "barrier has waited for longer than timeout_s=7\n" in ranks[0].stderr
+
+
+@of("long_computations_alone")
+def test_long_computations_are_nobodys_concern_while_nobody_waits(ended):
+    for end in ended[0]:
+        assert (end.exit_code, end.stderr) == (0, "")

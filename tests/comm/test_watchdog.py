@@ -1,0 +1,317 @@
+"""A watch: what it notes of a rank, what it leaves on the board, when it asks, and how it ends."""
+
+import copy
+import faulthandler
+import inspect
+import pickle
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+import accel_fn as af
+from accel_fn.comm import primitives
+from accel_fn.comm.watchdog.abort import Ending
+from accel_fn.comm.watchdog.hang_report import Place, Stack, list_ranks
+from accel_fn.comm.watchdog.store_log import Board, Entry
+from accel_fn.comm.watchdog.watchdog import Watch
+from accel_fn.testing import simulate
+from tests.processes import free_port
+
+LIBRARIES = (f"{af.__path__[0]}/",)
+
+
+class CountingStore:
+    """A real store that counts what it is asked."""
+
+    def __init__(self):
+        self.store, self.count = HashStore(), 0
+
+    def clone(self):
+        return self
+
+    def __getattr__(self, name):
+        self.count += 1
+        return getattr(self.store, name)
+
+
+def make_watch(board=None, *, rank=0, timeout_s=60.0):
+    board = board or Board(HashStore(), None)
+    return Watch(board, rank=rank, world_size=2, timeout_s=timeout_s, libraries=LIBRARIES)
+
+
+def here():
+    """The line below the one that calls this."""
+    frame = sys._getframe(1)
+    return f"{__file__}:{frame.f_lineno + 1} in {frame.f_code.co_name}"
+
+
+def left_by(watch, board):
+    watch.start()
+    watch.stop()
+    return board.entries()[0].doing
+
+
+def test_the_board_holds_the_latest_word_of_every_rank():
+    board = Board(HashStore(), None)
+    assert board.entries() == {}
+    board.log(Entry(0, "first"))
+    board.log(Entry(1, "of another\nrank"))
+    board.log(Entry(0, "last", left=True))
+    assert board.entries() == {0: Entry(0, "last", left=True), 1: Entry(1, "of another\nrank")}
+
+
+def test_an_alarm_is_seen_by_all_who_share_the_store():
+    store = HashStore()
+    mine, theirs = Board(store, None), Board(store, None)
+    assert not theirs.is_alarmed()
+    mine.raise_alarm()
+    assert theirs.is_alarmed()
+    assert (mine.count_reports(1), theirs.count_reports(1), mine.count_reports()) == (1, 2, 2)
+
+
+def test_a_board_that_nobody_serves_is_quiet_and_says_so():
+    port = free_port()
+    board = Board(HashStore(), ("127.0.0.1", port))
+    board.log(Entry(0, "unheard"))
+    board.raise_alarm()
+    assert (board.entries(), board.is_alarmed(), board.count_reports(1)) == ({}, False, 0)
+    assert board.absence().startswith(f"  nobody answers at 127.0.0.1:{port}: rank 0, or")
+    assert Board(HashStore(), None).absence() == ""
+
+
+def test_a_collective_is_noted_by_number_shapes_and_the_users_line():
+    board = Board(HashStore(), None)
+    watch = make_watch(board)
+    state = af.DistState(world_size=2, watch=watch)
+    place = here()
+    with primitives.waiting(state, "gather", [torch.ones(3, 2), torch.arange(4), ["text"]]):
+        pass
+    left = f"has left; last collective 1, gather of float32 [3, 2], int64 [4], list, at {place}"
+    assert left_by(watch, board) == left
+
+
+def test_of_many_tensors_a_few_are_told():
+    board = Board(HashStore(), None)
+    watch = make_watch(board)
+    watch.enter("gather", [torch.ones(1)] * 9)
+    assert f"gather of {'float32 [1], ' * 4}..., at " in left_by(watch, board)
+
+
+def test_messages_between_two_ranks_do_not_count():
+    board = Board(HashStore(), None)
+    watch = make_watch(board)
+    watch.enter("barrier", [])
+    watch.enter("loader", [], counts=False)
+    watch.enter("reduce_sum", [])
+    watch.enter("loader", [], counts=False)
+    assert "; last collective 2, reduce_sum, at " in left_by(watch, board)
+
+
+def test_a_step_is_noted_by_number_and_the_users_line():
+    board = Board(HashStore(), None)
+    watch = make_watch(board)
+    place = here()
+    watch.begin_step(7)
+    assert left_by(watch, board) == f"has left; last step 7, at {place}; no collective"
+
+
+def test_a_rank_that_leaves_by_an_error_says_so():
+    board = Board(HashStore(), None)
+    watch = make_watch(board)
+    watch.start()
+    try:
+        raise ValueError("of mine\nwith more to say")
+    except ValueError:
+        watch.stop()
+    expected = {0: Entry(0, "has left by ValueError: of mine; no collective", left=True)}
+    assert board.entries() == expected
+
+
+def test_a_watch_that_is_stopped_leaves_no_thread_and_no_handler():
+    threads, handles_crashes = threading.enumerate(), faulthandler.is_enabled()
+    faulthandler.disable()
+    try:
+        watch = make_watch()
+        watch.start()
+        assert len(threading.enumerate()) == len(threads) + 1
+        assert faulthandler.is_enabled()
+        watch.stop()
+        watch.stop()
+        assert threading.enumerate() == threads
+        assert not faulthandler.is_enabled()
+    finally:
+        if handles_crashes:
+            faulthandler.enable()
+
+
+def test_a_watch_leaves_a_handler_that_was_there_alone():
+    was_enabled = faulthandler.is_enabled()
+    faulthandler.enable()
+    try:
+        watch = make_watch()
+        watch.start()
+        watch.stop()
+        assert faulthandler.is_enabled()
+    finally:
+        if not was_enabled:
+            faulthandler.disable()
+
+
+def test_a_rank_that_talks_does_not_ask_the_board_and_a_silent_one_does():
+    store = CountingStore()
+    watch = make_watch(Board(store, None), timeout_s=2.0)
+    asked = store.count
+    watch.start()
+    for _ in range(30):
+        with watch.enter("barrier", []):
+            time.sleep(0.05)
+    assert store.count == asked
+    time.sleep(2.0)  # nobody waits here: it asks, and nothing happens
+    assert store.count > asked
+    watch.stop()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("out of memory"), ValueError("gloo"), KeyboardInterrupt()]
+)
+def test_errors_of_other_kinds_are_nothing_to_a_watch(error):
+    watch = make_watch()
+    with pytest.raises(type(error)), watch.enter("gather", []):
+        raise error
+    watch.judge(error, "step")
+
+
+def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
+    store = HashStore()
+    ending = Ending(Board(store, None), rank=1, world_size=3, notice_s=30.0)
+    waiting = threading.Thread(target=ending.wait_for_reports, args=(2,))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    assert Board(store, None).count_reports(1) == 2
+    waiting.join(10)
+    assert not waiting.is_alive()
+    start = time.monotonic()
+    Ending(Board(HashStore(), None), rank=1, world_size=3, notice_s=0.1).wait_for_reports(2)
+    assert time.monotonic() - start < 5
+
+
+def test_a_stack_is_told_from_the_users_first_call_on():
+    def fail(tree, state):
+        af.gather(tree, state)
+
+    try:
+        fail(torch.ones(2), af.DistState(world_size=2))
+    except ValueError as error:
+        stack = Stack.of_error(error)
+    frames = [frame.f_code.co_name for frame, _ in stack.calls]
+    start = frames.index("fail")
+    assert frames[start : start + 3] == ["fail", "gather", "agreed"]
+    assert stack.place(LIBRARIES) == Place(fail.__code__, fail.__code__.co_firstlineno + 1)
+    under = stack.under((sys.prefix, sys.base_prefix, "<"))  # "<frozen runpy>", "<string>"
+    assert str(under).splitlines()[0].strip().startswith(f'File "{__file__}"')
+    assert stack.under(("",)) is stack  # all of it a library's
+
+
+def test_the_phase_of_a_step_is_read_off_the_stack():
+    def run_backward():
+        return Stack.of_thread(sys._getframe())
+
+    assert run_backward().phase() == "backward"
+    assert Stack.of_thread(sys._getframe()).phase() == ""
+    assert Stack.of_thread(None).calls == ()
+
+
+def test_the_names_that_phases_are_read_off_are_those_of_a_step():
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(Stack.of_thread(sys._getframe()).phase())
+        loss = model(batch).mean()
+        loss.register_hook(lambda grad: seen.append(Stack.of_thread(sys._getframe()).phase()))
+        return loss
+
+    class Sgd(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(Stack.of_thread(sys._getframe()).phase())
+
+    model = torch.nn.Linear(2, 1)
+    plan = af.Plan(loss_fn, model, Sgd(model.parameters(), lr=0.1))
+    state, step = af.build(af.DistState(), plan)
+    step(state, torch.ones(3, 2))
+    assert seen == ["forward", "backward", "update"]
+
+
+def test_ranks_that_say_the_same_share_a_line():
+    entries = {rank: Entry(rank, "waits") for rank in (0, 1, 2, 5)} | {3: Entry(3, "computes")}
+    assert list_ranks(entries, 8).splitlines() == [
+        "  ranks 0-2, 5: waits",
+        "  rank 3: computes",
+        "  ranks 4, 6-7: no word; killed, or on the way here",
+    ]
+
+
+def test_a_report_on_many_ranks_stays_short():
+    entries = {rank: Entry(rank, f"at line {rank}") for rank in range(1000)}
+    lines = list_ranks(entries, 1000).splitlines()
+    assert len(lines) == 13
+    assert lines[-1] == "  ... and 988 lines more"
+
+
+def test_the_watch_is_neither_shown_nor_pickled_nor_compared():
+    watch = make_watch()
+    state = af.DistState(world_size=2, watch=watch)
+    assert "watch" not in repr(state)
+    assert state == af.DistState(world_size=2)
+    assert copy.deepcopy(state).watch is watch
+    assert pickle.loads(pickle.dumps(state)).watch is None
+    assert state.advanced(None).watch is watch
+
+
+def test_simulated_ranks_have_no_watch():
+    before = threading.active_count()
+    assert simulate(lambda state: state.watch, world_size=3) == [None] * 3
+    assert threading.active_count() == before
+
+
+def test_two_collectives_at_once_are_refused_on_all_ranks():
+    def run(state):
+        try:
+            af.barrier(state) if state.rank == 1 else af.reduce_sum(1, state)
+        except RuntimeError as error:
+            return str(error)
+
+    ours = "every rank must be in the same collective, got"
+    first = f"reduce_sum: {ours} barrier on rank 1 and reduce_sum on rank 0"
+    other = f"barrier: {ours} reduce_sum on rank 0 and barrier on rank 1"
+    assert simulate(run, world_size=2) == [first, other]
+
+
+def test_a_total_is_the_sum_and_never_that_of_another_collective():
+    def run(state):
+        total = torch.tensor(0.1 * (state.rank + 1), dtype=torch.float64)
+        primitives.start_total(total, state, "step").wait()
+        wrong = torch.tensor(1.0)
+        try:
+            if state.rank:
+                af.barrier(state)
+            else:
+                primitives.start_total(wrong, state, "step").wait()
+        except RuntimeError as error:
+            return float(total), float(wrong), "got" in str(error)
+
+    assert simulate(run, world_size=3) == [(0.1 + 0.2 + 0.1 * 3, 1.0, True)] * 3
+
+
+def test_the_default_timeout_is_what_the_signature_says(monkeypatch):
+    for function in (af.init, af.distributed):
+        default = inspect.signature(function).parameters["timeout_s"].default
+        assert (default, repr(default)) == (600, "600")
+    monkeypatch.setenv("ACCEL_FN_TIMEOUT_S", "never")
+    with pytest.raises(ValueError, match="launch_options: ACCEL_FN_TIMEOUT_S must be"):
+        af.init(device="cpu")
+    assert af.init(device="cpu", timeout_s=5).world_size == 1  # the launch is not asked

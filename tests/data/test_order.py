@@ -1,0 +1,135 @@
+"""Orders: bijections of any size, well mixed, at any place without the places before it."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+import accel_fn as af
+from accel_fn.data.order import mix, permute
+
+SIGNIFICANCE = 1e-4  # of a chi-square test; keys are fixed, so a test is the same each time
+NUM_KEYS = 2000
+KEYS = st.integers(0, 2**64 - 1)
+
+
+def is_bijection(num_samples, key):
+    found = permute(torch.arange(num_samples), num_samples, key)
+    return found.sort().values.equal(torch.arange(num_samples))
+
+
+@given(num_samples=st.integers(1, 20_000), key=KEYS)
+@example(num_samples=1, key=0)
+@example(num_samples=2, key=0)
+@example(num_samples=63, key=1)  # the last with more rounds
+@example(num_samples=64, key=1)
+def test_a_permutation_is_a_bijection(num_samples, key):
+    assert is_bijection(num_samples, key)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [1, *[pytest.param(each, marks=pytest.mark.slow) for each in range(513, 4097, 512)]],
+)
+def test_permutations_of_all_small_sizes_are_bijections(first):
+    assert all(is_bijection(size, key=size) for size in range(first, first + 512))
+
+
+@given(num_samples=st.integers(2, 2**62), key=KEYS, data=st.data())
+@example(num_samples=2**62, key=2**64 - 1, data=None)
+@example(num_samples=2**62 - 1, key=0, data=None)
+def test_a_permutation_takes_any_places_alone(num_samples, key, data):
+    """Different places give different numbers inside, whatever other places are asked for."""
+    places = [0, 1, num_samples // 2, num_samples - 1]
+    if data is not None:
+        places += data.draw(st.lists(st.integers(0, num_samples - 1), max_size=20))
+    found = permute(torch.tensor(places), num_samples, key).tolist()
+    assert all(0 <= number < num_samples for number in found)
+    assert len(set(found)) == len(set(places))
+    assert found == [int(permute(torch.tensor([place]), num_samples, key)) for place in places]
+
+
+def chi_square(counts):
+    """How uneven they are, against cells that are equally likely."""
+    expected = counts.sum() / counts.numel()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def chance(chi_square, num_free):
+    """How often it is at least that large by chance."""
+    halves = torch.tensor([num_free / 2, chi_square / 2]).double()
+    return float(torch.special.gammaincc(*halves))
+
+
+@pytest.mark.parametrize(
+    "num_samples",
+    [8, 64, *[pytest.param(each, marks=pytest.mark.slow) for each in (2, 3, 4, 5, 6, 11, 63)]],
+)
+def test_small_permutations_are_well_mixed(num_samples):
+    """Every sample is at every place, and every sample follows every other, equally often."""
+    places = torch.zeros(num_samples, num_samples).double()
+    pairs = torch.zeros(num_samples, num_samples).double()
+    for key in range(NUM_KEYS):
+        order = permute(torch.arange(num_samples), num_samples, mix(key))
+        places[torch.arange(num_samples), order] += 1
+        pairs[order[:-1], order[1:]] += 1
+    apart = ~torch.eye(num_samples, dtype=torch.bool)
+    assert chance(chi_square(places), (num_samples - 1) ** 2) > SIGNIFICANCE
+    assert chance(chi_square(pairs[apart]), num_samples * (num_samples - 1) - 1) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("num_samples", [100_000, 200_000, 10**12, 2**62])
+def test_large_permutations_are_well_mixed(num_samples):
+    """Two neighbours are in any two of 8 parts of the data equally often, in each order alone."""
+    num_places, num_parts, num_keys = 4096, 8, 100
+    total = 0.0
+    for key in range(num_keys):
+        start = int(mix(key) % (num_samples - num_places + 1))
+        found = permute(torch.arange(start, start + num_places), num_samples, mix(key))
+        part = (found.double() / num_samples * num_parts).long().clamp(max=num_parts - 1)
+        pairs = torch.bincount(part[0::2] * num_parts + part[1::2], minlength=num_parts**2)
+        total += chi_square(pairs.double())
+    assert chance(total, num_keys * (num_parts**2 - 1)) > SIGNIFICANCE
+
+
+@given(num_samples=st.integers(50, 10**6), key=KEYS, other=KEYS)
+def test_another_key_is_another_order(num_samples, key, other):
+    orders = [permute(torch.arange(50), num_samples, each) for each in (key, other)]
+    assert orders[0].equal(orders[1]) == (key == other)
+
+
+class Endless(Dataset):
+    """10**12 samples, and which of them were read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 10**12
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+@given(epoch=st.integers(0, 10**6), batch=st.integers(0, 10**12 // 64 - 1))
+def test_any_batch_is_found_without_those_before_it(epoch, batch):
+    data = Endless()
+    loader = af.shard_loader(DataLoader(data, batch_size=64, shuffle=True), af.DistState())
+    since = af.DistState(step=epoch * len(loader) + batch)
+    resumed = next(loader.epochs(epoch + 1, since=since))
+    assert (resumed.index, resumed.first_batch) == (epoch, batch)
+    expected = loader.indices(epoch, batch).tolist()
+    assert data.read == []
+    assert next(iter(resumed)).tolist() == data.read == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("batch", [-1, 3])
+def test_a_batch_that_is_none_is_refused(batch, world_size):
+    given = DataLoader(range(10), batch_size=4)
+    loader = af.shard_loader(given, af.DistState(world_size=world_size))
+    for ask in (loader.indices, loader.global_indices):
+        with pytest.raises(ValueError, match=f"indices: batch must be in 0 .. 2, got {batch}"):
+            ask(0, batch)

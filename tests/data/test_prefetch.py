@@ -1,0 +1,257 @@
+"""prefetch: the batches of the loader, in its order and at its positions, read beside the loop."""
+
+import threading
+import time
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from accel_fn.transforms.place import to_device
+from tests import strategies as ours
+from tests.reading_ahead import (
+    HERE,
+    TWO_WORKERS,
+    Counted,
+    eventually,
+    ids,
+    none_is_left,
+    of,
+    readers,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield from none_is_left()
+
+
+@pytest.mark.parametrize("depth", [1, 2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, TWO_WORKERS, {**TWO_WORKERS, "persistent_workers": True}])
+def test_a_sharded_loader_is_used_in_place_of_the_loader(depth, options):
+    loader = of(11, shuffle=True, **options)
+    ahead = af.prefetch(loader, HERE, depth)
+    assert ids(ahead) == ids(ahead) == ids(loader)
+    assert len(ahead) == len(loader) == 6
+    assert [ids(epoch) for epoch in ahead.epochs(2)] == [ids(epoch) for epoch in loader.epochs(2)]
+    for each in (ahead, loader):
+        assert each.indices(1, 2).tolist() == loader.global_indices(1, 2).tolist()
+        assert each.global_indices(1, 2).tolist() == loader.global_indices(1, 2).tolist()
+
+
+def test_an_epoch_stays_an_epoch():
+    epoch = next(of(11).epochs(2, since=replace(HERE, step=8)))
+    ahead = af.prefetch(epoch, HERE)
+    assert (ahead.index, ahead.first_batch, len(ahead)) == (1, 2, 4)
+    assert ids(ahead) == ids(epoch)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: list(range(7)),
+        lambda: DataLoader(torch.arange(7), batch_size=None),
+        lambda: DataLoader(torch.arange(7), batch_size=None, **TWO_WORKERS),
+    ],
+    ids=["list", "DataLoader", "workers"],
+)
+def test_anything_can_be_read_ahead_and_more_than_once(make):
+    ahead = af.prefetch(make(), HERE)
+    for _ in range(2):
+        assert [int(batch) for batch in ahead] == list(range(7))
+    assert len(ahead) == 7
+
+
+def test_an_iterator_is_read_once_and_has_no_length():
+    ahead = af.prefetch(iter(range(3)), HERE)
+    with pytest.raises(TypeError, match="has no len"):
+        len(ahead)
+    assert list(ahead) == [0, 1, 2]
+    assert list(ahead) == []
+
+
+def test_nothing_to_read_is_nothing_to_give():
+    passed = iter(af.prefetch([], HERE))
+    assert list(passed) == []
+    assert list(passed) == []
+
+
+def test_windows_are_read_ahead_and_what_is_read_ahead_has_windows():
+    for loader in (
+        af.prefetch(af.window(of(11), 4), HERE),
+        af.window(af.prefetch(of(11), HERE), 4),
+    ):
+        assert [ids(batches) for batches in loader] == [
+            [[0, 1], [2, 3], [4, 5], [6, 7]],
+            [[8, 9], [10]],
+        ]
+        assert len(loader) == 2
+
+
+def test_batches_are_moved_to_the_device():
+    """The meta device, which every machine has."""
+    state = af.DistState(device="meta")
+    batches = [
+        {"x": torch.ones(2, 3), "names": ["a", "b"]},
+        {"x": torch.ones(1, 3), "names": ["c"]},
+    ]
+    found = list(af.prefetch(batches, state))
+    assert [(batch["x"].device.type, batch["names"]) for batch in found] == [
+        ("meta", ["a", "b"]),
+        ("meta", ["c"]),
+    ]
+    assert to_device(state, found[0])["x"] is found[0]["x"]  # place has nothing left to copy
+
+
+def test_on_a_cpu_nothing_is_copied():
+    batches = [torch.ones(2), torch.zeros(3)]
+    assert all(
+        found is given for found, given in zip(af.prefetch(batches, HERE), batches, strict=True)
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_no_more_than_depth_batches_are_read_ahead(depth):
+    source = Counted(20)
+    passed = iter(af.prefetch(source, HERE, depth))
+    for taken in range(1, 15):
+        next(passed)
+        assert eventually(lambda taken=taken: source.num_read == taken + depth)
+    time.sleep(0.05)
+    assert source.num_read == 14 + depth
+    del passed
+
+
+def test_batches_are_read_while_the_loop_works_on_another():
+    """Each side waits for the other to be at the next batch: one after the other, it would time out."""
+    both = threading.Barrier(2)
+
+    def slowly():
+        yield 0
+        for number in range(1, 4):
+            both.wait(timeout=100)
+            yield number
+
+    for batch in af.prefetch(slowly(), HERE, depth=1):
+        if batch < 3:
+            both.wait(timeout=100)
+
+
+def test_nothing_starts_before_a_batch_is_asked_for():
+    source = Counted(3)
+    ahead = af.prefetch(source, HERE)
+    passed = iter(ahead)
+    time.sleep(0.02)
+    assert (source.num_read, readers()) == (0, [])
+    assert list(passed) == [0, 1, 2]
+
+
+def test_two_passes_at_once_do_not_meet():
+    ahead = af.prefetch(of(12, shuffle=True), HERE)
+    apart = [ids(epoch) for epoch in ahead.epochs(2)]
+    together = [[a[0].tolist(), b[0].tolist()] for a, b in zip(*ahead.epochs(2), strict=True)]
+    assert together == [list(pair) for pair in zip(*apart, strict=True)]
+
+
+def test_a_batch_is_the_loops_alone():
+    """Also while the thread still reads the next one."""
+    dropped = threading.Event()
+
+    def slowly():
+        yield torch.ones(1)
+        dropped.wait(timeout=100)
+        yield torch.ones(1)
+
+    passed = iter(af.prefetch(slowly(), HERE))
+    alive = weakref.ref(next(passed))
+    assert eventually(lambda: alive() is None)
+    dropped.set()
+    del passed
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("options", [{}, TWO_WORKERS], ids=["here", "workers"])
+def test_a_position_counts_batches_handed_out_not_those_read_ahead(depth, options):
+    model = ours.regression_model()
+    plan = af.place()(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
+    state, step = af.build(HERE, plan)
+    rows = torch.arange(36.0).double().reshape(12, 3)
+    data = TensorDataset(rows, rows.sum(1, keepdim=True))
+    loader = af.shard_loader(DataLoader(data, batch_size=2, shuffle=True, **options), state)
+    ahead = af.prefetch(loader, state, depth)
+    seen = []
+    for batch in next(ahead.epochs(2, since=state)):
+        seen.append(batch[0].tolist())
+        state, _ = step(state, tuple(batch))
+        if state.step == 3:
+            break
+    assert state.step == 3
+    rest = [batch[0].tolist() for epoch in ahead.epochs(2, since=state) for batch in epoch]
+    assert seen + rest == [batch[0].tolist() for epoch in loader.epochs(2) for batch in epoch]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_through_prefetch_is_training_through_the_loader(world_size):
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(*[torch.randn(13, n, generator=generator).double() for n in (3, 1)])
+
+    def run(state, depth):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        state, step = af.build(state, af.compose(af.place(), af.wrap_ddp())(plan))
+        loader = af.shard_loader(DataLoader(data, batch_size=4, shuffle=True), state)
+        loader = af.prefetch(loader, state, depth) if depth else loader
+        for epoch in loader.epochs(2, since=state):
+            for batch in epoch:
+                state, _ = step(state, tuple(batch))
+        return model.state_dict()
+
+    expected = simulate(lambda state: run(state, 0), world_size=world_size)
+    found = simulate(lambda state: run(state, 3), world_size=world_size)
+    for actual, wanted in zip(found, expected, strict=True):
+        ours.assert_identical(actual, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="batches are moved to a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"pin_memory": True}, TWO_WORKERS])
+def test_batches_come_on_cuda_as_they_are(options):
+    state = af.init(device="cuda")
+    loader = of(1000, 100, state, shuffle=True, **options)
+    for _ in range(2):
+        for found, expected in zip(af.prefetch(loader, state), loader, strict=True):
+            assert found[0].device == torch.empty(0, device=state.device).device
+            assert to_device(state, found[0]) is found[0]
+            assert found[0].tolist() == expected[0].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="work waits in a stream of a CUDA device")
+def test_memory_of_a_batch_is_not_reused_before_the_loop_is_done_with_it():
+    """The loop's stream is kept busy, and batches are dropped while work on them still waits."""
+    state = af.init(device="cuda")
+    batches = [torch.full((1 << 20,), float(number)) for number in range(32)]
+    sums = []
+    for batch in af.prefetch(batches, state):
+        torch.cuda._sleep(20_000_000)
+        sums.append((batch * 1).sum())
+        del batch
+    assert [float(found) for found in sums] == [number * float(1 << 20) for number in range(32)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, which can refuse to wait")
+def test_the_host_does_not_wait_for_a_copy():
+    state = af.init(device="cuda")
+    batches = [torch.ones(1000) for _ in range(10)]
+    list(af.prefetch(batches, state))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = list(af.prefetch(batches, state))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(torch.stack(found).sum()) == 10_000

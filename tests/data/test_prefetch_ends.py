@@ -1,0 +1,373 @@
+"""prefetch: how a pass ends, by a break, an error, an interrupt: no thread is left, on no rank."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import accel_fn as af
+from accel_fn.comm.channel import open_channel
+from accel_fn.data.loader import ShardedLoader
+from accel_fn.testing import simulate
+from tests.processes import ROOT
+from tests.reading_ahead import (
+    HERE,
+    TWO_WORKERS,
+    Counted,
+    eventually,
+    ids,
+    none_is_left,
+    of,
+    readers,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield from none_is_left()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("taken", [1, 3])
+def test_a_break_ends_the_thread(world_size, taken):
+    state = af.DistState(world_size=world_size)
+    for batch in af.prefetch(range(100), state):
+        if batch == taken - 1:
+            break
+    assert readers() == []
+
+
+def test_a_break_ends_the_thread_that_has_no_room_left():
+    source = Counted(100)
+    for _ in af.prefetch(source, HERE):
+        assert eventually(lambda: source.num_read == 3)
+        time.sleep(0.02)  # it waits now
+        break
+    assert readers() == []
+
+
+def test_a_break_waits_for_the_batch_that_is_being_read_and_for_no_other():
+    """A data set is never read by two threads, the one of this pass and that of the next."""
+    num_read, go = [], threading.Event()
+
+    def slowly():
+        for number in range(9):
+            num_read.append(number)
+            if number == 1:
+                go.wait(timeout=100)
+            yield number
+
+    for _ in af.prefetch(slowly(), HERE, depth=4):
+        assert eventually(lambda: num_read == [0, 1])
+        threading.Timer(0.1, go.set).start()
+        break
+    assert go.is_set()
+    assert num_read == [0, 1]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_break_ends_the_workers_that_do_not_persist(persistent):
+    loader = of(40, **TWO_WORKERS, persistent_workers=persistent)
+    before = set(multiprocessing.active_children())
+    for _ in af.prefetch(loader, HERE):
+        assert len(set(multiprocessing.active_children()) - before) == 2
+        break
+    assert readers() == []
+    assert len(set(multiprocessing.active_children()) - before) == (2 if persistent else 0)
+
+
+def test_after_a_break_a_new_pass_begins_at_the_beginning():
+    ahead = af.prefetch(of(12), HERE)
+    for _ in ahead:
+        break
+    assert ids(ahead) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+def test_an_error_in_the_loop_ends_the_thread():
+    def train():
+        for batch in af.prefetch(range(100), HERE):
+            raise KeyError(batch)
+
+    with pytest.raises(KeyError) as caught:
+        train()
+    assert readers() == []
+    del caught
+
+
+def test_a_dropped_iterator_ends_the_thread():
+    passed = iter(af.prefetch(range(100), HERE))
+    next(passed)
+    assert len(readers()) == 1
+    del passed
+    assert readers() == []
+
+
+def test_an_iterator_in_a_cycle_ends_its_thread_when_it_is_collected():
+    class Holder:
+        pass
+
+    gc.disable()
+    try:
+        holder = Holder()
+        holder.self, holder.passed = holder, iter(af.prefetch(range(100), HERE))
+        next(holder.passed)
+        del holder
+        assert len(readers()) == 1
+    finally:
+        gc.enable()
+    gc.collect()
+    assert readers() == []
+
+
+def test_a_thread_that_collects_its_own_iterator_does_not_wait_for_itself():
+    holder, alone = {}, threading.Event()
+
+    def drops_it():
+        yield 0
+        alone.wait(timeout=100)
+        passed = holder.pop("passed")
+        del passed
+        yield 1
+
+    holder["passed"] = iter(af.prefetch(drops_it(), HERE))
+    assert next(holder["passed"]) == 0
+    alone.set()
+    assert eventually(lambda: not holder)
+    assert eventually(lambda: not readers())
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_several_ranks_read_equally_far_before_they_stop(taken):
+    """What they read may be messages to each other."""
+    source = Counted(100)
+    passed = iter(af.prefetch(source, af.DistState(world_size=2), depth=4))
+    for _ in range(taken):
+        next(passed)
+    del passed
+    assert source.num_read == (taken + 4 if taken else 0)
+
+
+class TalkingSource:
+    """Ranks tell each other the number of every batch, and give what they were told."""
+
+    def __init__(self, state, size):
+        self.channel, self.rank, self.size = open_channel(state), state.rank, size
+
+    def num_batches(self):
+        return self.size
+
+    def batches(self, epoch, first_batch):
+        for batch in range(first_batch, self.size):
+            yield self.channel.exchange((epoch, batch, self.rank))
+
+    def locate(self, step, window=1):
+        return divmod(step, self.size)
+
+    def indices(self, epoch, batch):
+        return torch.tensor([epoch * self.size + batch])
+
+    global_indices = indices
+
+
+def test_ranks_that_talk_while_they_read_may_break_and_begin_again():
+    def run(state):
+        loader = af.prefetch(ShardedLoader(TalkingSource(state, 9)), state, depth=3)
+        found = []
+        for epoch in loader.epochs(3):
+            for batch in epoch:
+                time.sleep(0.005 * state.rank)  # unequally fast: one breaks long before another
+                found.append(batch)
+                if (epoch.index, len(found)) == (0, 4):
+                    break
+        return found
+
+    expected = [
+        [(epoch, batch, rank) for rank in range(3)]
+        for epoch, size in [(0, 4), (1, 9), (2, 9)]
+        for batch in range(size)
+    ]
+    assert simulate(run, world_size=3) == [expected] * 3
+
+
+class Uneven(IterableDataset):
+    """Shards of unequal lengths, whose items ranks pass on to each other."""
+
+    def __init__(self, index=0, num_shards=1):
+        self.index, self.num_shards = index, num_shards
+
+    def shard(self, num_shards, index):
+        return Uneven(index, num_shards)
+
+    def __iter__(self):
+        return (x for x in range(61) if x * x % 7 % self.num_shards == self.index)
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_stream_that_ranks_share_is_the_same_read_ahead(depth):
+    def run(state, depth):
+        loader = af.shard_loader(DataLoader(Uneven(), batch_size=6), state)
+        loader = af.prefetch(loader, state, depth) if depth else loader
+        found = []
+        for epoch in loader.epochs(2):
+            for number, batch in enumerate(epoch):
+                found.append(batch.tolist())
+                if (epoch.index, number) == (0, 2):
+                    break
+        together = zip(*loader.epochs(2), strict=True)
+        return found, [[a.tolist(), b.tolist()] for a, b in together]
+
+    expected = simulate(lambda state: run(state, 0), world_size=3)
+    assert len(expected[0][0]) == 3 + 10
+    assert simulate(lambda state: run(state, depth), world_size=3) == expected
+
+
+# -- errors
+
+
+def fails_at(number):
+    yield from range(number)
+    raise KeyError("the batch after", number)
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_an_error_comes_where_its_batch_would_have_come(number):
+    found = []
+    passed = iter(af.prefetch(fails_at(number), HERE, depth=3))
+    with pytest.raises(KeyError, match="the batch after") as caught:
+        found.extend(passed)  # which keeps what came before
+    assert found == list(range(number))
+    assert readers() == []
+    assert "fails_at" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert list(passed) == []
+
+
+def test_an_error_that_was_handled_is_forgotten():
+    class MineError(Exception):
+        pass
+
+    def fails():
+        yield 0
+        raise MineError
+
+    gc.disable()
+    try:
+        alive = []
+        try:
+            for _ in af.prefetch(fails(), HERE):
+                pass
+        except MineError as error:
+            alive.append(weakref.ref(error))
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+
+
+class Failing(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise KeyError("no sample five")
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("options", [{}, TWO_WORKERS], ids=["here", "workers"])
+def test_an_error_of_a_data_set_comes_as_it_is(options):
+    found = []
+    loader = af.shard_loader(DataLoader(Failing(), batch_size=2, **options), HERE)
+    with pytest.raises(KeyError, match="no sample five"):
+        found.extend(af.prefetch(loader, HERE))
+    assert [batch.tolist() for batch in found] == [[0, 1], [2, 3]]
+    assert readers() == []
+
+
+def test_an_error_of_the_move_comes_too():
+    class Unmovable(torch.Tensor):
+        def to(self, *args, **kwargs):
+            raise RuntimeError("cannot go there")
+
+    batch = torch.ones(2).as_subclass(Unmovable)
+    with pytest.raises(RuntimeError, match="cannot go there"):
+        list(af.prefetch([batch], af.DistState(device="meta")))
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2", None])
+def test_a_depth_is_a_count(depth):
+    with pytest.raises(ValueError, match="prefetch: depth must be an integer >= 1, got"):
+        af.prefetch([1], HERE, depth)
+
+
+def test_what_cannot_be_iterated_is_refused():
+    with pytest.raises(TypeError, match=r"prefetch: loader must be a loader, .* got 'int'"):
+        af.prefetch(3, HERE)
+
+
+# -- processes
+
+SLOW = """
+import time, torch
+import accel_fn as af
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index >= 1:
+            time.sleep(600)
+        return torch.tensor(index)
+
+if __name__ == "__main__":
+    state = af.DistState()
+    loader = af.shard_loader(DataLoader(Slow(), batch_size=1, num_workers={workers}), state)
+    batches = iter(af.prefetch(loader, state))
+    {main}
+"""
+
+
+def start(**settings):
+    code = SLOW.format(**{"workers": 0, **settings})
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_program_ends_though_its_loader_does_not():
+    """The iterator is alive at the end, and its thread reads."""
+    process = start(main="next(batches); print(time.monotonic(), flush=True)")
+    output, errors = process.communicate(timeout=250)
+    assert time.monotonic() - float(output) < 100  # of 600 that a sample takes
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize(
+    ("where", "workers"), [("next(batches)", 0), ("time.sleep(600)", 2)], ids=["waiting", "working"]
+)
+def test_an_interrupt_stops_the_loop_at_once(where, workers):
+    process = start(main=f"next(batches); print('go', flush=True); {where}", workers=workers)
+    assert process.stdout.readline() == "go\n"
+    time.sleep(0.2)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=250)
+    assert time.monotonic() - started < 100
+    assert process.returncode == -signal.SIGINT
+    assert errors.rstrip().endswith("KeyboardInterrupt")

@@ -1,0 +1,320 @@
+"""sample_seed and seed_samples: random numbers of a sample's own, and nothing left behind."""
+
+import math
+import pickle
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+
+import accel_fn as af
+from accel_fn.data.seeding import reading
+from accel_fn.testing import simulate
+
+HERE = af.DistState(seed=3)
+WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
+
+
+class Noisy(Dataset):
+    """Each sample draws from all three global generators."""
+
+    def __init__(self, size=12):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index == 99:
+            raise KeyError("no such sample")
+        return torch.tensor(
+            [float(index), torch.rand(()).item(), random.random(), np.random.random()],
+            dtype=torch.float64,
+        )
+
+
+def samples_of(loader):
+    """What was drawn, by the number of the sample."""
+    return {int(row[0]): row[1:].tolist() for batch in loader for row in batch}
+
+
+def loader_of(data, state=HERE, **options):
+    return af.shard_loader(DataLoader(data, batch_size=4, **options), state)
+
+
+# -- seeds ---------------------------------------------------------------------------------------
+
+
+def test_a_seed_is_what_every_generator_takes():
+    seeds = [af.sample_seed(HERE, epoch, index) for epoch in range(30) for index in range(300)]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    for seed in (min(seeds), max(seeds)):
+        torch.Generator().manual_seed(seed)
+        np.random.default_rng(seed)
+        random.Random(seed)
+        torch.tensor(seed)
+
+
+def test_a_seed_is_a_function_of_the_runs_seed_epoch_and_index_alone():
+    seed = af.sample_seed(HERE, 2, 5)
+    elsewhere = af.DistState(seed=3, rank=2, world_size=4, step=77, device="meta")
+    assert seed == af.sample_seed(elsewhere, 2, 5) == af.sample_seed(HERE, np.int64(2), np.int64(5))
+
+
+def test_seeds_of_neighbours_all_differ():
+    seeds = {
+        af.sample_seed(af.DistState(seed=seed), epoch, index)
+        for seed in (0, 1, 2, 2**63 - 1, 2**63)
+        for epoch in range(20)
+        for index in [*range(100), *range(2**62, 2**62 + 100)]
+    }
+    assert len(seeds) == 5 * 20 * 200
+
+
+@pytest.mark.parametrize("which", ["seed", "epoch", "index"])
+def test_seeds_of_neighbours_share_no_more_bits_than_chance(which):
+    """Avalanche: of each of the 63 bits, half of 4,000 neighbours flip it, within 5 standard deviations.
+
+    By chance one of 63 bits is further off once in about 30,000 tries; the seeds are fixed.
+    """
+    at = {"seed": 0, "epoch": 0, "index": 0}
+
+    def seed_at(number):
+        place = {**at, which: number}
+        return af.sample_seed(af.DistState(seed=place["seed"]), place["epoch"], place["index"])
+
+    num_pairs = 4000
+    flips = [0] * 63
+    for number in range(num_pairs):
+        changed = seed_at(number) ^ seed_at(number + 1)
+        for bit in range(63):
+            flips[bit] += changed >> bit & 1
+    bound = 5 * math.sqrt(num_pairs) / 2
+    assert max(abs(count - num_pairs / 2) for count in flips) < bound
+
+
+def test_first_draws_of_neighbours_are_uniform():
+    """Chi-square over 64 bins of 20,000 first draws, and of pairs of neighbours over 8 x 8.
+
+    63 degrees of freedom: mean 63, standard deviation 11.2; further than 4.5 of those by chance
+    in about one of 10**5 tries, and the seeds are fixed.
+    """
+    generator = torch.Generator()
+    draws = torch.tensor(
+        [
+            torch.rand((), generator=generator.manual_seed(af.sample_seed(HERE, 0, i)))
+            for i in range(20_000)
+        ]
+    )
+    pairs = (draws[:-1] * 8).long() * 8 + (draws[1:] * 8).long()
+    for bins in ((draws * 64).long(), pairs):
+        counts = torch.bincount(bins, minlength=64).double()
+        expected = len(bins) / 64
+        assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 4.5 * math.sqrt(126)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "2", None])
+@pytest.mark.parametrize("name", ["epoch", "index"])
+def test_epoch_and_index_are_counts(name, value):
+    with pytest.raises(ValueError, match=f"sample_seed: {name} must be an integer >= 0, got"):
+        af.sample_seed(HERE, **{"epoch": 0, "index": 0, name: value})
+
+
+# -- samples -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS, {**WORKERS, "persistent_workers": True}])
+def test_every_epoch_augments_in_its_own_way_and_again_alike(options):
+    samples = af.seed_samples(Noisy(), HERE)
+    loader = loader_of(samples, shuffle=True, **options)
+    first, second = [samples_of(epoch) for epoch in loader.epochs(2)]
+    assert samples_of(loader) == first
+    by_hand = [{i: samples[e, i][1:].tolist() for i in range(12)} for e in range(2)]
+    assert [first, second] == by_hand
+    for generator in range(3):
+        drawn = [row[generator] for each in (first, second) for row in each.values()]
+        assert len(set(drawn)) == 24
+
+
+def test_a_resumed_run_augments_as_the_whole_one():
+    loader = loader_of(af.seed_samples(Noisy(), HERE), shuffle=True)
+    whole = [batch.tolist() for epoch in loader.epochs(2) for batch in epoch]
+    rest = loader.epochs(2, since=af.DistState(seed=3, step=4))
+    assert [batch.tolist() for epoch in rest for batch in epoch] == whole[4:]
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS], ids=["here", "workers"])
+def test_two_loaders_in_two_epochs_do_not_meet(options):
+    samples = af.seed_samples(Noisy(), HERE)
+    loaders = [loader_of(samples, shuffle=shuffle, **options) for shuffle in (True, False)]
+    passes = [loader.epochs(2) for loader in loaders]
+    ahead, behind = list(passes[0])[1], next(passes[1])
+    drawn = [{}, {}]
+    for batches in zip(ahead, behind, strict=True):
+        for seen, batch in zip(drawn, batches, strict=True):
+            seen.update(samples_of([batch]))
+    assert drawn == [{i: samples[e, i][1:].tolist() for i in range(12)} for e in (1, 0)]
+
+
+def test_row_16_of_the_field_augmentation_differs_between_ranks_that_share_a_seed():
+    def run(state):
+        return samples_of(loader_of(af.seed_samples(Noisy(), state), state, shuffle=True))
+
+    ranks = simulate(run, world_size=3)
+    every = [tuple(drawn) for seen in ranks for drawn in seen.values()]
+    assert len(every) == len(set(every)) == 12
+    assert sorted(index for seen in ranks for index in seen) == list(range(12))
+
+
+def test_another_seed_augments_otherwise():
+    first, second = [af.seed_samples(Noisy(), af.DistState(seed=seed))[0, 0] for seed in (1, 2)]
+    assert first.tolist()[1:] != second.tolist()[1:]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda data: Subset(data, [7, 2, 5]),
+        lambda data: ConcatDataset([data, data]),
+        lambda data: Subset(ConcatDataset([Noisy(4), data]), range(4, 16)),
+    ],
+    ids=["Subset", "ConcatDataset", "both"],
+)
+@pytest.mark.parametrize("options", [{}, WORKERS], ids=["here", "workers"])
+def test_a_seeded_data_set_may_be_inside_another(around, options):
+    samples = af.seed_samples(Noisy(), HERE)
+    for epoch in loader_of(around(samples), shuffle=True, **options).epochs(2):
+        for index, drawn in samples_of(epoch).items():
+            assert drawn == samples[epoch.index, index][1:].tolist()
+
+
+def test_a_number_from_the_end_is_the_same_sample():
+    samples = af.seed_samples(Noisy(), HERE)
+    assert samples[1, -3].tolist()[1:] == samples[1, 9].tolist()[1:]
+    assert samples[1, torch.tensor(9)].tolist() == samples[1, 9].tolist()
+
+
+def test_the_length_is_the_data_sets():
+    assert len(af.seed_samples(Noisy(5), HERE)) == 5
+
+
+def test_a_data_set_of_many_at_once_is_read_one_by_one():
+    class Both(Noisy):
+        def __getitems__(self, indices):
+            raise AssertionError("samples of one read would share their numbers")
+
+    samples = af.seed_samples(Both(), HERE)
+    assert samples_of(loader_of(samples)) == samples_of(loader_of(af.seed_samples(Noisy(), HERE)))
+
+
+def test_a_seeded_data_set_travels():
+    samples = pickle.loads(pickle.dumps(af.seed_samples(Noisy(), HERE)))
+    assert samples[0, 1].tolist() == af.seed_samples(Noisy(), HERE)[0, 1].tolist()
+
+
+# -- nothing is left behind ----------------------------------------------------------------------
+
+
+def states():
+    numpy = np.random.get_state()
+    return random.getstate(), torch.get_rng_state().tolist(), numpy[1].tolist(), numpy[2:]
+
+
+@pytest.mark.parametrize("index", [3, 99])
+def test_the_global_generators_are_put_back(index):
+    """Also where a sample fails."""
+    before = states()
+    samples = af.seed_samples(Noisy(100), HERE)
+    if index == 99:
+        with pytest.raises(KeyError, match="no such sample"):
+            samples[0, index]
+    else:
+        samples[0, index]
+    assert states() == before
+    if index != 99:
+        samples_of(loader_of(Subset(samples, range(50))))
+        assert states() == before
+
+
+def test_samples_may_be_read_by_many_threads():
+    """As simulated ranks do: none draws from what another has seeded."""
+    samples = af.seed_samples(Noisy(), HERE)
+    expected = [samples[0, i].tolist() for i in range(12)]
+    found = {}
+
+    def read(thread):
+        found[thread] = [[samples[0, i].tolist() for i in range(12)] for _ in range(20)]
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [expected] * 20 for number in range(4)}
+
+
+def test_seeded_samples_may_be_made_of_seeded_samples():
+    class Outer(Noisy):
+        def __init__(self, inner):
+            super().__init__(12)
+            self.inner = inner
+
+        def __getitem__(self, index):
+            first = torch.rand(()).item()
+            inner = self.inner[index]
+            return first, torch.rand(()).item(), inner.tolist()
+
+    inner = af.seed_samples(Noisy(), HERE)
+    outer = af.seed_samples(Outer(inner), HERE)
+    with reading(4):
+        first, second, sample = outer[2]
+    assert sample == inner[4, 2].tolist()
+    with reading(4):
+        assert outer[2] == (first, second, sample)
+    assert first != second
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("data", [Stream(), 3, iter([1])], ids=["stream", "int", "iterator"])
+def test_what_has_no_samples_by_number_is_refused(data):
+    with pytest.raises(
+        TypeError, match=r"seed_samples: data must be a map-style data set, .*with sample_seed"
+    ):
+        af.seed_samples(data, HERE)
+
+
+def test_a_loader_that_says_no_epoch_is_refused():
+    """A silent epoch 0 would augment every epoch alike."""
+    loader = DataLoader(af.seed_samples(Noisy(), HERE), batch_size=4)
+    with pytest.raises(ValueError, match=r"be read by a loader that shard_loader made, .* got 0; "):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("epoch", [-1, 0.5, None])
+def test_an_epoch_by_hand_is_a_count(epoch):
+    with pytest.raises(ValueError, match="seed_samples: epoch must be an integer >= 0, got"):
+        af.seed_samples(Noisy(), HERE)[epoch, 0]
+
+
+def test_the_thread_of_prefetch_does_not_seed_what_the_loop_draws_from():
+    loader = loader_of(af.seed_samples(Noisy(), HERE))
+    with pytest.raises(ValueError, match=r"num_workers must be >= 1 under prefetch, .* got 0"):
+        next(iter(af.prefetch(loader, HERE)))
+
+
+def test_with_workers_prefetch_augments_as_ever():
+    samples = af.seed_samples(Noisy(), HERE)
+    before = states()
+    ahead = af.prefetch(loader_of(samples, shuffle=True, **WORKERS), HERE)
+    assert samples_of(ahead) == samples_of(loader_of(samples))
+    assert states()[0] == before[0]

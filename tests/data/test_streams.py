@@ -1,0 +1,1004 @@
+"""Streams: what of the user's loader is kept, who reads what, and what is refused on every rank."""
+
+import dataclasses
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+import accel_fn as af
+from accel_fn.comm.channel import Channel
+from accel_fn.data.borrowed_rng import Generators
+from accel_fn.data.streams.pack import pack, unpack
+from accel_fn.errors import ElsewhereError
+from accel_fn.testing import simulate
+from tests.streams import Counting, SelfSplitting, Sharded, Sized, ids, items_of, joined
+
+
+def by_hand(data, rank=0, world_size=1, batch_size=4, split="auto", **options):
+    """A sharded loader of a state built by hand."""
+    state = af.DistState(rank=rank, world_size=world_size)
+    return af.shard_loader(DataLoader(data, batch_size=batch_size, **options), state, split=split)
+
+
+def everywhere(data, world_size, batch_size=4, split="auto", **options):
+    """What every simulated rank gets in epoch 0; `data` may be a function of the rank."""
+
+    def run(state):
+        mine = data(state.rank) if callable(data) else data
+        loader = DataLoader(mine, batch_size=batch_size, **options)
+        return ids(af.shard_loader(loader, state, split=split))
+
+    return simulate(run, world_size=world_size)
+
+
+# --- taking turns ---
+
+
+def test_each_rank_takes_its_part_of_a_global_batch():
+    assert [ids(by_hand(Counting(10), rank, 2)) for rank in range(2)] == [
+        [[0, 1], [4, 5], [8]],
+        [[2, 3], [6, 7], [9]],
+    ]
+
+
+def test_a_tail_smaller_than_the_world_joins_the_batch_before():
+    assert [ids(by_hand(Counting(10), rank, 3)) for rank in range(3)] == [
+        [[0, 1], [4, 5]],
+        [[2], [6, 7]],
+        [[3], [8, 9]],
+    ]
+
+
+def test_per_rank_keeps_torchs_meaning_of_batch_size():
+    state = af.DistState(rank=1, world_size=2)
+    loader = af.shard_loader(DataLoader(Counting(16), batch_size=4), state, batch="per_rank")
+    assert ids(loader) == [[4, 5, 6, 7], [12, 13, 14, 15]]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_stream_is_read_no_further_than_needed(rank):
+    data = Counting(1000)
+    batches = iter(by_hand(data, rank, 4, batch_size=8))
+    next(batches)
+    assert data.num_read == 8 + 4  # whether fewer than four follow
+
+
+def test_a_rank_holds_little_more_than_its_part():
+    """Items that are of another rank's part for certain are let go before the batch is complete."""
+    alive, most = set(), 0
+
+    class Item:
+        def __init__(self):
+            alive.add(id(self))
+
+        def __del__(self):
+            alive.discard(id(self))
+
+    class Heavy(IterableDataset):
+        def __iter__(self):
+            nonlocal most
+            for _ in range(400):
+                most = max(most, len(alive))
+                yield Item()
+
+    for rank in range(4):
+        for _ in by_hand(Heavy(), rank, 4, batch_size=100, collate_fn=len):
+            pass
+    assert most <= 100 / 4 + 100 / 4 + 2 * 16 + 4  # a part, a quarter, two blocks, those ahead
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 2])
+def test_fewer_items_than_ranks_are_refused_on_every_rank(num_workers, size):
+    for rank in range(3):
+        with pytest.raises(ValueError, match=f"an item for every one of 3 ranks, got {size}; use"):
+            ids(by_hand(Counting(size), rank, 3, num_workers=num_workers))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("split", ["turns", "workers"])
+def test_an_empty_stream_is_an_epoch_of_no_batch_in_any_world(world_size, split):
+    assert everywhere(SelfSplitting([0, 0]), world_size, split=split) == [[]] * world_size
+
+
+def test_fewer_items_in_all_shards_than_ranks_are_refused_on_every_rank():
+    def run(state):
+        loader = af.shard_loader(DataLoader(Sharded([1, 0, 1]), batch_size=4), state)
+        with pytest.raises(ValueError, match="an item for every one of 3 ranks, got 2"):
+            ids(loader)
+
+    simulate(run, world_size=3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_drop_last_leaves_no_batch_of_a_stream_that_is_shorter(world_size):
+    assert everywhere(Counting(3), world_size, drop_last=True) == [[]] * world_size
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "num_common", "text"),
+    [
+        ((24, 8), 2, "2, got its end after 8 items on rank 1 and more to come on rank 0"),
+        ((8, 8, 24), 2, "2, got more to come on rank 2 and its end after 8 items on rank 0"),
+        ((11, 10), 2, "got its end after 10 items on rank 1 and its end after 11 items on rank 0"),
+    ],
+)
+@pytest.mark.parametrize("says_length", [False, True])
+def test_streams_of_other_lengths_are_refused_on_every_rank(
+    num_workers, drop_last, sizes, num_common, text, says_length
+):
+    """At the same batch on all, once what they have in common has been given, and nobody waits.
+
+    Also where all say one length, which is not so on some.
+    """
+
+    def run(state):
+        options = {"num_workers": num_workers, "drop_last": drop_last}
+        size = sizes[state.rank]
+        data = Sized(size, length=max(sizes)) if says_length else Counting(size)
+        loader = DataLoader(data, batch_size=4, **options)
+        count = 0
+        try:
+            for _ in af.shard_loader(loader, state):
+                count += 1
+        except RuntimeError as error:
+            return count, str(error)
+
+    counts, texts = zip(*simulate(run, world_size=len(sizes), timeout_s=100), strict=True)
+    assert set(counts) == {num_common + (sizes == (11, 10) and not drop_last)}
+    assert len(set(texts)) == 1
+    assert text in texts[0]
+    assert texts[0].startswith("shard_loader: loader must be over the same stream on every rank")
+    assert texts[0].endswith("give every rank the whole stream")
+
+
+def test_streams_in_which_a_position_differs_are_refused_on_every_rank():
+    def run(state):
+        loader = af.shard_loader(DataLoader(Counting(8 + 4 * state.rank), batch_size=4), state)
+        with pytest.raises(RuntimeError, match="epochs: loader must be over the same stream on e"):
+            loader.epochs(3, since=dataclasses.replace(state, step=3))
+        return loader.epochs(3, since=dataclasses.replace(state, step=1)) is not None
+
+    assert simulate(run, world_size=2) == [True, True]
+
+
+def test_a_position_in_streams_that_say_a_length_is_no_conversation():
+    """Rank 1 asks for it alone."""
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(Sized(8), batch_size=4), state)
+        return state.rank == 0 or loader.epochs(3, since=af.DistState(step=3)) is not None
+
+    assert simulate(run, world_size=2, timeout_s=100) == [True, True]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_fails_on_one_rank_ends_all(num_workers):
+    def run(state):
+        data = Failing(9) if state.rank else Counting(30)
+        loader = DataLoader(data, batch_size=4, num_workers=num_workers)
+        with pytest.raises(RuntimeError) as caught:
+            list(af.shard_loader(loader, state, split="turns"))
+        return str(caught.value)
+
+    here, there = simulate(run, world_size=2, timeout_s=100)
+    assert "shard_loader: failed on rank 1: RuntimeError(" in here
+    assert "the disk is gone" in there
+
+
+# --- workers ---
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("data", [Counting(30), SelfSplitting([10, 10, 10])], ids=["", "splits"])
+def test_workers_that_take_turns_change_nothing(num_workers, data):
+    """Also where the data set would split itself among the workers that it sees."""
+    for rank in range(2):
+        found = ids(by_hand(data, rank, 2, split="turns", num_workers=num_workers))
+        assert found == ids(by_hand(data, rank, 2, split="turns"))
+
+
+def collate(items):
+    info = get_worker_info()
+    return {"items": torch.tensor(items), "worker": info and info.id}
+
+
+def test_batches_are_collated_in_the_workers_that_read_them():
+    loader = by_hand(Counting(20), num_workers=2, collate_fn=collate)
+    assert [batch["worker"] for batch in loader] == [0, 1, 0, 1, 0]
+
+
+class Configured(Counting):
+    """Told by worker_init_fn which part to give, as in torch's documentation."""
+
+    part = (0, 1)
+
+    def __iter__(self):
+        worker, num_workers = self.part
+        return iter(self.order(self.epoch)[worker::num_workers])
+
+
+def configure(worker):
+    info = get_worker_info()
+    info.dataset.part = (info.id, info.num_workers)
+
+
+def test_worker_init_fn_finds_the_users_data_set():
+    """In turns it must give the whole: there is one worker, as far as it can see."""
+    for rank in range(2):
+        found = ids(by_hand(Configured(20), rank, 2, num_workers=2, worker_init_fn=configure))
+        assert found == ids(by_hand(Counting(20), rank, 2))
+
+
+def test_worker_init_fn_may_split_the_source_among_all_workers():
+    options = {"split": "workers", "num_workers": 2, "worker_init_fn": configure}
+    ranks = everywhere(Configured(41), 2, **options)
+    assert items_of(ranks) == list(range(41))
+    assert ranks[0][0] == [0, 4]  # the first items of worker 0 of 4
+
+
+@pytest.mark.parametrize("split", ["auto", "turns"])
+def test_what_else_the_loader_was_given_is_kept(split):
+    options = {
+        "num_workers": 2,
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+        "timeout": 50.0,
+        "multiprocessing_context": multiprocessing.get_context("fork"),
+        "generator": torch.Generator(),
+    }
+    loader = by_hand(Sharded([4, 4]), split=split, collate_fn=collate, **options)
+    found = [item for batch in loader for item in batch["items"].tolist()]
+    assert sorted(found) == [*range(4), *range(1000, 1004)]
+    inner = loader._source._passes._shared
+    assert {name: getattr(inner, name) for name in options} == options
+
+
+@pytest.mark.parametrize("split", ["auto", "turns"])
+def test_workers_may_be_spawned(split):
+    """All that they get can be pickled."""
+    options = {"num_workers": 2, "worker_init_fn": configure, "collate_fn": collate}
+    loader = by_hand(Sharded([4, 4]), split=split, **options)
+    passes = loader._source._passes
+    stream, init = passes._stream_of(torch.tensor([0, 0])), passes._options["worker_init_fn"]
+    found = [list(each) for each in (stream, pickle.loads(pickle.dumps(stream)))]
+    assert str(found[0]) == str(found[1])
+    assert pickle.loads(pickle.dumps(init)) == init
+
+
+class Looking(Counting):
+    """Looks at the epoch for every item."""
+
+    times = 0
+
+    def set_epoch(self, epoch):
+        self.times += 1
+        super().set_epoch(epoch)
+
+    def __iter__(self):
+        for item in range(self.size):
+            yield 100 * self.epoch + item
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("split", ["turns", "auto"])
+def test_loaders_over_one_stream_are_each_in_their_own_epoch(split, ahead):
+    data = Looking(40)
+    loaders = [by_hand(data, split=split, batch_size=4) for _ in range(2)]
+    if ahead:
+        loaders = [af.prefetch(loader, af.DistState()) for loader in loaders]
+    first, second = [
+        list(loader.epochs(3))[epoch] for loader, epoch in zip(loaders, (2, 0), strict=True)
+    ]
+    for late, early in zip(first, second, strict=True):
+        assert set(late.tolist()) <= set(range(200, 240))
+        assert set(early.tolist()) <= set(range(40))
+
+
+def test_a_stream_is_told_its_epoch_once_a_pass():
+    data = Looking(200)
+    for epoch in by_hand(data).epochs(3):
+        ids(epoch)
+    assert data.times == 3
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_data_set_is_told_the_epoch(num_workers, persistent_workers):
+    persistent_workers = persistent_workers and num_workers > 0
+    data = Counting(10, shuffle=True)
+    options = {"num_workers": num_workers, "persistent_workers": persistent_workers}
+    loader = by_hand(data, rank=1, world_size=2, batch_size=10, **options)
+    found = [ids(epoch) for epoch in loader.epochs(4, since=af.DistState(step=1))]
+    assert found == [[data.order(epoch)[5:]] for epoch in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_break_changes_nothing_later_and_leaves_no_worker(persistent_workers):
+    before = set(multiprocessing.active_children())
+    options = {"num_workers": 2, "persistent_workers": persistent_workers}
+    loader = by_hand(Counting(40, shuffle=True), **options)
+    plain = by_hand(Counting(40, shuffle=True))
+    for epoch, expected in zip(loader.epochs(3), plain.epochs(3), strict=True):
+        for number, batch in enumerate(epoch):
+            assert batch.tolist() == ids(expected)[number]
+            if number == epoch.index:
+                break
+        if not persistent_workers:
+            assert set(multiprocessing.active_children()) <= before
+    del loader, epoch
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_persistent_workers_end_soon_where_only_a_cycle_holds_them():
+    """As an error that somebody keeps does; torch waits five seconds for each."""
+    before = set(multiprocessing.active_children())
+    loader = by_hand(Counting(40), num_workers=2, persistent_workers=True)
+    cycle = [loader, next(iter(loader))]
+    cycle.append(cycle)
+    del loader, cycle
+    start = time.monotonic()
+    gc.collect()
+    assert set(multiprocessing.active_children()) <= before
+    assert time.monotonic() - start < 5
+
+
+def test_two_passes_at_once_do_not_meet():
+    data = Counting(8, shuffle=True)
+    for num_workers in (0, 2):
+        loader = by_hand(data, num_workers=num_workers)
+        together = [[a.tolist(), b.tolist()] for a, b in zip(*loader.epochs(2), strict=True)]
+        apart = [ids(epoch) for epoch in loader.epochs(2)]
+        assert together == [list(pair) for pair in zip(*apart, strict=True)]
+
+
+def test_two_passes_at_once_of_split_sources_do_not_meet():
+    def run(state):
+        loader = af.shard_loader(DataLoader(Sharded([9, 30]), batch_size=4), state)
+        apart = ids(loader)
+        together = list(zip(loader, loader, strict=True))
+        return [a.tolist() for a, _ in together] == [b.tolist() for _, b in together] == apart
+
+    assert simulate(run, world_size=2) == [True, True]
+
+
+def test_two_passes_of_split_sources_that_are_read_ahead_do_not_meet():
+    """Each is read by a thread of its own, which may be the first of its rank or not."""
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(Sharded([30, 90]), batch_size=4), state)
+        apart = ids(loader)
+        ahead = af.prefetch(loader, state)
+        together = list(zip(ahead, ahead, ahead, strict=True))
+        return all(
+            [each.tolist() for each in batches] == apart for batches in zip(*together, strict=True)
+        )
+
+    assert simulate(run, world_size=2) == [True, True]
+
+
+def test_persistent_workers_serve_one_pass_at_a_time():
+    loader = by_hand(Counting(20), num_workers=1, persistent_workers=True)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    assert next(newer).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="persistent_workers=True must serve one pass at a time"):
+        next(older)
+    assert len(list(newer)) == 4
+
+
+def test_two_loaders_over_one_stream_do_not_meet():
+    data = Counting(20, shuffle=True)
+    first, second = by_hand(data, rank=0, world_size=2), by_hand(data, batch_size=3)
+    together = list(zip(first, second, strict=False))
+    assert [a.tolist() for a, _ in together] == ids(first)
+    assert [b.tolist() for _, b in together] == ids(second)[: len(together)]
+
+
+# --- random numbers ---
+
+
+class Drawing(IterableDataset):
+    """Shuffles and augments by the global generators."""
+
+    def __iter__(self):
+        order = list(range(20))
+        random.shuffle(order)
+        for item in order:
+            yield item + 0.5 * torch.rand(()).double() + 0.25 * np.random.rand()
+
+
+def draw_too(items):
+    random.random()
+    torch.rand(3)
+    np.random.rand()
+    return torch.stack(items)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_stream_draws_depends_on_seed_and_epoch_alone(num_workers):
+    """Not on how many workers and ranks there are, nor on what else draws."""
+    torch.manual_seed(random.randrange(1000))
+    options = {"num_workers": num_workers, "collate_fn": draw_too}
+    shared = [by_hand(Drawing(), rank, 2, **options) for rank in range(2)]
+    alone = by_hand(Drawing(), num_workers=1)
+    for epochs in zip(*[loader.epochs(2) for loader in (*shared, alone)], strict=True):
+        *parts, expected = [ids(epoch) for epoch in epochs]
+        assert joined(parts) == expected
+        assert sorted(int(item) for batch in expected for item in batch) == list(range(20))
+    assert ids(alone) != expected
+
+
+def test_the_users_generators_are_left_as_they_are():
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    for batch in by_hand(Drawing()):
+        assert len(batch) == 4
+        assert states == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("split", ["turns", "auto"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_pass_draws_nothing_from_torchs_generator(num_workers, split, step):
+    """Nor does a count of batches: else the dropout of a run that is resumed is another one."""
+    loader = by_hand(Sharded([9, 9]), split=split, num_workers=num_workers)
+    before = torch.get_rng_state()
+    for epoch in loader.epochs(2, since=af.DistState(step=step)):
+        assert len(ids(epoch)) == 5 - epoch.first_batch
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_workers_draw_for_collating_depends_on_seed_and_epoch_alone():
+    options = {"num_workers": 2, "collate_fn": lambda items: torch.rand(1)}
+    loaders = [by_hand(Counting(18), **options) for _ in range(2)]
+    found = [[ids(epoch) for epoch in loader.epochs(2)] for loader in loaders]
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_readers_of_a_split_source_draw_other_numbers():
+    """Not what they would draw if each started at the same seed, as workers of one process."""
+
+    class Noise(SelfSplitting):
+        def __iter__(self):
+            for item in super().__iter__():
+                yield float(item * 0 + torch.rand(()))
+
+    for num_workers in (0, 2):
+        ranks = everywhere(Noise([4] * 4), 2, split="workers", num_workers=num_workers)
+        assert len(set(items_of(ranks))) == 16
+
+
+def test_a_worker_may_be_forked_while_a_thread_reads():
+    """What the thread has borrowed is given back first: in the worker nobody would."""
+    entered = threading.Event()
+
+    def borrow():
+        with Generators(1):
+            entered.set()
+            time.sleep(0.2)
+
+    def enter():
+        with Generators(2):
+            pass
+
+    thread = threading.Thread(target=borrow)
+    thread.start()
+    entered.wait()
+    worker = multiprocessing.get_context("fork").Process(target=enter, daemon=True)
+    worker.start()
+    worker.join(5)
+    thread.join()
+    assert worker.exitcode == 0
+
+
+def test_ranks_of_a_data_pipe_shuffle_alike():
+    """Its shuffling draws a seed from torch's generator, unless it is given one."""
+    torch.manual_seed(random.randrange(1000))
+    pipe = IterableWrapper(range(24)).shuffle()
+    epochs = []
+    for rank in range(2):
+        loader = by_hand(pipe, rank, 2)
+        epochs.append([ids(epoch) for epoch in loader.epochs(2)])
+    first, second = (joined(parts) for parts in zip(*epochs, strict=True))
+    assert items_of([first]) == items_of([second]) == list(range(24))
+    assert first != second
+
+
+# --- sources that are split ---
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("lengths", [[9, 0, 31, 2, 2, 5], [3, 17]], ids=["six", "two"])
+def test_each_rank_reads_its_own_shard_and_every_item_comes_once(num_workers, lengths):
+    """With two shards for four workers, two of the workers are not started."""
+    data = Sharded(lengths)
+
+    def run(state):
+        loader = DataLoader(data, batch_size=4, num_workers=num_workers)
+        loader = af.shard_loader(loader, state)
+        return ids(loader), loader._source._passes._options["num_workers"]
+
+    ranks, started = zip(*simulate(run, world_size=2), strict=True)
+    assert items_of(ranks) == data.items()
+    assert set(started) == {min(num_workers, len(lengths) // 2)}
+    if not num_workers:
+        assert sorted(data.read) == data.items()  # nothing is read twice
+
+
+class Itself(Sharded):
+    """Its own iterator, which begins anew whenever it is asked for one."""
+
+    num_asked = 0
+
+    def __iter__(self):
+        self.num_asked += 1
+        assert self.num_asked < 10  # in one pass
+        self.left = self.items()
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("split", ["turns", "auto"])
+def test_a_data_set_is_asked_for_its_iterator_once_a_pass(split, num_workers):
+    data = Itself([25, 12])
+    found = everywhere(lambda rank: Itself([25, 12]), 2, split=split, num_workers=num_workers)
+    assert items_of(found) == data.items()
+
+
+@pytest.mark.parametrize("split", ["turns", "auto"])
+def test_an_iterator_is_not_asked_again_after_its_end(split):
+    """Some begin anew."""
+
+    class Anew:
+        def __init__(self, items):
+            self.items, self.left = items, iter(items)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            try:
+                return next(self.left)
+            except StopIteration:
+                self.left = iter(self.items)
+                raise
+
+    class Restarting(Sharded):
+        def __iter__(self):
+            return Anew(self.items())
+
+    data = Restarting([6, 3])
+    assert items_of(everywhere(data, 2, split=split)) == data.items()
+
+
+def test_even_shards_stay_where_they_are():
+    ranks = everywhere(Sharded([16, 16]), 2)
+    assert ranks == [
+        [[0 + i, 1 + i] for i in range(0, 16, 2)],
+        [[1000 + i, 1001 + i] for i in range(0, 16, 2)],
+    ]
+
+
+class Heard(Channel):
+    """A channel that counts what is said on it."""
+
+    spoken = 0
+
+    def exchange(self, value):
+        Heard.spoken += 1
+        return super().exchange(value)
+
+
+def test_ranks_speak_once_in_several_batches():
+    """And read no further ahead than a few batches, where all is even."""
+    data = Sharded([400, 400])
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(data, batch_size=8), state)
+        loader._source._channel = Heard(state, loader._source._channel.tag)
+        batches = iter(loader)
+        for _ in range(80):
+            next(batches)
+
+    simulate(run, world_size=2)
+    num_read = len([item for item in data.read if item < 1000])
+    assert 80 * 4 < num_read <= 80 * 4 + 6 * 4
+    assert Heard.spoken <= 2 * (80 / 4 + 3)
+
+
+def test_too_few_shards_are_read_in_turns():
+    data = Sharded([7, 6])
+    assert joined(everywhere(data, 3)) == [data.items()[start : start + 4] for start in (0, 4)] + [
+        data.items()[8:]
+    ]
+
+
+def test_a_source_of_unknown_shards_is_split_as_often_as_needed():
+    class Unknown(Sharded):
+        num_shards = None
+
+    data = Unknown([5])
+    assert items_of(everywhere(data, 3)) == data.items()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_source_that_splits_itself_sees_the_workers_of_all_ranks(num_workers):
+    seen = multiprocessing.Manager().list()
+
+    class Telling(IterableDataset):
+        def __iter__(self):
+            info = get_worker_info()
+            seen.append((info.id, info.num_workers, info.dataset is self))
+            yield from range(info.id, 24, info.num_workers)
+
+    everywhere(Telling(), 2, split="workers", num_workers=num_workers)
+    total = 2 * max(1, num_workers)
+    assert sorted(seen) == [(worker, total, True) for worker in range(total)]
+    assert get_worker_info() is None
+
+
+def test_pinning_is_asked_for_where_batches_are_collated():
+    loader = by_hand(Sharded([8, 8]), num_workers=2, pin_memory=True)
+    if torch.accelerator.is_available():
+        assert all(batch.is_pinned() for batch in loader)
+        return
+    with pytest.warns(UserWarning, match="pin_memory"):
+        assert sum(len(batch) for batch in loader) == 16
+
+
+# --- errors ---
+
+
+class Failing(IterableDataset):
+    """Fails after some items; its other shards never end."""
+
+    def __init__(self, after, *, fails=True):
+        self.after, self.fails = after, fails
+
+    def shard(self, *, num_shards, index):
+        return Failing(self.after, fails=index == 1)
+
+    def __iter__(self):
+        yield from range(self.after)
+        while not self.fails:
+            yield 0
+        raise RuntimeError("the disk is gone")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_of_the_stream_says_where_it_was(num_workers):
+    loader = by_hand(Failing(9), rank=1, world_size=2, split="turns", num_workers=num_workers)
+    batches = iter(loader)
+    assert next(batches).tolist() == [2, 3]
+    with pytest.raises(RuntimeError, match="the disk is gone") as caught:
+        list(batches)
+    said = str(caught.value) + "".join(caught.value.__notes__)
+    assert "shard_loader: the stream failed after 9 items of epoch 0" in said
+    assert "while waiting for batch 1 of epoch 0 on rank 1" in said
+    assert ("in DataLoader worker process" in said) == (num_workers > 0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_in_one_shard_reaches_all_ranks(num_workers):
+    def run(state):
+        loader = DataLoader(Failing(20), batch_size=4, num_workers=num_workers)
+        loader = af.shard_loader(loader, state)
+        count = 0
+        try:
+            for _ in loader:
+                count += 1
+        except Exception as error:
+            return count, error
+
+    before = set(multiprocessing.active_children())
+    (count, elsewhere), (same, there) = simulate(run, world_size=2)
+    assert set(multiprocessing.active_children()) <= before  # though the errors are kept
+    assert count == same
+    assert type(elsewhere) is ElsewhereError
+    assert "shard_loader: failed on rank 1: RuntimeError(" in str(elsewhere)
+    assert "the disk is gone" in str(elsewhere)
+    assert type(there) is RuntimeError
+    assert "the disk is gone" in str(there)
+
+
+def test_an_item_that_cannot_travel_is_refused_on_all_ranks():
+    class Locks(Sharded):
+        def __iter__(self):
+            for _ in self.items():
+                yield threading.Lock()
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(Locks([2, 20]), batch_size=4, collate_fn=len), state)
+        with pytest.raises(Exception, match="cannot pickle") as caught:
+            list(loader)
+        return "\n".join(getattr(caught.value, "__notes__", []))
+
+    assert "must be picklable to go to another rank" in simulate(run, world_size=2)[1]
+
+
+class Dying(Sharded):
+    """Its worker is killed by the system in the middle."""
+
+    def __iter__(self):
+        for item in self.items():
+            if item == 1009 and get_worker_info() is None and not self.in_main():
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+    def in_main(self):
+        return multiprocessing.parent_process() is None
+
+
+KILLED = (
+    r"shard_loader: workers must live until the loop ends, "
+    r"got worker \d \(process \d+\) killed by SIGKILL"
+)
+
+
+def test_a_killed_worker_is_an_error():
+    loader = by_hand(Dying([12, 12]), split="turns", num_workers=2)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=KILLED + r" in batch [56] of epoch 0[;,]") as caught:
+        list(loader)
+    assert "while waiting for batch" in "".join(caught.value.__notes__)
+    assert time.monotonic() - start < 15
+
+
+def test_a_killed_worker_is_an_error_on_all_ranks():
+    def run(state):
+        source = DataLoader(Dying([40, 40]), batch_size=4, num_workers=1, timeout=1)
+        with pytest.raises(RuntimeError) as caught:
+            list(af.shard_loader(source, state))
+        return str(caught.value)
+
+    first, second = simulate(run, world_size=2, timeout_s=30)
+    assert re.match(KILLED + r" after 8 items of epoch 0;", second)
+    assert re.search(r"failed on rank 1: WorkerError.*" + KILLED, first)
+
+
+def test_a_loop_goes_on_after_an_error_with_persistent_workers():
+    class Once(IterableDataset):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            if self.epoch == 0:
+                raise RuntimeError("not yet")
+            return iter(range(6))
+
+    loader = by_hand(Once(), num_workers=2, persistent_workers=True)
+    first, second = loader.epochs(2)
+    with pytest.raises(RuntimeError, match="not yet"):
+        list(first)
+    assert ids(second) == [[0, 1, 2, 3], [4, 5]]
+
+
+# --- length and position ---
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("size", "world_size"), [(8, 1), (9, 2), (10, 2), (11, 3), (13, 3)])
+def test_a_declared_length_says_how_many_batches_there_are(size, world_size, drop_last):
+    for rank in range(world_size):
+        loader = by_hand(Sized(size), rank, world_size, drop_last=drop_last)
+        assert len(loader) == len(ids(loader))
+
+
+def test_without_a_length_there_is_none():
+    loader = by_hand(Counting(10))
+    with pytest.raises(TypeError, match="data set must have a __len__, got 'Counting'; count batc"):
+        len(loader)
+    assert len(list(loader)) == 3  # which asks for a length, as a hint
+
+
+@pytest.mark.parametrize("data", [Counting(10, shuffle=True), Sized(10, shuffle=True)])
+@pytest.mark.parametrize("step", range(8))
+def test_a_position_is_found_by_arithmetic_or_by_reading(data, step):
+    loader = by_hand(data)
+    whole = [batch for epoch in loader.epochs(3) for batch in ids(epoch)]
+    data.num_read = 0
+    resumed = list(loader.epochs(3, since=af.DistState(step=step)))
+    assert (data.num_read == 0) == (isinstance(data, Sized) or step == 0)
+    assert [batch for epoch in resumed for batch in ids(epoch)] == whole[step:]
+
+
+def test_a_position_in_an_endless_stream_is_found():
+    class Endless(IterableDataset):
+        def __iter__(self):
+            item = 0
+            while True:
+                yield item
+                item += 1
+
+    (epoch,) = by_hand(Endless()).epochs(1, since=af.DistState(step=1000))
+    assert next(iter(epoch)).tolist() == [4000, 4001, 4002, 4003]
+
+
+def test_a_position_in_shards_without_length_is_found_by_all_ranks():
+    def run(state):
+        loader = af.shard_loader(DataLoader(Sharded([9, 30]), batch_size=4), state)
+        whole = [batch for epoch in loader.epochs(2) for batch in ids(epoch)]
+        since = af.DistState(step=12)
+        rest = [batch for epoch in loader.epochs(2, since=since) for batch in ids(epoch)]
+        return len(whole), rest == whole[12:]
+
+    assert simulate(run, world_size=2) == [(20, True)] * 2
+
+
+def test_a_position_beyond_the_end_of_an_empty_stream_is_refused():
+    with pytest.raises(ValueError, match="at most at the end of epoch 0, which is empty"):
+        by_hand(Counting(0)).epochs(2, since=af.DistState(step=3))
+
+
+@pytest.mark.parametrize("length", [8, 13])
+def test_a_wrong_length_is_warned_of_and_what_comes_counts(length):
+    loader = by_hand(Sized(10, length=length))
+    with pytest.warns(UserWarning, match=f"Sized has the length {length}, .* ended at batch 3"):
+        assert joined([ids(loader)]) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("method", ["indices", "global_indices"])
+def test_a_stream_has_no_indices(method):
+    with pytest.raises(ValueError, match="be over a data set that can be indexed, got 'Counting"):
+        getattr(by_hand(Counting(10)), method)(0, 0)
+
+
+# --- what is refused ---
+
+
+class Junk(Sharded):
+    def shard(self, *, num_shards, index):
+        return [1, 2]
+
+
+class OfARank(Counting):
+    """A stream that leaves out what other ranks read."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self):
+        super().__init__(10)
+
+
+def split_by_node():
+    data = Counting(10)
+    data._distributed = object()  # where Hugging Face's data sets say so
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "text"),
+    [
+        (
+            Counting(9),
+            {"batch_size": None},
+            "have a batch_size over a stream, got 'batch_size=None'",
+        ),
+        (Counting(9), {"batch_size": 1}, "batch_size=1 must give every one of 2 ranks a sample"),
+        (Counting(9), {"num_workers": 1, "in_order": False}, "in_order must be True over a stream"),
+        (
+            Junk([1, 1]),
+            {},
+            "shard.. must return an IterableDataset, got 'list'; or use split=\"turns\"",
+        ),
+        (split_by_node(), {}, "be over a whole data set, not one rank's part, got 'Counting'"),
+        (OfARank(), {}, "be over a whole data set, not one rank's part, got 'OfARank'"),
+        (
+            Counting(9),
+            {"split": "shards"},
+            "split must be one of 'auto', 'turns', 'workers', got 'sh",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_on_every_rank(data, options, text):
+    def run(state):
+        given = {"batch_size": 4, **options}
+        split = given.pop("split", "auto")
+        with pytest.raises(ValueError, match=text):
+            af.shard_loader(DataLoader(data, **given), state, split=split)
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize("split", ["auto", "workers"])
+def test_splitting_needs_ranks_that_can_talk(split):
+    with pytest.raises(ValueError, match=r'process group to split a stream.*use split="turns"'):
+        by_hand(Sharded([5, 5]), rank=1, world_size=2, split=split)
+
+
+def test_ranks_must_share_a_stream_alike():
+    def run(state):
+        loader = DataLoader(Counting(12), batch_size=4 + state.rank)
+        with pytest.raises(
+            RuntimeError, match="loader must be the same on every rank, got Sharing"
+        ):
+            af.shard_loader(loader, state)
+
+    simulate(run, world_size=2)
+
+
+def test_a_split_is_of_streams_alone():
+    data = torch.utils.data.TensorDataset(torch.arange(8))
+    with pytest.raises(ValueError, match="split must be left out"):
+        af.shard_loader(DataLoader(data, batch_size=4), af.DistState(), split="workers")
+
+
+# --- packing ---
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).reshape(2, 3),
+        torch.tensor(3.5),
+        torch.empty(0, 4),
+        torch.tensor([True, False]),
+        torch.randn(3).bfloat16(),
+        torch.randn(3).to(torch.float8_e4m3fn),
+        torch.randn(4, 4).t(),
+        torch.randn(2, dtype=torch.complex64).conj(),
+        torch.randn(3, requires_grad=True),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}-{tensor.layout}",
+)
+def test_packed_tensors_come_back(tensor):
+    (found, (same, text)) = unpack(pack([tensor, (tensor, "text")]))
+    assert found is same
+    assert text == "text"
+    assert (found.dtype, found.shape, found.requires_grad) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.requires_grad,
+    )
+    assert torch.equal(
+        found.to_dense().float() if found.is_sparse else found,
+        tensor.to_dense().float() if tensor.is_sparse else tensor,
+    )
+
+
+def test_of_a_view_what_is_seen_is_packed():
+    row = torch.zeros(1000, 100)[3]
+    assert len(pack([row])) < 1000
+
+
+def test_items_leave_a_worker_as_one_block():
+    """A file and a mapping of memory for every tensor would be too many for a process."""
+
+    class Rows(Sharded):
+        def __iter__(self):
+            yield from torch.zeros(8, 3)
+
+    loader = by_hand(Rows([8, 8]), num_workers=2)
+    block = next(loader._source._passes.start(0, 0))
+    assert block.dtype == torch.uint8
+    assert [row.tolist() for row in unpack(block)] == [[0.0] * 3] * 4
+
+
+def test_what_is_unpacked_is_its_own():
+    block = pack([torch.zeros(4)])
+    (tensor,) = unpack(block)
+    block.zero_()
+    tensor += 1
+    assert tensor.tolist() == [1.0] * 4

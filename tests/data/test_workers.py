@@ -1,0 +1,416 @@
+"""Failures of data say which sample, batch, epoch and worker; whatever ends a pass, nothing of it is left."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
+
+import accel_fn as af
+from accel_fn.data.workers.watched_loader import WatchedLoader, end_workers
+from accel_fn.errors import WorkerError
+
+
+class Failing(Dataset):
+    """Gives its sample's number, but for one sample that does something else."""
+
+    def __init__(self, at, act, size=24):
+        self.at, self.act, self.size = at, act, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return self.act(index) if index == self.at else index
+
+
+class TwoWordsError(Exception):
+    def __init__(self, first, second):
+        super().__init__(first, second)
+
+
+def raising(error):
+    def act(index):
+        raise error
+
+    return act
+
+
+def killed(index):
+    """As the kernel does it where memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loader_of(data, num_workers=0, persistent=False, batch_size=4, **options):
+    if num_workers:
+        options |= {"multiprocessing_context": "fork", "persistent_workers": persistent}
+    given = DataLoader(data, batch_size=batch_size, num_workers=num_workers, **options)
+    return af.shard_loader(given, af.DistState())
+
+
+def ids(epoch):
+    return [batch.tolist() for batch in epoch]
+
+
+def processes():
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """No process and no thread that was not there before."""
+    before, threads = processes(), set(threading.enumerate())
+    yield
+    gc.collect()  # what pytest.raises has caught holds frames
+    assert processes() <= before
+    for thread in (
+        set(threading.enumerate()) - threads
+    ):  # those of queues, of which nobody waits for
+        thread.join(2)
+        assert not thread.is_alive()
+
+
+def second_epoch(loader):
+    return list(loader.epochs(2))[1]
+
+
+def test_a_sample_that_fails_says_where():
+    with pytest.raises(ZeroDivisionError) as caught:
+        ids(second_epoch(loader_of(Failing(13, lambda index: 1 / 0))))
+    assert caught.value.__notes__ == [
+        "shard_loader: the data set failed to give sample 13",
+        "shard_loader: batch 3 of epoch 1",
+    ]
+
+
+@pytest.mark.parametrize("error", [ValueError("rotten"), KeyError("rotten"), OSError(5, "rotten")])
+def test_a_sample_that_fails_in_a_worker_says_where_and_in_which(error):
+    with pytest.raises(type(error)) as caught:
+        ids(second_epoch(loader_of(Failing(13, raising(error)), num_workers=2)))
+    text = str(caught.value)
+    assert "in DataLoader worker process 1" in text  # batch 3 is the second worker's
+    assert "rotten" in text
+    assert "shard_loader: the data set failed to give sample 13" in text
+    assert caught.value.__notes__ == ["shard_loader: batch 3 of epoch 1"]
+
+
+def test_an_error_that_cannot_be_made_again_is_told_as_text():
+    with pytest.raises(RuntimeError, match="TwoWordsError") as caught:
+        ids(loader_of(Failing(5, raising(TwoWordsError("a", "b"))), num_workers=1))
+    assert "failed to give sample 5" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_set_that_stops_does_not_end_the_epoch(num_workers):
+    """StopIteration means the end to a loop: torch's own loader loses the rest without a word."""
+    with pytest.raises(RuntimeError):
+        ids(loader_of(Failing(5, raising(StopIteration("early"))), num_workers=num_workers))
+
+
+def test_batches_before_a_failure_are_given():
+    seen = []
+
+    def go():
+        for batch in loader_of(Failing(13, raising(ValueError("rotten"))), num_workers=2):
+            seen.extend(batch.tolist())
+
+    with pytest.raises(ValueError, match="rotten"):
+        go()
+    assert seen == list(range(12))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_is_killed_is_told_at_once(persistent):
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        ids(loader_of(Failing(13, killed), num_workers=2, persistent=persistent))
+    assert time.monotonic() - start < 15  # torch alone looks every 5 s, if nobody tells it
+    assert re.fullmatch(
+        r"shard_loader: workers must live until the loop ends, got worker 1 \(process \d+\) "
+        r"killed by SIGKILL in sample 13 of batch 3 of epoch 0 while batch [0-3] of epoch 0 was waited for; "
+        r"was there memory enough\? fewer workers take less",
+        str(caught.value),
+    )
+    assert isinstance(caught.value, RuntimeError)
+    assert not processes()  # though the error is still held
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_dies_while_others_are_given_work_is_told_in_the_same_words(persistent):
+    with pytest.raises(WorkerError, match=r"worker 0 .* killed by SIGKILL in sample 0 of batch 0"):
+        ids(loader_of(Failing(0, killed, 400), 2, persistent, batch_size=1, prefetch_factor=200))
+
+
+def test_a_worker_that_leaves_is_told():
+    with pytest.raises(
+        WorkerError,
+        match=r"worker 0 \(process \d+\) ended with exit code 7 in sample 9 of batch 2 of epoch 0 while"
+        r".*waited for; num_workers=0 shows where it happens$",
+    ):
+        ids(loader_of(Failing(9, lambda index: os._exit(7)), num_workers=2))
+
+
+def test_a_worker_that_finds_no_shared_memory_says_where_to_look():
+    def fail(index):
+        signal.signal(signal.SIGBUS, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGBUS)
+
+    with pytest.raises(
+        WorkerError, match=r"killed by SIGBUS in sample 9 .*; was there room in /dev/shm\? fewer"
+    ):
+        ids(loader_of(Failing(9, fail), num_workers=2))
+
+
+def test_a_failure_leaves_no_cycle_that_would_keep_a_loader():
+    loader = loader_of(Failing(13, raising(ValueError("rotten"))), 2, persistent=True)
+    gone = weakref.ref(loader)
+    gc.disable()
+    try:
+        try:
+            ids(loader)
+        except ValueError:
+            del loader
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("ending", ["break", "error"])
+def test_a_loop_that_is_left_influences_nothing_later(ending, persistent):
+    data = TensorDataset(torch.arange(40))
+    loader = loader_of(
+        data, 2, persistent, shuffle=True, collate_fn=lambda s: torch.stack([x for (x,) in s])
+    )
+    whole = ids(loader)
+    with contextlib.suppress(ZeroDivisionError):
+        for number, _ in enumerate(loader):
+            if number == 2 and ending == "break":
+                break
+            if number == 2:
+                1 / 0  # noqa: B018
+    if not persistent:
+        assert not processes()
+    assert ids(loader) == whole
+    assert [ids(epoch) for epoch in loader.epochs(1)] == [whole]
+
+
+def pid_of(index):
+    return os.getpid()
+
+
+def test_persistent_workers_outlive_a_pass_that_was_left():
+    loader = loader_of(Failing(None, None), 2, persistent=True)
+    whole = ids(loader)
+    before = processes()
+    assert len(before) == 2
+    for _ in loader:
+        break
+    assert ids(loader) == whole
+    assert processes() == before
+
+
+def test_after_a_failure_there_are_new_workers(tmp_path):
+    def fails_once(index):
+        mended = tmp_path / "mended"
+        if not mended.exists():
+            mended.touch()
+            raise ValueError("rotten")
+        return index
+
+    loader = loader_of(Failing(13, fails_once), 2, persistent=True)
+    with pytest.raises(ValueError, match="rotten"):
+        ids(loader)
+    assert not processes()
+    assert [index for batch in ids(loader) for index in batch] == list(range(24))
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_persistent_workers_that_died_while_idle_are_replaced(kind):
+    """And nobody is told, in whatever the program does meanwhile."""
+    data = Failing(0, pid_of) if kind == "map" else Pids()
+    loader = loader_of(data, 1, persistent=True, batch_size=1)
+    first = next(iter(loader)).item()
+    os.kill(first, signal.SIGKILL)
+    time.sleep(0.5)
+    assert next(iter(loader)).item() not in (first, os.getpid())
+
+
+class Pids(IterableDataset):
+    """Says who reads it."""
+
+    def __iter__(self):
+        yield os.getpid()
+
+
+class Counted(IterableDataset):
+    """The numbers of a data set, in turn."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return (self.data[index] for index in range(len(self.data)))
+
+
+WAYS = {
+    "map": (lambda data: loader_of(data, 2), "in sample 37 of batch 9 of epoch 0"),
+    "at once": (
+        lambda data: loader_of(Together(data), 2),
+        "in samples 36, 37, 38, 39 of batch 9 of epoch 0",
+    ),
+    "own sampler": (
+        lambda data: loader_of(data, 2, sampler=list(range(len(data)))),
+        "in sample 37 of batch 9 of epoch 0",
+    ),
+    "stream": (lambda data: loader_of(Counted(data), 2), r"in batch (9|10) of epoch 0"),
+}
+
+
+class Together(Dataset):
+    """Asked for all samples of a batch in one call."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitems__(self, indices):
+        return [self.data[index] for index in indices]
+
+
+@pytest.mark.parametrize(
+    "work_s", [0.0, pytest.param(0.02, marks=pytest.mark.slow)], ids=["reads", "works"]
+)
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_worker_is_told_where_its_loop_asks_for_a_batch(way, ahead, work_s):
+    """Never in the middle of what the loop does with one; and with worker, signal and what it read."""
+    make, where = WAYS[way]
+    loader = make(Failing(37, killed, size=64))
+    loader = af.prefetch(loader, af.DistState()) if ahead else loader
+    batches, worked = iter(loader), True
+    with pytest.raises(WorkerError) as caught:  # noqa: PT012  # the test is where in it
+        while True:
+            batch = next(batches)
+            worked = False
+            end = time.monotonic() + work_s
+            while time.monotonic() < end:
+                batch.sum()
+            worked = True
+    assert worked
+    text = str(caught.value)
+    assert re.search(rf"worker [01] \(process \d+\) killed by SIGKILL {where}", text)
+    told = text + "".join(getattr(caught.value, "__notes__", []))
+    assert re.search(r"batch \d+ of epoch 0 (was waited for|on rank 0)", told)
+
+
+class Big(Failing):
+    """Its batches do not fit into a pipe, so that a worker may die in the midst of sending one."""
+
+    def __getitem__(self, index):
+        return "x" * 200_000 if super().__getitem__(index) is not None else ""
+
+
+def test_a_worker_that_dies_in_the_midst_of_sending_is_told():
+    loader = loader_of(Big(9, killed), 1, batch_size=1, collate_fn=list, prefetch_factor=8)
+    batches = iter(loader)
+    next(batches)
+    time.sleep(1)  # meanwhile the worker fills the pipe, reads on, and dies
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        list(batches)
+
+
+def killed_soon(index):
+    time.sleep(0.1)
+    killed(index)
+
+
+def test_a_death_while_it_is_waited_for_is_told_in_the_same_words():
+    running = iter(WatchedLoader(Failing(0, killed_soon), batch_size=4, num_workers=2))
+    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
+        next(running)
+    end_workers(running, at_once=True)
+
+
+def test_workers_are_not_waited_for_where_others_hold_what_says_that_they_have_ended():
+    """Where ranks are threads, a worker of one may have been forked while another forked its own."""
+    running = iter(WatchedLoader(Failing(0, killed), batch_size=4, num_workers=2))
+    ends = os.pipe()
+    for worker in running._workers:
+        worker._popen.sentinel = ends[0]
+    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
+        next(running)
+    start = time.monotonic()
+    end_workers(running, at_once=True)
+    assert time.monotonic() - start < 3  # torch waits for each five seconds
+    for end in ends:
+        os.close(end)
+
+
+def locked_by_one_that_is_killed(lock):
+    lock.acquire(timeout=5)  # else the worker was killed in that instant itself
+    killed(0)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_worker_that_is_killed_while_it_asks_whether_to_end_is_not_waited_for(at_once):
+    """It leaves what it asks locked. That instant is not to be met: another process does so in its place."""
+    running = iter(
+        WatchedLoader(Failing(0, pid_of), batch_size=1, num_workers=1, persistent_workers=True)
+    )
+    os.kill(next(running).item(), signal.SIGKILL)
+    running._workers[0].join()
+    lock = running._workers_done_event._cond._lock
+    other = multiprocessing.get_context("fork").Process(
+        target=locked_by_one_that_is_killed, args=(lock,)
+    )
+    other.start()
+    other.join()
+    assert not lock.acquire(block=False)
+    end_workers(running, at_once=at_once)
+    assert running._shutdown
+
+
+def test_passes_at_the_same_time_have_workers_of_their_own():
+    loader = loader_of(Failing(None, None), 2, persistent=True, shuffle=True)
+    epochs = list(loader.epochs(2))
+    apart = [ids(epoch) for epoch in epochs]
+    together = [[a.tolist(), b.tolist()] for a, b in zip(*epochs, strict=True)]
+    assert together == [list(pair) for pair in zip(*apart, strict=True)]
+    assert len(processes()) == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_two_loaders_over_one_data_set_do_not_meet(num_workers):
+    data = TensorDataset(torch.arange(30))
+    loaders = [loader_of(data, num_workers, shuffle=shuffle) for shuffle in (False, True)]
+    apart = [[batch[0].tolist() for batch in loader] for loader in loaders]
+    together = [[a[0].tolist(), b[0].tolist()] for a, b in zip(*loaders, strict=True)]
+    assert together == [list(pair) for pair in zip(*apart, strict=True)]
+    assert apart[0] != apart[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_worker_info_is_the_users(num_workers):
+    def act(index):
+        info = get_worker_info()
+        return -1 if info is None else info.id + 100 * isinstance(info.dataset, Failing)
+
+    [first, *_] = ids(loader_of(Failing(0, act), num_workers=num_workers))
+    assert first[0] == (100 if num_workers else -1)

@@ -1,0 +1,169 @@
+"""Which failure was the cause, and what is said of all."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_fn.launcher.processes.failures import Failure, cause, read_failure, report
+
+RAISED = {"exit_code": 1, "exception": "ValueError: boom\n"}
+LOST = {"exit_code": 1, "exception": "RuntimeError: Connection closed by peer [10.0.0.1]:1\n"}
+TOLD = {
+    "exit_code": 1,
+    "exception": "accel_fn.errors.ElsewhereError: save: failed on rank 9: ValueError('boom')\n",
+}
+KILLED, ABORTED, STOPPED = {"exit_code": -9}, {"exit_code": -6}, {"exit_code": -15, "stopped": True}
+GAVE_UP = {"exit_code": 7}
+
+
+def failure(rank=0, time=1.0, **how):
+    return Failure(rank=rank, host="node", pid=100 + rank, time=time, **how)
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        (KILLED, [LOST, ABORTED, STOPPED]),
+        (RAISED, [LOST, TOLD, ABORTED, GAVE_UP, STOPPED]),
+        (GAVE_UP, [LOST, STOPPED]),
+        (ABORTED, [LOST, STOPPED]),
+        (LOST, [STOPPED]),
+    ],
+    ids=["killed", "raised", "exit code", "aborted", "lost a peer"],
+)
+def test_who_only_lost_a_peer_or_heard_of_one_is_not_the_cause_even_if_its_end_was_seen_first(
+    first, others
+):
+    failures = [failure(rank, time=rank, **how) for rank, how in enumerate(others)]
+    expected = failure(9, time=9, **first)
+    assert cause([*failures, expected]) is cause([expected, *failures]) is expected
+
+
+@given(st.permutations(range(5)), st.sampled_from([RAISED, LOST, KILLED, GAVE_UP]))
+def test_of_one_kind_it_is_the_earliest(times, how):
+    failures = [failure(rank, time, **how) for rank, time in enumerate(times)]
+    assert cause(failures).time == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "last_line"),
+    [
+        (RAISED, 1, "ValueError: boom"),
+        ({"exit_code": 3, "exception": "exit code 3\n"}, 3, "exit code 3"),
+        (GAVE_UP, 7, "exit code 7"),
+        (KILLED, 137, "SIGKILL: often out of memory"),
+        (ABORTED, 134, "SIGABRT: native code gave up"),
+        ({"exit_code": -12}, 140, "SIGUSR2"),
+        ({"exit_code": -99}, 227, "signal 99"),
+        ({**RAISED, "exit_code": -9}, 1, "ValueError: boom"),  # it did not end, and was ended
+        ({"exit_code": 75}, 75, "exit code 75: left to be started again"),
+    ],
+)
+def test_the_exit_status_and_the_last_line(how, status, last_line):
+    found = failure(**how)
+    assert (found.exit_status, found.last_line) == (status, last_line)
+
+
+def test_a_report_has_a_line_for_each_and_ends_with_the_cause():
+    first = failure(2, stack='Traceback:\n  File "a.py", line 1\n', **RAISED)
+    failures = [failure(1, time=2.0, **LOST), failure(3, **STOPPED), first, failure(0, 3.0, **LOST)]
+    assert report(failures, 4).splitlines() == [
+        "accel-fn launch: 3 of 4 ranks failed",
+        "rank 0 (node, pid 100): RuntimeError: Connection closed by peer [10.0.0.1]:1",
+        "rank 1 (node, pid 101): RuntimeError: Connection closed by peer [10.0.0.1]:1",
+        "",
+        "Traceback:",
+        '  File "a.py", line 1',
+        "rank 2 (node, pid 102)",
+        "ValueError: boom",
+    ]
+
+
+def test_a_report_of_very_many_is_short():
+    failures = [
+        failure(rank, time=rank, **{**RAISED, "exception": "x" * 500}) for rank in range(99)
+    ]
+    lines = report(failures, 99).splitlines()
+    assert len(lines) == 13
+    assert lines[9] == "and 90 more"
+    assert max(map(len, lines[:-1])) == 120
+
+
+@pytest.mark.parametrize(
+    ("how", "summary"),
+    [
+        ({**RAISED, "place": "a.py:3 in fn"}, "ValueError: boom, at a.py:3 in fn"),
+        ({**RAISED, "exception": "WorldError: gone\n  rank 1: has left\n"}, "WorldError: gone"),
+        ({**RAISED, "exception": '  File "a.py", line 1\nSyntaxError: no\n'}, "SyntaxError: no"),
+        ({**RAISED, "exception": "\n"}, ""),
+        ({**STOPPED, "place": "a.py:3 in fn"}, "stopped, at a.py:3 in fn"),
+    ],
+)  # fmt: skip
+def test_a_summary_is_what_a_rank_says_first_and_where(how, summary):
+    assert failure(**how).summary == f"rank 0 (node, pid 100): {summary}"
+
+
+def test_a_place_is_never_cut():
+    exception, place = f"ValueError: {'x' * 200}\n", f"{'y' * 200}.py:3 in fn"
+    assert failure(exit_code=1, exception=exception, place=place).summary.endswith(
+        f"x..., at {place}"
+    )
+
+
+def test_one_that_was_stopped_is_told_of_where_it_waited_and_is_not_counted_as_failed():
+    failures = [
+        failure(0, **RAISED),
+        failure(1, **STOPPED, place="a.py:3 in fn"),
+        failure(2, **STOPPED),
+    ]
+    assert report(failures, 3).splitlines()[:2] == [
+        "accel-fn launch: 1 of 3 ranks failed",
+        "rank 1 (node, pid 101): stopped, at a.py:3 in fn",
+    ]
+
+
+def read(folder, **change):
+    known = {"rank": 1, "host": "node", "pid": 5, "exit_code": 1}
+    return read_failure(folder, **{**known, "stopped_at": 10.0, "stopped": False, **change})
+
+
+def test_a_rank_without_last_words_ended_when_it_was_seen(tmp_path):
+    found = read(tmp_path, exit_code=-9)
+    assert (found.time, found.stack, found.exception) == (10.0, "", "")
+
+
+def test_last_words_that_torch_wrote_are_read(tmp_path):
+    """By its decorator `record`, in programs that we do not start ourselves."""
+    said = {"py_callstack": "Traceback:\n  here\nKeyError: 'x'\n", "timestamp": "7"}
+    content = {"message": {"message": "KeyError: 'x'", "extraInfo": said}}
+    (tmp_path / "error.json").write_text(json.dumps(content))
+    found = read(tmp_path)
+    assert (found.time, found.stack, found.exception) == (
+        7.0,
+        "Traceback:\n  here",
+        "KeyError: 'x'",
+    )
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_one_that_left_and_was_killed_on_its_way_out_ended_with_the_code_it_left_with(
+    tmp_path, code
+):
+    words = {"stack": "", "exception": f"exit code {code}\n", "time": 9.0, "left_with": code}
+    (tmp_path / "error.json").write_text(json.dumps(words))
+    assert read(tmp_path, exit_code=-15).exit_status == code
+
+
+def test_an_exception_that_speaks_of_an_exit_code_is_an_exception(tmp_path):
+    words = {"stack": "", "exception": "exit code 75\n", "time": 9.0, "left_with": None}
+    (tmp_path / "error.json").write_text(json.dumps(words))
+    assert read(tmp_path, exit_code=-15).exit_status == 1
+
+
+def test_one_that_spoke_before_it_was_stopped_is_not_one_that_was_stopped(tmp_path):
+    for time, stopped in ((9.0, False), (11.0, True)):
+        words = {"stack": "", "exception": "ValueError: boom\n", "time": time}
+        (tmp_path / "error.json").write_text(json.dumps(words))
+        assert read(tmp_path, stopped=True).stopped == stopped

@@ -1,0 +1,192 @@
+"""What a launch would do, out of settings, the environment and the machine."""
+
+import os
+
+import pytest
+
+from accel_fn.launcher.machines.cpus import Processors
+from accel_fn.launcher.machines.detect import Machine
+from accel_fn.launcher.machines.machines import Machines, place
+from accel_fn.launcher.processes.environment import glibc_version, launch_variables
+from accel_fn.launcher.settings.settings import Settings
+from accel_fn.launcher.settings.sources import resolve
+from tests.cli.commands import run_python
+from tests.comm.test_cluster_env import MPIRUN, SBATCH, SRUN
+
+ONE_A_NODE = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+ONE_A_NODE |= {"SLURM_PROCID": "1", "MASTER_ADDR": "127.0.0.1"}
+POD = {  # as Kubeflow's PyTorchJob sets them
+    "PET_NNODES": "3",
+    "PET_NODE_RANK": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_MASTER_ADDR": "127.0.0.1",
+    "PET_MASTER_PORT": "23456",
+}
+
+
+def placed(tmp_path, environment=None, **flags):
+    variables = {"HOME": str(tmp_path), **(environment or {})}
+    machine = Machine(num_cores=4)
+    found = resolve(flags, environment=variables, folder=tmp_path, machine=machine)
+    return place(found, variables)
+
+
+def seen(machines):
+    return machines.num_machines, machines.machine_rank, machines.num_local, machines.host
+
+
+def test_alone_it_is_one_process_at_a_free_port(tmp_path):
+    machines = placed(tmp_path)
+    assert (*seen(machines), machines.port) == (1, 0, 1, "127.0.0.1", 0)
+    assert seen(placed(tmp_path, SBATCH)) == seen(machines)  # a batch script stands alone
+
+
+def test_processes_are_counted_over_all_machines(tmp_path):
+    flags = {"num_processes": 6, "num_machines": 2, "machine_rank": 1}
+    machines = placed(tmp_path, main_process_ip="127.0.0.2", **flags)
+    assert seen(machines) == (2, 1, 3, "127.0.0.2")
+    assert (machines.num_processes, machines.port) == (6, 29500)
+
+
+def test_what_slurm_says_needs_no_flag(tmp_path):
+    machines = placed(tmp_path, ONE_A_NODE, num_processes=4)
+    assert seen(machines) == (2, 1, 2, "127.0.0.1")
+    assert machines.job == "1.0"
+    assert 20000 <= machines.port < 32000
+    assert machines.why["num_machines"] == "Slurm"
+
+
+def test_what_kubernetes_says_needs_no_flag(tmp_path):
+    machines = placed(tmp_path, POD)
+    assert (*seen(machines), machines.port) == (3, 2, 4, "127.0.0.1", 23456)
+    assert seen(placed(tmp_path, {**POD, "PET_NPROC_PER_NODE": "auto"}))[2] == 1
+    assert seen(placed(tmp_path, POD, num_processes=3))[2] == 1  # a flag wins
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "text"),
+    [
+        (SRUN, {}, "Slurm must start one launcher on each machine, got 2 on this one"),
+        (MPIRUN, {}, "Open MPI must start one launcher on each machine, got 2"),
+        (
+            ONE_A_NODE,
+            {"num_machines": 3, "num_processes": 3},
+            r"num_machines must be what Slurm says, 2, got 3 \(flag --num-machines\)",
+        ),
+        (
+            ONE_A_NODE,
+            {"num_machines": 2, "machine_rank": 0},
+            r"machine_rank must be what Slurm says, 1, got 0 \(flag --machine-rank\)",
+        ),
+        (ONE_A_NODE, {"num_processes": 3}, "num_processes must be a multiple of the 2 machines, got 3"),
+        ({**ONE_A_NODE, "MASTER_ADDR": "no-such.invalid"}, {},
+         r"main_process_ip must be a host that resolves, got 'no-such.invalid' \(MASTER_ADDR; "),
+        ({**POD, "PET_NNODES": "1:3"}, {}, "PET_NNODES must be one number of machines, got '1:3'"),
+        ({**POD, "PET_NNODES": "abc"}, {}, "PET_NNODES must be a number >= 1, got 'abc'"),
+        ({"PET_NNODES": "0"}, {}, "PET_NNODES must be a number >= 1, got '0'"),
+        ({**POD, "PET_NODE_RANK": "x"}, {}, "PET_NODE_RANK must be a number from 0 to 2, got 'x'"),
+        ({**POD, "PET_NODE_RANK": "3"}, {}, "PET_NODE_RANK must be a number from 0 to 2, got '3'"),
+        ({**POD, "PET_NODE_RANK": "", "RANK": "-1"}, {}, "RANK must be a number from 0 to 2, got '-1'"),
+        ({**POD, "PET_MASTER_PORT": "zz"}, {}, "PET_MASTER_PORT must be a number from 1 to 65535, got 'zz'"),
+        ({**POD, "MASTER_PORT": "65536"}, {}, "MASTER_PORT must be a number from 1 to 65535, got '65536'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(tmp_path, environment, flags, text):
+    with pytest.raises(RuntimeError, match=f"launch: {text}"):
+        placed(tmp_path, environment, **flags)
+
+
+def given(environment=None, *, cores=8, num_local=2, num_machines=1, host="127.0.0.1", **settings):
+    machines = Machines(num_machines, 0, num_local, host, 0, "static", None, {})
+    processors = Processors(cores, (tuple(range(cores)),))
+    found = launch_variables(Settings(**settings), machines, processors, environment or {})
+    return {each.name: each.value for each in found}
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_local", "threads"), [(8, 2, "4"), (7, 2, "3"), (2, 4, "1"), (8, 1, "8")]
+)
+def test_processes_share_the_cores(cores, num_local, threads):
+    assert given(cores=cores, num_local=num_local)["OMP_NUM_THREADS"] == threads
+
+
+def test_a_number_of_threads_that_was_asked_for_wins_then_one_that_was_set():
+    assert given({"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+    asked = given({"OMP_NUM_THREADS": "3"}, threads_per_process=5)
+    assert asked["OMP_NUM_THREADS"] == "5"
+
+
+def test_the_allocator_keeps_memory_unless_told_otherwise():
+    found = given()
+    assert found["MALLOC_TRIM_THRESHOLD_"] == str(2**32)
+    assert int(found["MALLOC_MMAP_THRESHOLD_"]) >= 2**25
+    assert given({"MALLOC_TRIM_THRESHOLD_": "7"})["MALLOC_TRIM_THRESHOLD_"] == "7"
+    other = given({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"})
+    assert not any(name.startswith("MALLOC") for name in other)
+
+
+@pytest.mark.skipif(glibc_version() is None, reason="only glibc reads these variables")
+def test_the_allocator_takes_these_values(tmp_path):
+    """One that was refused would make the other do harm."""
+    found = given()
+    code = (
+        "import ctypes, sys; libc = ctypes.CDLL(None);"
+        "assert libc.mallopt(-3, int(sys.argv[1])) == 1 and libc.mallopt(-1, 2**31 - 1) == 1"
+    )
+    done = run_python(tmp_path, "-c", code, found["MALLOC_MMAP_THRESHOLD_"])
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_settings_say_of_training_and_devices_is_passed_on():
+    found = given(mixed_precision="bf16", num_microbatches=4, wrap="fsdp", timeout_s=2.5, cpu=True)
+    assert found["ACCEL_FN_WRAP"] == "fsdp"
+    assert found["ACCEL_FN_MIXED_PRECISION"] == "bf16"
+    assert found["ACCEL_FN_NUM_MICROBATCHES"] == "4"
+    assert found["ACCEL_FN_TIMEOUT_S"] == "2.5"
+    assert found["ACCEL_FN_DEVICE"] == "cpu"
+    assert given(gpu_ids=(2, 0))["CUDA_VISIBLE_DEVICES"] == "2,0"
+    assert not any(name.startswith(("ACCEL_FN", "CUDA")) for name in given())
+
+
+def test_several_machines_talk_over_the_interface_that_leads_to_the_first():
+    assert given(num_machines=2)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in given(num_machines=1)
+    set_already = given({"GLOO_SOCKET_IFNAME": "ib0"}, num_machines=2)
+    assert set_already["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def rank_code(tail, launcher="os.getppid()"):
+    return (
+        "import os, sys, accel_fn.launcher.processes.worker as worker;"
+        f"worker.main(str({launcher}), {tail}, '', 'script', 'script.py')"
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="binds on Linux alone")
+def test_a_rank_is_bound_to_its_own_processors(tmp_path):
+    last = max(os.sched_getaffinity(0))
+    (tmp_path / "script.py").write_text("import os; print(os.sched_getaffinity(0))")
+    variables = {"LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    done = run_python(tmp_path, "-c", rank_code(f"'0-99;{last}'"), **variables)
+    assert done.stdout == f"{{{last}}}\n", done.stderr
+
+
+def test_a_rank_whose_launcher_is_gone_already_does_nothing(tmp_path):
+    (tmp_path / "script.py").write_text("print('started')")
+    variables = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    done = run_python(tmp_path, "-c", rank_code("''", launcher="1 + os.getpid()"), **variables)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_where_the_system_cannot_be_asked_a_rank_watches_its_launcher(tmp_path):
+    """As on other systems than Linux; run on any."""
+    code = (
+        "import os, time, accel_fn.launcher.processes.worker as worker\n"
+        "if os.fork() == 0:\n"
+        "    launcher = os.getppid()\n"
+        "    os.write(1, b'up ')\n"
+        "    worker.watch(launcher)\n"
+        "time.sleep(0.5)\n"
+    )
+    done = run_python(tmp_path, "-c", code, timeout_s=10)  # the pipe is open while the rank lives
+    assert (done.returncode, done.stdout) == (0, "up ")

@@ -1,0 +1,171 @@
+"""Settings: which values and which combinations are refused, and in which words."""
+
+import pytest
+from pydantic import ValidationError
+
+from accel_fn.launcher.machines.detect import Machine
+from accel_fn.launcher.settings.settings import Settings, rule
+from tests.cli.commands import SRUN
+from tests.settings import TWO_GPUS, refused, resolved, written
+
+WRONG = [
+    ("num_processes", 0, "be an integer >= 1"),
+    ("num_processes", "two", "be an integer >= 1"),
+    ("num_processes", True, "be an integer >= 1"),
+    ("num_processes", 1.5, "be an integer >= 1"),
+    ("num_machines", 0, "be an integer >= 1"),
+    ("machine_rank", -1, "be an integer >= 0"),
+    ("main_process_ip", "node0:29500", "be a host name or an IP address, without a port"),
+    ("main_process_ip", "", "be a host name or an IP address, without a port"),
+    ("main_process_ip", 10, "be a host name or an IP address, without a port"),
+    ("main_process_port", 65536, "be an integer in 0 .. 65535"),
+    ("cpu", "maybe", "be true or false"),
+    ("gpu_ids", "", "be 'all' or indices of devices, each once, such as 0,1"),
+    ("gpu_ids", "0,zero", "be 'all' or indices of devices, each once, such as 0,1"),
+    ("gpu_ids", [0, 0], "be 'all' or indices of devices, each once, such as 0,1"),
+    ("gpu_ids", [], "be 'all' or indices of devices, each once, such as 0,1"),
+    ("gpu_ids", -1, "be 'all' or indices of devices, each once, such as 0,1"),
+    ("mixed_precision", "fp32", "be one of no, fp16, bf16"),
+    ("mixed_precision", True, "be one of no, fp16, bf16"),
+    ("num_microbatches", 0, "be an integer >= 1"),
+    ("wrap", "dpp", "be one of ddp, fsdp"),
+    ("max_restarts", -1, "be an integer >= 0"),
+    ("rdzv_backend", "etcd", "be one of static, c10d, etcd-v2"),
+    ("timeout_s", 0, "be a finite number > 0"),
+    ("timeout_s", float("inf"), "be a finite number > 0"),
+    ("timeout_s", float("nan"), "be a finite number > 0"),
+    ("timeout_s", True, "be a finite number > 0"),
+    ("log_dir", "", "be a path"),
+    ("log_dir", 3, "be a path"),
+    ("tee", 2, "be true or false"),
+    ("threads_per_process", 0, "be an integer >= 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), WRONG)
+def test_a_wrong_value_is_told_with_its_source_its_rule_and_itself(name, value, words):
+    flag = f"flag --{name.replace('_', '-')}"
+    assert refused({name: value}) == f"{flag}: {name} must {words}, got {value!r}"
+
+
+def test_every_setting_has_a_wrong_value_above_and_a_rule():
+    assert {name for name, *_ in WRONG} == set(Settings.model_fields)
+    assert all(rule(name).startswith("be ") for name in Settings.model_fields)
+
+
+def test_all_wrong_values_are_told_at_once():
+    lines = refused({"num_processes": 0, "max_restarts": -1, "tee": True}).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["flag --num-processes", "flag --max-restarts"]
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"), [("all", None), ("0,1", (0, 1)), (" 1 , 0", (1, 0)), (1, (1,)), ([0], (0,))]
+)
+def test_gpu_ids_are_read_as_people_write_them(value, meant):
+    assert resolved({"gpu_ids": value}, machine=TWO_GPUS).settings.gpu_ids == meant
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "node-0.cluster", "::1", "fe80::1%eth0"])
+def test_hosts_are_names_or_addresses(host):
+    assert resolved({"main_process_ip": host}).settings.main_process_ip == host
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"cpu": True, "gpu_ids": "0,1"}, "--cpu: cpu must be false with gpu_ids=0,1, got True"),
+        (
+            {"num_machines": 2, "machine_rank": 2, "main_process_ip": "a"},
+            "--machine-rank: machine_rank must be below num_machines=2, got 2",
+        ),
+        ({"machine_rank": 1}, "machine_rank must be below num_machines=1, got 1"),
+        (
+            {"num_machines": 2, "main_process_ip": "a", "num_processes": 3},
+            "num_processes must be a multiple of num_machines=2, got 3",
+        ),
+        (
+            {"gpu_ids": "1", "num_processes": 2},
+            "num_processes must be at most one for each of gpu_ids=1 of this machine, got 2",
+        ),
+        (
+            {"num_machines": 2},
+            "num_machines must be 1 where nothing says where machine 0 is, got 2",
+        ),
+        (
+            {"num_processes": 3},
+            "num_processes must be at most one for each of the 2 CUDA devices of this machine, "
+            "got 3; launch with --cpu",
+        ),
+        (
+            {"num_machines": 2, "main_process_ip": "a", "num_processes": 6},
+            "at most one for each of the 2 CUDA devices of each of 2 machines, got 6",
+        ),
+        ({"gpu_ids": "2"}, "gpu_ids must be devices of this machine, which has 2, got (2,)"),
+    ],
+)
+def test_values_that_conflict_are_refused(flags, text):
+    assert text in refused(flags, machine=TWO_GPUS)
+
+
+def test_a_conflict_names_who_gave_the_value(tmp_path):
+    file = written(tmp_path, "gpu_ids: [0]\ncpu: true\n")
+    text = refused(folder=tmp_path, machine=TWO_GPUS)
+    assert text.startswith(f"{file}:2: cpu must be false with gpu_ids=0")
+
+
+def test_settings_made_by_hand_are_checked_too():
+    with pytest.raises(ValidationError, match="cpu must be false with gpu_ids=0,1"):
+        Settings(cpu=True, gpu_ids=(0, 1))
+
+
+@pytest.mark.parametrize("environment", [SRUN, {"PET_NNODES": "2"}], ids=["srun", "torchrun"])
+def test_a_cluster_may_say_how_many_machines_there_are(environment):
+    assert resolved({"num_processes": 4}, environment=environment, machine=TWO_GPUS)
+    text = refused({"num_processes": 6}, environment=environment, machine=TWO_GPUS)
+    assert "of each of 2 machines, got 6" in text
+
+
+@pytest.mark.parametrize(
+    "environment", [{"MASTER_ADDR": "node0"}, {"PET_MASTER_ADDR": "node0"}, SRUN]
+)
+def test_a_cluster_may_say_where_machine_0_is(environment):
+    assert resolved({"num_machines": 2}, environment=environment).settings.num_machines == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "ids", "fits"),
+    [
+        ("0,1", "0", True),
+        ("1,0", "0,1", True),
+        ("1", "0", False),
+        ("1", "0,1", False),
+        ("", "0", False),
+        ("GPU-1234", "0", False),
+    ],
+)
+def test_gpu_ids_must_be_among_the_visible_devices(variable, ids, fits):
+    environment = {"CUDA_VISIBLE_DEVICES": variable}
+    if fits:
+        found = resolved({"gpu_ids": ids}, environment=environment, machine=TWO_GPUS)
+        assert found.settings.num_processes == len(ids.split(","))
+    else:
+        text = refused({"gpu_ids": ids}, environment=environment, machine=TWO_GPUS)
+        assert f"gpu_ids must be among CUDA_VISIBLE_DEVICES={variable!r}, got" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "repair"),
+    [
+        ("XPU", "set ZE_AFFINITY_MASK"),
+        ("NPU", "set ASCEND_RT_VISIBLE_DEVICES"),
+        ("MLU", "set MLU_VISIBLE_DEVICES"),
+        ("MTIA", "set the variable of their driver"),
+    ],
+)
+def test_gpu_ids_are_refused_where_they_would_choose_nothing(kind, repair):
+    machine = Machine(num_cores=4, kind=kind, num_installed=2, num_devices=2)
+    text = refused({"gpu_ids": "1"}, machine=machine)
+    rule = f"gpu_ids must be left out where the devices are {kind}, got (1,)"
+    assert text == f"flag --gpu-ids: {rule}; {repair}"
+    assert resolved({"gpu_ids": "all"}, machine=machine).settings.num_processes == 2
+    assert resolved({"cpu": True}, machine=machine).settings.num_processes == 1

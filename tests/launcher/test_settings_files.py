@@ -1,0 +1,181 @@
+"""Files of settings: a mistake is told with its place, and what is written is read back."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from accel_fn.launcher.settings.read_files import read_yaml
+from accel_fn.launcher.settings.settings import Settings
+from accel_fn.launcher.settings.write_yaml import render
+from tests.settings import refused, resolved, written
+
+
+def test_an_unknown_key_names_its_line_and_the_nearest_name(tmp_path):
+    file = written(tmp_path, "# mine\nnum_proceses: 2\n")
+    text = refused(folder=tmp_path)
+    assert text.startswith(f"{file}:2: ")
+    assert "num_proceses: did you mean num_processes?" in text
+
+
+def test_an_unknown_key_that_is_near_nothing_gets_the_list(tmp_path):
+    written(tmp_path, "colour: red\n")
+    assert "got colour; there are num_processes, num_machines, " in refused(folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("context", "where"),
+    [
+        ({"flags": {"num_proceses": 2}}, "flag --num-proceses"),
+        ({"environment": {"ACCEL_FN_NUM_PROCESES": "2"}}, "ACCEL_FN_NUM_PROCESES"),
+    ],
+)
+def test_flags_and_variables_are_held_to_the_names_too(context, where):
+    text = refused(**context)
+    assert text.startswith(f"{where}: ")
+    assert "num_proceses: did you mean num_processes?" in text
+
+
+def test_dashes_in_a_file_get_the_name_with_underscores(tmp_path):
+    written(tmp_path, "num-processes: 2\n")
+    assert "num-processes: did you mean num_processes?" in refused(folder=tmp_path)
+
+
+def test_a_variable_that_is_near_no_setting_is_not_ours_to_judge():
+    assert resolved(environment={"ACCEL_FN_DEMO": "x"}).settings.num_processes == 1
+
+
+FILES = [
+    ("", "file must hold settings, got 'an empty file'"),
+    ("  \n\n", "file must hold settings, got 'an empty file'"),
+    ("num_processes: [1\n", ":2:1: file must be YAML, got: expected ',' or ']'"),
+    ("tee: true\n\tcpu: true\n", ":2:1: file must be YAML, got: found character '\\t'"),
+    ("- 1\n- 2\n", ":1: file must be lines of `name: value`, got a list"),
+    ("only words\n", ":1: file must be lines of `name: value`, got 'only words'"),
+    ("tee: true\n\ntee: false\n", ":3: tee must stand once, got it in line 1 too"),
+    ("tee: true\nmax_restarts: many\n", ":2: max_restarts must be an integer >= 0, got 'many'"),
+    ("max_restarts: yes\n", ":1: max_restarts must be an integer >= 0, got True"),
+    ("cpu: null\n", ":1: cpu must be true or false, got None"),
+    ("cpu: !!python/name:os.system\n", ":1:6: file must be YAML, got: could not determine"),
+    ("a: 1\n---\nb: 2\n", ":2:1: file must be YAML, got: but found another document"),
+]
+
+
+@pytest.mark.parametrize(("text", "told"), FILES)
+def test_a_mistake_in_a_file_is_told_with_its_place(tmp_path, text, told):
+    file = written(tmp_path, text)
+    message = refused(folder=tmp_path)
+    assert message.startswith(str(file))
+    assert told in message
+
+
+def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
+    missing = tmp_path / "no.yaml"
+    assert refused(config=missing) == f"config: file must exist, got {str(missing)!r}"
+    assert "file must be one to read, got: Is a directory" in refused(config=tmp_path)
+    (tmp_path / "bytes.yaml").write_bytes(b"tee: \xff\n")
+    assert "file must be text in UTF-8" in refused(config=tmp_path / "bytes.yaml")
+
+
+def test_a_file_of_comments_says_nothing(tmp_path):
+    written(tmp_path, "# nothing yet\n")
+    assert not any(map(resolved(folder=tmp_path).is_given, Settings.model_fields))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[tool.accel_fn]\ntee = true\nnum_proceses = 2\n", ":3: key must be a setting, got num_"),
+        ("[a]\ntee = 1\n[tool.accel_fn]\ntee = 7\n", ":4: tee must be true or false, got 7"),
+        (
+            "[tool.accel_fn]\ntee = \n",
+            "file must be TOML, got: Invalid value (at line 2, column 7)",
+        ),
+        ("[tool.accel-fn]\ntee = true\n", "section must be [tool.accel_fn], got [tool.accel-fn]"),
+        ("[tool]\naccel_fn = 3\n", "tool.accel_fn must be a section, got 3"),
+    ],
+)
+def test_a_mistake_in_pyproject_is_told_with_its_place(tmp_path, text, told):
+    file = written(tmp_path, text, "pyproject.toml")
+    message = refused(folder=tmp_path)
+    assert message.startswith(str(file))
+    assert told in message
+
+
+def test_two_files_in_one_folder_are_refused(tmp_path):
+    written(tmp_path, "tee: true\n")
+    written(tmp_path, "[tool.accel_fn]\ntee = true\n", "pyproject.toml")
+    assert "settings must stand in one place, got [tool.accel_fn] in" in refused(folder=tmp_path)
+
+
+def test_precision_no_needs_no_quotes(tmp_path):
+    written(tmp_path, "mixed_precision: no\n")
+    assert resolved(folder=tmp_path).settings.mixed_precision == "no"
+
+
+def test_a_home_folder_in_a_file_is_meant(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    written(tmp_path, "log_dir: ~/logs\n")
+    assert resolved(folder=tmp_path).settings.log_dir == Path("/home/me/logs")
+
+
+COUNTS = st.integers(1, 10**6)
+PATHS = st.text(st.characters(exclude_characters="\0"), min_size=1).map(Path)
+VALUES = {
+    "num_microbatches": COUNTS,
+    "max_restarts": st.integers(0, 10**6),
+    "main_process_ip": st.sampled_from(["node0", "10.0.0.1", "::1", "0x10", "1e3", "no"]),
+    "main_process_port": st.none() | st.integers(0, 65535),
+    "mixed_precision": st.sampled_from([None, "no", "fp16", "bf16"]),
+    "wrap": st.sampled_from([None, "ddp", "fsdp"]),
+    "rdzv_backend": st.sampled_from([None, "static", "c10d", "etcd-v2"]),
+    "timeout_s": st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
+    "log_dir": st.none() | PATHS,
+    "tee": st.booleans(),
+    "threads_per_process": st.none() | COUNTS,
+}
+
+
+@st.composite
+def all_settings(draw):
+    """Any settings that do not conflict, each set or left open."""
+    values = draw(st.fixed_dictionaries({}, optional=VALUES))
+    num_machines = draw(st.integers(1, 50))
+    values |= {"num_machines": num_machines} if draw(st.booleans()) or num_machines > 1 else {}
+    if draw(st.booleans()):
+        values["machine_rank"] = draw(st.integers(0, num_machines - 1))
+    per_machine = draw(st.integers(1, 8))
+    if draw(st.booleans()):
+        values["num_processes"] = per_machine * num_machines
+    if draw(st.booleans()):
+        ids = st.lists(st.integers(0, 99), min_size=per_machine, unique=True)
+        values["gpu_ids"] = draw(ids.map(tuple))
+    else:
+        values["cpu"] = draw(st.booleans())
+    return Settings(**values)
+
+
+@given(all_settings())
+@example(Settings())
+@example(Settings(log_dir=Path("a\x85b\u2028c"), gpu_ids=(3,)))
+@example(Settings(log_dir=Path("long " * 100), timeout_s=5e-324))
+@example(Settings(log_dir=Path("\udcff")))
+def test_what_is_written_is_read_back(tmp_path_factory, settings):
+    file = written(tmp_path_factory.mktemp("written"), render(settings))
+    given = read_yaml(file).values
+    back = Settings(**{name: each.value for name, each in given.items()})
+    assert back == settings
+    assert set(given) == settings.model_fields_set
+
+
+def test_every_setting_is_explained_in_the_file():
+    text = render(Settings(num_processes=2))
+    assert all(field.description in text for field in Settings.model_fields.values())
+    assert "\nnum_processes: 2\n" in text
+    assert "\n# num_machines: null\n" in text
+
+
+def test_every_value_stands_in_one_line():
+    folder = "a folder with a long name/" * 20 + "é"
+    assert f"\nlog_dir: {folder}\n" in render(Settings(log_dir=Path(folder)))

@@ -1,0 +1,347 @@
+"""checkpointed: the identity, bit for bit, in less memory."""
+
+import copy
+import random
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
+
+import accel_fn as af
+from accel_fn.base.rng import Draws, drawn_again, kept_random
+from accel_fn.testing import simulate, strategies
+from tests import strategies as ours
+from tests.compilers import compiles
+from tests.stacks import CHOICES, LAYERS, Block, is_in, stack
+
+
+class Noisy(nn.Module):
+    """Dropout, and running figures that its output depends on."""
+
+    def __init__(self, width, *, dropout=0.5):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.dropout = dropout
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("largest", torch.zeros(width))
+
+    def forward(self, inputs):
+        found = nn.functional.dropout(self.norm(self.layer(inputs)), self.dropout, self.training)
+        self.mean.lerp_(found.detach().mean(dim=0), 0.5)
+        self.largest = torch.maximum(self.largest, found.detach().amax(dim=0))  # a new tensor
+        return inputs + found * (found - self.mean.clone() - self.largest).tanh()
+
+
+def noisy_model(**options):
+    torch.manual_seed(0)
+    blocks = [Noisy(5, **options) for _ in range(3)]
+    return nn.Sequential(nn.Linear(3, 5), nn.Sequential(*blocks), nn.Linear(5, 1)).double()
+
+
+def train(model, recipe, batches):
+    torch.manual_seed(1)
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), recipe(plan))
+    losses = []
+    for batch in batches:
+        state, report = step(state, batch)
+        losses.append(float(report.loss))
+    return losses, model.state_dict(), torch.get_rng_state()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"blocks": Noisy}, {"offload": True}, {"blocks": "1.1"}], ids=str
+)
+@ours.share(0.4)
+@given(
+    sizes=st.lists(st.integers(4, 9), min_size=1, max_size=3),
+    num_microbatches=st.integers(1, 2),
+)
+def test_random_numbers_and_running_statistics_are_those_of_the_run_without_it(
+    options, sizes, num_microbatches
+):
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        tuple(torch.randn(size, width, generator=generator).double() for width in (3, 1))
+        for size in sizes
+    ]
+    plain = af.accumulate(num_microbatches)
+    expected = train(noisy_model(), plain, batches)
+    found = train(noisy_model(), af.compose(plain, af.checkpointed(**options)), batches)
+    assert found[0] == expected[0]
+    ours.assert_identical(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+
+
+DRAWS = {
+    "Python": random.random,
+    "Python's normal": lambda: random.gauss(0, 1),
+    "NumPy": np.random.rand,
+    "NumPy's normal": np.random.randn,  # every other one comes out of a store
+}
+
+
+class Drawing(nn.Module):
+    """A block that is as strong as a number that its process draws."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.draw = draw
+
+    def forward(self, inputs):
+        strength = inputs.new_tensor(self.draw())
+        return inputs + self.layer(inputs).tanh() * strength
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_numbers_that_a_block_draws_from_python_and_numpy_are_drawn_again(draw, num_before):
+    """And those after it are what they are without it."""
+
+    def run(recipe):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Drawing(draw) for _ in range(3)], nn.Linear(3, 1)).double()
+        random.seed(0)
+        np.random.seed(0)
+        for _ in range(num_before):
+            draw()
+        batch = torch.ones(4, 3).double(), torch.zeros(4, 1).double()
+        losses, weights, _ = train(model, recipe, [batch] * 3)
+        return losses, weights, [each() for each in DRAWS.values()]
+
+    with kept_random(torch.device("cpu")):
+        expected, found = run(af.compose()), run(af.checkpointed(blocks=Drawing))
+    assert found[0] == expected[0]
+    ours.assert_identical(found[1], expected[1])
+    assert found[2] == expected[2]
+
+
+def test_a_generator_of_numpy_s_that_is_of_another_kind_draws_again_too():
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(0))
+    try:
+        draws = Draws()
+        before = draws.now()
+        first = np.random.rand()
+        assert draws.since(before)
+        with drawn_again(before):
+            assert np.random.rand() == first
+        assert np.random.rand() != first
+    finally:
+        np.random.set_bit_generator(usual)
+
+
+def test_where_nobody_draws_nothing_is_to_be_drawn_again():
+    with kept_random(torch.device("cpu")):
+        np.random.seed(0)
+        draws = Draws()
+        before = draws.now()
+        np.random.default_rng(0).random()
+        torch.rand(3)
+        assert not draws.since(before)
+        np.random.rand()
+        assert draws.since(before)
+
+
+@compiles
+# torch's compiler looks at the gradients of tensors that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("scope", ["blocks", "loss"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_compiled_blocks_compute_again_what_they_have_computed(scope, offload):
+    """More steps than torch makes graphs of one function, before it gives up."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        tuple(torch.randn(4, width, generator=generator).double() for width in (3, 1))
+        for _ in range(10)
+    ]
+    compiling = af.compiled(scope=scope)
+    expected = train(noisy_model(), compiling, batches)
+    graphs = counters["stats"]["unique_graphs"]
+    recipe = af.compose(af.checkpointed(offload=offload), compiling)
+    found = train(noisy_model(), recipe, batches)
+    assert counters["stats"]["unique_graphs"] - graphs <= 4
+    # Where compiled code ends, BatchNorm is rounded: its eps is of single precision in there.
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"scope": "step"}, "compile_step"), ({"fullgraph": True}, "compile_loss")],
+    ids=str,
+)
+def test_a_graph_without_a_break_around_blocks_is_refused(settings, name):
+    model = stack()
+    recipe = af.compose(af.checkpointed(), af.compiled(**settings))
+    plan = recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    text = rf"checkpointed must have blocks that .* outside of a graph, got {name}.*; use compiled"
+    with pytest.raises(ValueError, match=text):
+        af.build(af.DistState(), plan)
+
+
+@st.composite
+def dealt_batches(draw):
+    """What each of one to three ranks is given of global batches: parts of any sizes, empty ones too."""
+    batches, world_size = draw(strategies.batches()), draw(strategies.world_sizes(3))
+    sizes = [draw(strategies.uneven_parts(af.num_samples(each), world_size)) for each in batches]
+    return ours.dealt(batches, sizes)
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("offload", [False, True])
+@ours.share(0.3)
+@given(parts=dealt_batches(), num_microbatches=st.integers(1, 3))
+@example(
+    parts=ours.dealt([(torch.ones(5, 3).double(), torch.ones(5, 1).double())] * 2, [[2, 3, 0]] * 2),
+    num_microbatches=2,
+)
+def test_it_is_the_same_step_over_ranks(wrap, offload, parts, num_microbatches):
+    recipe = af.compose(wrap, af.accumulate(num_microbatches), af.clip(0.1))
+    checkpointing = af.compose(recipe, af.checkpointed(offload=offload))
+    expected = ours.trained(stack(), parts, recipe)
+    for plain, found in zip(expected, ours.trained(stack(), parts, checkpointing), strict=True):
+        assert found[0] == plain[0]
+        ours.assert_identical(found[1], plain[1])
+
+
+@pytest.mark.parametrize(("blocks", "chosen"), CHOICES, ids=[str(each) for each, _ in CHOICES])
+def test_what_is_chosen_is_computed_again_and_nothing_else(blocks, chosen):
+    model, calls = stack(), Counter()
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        layer.forward = partial(counted, calls, name, layer.forward)
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), af.checkpointed(blocks=blocks)(plan))
+    step(state, (torch.ones(4, 3).double(), torch.ones(4, 1).double()))
+    again = {name for name, number in calls.items() if number > 1}
+    assert again == {name for name in LAYERS if any(is_in(name, each) for each in chosen)}
+    assert set(calls) == set(LAYERS)
+
+
+def counted(calls, name, forward, *inputs):
+    calls[name] += 1
+    return forward(*inputs)
+
+
+def saved_bytes(recipe):
+    """Of what a step keeps for its backward, in the forward, and does not hand to `save_on_cpu`."""
+    sizes = []
+    model = stack()
+    model.blocks.extend(copy.deepcopy(model.blocks[0]) for _ in range(9))
+
+    def loss_fn(model, batch):
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            return ours.mse(model, batch)
+
+    def keep(tensor):
+        sizes.append(tensor.nbytes if tensor.data_ptr() not in held else 0)
+        return tensor
+
+    held = {each.data_ptr() for each in model.parameters()}
+    plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), recipe(plan))
+    step(state, (torch.ones(64, 3).double(), torch.ones(64, 1).double()))
+    return sum(sizes)
+
+
+def test_it_keeps_what_goes_into_each_block_and_no_more():
+    """12 blocks keep three activations each otherwise: two inputs of layers, and what tanh gives."""
+    plain, found = saved_bytes(af.compose()), saved_bytes(af.checkpointed())
+    assert found <= 0.6 * plain
+
+
+def test_with_offload_what_goes_into_the_blocks_is_handed_to_the_host():
+    plain, found = (saved_bytes(af.checkpointed(offload=offload)) for offload in (False, True))
+    assert plain - found == 12 * 64 * 5 * 8  # of 12 blocks, 64 samples of 5 numbers in float64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no other memory")
+def test_with_offload_an_accelerator_holds_nothing_of_what_goes_into_the_blocks():
+    width, size, depth = 64, 1 << 14, 8
+    held = {}
+
+    def loss_fn(model, batch):
+        before = torch.cuda.memory_allocated()
+        loss = model(batch).square().mean()
+        held[offload] = torch.cuda.memory_allocated() - before
+        return loss
+
+    for offload in (False, True):
+        model = nn.Sequential(*[Block(width) for _ in range(depth)])
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        recipe = af.compose(af.place(), af.checkpointed(offload=offload))
+        state, step = af.build(af.init(device="cuda"), recipe(plan))
+        step(state, torch.ones(size, width))
+    # The first block's input is the batch; the last one's output is kept for the loss all the same.
+    assert held[False] - held[True] >= (depth - 1) * size * width * 4
+
+
+@given(batches=strategies.batches(num_batches=1))
+def test_outside_of_a_step_the_model_is_as_it_was(batches):
+    model = stack()
+    forwards = [block.forward for block in model.blocks]
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), af.checkpointed()(plan))
+    step(state, batches[0])
+    with torch.no_grad():
+        step.forward(state, batches[0])
+    assert [block.forward for block in model.blocks] == forwards
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
+def test_a_forward_of_an_instance_s_own_stays():
+    model = stack()
+    own = model.blocks[0].forward
+    model.blocks[0].forward = lambda inputs: own(inputs) * 2
+    held = vars(model.blocks[0])["forward"]
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(af.DistState(), af.checkpointed()(plan))
+    step(state, (torch.ones(4, 3).double(), torch.ones(4, 1).double()))
+    assert vars(model.blocks[0])["forward"] is held
+
+
+def test_blocks_that_match_nothing_are_refused_on_every_rank():
+    def run(state):
+        for blocks, text in ((nn.Conv2d, "got 'Conv2d'"), ("absent", "got 'absent'")):
+            model = stack()
+            plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+            recipe = af.compose(af.wrap_ddp(), af.checkpointed(blocks=blocks))
+            with pytest.raises(ValueError, match=rf"checkpointed\(blocks\) must match .*{text}"):
+                af.build(state, recipe(plan))
+
+    simulate(run, world_size=2)
+
+
+def test_a_model_that_repeats_nothing_must_name_them():
+    model = Block(3).inner[0].double()
+    plan = af.Plan(
+        lambda model, batch: model(batch[0]).mean(), model, ours.adamw(model.parameters())
+    )
+    with pytest.raises(
+        ValueError, match="repeated in a list or sequence, got none in Linear; name"
+    ):
+        af.build(af.DistState(), af.checkpointed()(plan))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"blocks": 3}, "checkpointed: blocks must be a class of modules, a name"),
+        ({"offload": "yes"}, "checkpointed: offload must be True or False, got 'yes'"),
+    ],
+)
+def test_what_is_no_choice_is_refused(options, text):
+    with pytest.raises(TypeError, match=text):
+        af.checkpointed(**options)

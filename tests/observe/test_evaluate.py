@@ -1,0 +1,540 @@
+"""evaluate: what it does to the model, what it shows, and what it refuses, on every rank alike."""
+
+import gc
+import io
+import math
+import multiprocessing
+import sys
+import weakref
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import accel_fn as af
+from accel_fn.data.loader import ShardedLoader
+from accel_fn.testing import simulate
+from tests.streams import Counting
+
+DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
+
+
+def loss_fn(model, batch):
+    return model(batch[0]).mean()
+
+
+def make(state, *transforms, model=None, **options):
+    model = nn.Linear(1, 1) if model is None else model
+    plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    state, step = af.build(state, af.compose(af.wrap_ddp(), *transforms)(plan))
+    return state, step, af.shard_loader(DataLoader(DATA, batch_size=4), state)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_in_evaluation_mode_for_the_time_being(fails):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(), nn.Sequential(nn.Dropout()))
+    model[1].eval()
+    before = [module.training for module in model.modules()]
+    seen = []
+
+    def metric_fn(model, batch):
+        seen.append((any(m.training for m in model.modules()), torch.is_grad_enabled()))
+        if fails:
+            raise OSError("gone")
+        return {"one": torch.ones(len(batch[0]))}
+
+    state, step, loader = make(af.DistState(), model=model)
+    if fails:
+        with pytest.raises(OSError, match="gone"):
+            af.evaluate(step, loader, state, metric_fn)
+    else:
+        assert af.evaluate(step, loader, state, metric_fn) == {"one": 1.0}
+    assert set(seen) == {(False, False)}
+    assert [module.training for module in model.modules()] == before
+    assert state.step == 0
+
+
+@pytest.mark.parametrize("wrap", [lambda loader, state: loader, af.prefetch], ids=["", "prefetch"])
+@pytest.mark.parametrize("data", [range(10), Counting(10)], ids=["map", "stream"])
+def test_an_evaluation_that_fails_leaves_no_worker_behind(data, wrap):
+    """Though the error is kept."""
+    before = set(multiprocessing.active_children())
+    state, step, _ = make(af.DistState())
+    loader = af.shard_loader(DataLoader(data, batch_size=4, num_workers=2), state)
+    with pytest.raises(ZeroDivisionError) as kept:
+        af.evaluate(step, wrap(loader, state), state, lambda model, batch: {"x": 1 / 0})
+    assert set(multiprocessing.active_children()) <= before
+    assert kept.type is ZeroDivisionError
+
+
+def test_an_evaluation_that_fails_holds_no_batch():
+    """Nor anything else, once the error is let go of, without the help of garbage collection."""
+    held = []
+
+    def metric_fn(model, batch):
+        held.append(weakref.ref(batch[0]))
+        raise OSError("gone")
+
+    state, step, loader = make(af.DistState())
+    gc.disable()
+    try:
+        with suppress(OSError):
+            af.evaluate(step, loader, state, metric_fn)
+        assert [ref() for ref in held] == [None]
+    finally:
+        gc.enable()
+
+
+def test_it_runs_under_the_autocast_of_the_step():
+    state, step, loader = make(af.DistState(), af.with_amp("bf16"))
+    dtypes = set()
+
+    def metric_fn(model, batch):
+        dtypes.add(model(batch[0]).dtype)
+        return {"one": torch.ones(len(batch[0]))}
+
+    af.evaluate(step, loader, state, metric_fn)
+    assert dtypes == {torch.bfloat16}
+
+
+def test_a_metric_is_given_micro_batches():
+    state, step, loader = make(af.DistState(), af.accumulate(2))
+    sizes = []
+
+    def metric_fn(model, batch):
+        sizes.append(len(batch[0]))
+        return {"one": torch.ones(len(batch[0]))}
+
+    af.evaluate(step, loader, state, metric_fn)
+    assert sizes == [2, 2, 2, 2, 1, 1]
+
+
+def test_a_count_of_one_for_every_batch_is_warned_of():
+    state, step, loader = make(af.DistState())
+    found = af.evaluate(step, loader, state, lambda model, batch: {"x": (batch[0].mean(), 2)})
+    with pytest.warns(UserWarning, match="gave 'x' with a count of 1 for each of 3 .*mean of mea"):
+        same = af.evaluate(step, loader, state, lambda model, batch: {"x": (batch[0].mean(), 1)})
+    assert same["x"] == pytest.approx(2 * found["x"])
+
+
+@pytest.mark.parametrize(
+    "count_of",
+    [lambda rows: torch.tensor(1), lambda rows: len(rows), lambda rows: 1 if len(rows) < 4 else 2],
+    ids=["counted", "rows", "once"],
+)
+def test_a_count_that_happens_to_be_one_is_not_warned_of(count_of):
+    """Counted items may well be one; and one batch of one sample is its own mean."""
+    state, step, loader = make(af.DistState())
+    af.evaluate(step, loader, state, lambda model, batch: {"x": (1.0, count_of(batch[0]))})
+    af.evaluate(step, [(torch.ones(1, 1),)] * 3, state, lambda model, batch: {"x": (1.0, 1)})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (
+            lambda rows: rows.mean(),
+            "'x' as one value a sample.*got a tensor \\[\\]; .*mean of means",
+        ),
+        (lambda rows: float(rows.mean()), "'x' as one value a sample.*mean of means"),
+        (lambda rows: rows[:1], "'x' as one.*got a tensor .*needs a count"),
+        (lambda rows: (rows.sum(), "3"), "'x' a count, got '3'"),
+    ],
+)
+def test_what_is_no_sum_is_refused(value, text, world_size):
+    def run(state):
+        state, step, loader = make(state)
+        with pytest.raises(ValueError, match=f"evaluate: metric_fn must give {text}"):
+            af.evaluate(step, loader, state, lambda model, batch: {"x": value(batch[0])})
+
+    simulate(run, world_size=world_size)
+
+
+def test_other_things_that_a_metric_may_not_give():
+    state, step, loader = make(af.DistState())
+    with pytest.raises(TypeError, match="return a mapping of names to values, got 'Tensor'"):
+        af.evaluate(step, loader, state, lambda model, batch: batch[0])
+    names = iter("abc")
+    with pytest.raises(ValueError, match="the same metrics for every batch"):
+        af.evaluate(step, loader, state, lambda model, batch: {next(names): batch[0]})
+    widths = iter([1, 2, 3])
+    with pytest.raises(
+        ValueError, match="'x' one shape for every batch, \\[1\\] before, got \\[2\\]"
+    ):
+        af.evaluate(
+            step, loader, state, lambda model, batch: {"x": batch[0].expand(-1, next(widths))}
+        )
+
+
+def test_metrics_must_be_the_same_on_every_rank():
+    def run(state):
+        state, step, loader = make(state)
+        with pytest.raises(RuntimeError, match="the same metrics on every rank"):
+            af.evaluate(step, loader, state, lambda model, batch: {str(state.rank): batch[0]})
+
+    simulate(run, world_size=2)
+
+
+class Talking(IterableDataset):
+    """A stream that can be split: its loader makes the ranks talk while they read."""
+
+    def __init__(self, items=range(11)):
+        self.items = items
+
+    def __iter__(self):
+        return iter([(torch.tensor([float(item)]),) for item in self.items])
+
+    def shard(self, num_shards, index):
+        return Talking(list(self.items)[index::num_shards])
+
+
+@pytest.mark.parametrize("data", [DATA, Talking()], ids=["map", "talking"])
+def test_a_failure_on_one_rank_is_raised_on_all(data):
+    def run(state):
+        state, step, _ = make(state)
+        loader = af.shard_loader(DataLoader(data, batch_size=4), state)
+
+        def metric_fn(model, batch):
+            if state.rank == 1:
+                raise OSError("gone")
+            return {"one": torch.ones(len(batch[0]))}
+
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            af.evaluate(step, loader, state, metric_fn)
+        return str(caught.value)
+
+    first, second = simulate(run, world_size=2)
+    assert second == "gone"
+    assert "evaluate: failed on rank 1: OSError('gone')" in first
+
+
+def test_a_loader_that_every_rank_would_read_whole_is_refused():
+    def run(state):
+        state, step, _ = make(state)
+        with pytest.raises(ValueError, match=r"be shared out over 2 ranks.*shard_loader"):
+            af.evaluate(step, DataLoader(DATA, batch_size=4), state)
+
+    simulate(run, world_size=2)
+    state, step, _ = make(af.DistState())
+    assert af.evaluate(step, DataLoader(DATA, batch_size=4), state).keys() == {"loss"}
+
+
+def test_nothing_counted_is_no_number():
+    state, step, loader = make(af.DistState())
+    found = af.evaluate(step, loader, state, lambda model, batch: {"x": (0.0, 0)})
+    assert math.isnan(found["x"])
+
+
+def test_whole_numbers_are_summed_exactly():
+    """2**60 + 1 is no float64."""
+
+    def run(state):
+        state, step, loader = make(state)
+        big = 2**60 + 1
+        return af.evaluate(
+            step, loader, state, lambda m, b: {"x": (torch.tensor(big) if 9 in b[0] else 1, 0.0625)}
+        )
+
+    found = simulate(run, world_size=2)
+    assert found == [{"x": float(2**60 + 6) / (6 * 0.0625)}] * 2
+
+
+@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False), (None, False)])
+def test_a_bar_is_shown_where_it_is_wanted(progress, shown, capfd):
+    state, step, loader = make(af.DistState())
+    af.evaluate(step, loader, state, progress=progress)
+    assert ("batch" in capfd.readouterr().err) == shown
+
+
+def test_one_bar_for_all_ranks(capfd):
+    def run(state):
+        state, step, loader = make(state)
+        af.evaluate(step, loader, state, progress=state.rank == 1)
+
+    simulate(run, world_size=2)
+    assert capfd.readouterr().err == ""
+
+
+def ones(model, batch):
+    return {"one": torch.ones(len(batch[0]))}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ((0.1, torch.tensor(1)), 0.1),
+        ((True, 4), 0.25),
+        ((1.0, 0), math.nan),
+        ((torch.tensor(1.0, dtype=torch.float16), 3.0), 1 / 3),
+        ((torch.tensor([1, 2]), torch.tensor([4, 4])), torch.tensor([0.25, 0.5]).double()),
+        ((torch.tensor([1, 2]), 4), torch.tensor([0.25, 0.5]).double()),
+        ((torch.tensor([1, 0]), torch.tensor([4, 0])), torch.tensor([0.25, math.nan]).double()),
+        (torch.tensor([True, True, False, False]), 0.5),
+        (torch.full((4, 2), 0.1).double(), torch.tensor([0.1, 0.1]).double()),
+        (torch.tensor([2.0**24, 1.0, 1.0, 1.0]), (2**24 + 3) / 4),
+        (torch.tensor([2**53, 1, 0, 0]), (2**53 + 1) / 4),
+    ],
+)
+def test_values_are_summed_in_the_widest_dtype(value, expected):
+    state, step, _ = make(af.DistState())
+    found = af.evaluate(step, [(torch.ones(4, 1),)] * 2, state, lambda m, b: {"x": value})["x"]
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    else:
+        assert found == pytest.approx(expected, rel=1e-15, nan_ok=True)
+
+
+def test_counts_that_come_as_float32_do_not_stop_growing():
+    """2**24 + 1 is no float32."""
+    state, step, _ = make(af.DistState())
+    counts = iter([2.0**24, 1.0, 1.0])
+
+    def metric_fn(model, batch):
+        count = torch.tensor(next(counts))
+        return {"x": (int(count), count)}
+
+    assert af.evaluate(step, [0, 1, 2], state, metric_fn) == {"x": 1.0}
+
+
+def test_a_rank_may_have_whole_numbers_where_another_has_not():
+    """The tokens of a batch may all be masked: its sum is a plain 0."""
+
+    def run(state):
+        state, step, loader = make(state)
+        value = (0, 0) if state.is_main else (torch.tensor(0.5), 2)
+        return af.evaluate(step, loader, state, lambda model, batch: {"x": value})
+
+    assert simulate(run, world_size=2) == [{"x": 0.25}] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((1.0, -1), "give 'x' finite counts >= 0, got -3"),
+        ((1.0, math.inf), "give 'x' finite counts >= 0, got inf"),
+        ((torch.ones(3), torch.ones(2)), r"give 'x' a count, got a tensor \[2\]; one number, or"),
+        (("1", 1), "give 'x' a sum of real numbers, got '1'"),
+        ((1j, 1), "give 'x' a sum of real numbers, got 1j"),
+        (torch.ones(4).to(torch.complex64), "give 'x' as real numbers, got 'torch.complex64'"),
+        (
+            [1.0, 4],
+            r"give 'x' as one value a sample, \[4, ...\], or \(sum, count\), got \[1.0, 4\]",
+        ),
+    ],
+)
+def test_what_cannot_be_summed_and_counted_is_refused(value, text):
+    state, step, _ = make(af.DistState())
+    with pytest.raises(ValueError, match=f"evaluate: metric_fn must {text}"):
+        af.evaluate(step, [(torch.ones(4, 1),)] * 3, state, lambda model, batch: {"x": value})
+
+
+def test_samples_that_cannot_be_counted_are_counted_by_the_metric():
+    state, step, _ = make(af.DistState())
+    graphs = [{"nodes": torch.ones(3), "edges": torch.ones(5, 2)}] * 2
+    found = af.evaluate(step, graphs, state, lambda m, b: {"edges": (b["edges"].sum(), 1)})
+    assert found == {"edges": 10.0}
+    with pytest.raises(
+        ValueError, match=r"'x' as one value a sample, \(sum, count\), got a tensor"
+    ):
+        af.evaluate(step, graphs, state, lambda m, b: {"x": b["nodes"]})
+
+
+@pytest.mark.parametrize("metric_fn", [None, ones])
+def test_a_loader_without_a_batch_is_refused(metric_fn):
+    state, step, loader = make(af.DistState())
+    batches = iter(loader)
+    assert af.evaluate(step, batches, state, metric_fn)
+    with pytest.raises(ValueError, match="loader must give a batch, got 'none'; an iterator gives"):
+        af.evaluate(step, batches, state, metric_fn)
+
+
+def test_a_loss_over_nothing_is_no_number():
+    state, step, loader = make(af.DistState(), weight_fn=lambda batch: 0)
+    assert math.isnan(af.evaluate(step, loader, state)["loss"])
+
+
+def test_metrics_are_named():
+    state, step, loader = make(af.DistState())
+    with pytest.raises(TypeError, match="return a mapping of names to values, got 'an empty one'"):
+        af.evaluate(step, loader, state, lambda model, batch: {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            lambda step, loader: (loader, loader),
+            "step must be what build gave, got 'ShardedLoader'",
+        ),
+        (lambda step, loader: (step, loader, "accuracy"), "metric_fn must be a function"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments, text):
+    state, step, loader = make(af.DistState())
+    given_step, given_loader, *rest = arguments(step, loader)
+    with pytest.raises(TypeError, match=f"evaluate: {text}"):
+        af.evaluate(given_step, given_loader, state, *rest)
+
+
+def test_an_argument_that_is_refused_on_one_rank_is_refused_on_all():
+    def run(state):
+        state, step, loader = make(state)
+        mine = loader if state.is_main else DataLoader(DATA, batch_size=4)
+        for given, metric_fn in ((mine, None), (loader, None if state.is_main else "accuracy")):
+            with pytest.raises((ValueError, RuntimeError), match=r"shared out|be a function"):
+                af.evaluate(step, given, state, metric_fn)
+
+    simulate(run, world_size=2)
+
+
+class Uneven:
+    """A way to share that gives every rank as many batches as it says; one pass."""
+
+    def __init__(self, num_batches):
+        self.left = iter([(torch.ones(3, 1),)] * num_batches)
+
+    def num_batches(self):
+        return 1
+
+    def batches(self, epoch, first_batch):
+        return self.left
+
+
+def test_ranks_may_have_as_many_batches_as_they_like():
+    def run(state):
+        state, step, _ = make(state)
+        num_batches = 0 if state.rank == state.world_size - 1 else state.rank
+        loader = ShardedLoader(Uneven(num_batches))
+        return af.evaluate(step, loader, state, lambda m, b: {"rank": (state.rank, len(b[0]))})
+
+    assert simulate(run, world_size=4) == [{"rank": (1 + 2 * 2) / 9}] * 4
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loader, state: af.prefetch(loader, state),
+        lambda loader, state: next(loader.epochs(1)),
+        lambda loader, state: af.prefetch(next(loader.epochs(1)), state),
+    ],
+)
+def test_a_loader_read_ahead_and_an_epoch_are_loaders_too(wrap):
+    def run(state):
+        state, step, loader = make(state)
+        return af.evaluate(step, wrap(loader, state), state, lambda m, b: {"x": b[0].squeeze(1)})
+
+    assert simulate(run, world_size=2) == [{"x": 4.5}] * 2
+
+
+def test_a_window_is_evaluated_by_a_step_that_takes_windows():
+    def run(state):
+        state, step, loader = make(state, af.accumulate(2, split=None))
+        return af.evaluate(step, af.window(loader, 2), state, lambda m, b: {"x": b[0].squeeze(1)})
+
+    assert simulate(run, world_size=2) == [{"x": 4.5}] * 2
+
+
+class NormedLoss(nn.Module):
+    """A loss with a mode of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = []
+
+    def forward(self, model, batch):
+        self.modes.append(self.training)
+        return model(batch[0]).mean()
+
+
+def test_a_loss_that_is_a_module_is_in_evaluation_mode_too():
+    loss, model = NormedLoss(), nn.Linear(1, 1)
+    plan = af.Plan(loss, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state, step = af.build(af.DistState(), plan)
+    af.evaluate(step, [(torch.ones(2, 1),)], state)
+    assert loss.modes == [False]
+    assert loss.training
+
+
+def test_an_interrupt_ends_it_at_once():
+    state, step, loader = make(af.DistState())
+    calls = []
+
+    def metric_fn(model, batch):
+        calls.append(len(batch[0]))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        af.evaluate(step, loader, state, metric_fn, progress=True)
+    assert calls == [4]
+    assert step.plan.model.training
+
+
+def test_an_interrupt_reads_no_more_where_an_error_reads_to_the_end():
+    """Ranks that share a loader may wait for each other in it; who interrupts waits for nobody."""
+
+    def left(error):
+        def run(state):
+            state, step, _ = make(state)
+            source = Uneven(5)
+
+            def metric_fn(model, batch):
+                raise error
+
+            with pytest.raises(error):
+                af.evaluate(step, ShardedLoader(source), state, metric_fn)
+            return len(list(source.left))
+
+        return simulate(run, world_size=2)
+
+    assert left(KeyboardInterrupt) == [4, 4]
+    assert left(OSError) == [0, 0]
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would make the host wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("metric_fn", [None, ones])
+def test_no_batch_makes_the_host_wait(metric_fn):
+    state, step, _ = make(af.DistState(), af.accumulate(2))
+
+    def reads(num_batches):
+        with Reads() as mode:
+            af.evaluate(step, [(torch.ones(4, 1),)] * num_batches, state, metric_fn)
+        return mode.count
+
+    assert reads(2) == reads(9) > 0
+
+
+def test_a_bar_without_tqdm_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    state, step, loader = make(af.DistState())
+    with pytest.raises(ValueError, match=r"progress=True must have tqdm, .*pip install tqdm"):
+        af.evaluate(step, loader, state, progress=True)
+    assert af.evaluate(step, loader, state, ones) == {"one": 1.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("data", [DATA, Talking(range(10))], ids=["map", "of unknown length"])
+def test_a_bar_is_shown_on_a_terminal(data, monkeypatch):
+    state, step, _ = make(af.DistState())
+    loader = af.shard_loader(DataLoader(data, batch_size=4), state)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert af.evaluate(step, loader, state, ones) == {"one": 1.0}
+    assert ("0/3" if data is DATA else "0batch") in sys.stderr.getvalue()

@@ -1,0 +1,56 @@
+"""The benchmarks: one table, as the command prints it."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from tests.benchmarks.jobs import JOBS, JOBS_OF_TWO
+from tests.compilers import compiles
+from tests.processes import ROOT
+from tests.transforms.test_signatures_of_transforms import SIGNATURES
+
+EVERYWHERE = {
+    "place",
+    "wrap",
+    "wrap_ddp",
+    "reproducible",
+    "with_amp",
+    "accumulate",
+    "clip",
+    "clip_value",
+}
+"""What other rows are made of, or columns."""
+
+
+def test_every_other_transform_has_a_row_of_its_own():
+    measured = {job.partition("(")[0] for job in (*JOBS, *JOBS_OF_TWO)}
+    assert measured | EVERYWHERE == SIGNATURES.keys()
+
+
+def measured(scenario):
+    """The ratios that a run of one scenario tells, by name; it is red where ours trains otherwise."""
+    command = [sys.executable, "-m", "tests.benchmarks", "--quick", "--only", scenario]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
+    assert done.returncode == 0, done.stderr
+    head, _, row = done.stdout.partition("## All ratios")[2].strip().splitlines()[:3]
+    names, figures = ([each.strip() for each in line.split("|")[1:-1]] for line in (head, row))
+    ratios = dict(zip(names, figures, strict=True))
+    assert ratios.pop("") == scenario
+    return ratios
+
+
+@compiles
+def test_a_table_is_measured_and_told():
+    ratios = measured("tiny, fused, plain")
+    for name in ("accel_fn", "accel_fn compiled"):
+        assert 0 < float(ratios[name]) < math.inf
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scenario", ["tiny, fused, average", "two ranks, middle, fused, check_replicas(8)"]
+)
+def test_a_row_of_a_transform_is_measured_and_told(scenario):
+    assert 0 < float(measured(scenario)["accel_fn"]) < math.inf

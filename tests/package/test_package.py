@@ -1,0 +1,254 @@
+"""The package itself: what it exports, what it imports and when."""
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import accel_fn as af
+
+PACKAGE = Path(af.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def in_a_new_process(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_imports_neither_torch_nor_hypothesis():
+    code = (
+        "import sys, accel_fn, accel_fn.testing;"
+        "print('torch' in sys.modules, 'hypothesis' in sys.modules)"
+    )
+    assert in_a_new_process(code) == "False False"
+
+
+@pytest.mark.slow
+def test_the_test_bench_needs_no_hypothesis_until_strategies_are_asked_for():
+    code = (
+        "import sys; from accel_fn.testing import simulate, assert_equivalent;"
+        "print('hypothesis' in sys.modules); from accel_fn.testing import strategies;"
+        "print('hypothesis' in sys.modules)"
+    )
+    assert in_a_new_process(code).split() == ["False", "True"]
+
+
+@pytest.mark.parametrize("name", af.__all__)
+def test_every_public_name_loads_and_is_documented(name):
+    value = getattr(af, name)
+    assert name in dir(af)
+    if callable(value) and not name.startswith("Transform"):
+        assert value.__doc__
+
+
+def test_the_names_for_type_checkers_are_those_that_load():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    imported = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("accel_fn")
+        for alias in node.names
+    }
+    loaded = {name: f"accel_fn.{module}.{name}" for name, module in af._HOMES.items()}
+    assert imported == loaded
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'Accelerator'"):
+        af.Accelerator  # noqa: B018
+
+
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+# What of torch.distributed a module needs, beside the type of a group.
+DISTRIBUTED = {
+    "comm/primitives.py": {"torch.distributed"},  # the collectives
+    "comm/rendezvous.py": {
+        "torch.distributed",
+        "torch._C._distributed_c10d",
+    },  # worlds of processes
+    "comm/mesh.py": {  # groups of simulated ranks
+        "torch.distributed",
+        "torch._C._distributed_c10d",
+        "torch.distributed.device_mesh",
+    },
+    "comm/dtensor.py": {"torch.distributed.tensor"},
+    "transforms/ddp/ddp.py": {"torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel"},
+    "transforms/fsdp/fsdp.py": {"torch.distributed.fsdp"},
+    "testing/threads.py": {"torch._C._distributed_c10d"},
+    "launcher/processes/agent.py": {
+        "torch.distributed.elastic.agent.server.api",
+        "torch.distributed.elastic.agent.server.local_elastic_agent",
+        "torch.distributed.elastic.multiprocessing",
+        "torch.distributed.elastic.multiprocessing.api",
+    },
+    "launcher/machines/store_rendezvous.py": {  # where machines meet before there is a world
+        "torch.distributed",
+        "torch._C._distributed_c10d",
+        "torch.distributed.elastic.rendezvous",
+    },
+    "launcher/processes/run.py": {
+        "torch.distributed.elastic.agent.server.api",
+        "torch.distributed.elastic.multiprocessing",
+        "torch.distributed.elastic.rendezvous",
+        "torch.distributed.elastic.rendezvous.registry",
+    },
+}
+
+
+ROOTS = ("torch.distributed", "torch._C._distributed_c10d", "torch.nn.parallel")
+
+
+def distributed_modules(path):
+    """The modules of torch.distributed that one of ours imports, for more than the type of a group."""
+    for node in ast.walk(parsed(path)):
+        names = [each.name for each in getattr(node, "names", ())]
+        if isinstance(node, ast.ImportFrom) and names != ["ProcessGroup"]:
+            wholes = [name for each in names if (name := f"{node.module}.{each}") in ROOTS]
+            names = [node.module or "", *wholes]
+        elif not isinstance(node, ast.Import):
+            continue
+        yield from (name for name in names if name.startswith(ROOTS))
+
+
+def test_few_modules_use_torch_distributed_and_each_no_more_than_it_needs():
+    found = {
+        str(path.relative_to(PACKAGE)): modules
+        for path in SOURCES
+        if (modules := set(distributed_modules(path)))
+    }
+    assert found == DISTRIBUTED
+
+
+def test_one_module_alone_calls_collectives():
+    words = ("reduce", "gather", "scatter", "all", "broadcast", "barrier", "send", "recv")
+    collectives = {
+        name
+        for home in (dist, dist.ProcessGroup)
+        for name in dir(home)
+        if name.startswith(words) and callable(getattr(home, name))
+    }
+    assert {"all_reduce", "allreduce", "alltoall_base", "barrier", "send"} <= collectives
+    callers = {
+        str(path.relative_to(PACKAGE))
+        for path in SOURCES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and node.attr in collectives
+        if ast.unparse(node.value) not in ("primitives", "self", "channel")  # our own
+    }
+    assert callers == {"comm/primitives.py"}
+
+
+# What modules keep that may change, and why none of it is a run's.
+KEPT = {
+    "comm/mesh.py _numbers": "a count, for names that no other mesh of this process has",
+    "comm/mesh.py _device": "what all simulated groups send by",
+    "base/rng.py GENERATORS": "a lock",
+    "checkpoint/weights/entries.py _has_code": "a fact about a dtype",
+    "data/samplers/set_epoch.py _LOCK": "a lock",
+    "data/samplers/set_epoch.py _SHARED": "which epoch a data set that is being read was told last",
+    "data/borrowed_rng.py _LOCK": "a lock",
+    "data/streams/passes.py _STARTING": "a lock",
+    "data/streams/read_stream.py _INFO_LOCK": "a lock",
+    "data/seeding.py _epoch": "which epoch a sample is read for, while it is",
+    "launcher/processes/traceback_lines.py _libraries": "where this Python's libraries are",
+    "testing/simulation.py _idle": "simulated worlds that wait for the next simulation",
+    "testing/simulation.py _lost": "ranks of simulations that failed",
+}
+FIXED_WHEN_MADE = {
+    "Averaging",
+    "DefaultSeconds",
+    "MappingProxyType",
+    "Path",
+    "TypeVar",
+    "click.Path",
+    "nullcontext",
+    "np.uint64",
+    "re.compile",
+    "struct.Struct",
+    "torch.device",
+    "tuple",
+    "type",
+}
+TABLES = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+WRITERS = {
+    *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"),
+    *("setdefault", "sort", "update"),
+}
+
+
+def kept(tree):
+    """Names of a module that stand for what may change: made by a call, global, a cache; and its tables."""
+    made, tables = set(), set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and any(
+            "cache" in ast.unparse(each) for each in node.decorator_list
+        ):
+            made.add(node.name)
+        made |= {
+            name for each in ast.walk(node) if isinstance(each, ast.Global) for name in each.names
+        }
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = {each.id for at in targets for each in ast.walk(at) if isinstance(each, ast.Name)}
+        values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+        for value in values:
+            if isinstance(value, TABLES):
+                tables |= names
+            elif isinstance(value, ast.Call) and ast.unparse(value.func) not in FIXED_WHEN_MADE:
+                made |= names
+    return made, tables
+
+
+def written(tree):
+    """Names that a module writes into."""
+    for node in ast.walk(tree):
+        into = isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(
+            node.ctx, ast.Load
+        )
+        calls = isinstance(node, ast.Attribute) and node.attr in WRITERS
+        if (into or calls) and isinstance(node.value, ast.Name):
+            yield node.value.id
+
+
+def test_modules_keep_nothing_of_a_run():
+    found = set()
+    for path in SOURCES:
+        made, tables = kept(parsed(path))
+        names = made | tables.intersection(written(parsed(path)))
+        found |= {f"{path.relative_to(PACKAGE)} {name}" for name in names}
+    facts = {
+        "__init__.py __all__",
+        "step/torch_internals.py _WRAPPER",
+    }  # a sorted list; torch's code
+    assert found - facts == set(KEPT)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_stand_at_the_top_of_a_module(path):
+    tree = parsed(path)
+    inside = [
+        node.lineno
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert inside == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_module_says_its_job_in_a_sentence(path):
+    first = (ast.get_docstring(parsed(path)) or "").splitlines()
+    assert first
+    assert first[0].endswith(".")

@@ -1,0 +1,78 @@
+"""What the public names but transforms take: parameters, keyword-only ones, defaults."""
+
+import inspect
+
+import pytest
+
+import accel_fn as af
+from accel_fn import testing
+from accel_fn.data.loader import ShardedLoader
+
+_TIMEOUT = "timeout_s=600"
+_SCALE = "growth_factor=2.0, backoff_factor=0.5, growth_interval=2000"
+_PLACE = "rank=0, world_size=1, local_rank=0, local_world_size=1, device=device(type='cpu')"
+
+SIGNATURES = {
+    af.init: f"*, device=None, backend=None, {_TIMEOUT}, seed=0",
+    af.distributed: f"*, device=None, backend=None, {_TIMEOUT}, seed=0",
+    af.DistState: f"*, {_PLACE}, scaler=None, step=0, seed=0, group=None, watch=None",
+    af.LossScale: f"*, scale, good_steps, skipped, {_SCALE}",
+    af.LossScale.start: f"init_scale=65536.0, *, {_SCALE}, device='cpu'",
+    af.Report: "*, loss, weight, grad_norm=None, applied=None, extras=<factory>",
+    af.compose: "*transforms",
+    af.build: "state, plan",
+    af.Step.__call__: "self, state, batch",
+    af.Step.forward: "self, state, batch",
+    af.Step.grads: "self, state, batch",
+    af.Step.update: "self, state, grads, report",
+    af.explain: "plan, state",
+    af.num_samples: "batch",
+    af.num_labels: "key_or_path, ignore_index=-100",
+    af.shard_loader: "loader, state, *, batch='global', split='auto'",
+    ShardedLoader.epochs: "self, num_epochs, *, since=None",
+    af.gather: "tree, state, *, lists=None",
+    af.reduce_sum: "tree, state",
+    af.reduce_mean: "tree, state, *, weight=1.0",
+    af.broadcast: "tree, state, *, source=0",
+    af.barrier: "state",
+    af.on_main: "fn, state",
+    testing.simulate: "fn, *, world_size, timeout_s=10.0, seed=0",
+}
+
+
+def parameters_of(function):
+    """The signature without types."""
+    signature = inspect.signature(function)
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))[1:-1]
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda each: each.__qualname__)
+def test_a_public_function_takes_what_it_is_documented_to_take(function):
+    assert parameters_of(function) == SIGNATURES[function]
+
+
+def test_a_plan_is_four_things_and_slots_by_name():
+    given = list(inspect.signature(af.Plan).parameters.values())
+    first, slots = given[:4], given[4:]
+    assert [each.name for each in first] == ["loss_fn", "model", "optimizer", "weight_fn"]
+    assert first[3].default is af.num_samples
+    assert {each.kind for each in slots} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {each.default for each in slots} == {()}
+
+
+def test_two_plans_are_held_against_each_other_in_worlds_of_one_by_default():
+    given = parameters_of(testing.assert_equivalent)
+    assert given.startswith("plan_a, plan_b, batches, *, world_sizes=(1, 1), ")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [af.DistState, af.LossScale, af.Plan, af.Grads, af.Report, af.Step],
+    ids=lambda each: each.__name__,
+)
+def test_a_public_value_cannot_be_changed(kind):
+    value = object.__new__(kind)
+    name = next(iter(kind.__dataclass_fields__))
+    with pytest.raises(AttributeError, match="cannot assign to field"):
+        setattr(value, name, None)

@@ -1,0 +1,354 @@
+"""Gradients with an open factor: their value, their norm, and what clipping makes of them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.nn.utils import get_total_norm
+
+import accel_fn as af
+from accel_fn.testing import strategies
+from accel_fn.transforms.clip import clamp_values, clip_norm
+
+STATE = af.DistState()
+SHAPES = [(), (1,), (0,), (3,), (2, 3), (2, 1, 2)]
+HALVES = [torch.float16, torch.bfloat16]
+
+factors = st.floats(-1e3, -1e-3) | st.floats(1e-3, 1e3)
+bounds = st.floats(1e-3, 1e3)
+
+
+@st.composite
+def tensors(draw, dtypes=(torch.float64,)):
+    """Gradients of any shapes, some of them missing, and of any size that their dtypes can hold."""
+    shapes = draw(st.lists(st.sampled_from([*SHAPES, None]), min_size=1, max_size=5))
+    largest = 8 if dtypes == (torch.float64,) else 3
+    size = 10.0 ** draw(st.integers(-largest, largest))
+    generator = torch.Generator().manual_seed(draw(strategies.seeds()))
+    dtypes = [draw(st.sampled_from(dtypes)) for _ in shapes]
+    return tuple(
+        None if shape is None else (torch.randn(shape, generator=generator) * size).to(dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
+def number(value, dtype=torch.float64):
+    return torch.tensor(value, dtype=dtype)
+
+
+def flat(grads):
+    """Every element of the value, [num_elements], float64."""
+    values = [value.double().flatten() for value in grads.values() if value is not None]
+    return torch.cat([torch.zeros(0).double(), *values])
+
+
+def sparse(value_of=2.0):
+    """Rows 1, 3 and 1 again of a table [4, 2]: not coalesced."""
+    rows = torch.full((3, 2), value_of, dtype=torch.float64)
+    return torch.sparse_coo_tensor(
+        torch.tensor([[1, 3, 1]]), rows, (4, 2), check_invariants=True, is_coalesced=False
+    )
+
+
+@given(tensors=tensors(), factor=factors)
+def test_value_is_the_factor_times_the_tensors(tensors, factor):
+    values = af.Grads(tensors, number(factor)).values()
+    expected = tuple(None if each is None else each * factor for each in tensors)
+    torch.testing.assert_close(values, expected, rtol=0, atol=0)
+
+
+def test_value_without_a_factor_is_the_tensors_themselves():
+    gradient = torch.ones(2)
+    assert af.Grads((gradient, None)).values()[0] is gradient
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_value_has_the_dtype_of_its_tensor(dtype, shape):
+    (value,) = af.Grads((torch.ones(shape, dtype=dtype),), number(0.5)).values()
+    assert value.dtype == dtype
+    assert value.shape == shape
+
+
+def test_value_in_float16_is_rounded_once_where_the_factor_is_below_float16():
+    (value,) = af.Grads((torch.full((2,), 2.0**15).half(),), torch.tensor(2.0**-30)).values()
+    assert torch.equal(value, torch.full((2,), 2.0**-15).half())
+
+
+@given(tensors=tensors(), factor=factors)
+@example(tensors=(), factor=2.0)
+@example(tensors=(None, None), factor=2.0)
+def test_norm_is_the_total_norm_of_the_value(tensors, factor):
+    grads = af.Grads(tensors, number(factor))
+    values = [value for value in grads.values() if value is not None]
+    # a sum of squares of a few elements, and a product, in another order
+    torch.testing.assert_close(
+        grads.norm().double(), get_total_norm(values).double(), rtol=1e-14, atol=0
+    )
+
+
+@given(tensors=tensors(dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64)))
+@example(tensors=(torch.ones(2), torch.ones(2).double()))
+@example(tensors=(torch.ones(2).double(), torch.ones(2)))
+@example(tensors=(torch.ones(2).bfloat16(), torch.ones(2).half()))
+def test_norm_of_mixed_precision_is_that_of_all_elements(tensors):
+    norm = af.Grads(tensors).norm()
+    expected = flat(af.Grads(tensors)).norm()
+    # a sum of a few squares in float32
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ([], torch.float32),
+        ([torch.float16], torch.float32),
+        ([torch.bfloat16, torch.float16], torch.float32),
+        ([torch.float32], torch.float32),
+        ([torch.complex64], torch.float32),
+        ([torch.float32, torch.float64], torch.float64),
+        ([torch.float64, torch.bfloat16], torch.float64),
+        ([torch.complex128], torch.float64),
+    ],
+)
+def test_norm_is_float32_or_float64_where_a_gradient_is(dtypes, expected):
+    assert af.Grads([torch.ones(2, dtype=dtype) for dtype in dtypes]).norm().dtype == expected
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norm_of_half_precision_is_summed_in_float32(dtype):
+    gradient = torch.full((10_000,), 6e4, dtype=dtype)
+    torch.testing.assert_close(
+        af.Grads((gradient,)).norm(), gradient.float().norm(), rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("shape", [(2**25,), (2**12, 2**13)], ids=str)
+def test_norm_of_a_large_gradient_in_float32_is_that_in_float64(shape):
+    """Torch's own is off by more than 1e-4: shards would be clipped otherwise than the whole."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    assert abs(get_total_norm([gradient]) / expected - 1) > 1e-4
+    torch.testing.assert_close(af.Grads((gradient,)).norm().double(), expected, rtol=1e-5, atol=0.0)
+
+
+def test_norm_of_complex_gradients_is_of_their_absolute_values():
+    gradients = (torch.tensor([3 + 4j]), torch.tensor([12.0]))
+    assert af.Grads(gradients).norm() == 13.0
+
+
+def test_norm_of_a_sparse_gradient_counts_a_row_once():
+    assert af.Grads((sparse(),)).norm() == sparse().to_dense().norm()
+
+
+def test_norm_of_a_sparse_gradient_without_rows_is_zero():
+    empty = torch.sparse_coo_tensor(
+        torch.zeros((1, 0), dtype=torch.int64), torch.zeros((0, 2)), (4, 2), check_invariants=True
+    )
+    assert af.Grads((empty,)).norm() == 0.0
+
+
+def test_value_of_a_sparse_gradient_stays_sparse():
+    (value,) = af.Grads((sparse(),), number(0.5)).values()
+    assert value.is_sparse
+    assert torch.equal(value.to_dense(), sparse(1.0).to_dense())
+
+
+@pytest.mark.parametrize("gradients", [(), (None,), (None, torch.zeros(0))])
+def test_norm_of_no_gradient_is_zero(gradients):
+    assert af.Grads(gradients).norm() == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 1])
+def test_norm_is_not_finite_where_one_element_is_not(bad, place):
+    gradients = [torch.ones(2), torch.ones(3)]
+    gradients[place][1] = bad
+    assert not torch.isfinite(af.Grads(gradients).norm())
+
+
+def test_norm_beyond_float32_is_infinite():
+    assert af.Grads((torch.full((2,), 3e38),)).norm() == math.inf
+
+
+@given(tensors=tensors(), factor=factors)
+def test_norm_is_read_once_and_scaled_from_then_on(tensors, factor):
+    grads = af.Grads(tuple(None if each is None else each.clone() for each in tensors))
+    norm = grads.norm().clone()
+    for each in grads.present():
+        each.fill_(torch.nan)  # a second read would see this
+    torch.testing.assert_close(grads.norm(), norm, rtol=0, atol=0)
+    scaled = grads.scaled(number(factor)).norm()
+    torch.testing.assert_close(scaled.double(), norm.double() * abs(factor), rtol=1e-6, atol=0)
+
+
+def test_norm_of_mapped_gradients_is_read_anew():
+    grads = af.Grads((torch.tensor([3.0, 4.0]),), torch.tensor(2.0))
+    assert grads.norm() == 10.0
+    assert grads.map(lambda value: value + 1).norm() == torch.tensor([7.0, 9.0]).norm()
+
+
+def test_norm_read_is_none_before_the_first_read():
+    grads = af.Grads((torch.ones(4),))
+    assert grads.norm_read is None
+    assert grads.scaled(torch.tensor(2.0)).norm_read is None
+
+
+def test_norm_read_is_the_first_that_was_read():
+    grads = af.Grads((torch.ones(4),)).scaled(torch.tensor(3.0))
+    assert grads.norm() == 6.0
+    later = grads.scaled(torch.tensor(0.5))
+    assert later.norm() == 3.0
+    assert later.norm_read == 6.0
+
+
+def test_norm_read_outlives_a_map():
+    grads = af.Grads((torch.ones(4),))
+    grads.norm()
+    mapped = grads.map(lambda value: value * 5)
+    assert mapped.norm() == 10.0
+    assert mapped.norm_read == 2.0
+
+
+@given(tensors=tensors(), factor=factors, other=factors)
+def test_scaling_twice_is_scaling_by_the_product(tensors, factor, other):
+    twice = af.Grads(tensors).scaled(number(factor)).scaled(number(other))
+    once = af.Grads(tensors).scaled(number(factor) * number(other))
+    torch.testing.assert_close(twice.values(), once.values(), rtol=0, atol=0)
+
+
+@given(tensors=tensors((torch.float32, torch.float64, *HALVES)), factor=factors)
+def test_scaling_by_a_number_is_scaling_by_a_tensor_as_wide_as_the_gradients(tensors, factor):
+    double = any(each is not None and each.dtype == torch.float64 for each in tensors)
+    dtype = torch.float64 if double else torch.float32
+    by_tensor = af.Grads(tensors).scaled(number(factor, dtype))
+    for plain in (factor, np.float64(factor)):
+        by_number = af.Grads(tensors).scaled(plain)
+        assert (by_number.factor.dtype, by_number.factor.shape) == (dtype, ())
+        assert torch.equal(flat(by_number), flat(by_tensor))
+
+
+def test_scaling_by_a_whole_number_and_without_gradients():
+    assert float(af.Grads((torch.ones(4),)).scaled(3).norm()) == 6.0
+    assert float(af.Grads((None,)).scaled(np.int64(3)).norm()) == 0.0
+
+
+@pytest.mark.parametrize("factor", [True, "2", None, 1j, [2.0]])
+def test_what_gradients_are_scaled_by_is_a_number_or_a_tensor(factor):
+    with pytest.raises(
+        TypeError, match=r"Grads\.scaled: factor must be a finite number or a 0-dim"
+    ):
+        af.Grads((torch.ones(4),)).scaled(factor)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf])
+def test_a_number_that_gradients_are_scaled_by_is_finite(factor):
+    with pytest.raises(ValueError, match=r"Grads\.scaled: factor must be a finite number"):
+        af.Grads((torch.ones(4),)).scaled(factor)
+
+
+@pytest.mark.parametrize(
+    "factor", [torch.ones(1), torch.ones(4), torch.tensor(True), torch.tensor(1j)]
+)
+def test_a_tensor_that_gradients_are_scaled_by_is_one_real_number(factor):
+    with pytest.raises(ValueError, match=r"Grads\.scaled: factor must be a real 0-dim tensor, got"):
+        af.Grads((torch.ones(4),)).scaled(factor)
+
+
+@given(tensors=tensors(), factor=factors)
+def test_scaling_changes_neither_tensors_nor_the_gradients_it_is_of(tensors, factor):
+    grads = af.Grads(tensors, number(2.0))
+    scaled = grads.scaled(number(factor))
+    assert grads.factor == 2.0
+    assert all(new is old for new, old in zip(scaled.tensors, tensors, strict=True))
+
+
+@given(tensors=tensors(), factor=factors)
+def test_map_gives_the_function_every_value_and_leaves_out_what_is_missing(tensors, factor):
+    mapped = af.Grads(tensors, number(factor)).map(lambda value: value + 1)
+    expected = tuple(None if each is None else each * factor + 1 for each in tensors)
+    assert mapped.factor is None
+    torch.testing.assert_close(mapped.values(), expected, rtol=0, atol=0)
+
+
+def test_map_changes_nothing_that_it_is_given():
+    grads = af.Grads((torch.ones(2),), torch.tensor(3.0))
+    grads.map(lambda value: value.mul_(5))
+    assert torch.equal(grads.tensors[0], torch.ones(2))
+
+
+@given(tensors=tensors(), max_norm=bounds)
+def test_clipped_norm_is_at_most_the_bound(tensors, max_norm):
+    clipped = clip_norm(STATE, af.Grads(tensors), max_norm=max_norm)
+    # a square root of a sum of a few squares, one product and one quotient
+    assert flat(clipped).norm() <= max_norm * (1 + 1e-14)
+
+
+@given(tensors=tensors(), max_norm=bounds)
+def test_clipping_keeps_the_direction(tensors, max_norm):
+    plain = af.Grads(tensors)
+    clipped = clip_norm(STATE, plain, max_norm=max_norm)
+    directed = flat(clipped) * plain.norm()
+    # three roundings of each element
+    torch.testing.assert_close(directed, flat(plain) * clipped.norm(), rtol=1e-14, atol=0)
+
+
+@given(tensors=tensors(dtypes=(torch.float16, torch.float32, torch.float64)), room=bounds)
+def test_inactive_clip_changes_no_bit(tensors, room):
+    norm = float(af.Grads(tensors).norm())
+    clipped = clip_norm(STATE, af.Grads(tensors), max_norm=norm + 1e-5 + room)
+    torch.testing.assert_close(clipped.values(), tensors, rtol=0, atol=0)
+
+
+@given(tensors=tensors(), max_norm=bounds)
+def test_clipping_twice_is_clipping_once(tensors, max_norm):
+    once = clip_norm(STATE, af.Grads(tensors), max_norm=max_norm)
+    twice = clip_norm(STATE, once, max_norm=max_norm)
+    # the 1e-6 beside the norm, as in torch's clip_grad_norm_, takes 1e-6 / max_norm once more
+    torch.testing.assert_close(twice.values(), once.values(), rtol=1.1e-6 / max_norm, atol=0)
+
+
+@given(tensors=tensors(), max_norm=bounds)
+def test_clipping_scales_as_clip_grad_norm_does(tensors, max_norm):
+    parameters = [torch.zeros_like(each) for each in tensors if each is not None]
+    for parameter, each in zip(parameters, af.Grads(tensors).present(), strict=True):
+        parameter.grad = each.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    clipped = clip_norm(STATE, af.Grads(tensors), max_norm=max_norm)
+    expected = [parameter.grad for parameter in parameters]
+    actual = [value for value in clipped.values() if value is not None]
+    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
+
+
+def test_clipping_leaves_a_zero_gradient_alone():
+    clipped = clip_norm(STATE, af.Grads((torch.zeros(3),)), max_norm=1.0)
+    assert clipped.factor == 1.0
+    assert clipped.norm() == 0.0
+
+
+def test_clipping_makes_all_gradients_nan_where_one_is():
+    clipped = clip_norm(STATE, af.Grads((torch.tensor([math.nan]), torch.ones(2))), max_norm=1.0)
+    assert flat(clipped).isnan().all()
+
+
+def test_clipping_makes_finite_gradients_zero_beside_an_infinite_one():
+    clipped = clip_norm(STATE, af.Grads((torch.tensor([math.inf]), torch.ones(2))), max_norm=1.0)
+    infinite, finite = clipped.values()
+    assert infinite.isnan().all()
+    assert torch.equal(finite, torch.zeros(2))
+
+
+def test_clipping_reads_the_norm_before_it():
+    clipped = clip_norm(STATE, af.Grads((torch.tensor([3.0, 4.0]),)), max_norm=1.0)
+    assert clipped.norm_read == 5.0
+
+
+@given(tensors=tensors(), factor=factors, max_value=bounds)
+def test_no_element_is_beyond_the_bound_and_those_within_stay(tensors, factor, max_value):
+    grads = af.Grads(tensors, number(factor))
+    expected = flat(grads).clamp(-max_value, max_value)
+    clamped = clamp_values(STATE, grads, max_value=max_value)
+    torch.testing.assert_close(flat(clamped), expected, rtol=0, atol=0)

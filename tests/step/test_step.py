@@ -1,0 +1,469 @@
+"""Step and its parts: what they give, what they leave alone."""
+
+import contextlib
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel_fn as af
+from accel_fn.step.update import follow_parameters
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+BATCH = (torch.arange(12.0).reshape(4, 3).double() / 10, torch.ones(4, 1).double())
+
+
+def built(recipe=None, state=None, loss_fn=ours.mse, model=None):
+    model = model or ours.regression_model()
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+    state, step = af.build(state or af.DistState(), (recipe or af.compose())(plan))
+    return state, step, model
+
+
+def test_a_step_counts_a_batch_and_reports_it():
+    state, step, _ = built()
+    after, report = step(state, BATCH)
+    assert (state.step, after.step, report.weight) == (0, 1, 4)
+    assert (report.loss.dtype, report.loss.shape, report.loss.requires_grad) == (
+        torch.float32,
+        (),
+        False,
+    )
+    assert (report.applied.dtype, bool(report.applied)) == (torch.bool, True)
+    assert report.grad_norm is None
+
+
+def test_the_norm_is_reported_where_something_reads_it():
+    state, step, _ = built(af.clip(1e-3))
+    _, grads, _ = step.grads(state, BATCH)
+    _, report = step(state, BATCH)
+    assert report.grad_norm.dtype == torch.float32
+    assert float(report.grad_norm) == pytest.approx(float(grads.norm()), rel=1e-6)
+
+
+def test_a_step_is_its_gradients_and_its_update():
+    state, step, model = built(af.compose(af.accumulate(2), af.clip(0.1)))
+    whole, whole_report = step(state, BATCH)
+    state, step, parts_model = built(af.compose(af.accumulate(2), af.clip(0.1)))
+    state, grads, report = step.grads(state, BATCH)
+    assert (state.step, report.applied) == (0, None)
+    state, report = step.update(state, grads, report)
+    ours.assert_identical(parts_model.state_dict(), model.state_dict())
+    assert (state.step, float(report.loss)) == (whole.step, float(whole_report.loss))
+
+
+def test_gradients_alone_change_nothing():
+    state, step, model = built()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _, grads, _ = step.grads(state, BATCH)
+    ours.assert_identical(model.state_dict(), before)
+    assert all(p.grad is None for p in model.parameters())
+    assert [g.shape for g in grads.tensors] == [p.shape for p in model.parameters()]
+
+
+def test_the_forward_alone_needs_no_gradient_and_changes_nothing():
+    state, step, model = built(af.accumulate(3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = step.forward(state, BATCH)
+    assert (loss.requires_grad, loss.dtype, loss.shape) == (False, torch.float32, ())
+    assert float(loss) == pytest.approx(ours.mse(model, BATCH).item(), rel=1e-6)
+    ours.assert_identical(model.state_dict(), before)
+
+
+def test_no_gradient_is_left_behind_and_none_that_was_there_counts():
+    state, step, model = built()
+    _, clean_step, clean = built()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e3)
+    step(state, BATCH)
+    clean_step(af.DistState(), BATCH)
+    ours.assert_identical(model.state_dict(), clean.state_dict())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_another_model_in_the_loss_keeps_its_gradients(world_size):
+    """A GAN: what trains the generator must not touch the discriminator."""
+
+    def run(state):
+        critic = ours.regression_model(seed=1)
+        for parameter in critic.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        generator = nn.Linear(3, 3).double()
+        plan = af.Plan(
+            lambda model, batch: -critic(model(batch[0])).mean(),
+            generator,
+            ours.sgd(generator.parameters()),
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        before = generator.weight.detach().clone()
+        step(state, BATCH)
+        untouched = all(torch.equal(p.grad, torch.ones_like(p)) for p in critic.parameters())
+        return untouched, torch.equal(before, generator.weight)
+
+    assert simulate(run, world_size=world_size) == [(True, False)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_steps_built_of_one_plan_work_independently(world_size):
+    def run(state):
+        model = ours.regression_model()
+        plan = af.compose(af.wrap_ddp(), af.clip(0.5))(
+            af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        )
+        state, first = af.build(state, plan)
+        state, second = af.build(state, plan)
+        for step in (first, second, first, second):
+            state, _ = step(state, BATCH)
+        return model.state_dict()
+
+    _, expected = ours.trained_by_hand(
+        ours.regression_model(), [BATCH] * 4, optimizer=ours.sgd, max_norm=0.5
+    )
+    for parameters in simulate(run, world_size=world_size):
+        ours.assert_close(parameters, expected)
+
+
+def test_two_steps_with_two_optimizers_share_one_state():
+    first_state, first, first_model = built()
+    state, second, second_model = built(state=first_state, model=ours.regression_model(seed=1))
+    between, _ = first(state, BATCH)
+    after, _ = second(replace(between, step=state.step), BATCH)
+    assert after.step == 1
+    for seed, model in ((0, first_model), (1, second_model)):
+        _, expected = ours.trained_by_hand(ours.regression_model(seed), [BATCH], optimizer=ours.sgd)
+        ours.assert_identical(model.state_dict(), expected)
+
+
+class Helper(nn.Module):
+    """A model whose loss calls a method of its own, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = ours.regression_model()
+
+    def score(self, inputs):
+        return self.inner(inputs)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_loss_may_call_any_method_any_number_of_times(world_size):
+    def loss_fn(model, batch):
+        return F.mse_loss(model.score(batch[0]), batch[1]) + model.score(batch[0]).square().mean()
+
+    _, expected = ours.trained_by_hand(Helper(), [BATCH], loss_fn=loss_fn)
+    sizes = [[len(part) for part in BATCH[0].tensor_split(world_size)]]
+    for _, actual in ours.trained(
+        Helper(), ours.dealt([BATCH], sizes), af.wrap_ddp(), loss_fn=loss_fn
+    ):
+        ours.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_model_keeps_its_type_its_keys_and_its_forward(world_size):
+    def run(state):
+        model = ours.regression_model()
+        keys, forward = list(model.state_dict()), model.forward
+        built(af.compose(af.place(), af.wrap_ddp(), af.with_amp("bf16")), state, model=model)
+        return list(model.state_dict()) == keys, type(model), model.forward == forward
+
+    assert simulate(run, world_size=world_size) == [(True, nn.Sequential, True)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_of_the_users_stay_and_run_in_every_step(world_size):
+    def run(state):
+        model, ran = ours.regression_model(), []
+        model[2].register_forward_pre_hook(lambda *_: ran.append("before forward"))
+        model[2].register_forward_hook(lambda *_: ran.append("forward"))
+        model[2].register_full_backward_hook(lambda *_: ran.append("backward"))
+        model[2].weight.register_hook(lambda gradient: ran.append("gradient"))
+        state, step, _ = built(af.compose(af.place(), af.wrap_ddp()), state, model=model)
+        ran.clear()  # DDP's first backward, in build, reaches every parameter
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+        return ran
+
+    expected = ["before forward", "forward", "gradient", "backward"] * 2
+    for ran in simulate(run, world_size=world_size):
+        assert sorted(ran) == sorted(expected)
+
+
+def test_a_step_that_is_gone_keeps_nothing_alive():
+    state, step, model = built(af.clip(1.0))
+    step(state, BATCH)
+    alive = weakref.ref(model)
+    del step, model
+    gc.collect()
+    assert alive() is None
+
+
+def test_bf16_runs_forward_and_loss_under_autocast():
+    seen = []
+
+    def loss_fn(model, batch):
+        output = model(batch[0])
+        seen.append(output.dtype)
+        return F.mse_loss(output.float(), batch[1])
+
+    model = ours.regression_model().float()
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), af.with_amp(torch.bfloat16)(plan))
+    batch = tuple(value.float() for value in BATCH)
+    state, _ = step(state, batch)
+    step.forward(state, batch)
+    assert seen == [torch.bfloat16, torch.bfloat16]
+    assert state.scaler is None
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_contexts_of_the_users_are_entered_with_the_state():
+    from contextlib import contextmanager
+
+    entered = []
+
+    @contextmanager
+    def noted(state):
+        entered.append(state.step)
+        yield
+
+    def note(plan):
+        return replace(plan, contexts=(*plan.contexts, noted))
+
+    state, step, _ = built(
+        af.compose(af.with_amp("bf16"), note, af.accumulate(2)),
+        model=ours.regression_model().float(),
+    )
+    batch = tuple(value.float() for value in BATCH)
+    state, _ = step(state, batch)
+    step(state, batch)
+    assert entered == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_slot_for_a_compiler_compiles_the_loss(world_size):
+    """With a compiler that counts what it is given and runs it as it is."""
+
+    def run(state):
+        graphs = []
+
+        def counting(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        def compiled(state, module):
+            module.compile(backend=counting, dynamic=False)
+            return module
+
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        plan = replace(af.wrap_ddp()(plan), compile_loss=(compiled,))
+        state, step = af.build(state, plan)
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+        return len(graphs) > 0, list(model.state_dict()), model.state_dict()
+
+    _, expected = ours.trained_by_hand(ours.regression_model(), [BATCH] * 2, optimizer=ours.sgd)
+    for was_compiled, keys, parameters in simulate(run, world_size=world_size, timeout_s=60):
+        assert was_compiled
+        assert keys == list(expected)
+        ours.assert_close(parameters, expected)
+
+
+def test_a_batch_that_weighs_nothing_gives_zero_gradients():
+    model = ours.token_model()
+    plan = af.Plan(
+        ours.token_loss, model, torch.optim.SGD(model.parameters(), lr=1.0), af.num_labels("labels")
+    )
+    state, step = af.build(af.DistState(), plan)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = {"inputs": torch.ones(2, 3, 3).double(), "labels": torch.full((2, 3), -100)}
+    state, report = step(state, batch)
+    ours.assert_identical(model.state_dict(), before)
+    assert (float(report.loss), report.weight, state.step) == (0.0, 0, 1)
+    assert float(step.forward(state, batch)) == 0.0
+
+
+def test_frozen_parameters_stay_and_an_optimizer_may_hold_a_part():
+    model = ours.regression_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([model[0].weight, *model[2].parameters()], lr=0.1)
+    state, step = af.build(af.DistState(), af.clip(1.0)(af.Plan(ours.mse, model, optimizer)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _, grads, _ = step.grads(state, BATCH)
+    assert len(grads.tensors) == 2
+    step(state, BATCH)
+    moved = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
+    assert moved == {"2.weight", "2.bias"}
+    assert model[0].bias.grad is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batch_statistics_are_rank_zeros_on_all_ranks(world_size):
+    def run(state):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        for index in range(3):
+            state, _ = step(state, (BATCH[0] * (1 + state.rank + index), BATCH[1]))
+        step(state, BATCH)
+        return {name: value for name, value in model.state_dict().items() if "running" not in name}
+
+    results = simulate(run, world_size=world_size)
+    for parameters in results[1:]:
+        ours.assert_identical(parameters, results[0])
+
+
+def test_the_report_holds_what_gradient_functions_add():
+    def counted(grad_fn):
+        def with_count(state, batch):
+            state, grads, report = grad_fn(state, batch)
+            return state, grads, replace(report, extras={"calls": 1})
+
+        return with_count
+
+    state, step, _ = built(lambda plan: replace(plan, grad_fns=(counted,)))
+    _, report = step(state, BATCH)
+    assert report.extras == {"calls": 1}
+
+
+def test_a_step_names_its_plan():
+    _, step, _ = built(af.clip(2.0))
+    assert repr(step) == (
+        "Step(Plan(mse, Sequential, SGD, weight_fn=num_samples, gradients=[clip_norm(max_norm=2.0)]))"
+    )
+
+
+@pytest.mark.parametrize(("fused", "place_of_count"), [(False, "cpu"), (True, "meta")])
+def test_what_an_optimizer_holds_moves_to_its_parameters(fused, place_of_count):
+    """On the meta device, which every machine has."""
+    parameter = nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.param_groups[0]["fused"] = fused
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3)}
+    follow_parameters(optimizer)
+    devices = {name: value.device.type for name, value in optimizer.state[parameter].items()}
+    assert devices == {"step": place_of_count, "exp_avg": "meta"}
+
+
+def test_every_tensor_of_a_micro_batch_is_moved_and_the_batch_stays():
+    """To the meta device, which every machine has."""
+    model, seen = ours.regression_model().to("meta"), []
+
+    def loss_fn(model, batch):
+        seen.append([batch["inputs"].device.type, batch["deep"][0].device.type, batch["names"]])
+        return F.mse_loss(model(batch["inputs"]), batch["deep"][0])
+
+    recipe = af.compose(af.place(), af.accumulate(2))
+    state, step, _ = built(recipe, af.DistState(device="meta"), loss_fn, model)
+    batch = {"inputs": BATCH[0], "deep": (BATCH[1],), "names": ["a", "b", "c", "d"]}
+    _, report = step(state, batch)
+    assert seen == [["meta", "meta", ["a", "b"]], ["meta", "meta", ["c", "d"]]]
+    assert report.loss.device.type == "meta"
+    assert batch["inputs"] is BATCH[0]
+    assert BATCH[0].device.type == "cpu"
+
+
+def test_parameters_that_a_move_has_replaced_are_no_longer_the_optimizers():
+    """To the meta device torch makes new parameters; to an accelerator it keeps them."""
+    model = ours.regression_model()
+    plan = af.place()(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    with pytest.raises(ValueError, match="or make the optimizer after what replaces parameters"):
+        af.build(af.DistState(device="meta"), plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_step_on_an_accelerator_is_the_step_on_the_cpu(precision):
+    losses = []
+    for device in (torch.accelerator.current_accelerator(), "cpu"):
+        model = ours.regression_model().float()
+        plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+        recipe = af.compose(af.place(), af.with_amp(precision), af.accumulate(2), af.clip(1.0))
+        state, step = af.build(af.init(device=device), recipe(plan))
+        for _ in range(5):
+            state, report = step(state, tuple(value.float() for value in BATCH))
+        losses.append(float(report.loss))
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # 8 bits of bfloat16
+
+
+@contextlib.contextmanager
+def no_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+HUNDRED_STEPS = [
+    pytest.param("cpu", contextlib.nullcontext),
+    pytest.param(
+        "cuda",
+        no_waiting,
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+        ],
+    ),
+]
+FUSED = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("precision", ["fp16", "bf16", None])
+@pytest.mark.parametrize(("device", "watched"), HUNDRED_STEPS, ids=["cpu", "cuda"])
+def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, precision, optimizer):
+    """And of a hundred, of which one overflows, the rate and the average are those of the others."""
+    model = ours.regression_model().float()
+    plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
+    falling = torch.optim.lr_scheduler.ExponentialLR(plan.optimizer, 0.99)
+    patient = torch.optim.lr_scheduler.ReduceLROnPlateau(plan.optimizer, patience=1000)
+    recipe = af.compose(
+        af.place(),
+        {"fp16": af.with_amp("fp16", init_scale=2.0**10), "bf16": af.with_amp("bf16")}.get(
+            precision, af.compose()
+        ),
+        af.accumulate(2),
+        af.clip(1.0),
+        af.skip_spikes(),
+        af.skip_nonfinite(),
+        af.schedule(falling),
+        af.schedule(patient, metric=lambda report: 1.0),
+        af.average(0.9),
+    )
+    state, step = af.build(af.init(device=device), recipe(plan))
+    batches = [tuple(value.float().to(device) for value in BATCH) for _ in range(100)]
+    batches[7][0].fill_(float("inf"))
+    state, _ = step(state, batches[0])  # makes the momenta
+    weights, reports = [model[0].weight.detach().clone()], []
+    with watched():
+        for batch in batches:
+            state, report = step(state, batch)
+            reports.append(report)
+            weights.append(model[0].weight.detach().clone())
+    assert [bool(each.applied) for each in reports] == [number != 7 for number in range(100)]
+    assert all(weight.isfinite().all() for weight in weights)
+    mean = weights[0]
+    for weight in [*weights[1:8], *weights[9:]]:  # but for the update that was skipped
+        mean = 0.9 * mean + 0.1 * weight
+    with af.averaged(step):
+        torch.testing.assert_close(model[0].weight.detach(), mean, rtol=1e-4, atol=1e-5)
+    rate = float(plan.optimizer.param_groups[0]["lr"])
+    assert rate == pytest.approx(0.01 * 0.99**100, rel=1e-5)
+    if precision == "fp16":
+        assert int(state.scaler.skipped) == 1

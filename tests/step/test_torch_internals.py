@@ -1,0 +1,633 @@
+"""What accel_fn takes from inside torch: a test here fails when torch changes it."""
+
+import contextlib
+import functools
+import inspect
+import re
+import threading
+import time
+from pkgutil import resolve_name
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils.worker import WorkerInfo
+
+import accel_fn as af
+from accel_fn.base.torch_compile import MODES, without_clock
+from accel_fn.comm.mesh import make_mesh
+from accel_fn.data.streams.read_stream import shown
+from accel_fn.data.workers.watched_loader import WatchedLoader, end_workers, lost_workers
+from accel_fn.step import torch_internals
+from accel_fn.step.loss_module import LossModule, bare
+from accel_fn.step.torch_internals import run_backward, run_optimizer
+from accel_fn.testing import simulate
+from accel_fn.testing.threads import make_group, make_store
+from accel_fn.transforms.compile.optimizer_in_graph import methods_of
+from accel_fn.transforms.ddp.ddp import Replicated
+from tests.optimizers import ROWS, batches, kinds
+from tests.strategies import mse, regression_model
+
+FUSED = {
+    "adam": functools.partial(torch.optim.Adam, lr=0.5),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.5),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.5),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.5),
+}
+fused_optimizers = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+
+
+def one_step(optimizer_of, before=lambda optimizer: None):
+    """A model and its optimizer after one step of accel_fn's; `before` sees the optimizer built."""
+    model = regression_model()
+    optimizer = optimizer_of(model.parameters())
+    state, step = af.build(af.DistState(), af.Plan(mse, model, optimizer))
+    before(optimizer)
+    step(state, batches(torch.float64)[0])
+    return model, optimizer
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch._C._autograd:_profiler_enabled",
+        "torch._C._distributed_c10d:HashStore",
+        "torch._C._distributed_c10d:PrefixStore",
+        "torch._C._distributed_c10d:TCPStore",
+        "torch._C._distributed_c10d:_register_process_group",
+        "torch._C._distributed_c10d:ProcessGroup._get_sequence_number_for_group",
+        "torch:Tensor._is_view",
+        "torch:_foreach_mul_",
+        "torch:_foreach_norm",
+        "torch._dynamo.exc:TorchDynamoException",
+        "torch._dynamo:mark_static_address",
+        "torch._inductor:list_mode_options",
+        "torch.autograd.graph:_engine_run_backward",
+        "torch.distributed:ProcessGroup._register_backend",
+        "torch.distributed:ProcessGroup._set_default_backend",
+        "torch.distributed:ProcessGroup._set_group_name",
+        "torch.distributed:ProcessGroup.get_group_store",
+        "torch.distributed.distributed_c10d:_world.pg_map",
+        "torch.nn:Module._call_impl",
+        "torch.nn.parallel:DistributedDataParallel._post_forward",
+        "torch.nn.parallel:DistributedDataParallel._pre_forward",
+        "torch.optim:Optimizer.profile_hook_step",
+        "torch.optim.optimizer:_global_optimizer_post_hooks",
+        "torch.optim.optimizer:_global_optimizer_pre_hooks",
+        "torch.utils.data._utils.signal_handling:_remove_worker_pids",
+        "torch.utils.data._utils.worker:ManagerWatchdog",
+        "torch.utils.data._utils.worker:WorkerInfo",
+        "torch.utils.data.dataloader:DataLoader._get_iterator",
+        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset",
+        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers",
+        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_get_data",
+        "torch.utils._pytree:tree_leaves",
+        "torch.utils._pytree:tree_map_only",
+        "torch.utils._pytree:tree_flatten",
+        "torch.utils._pytree:tree_unflatten",
+    ],
+)
+def test_private_name_is_where_we_look_for_it(name):
+    assert resolve_name(name) is not None
+
+
+def test_a_module_calls_what_stands_for_it_compiled():
+    assert nn.Module._compiled_call_impl is None
+    module = nn.Linear(1, 1)
+    module._compiled_call_impl = lambda *inputs: inputs
+    assert module(2) == (2,)
+
+
+def test_modes_of_the_compiler_are_those_that_we_know():
+    assert set(MODES) == set(torch._inductor.list_mode_options())
+
+
+def test_compiler_can_leave_its_clock_out():
+    assert torch._dynamo.config.record_runtime_overhead
+    with without_clock():
+        assert not torch._dynamo.config.record_runtime_overhead
+
+
+def test_every_optimizer_of_torch_checks_for_cuda_graphs_by_a_name_that_we_know():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    methods = vars(methods_of(optimizer))
+    checks = [name for name in methods if name.endswith("_graph_capture_health_check")]
+    assert checks
+    assert "_graph_capture_health_check()" in inspect.getsource(torch.optim.AdamW.step)
+    assert len({methods[name] for name in checks}) == 1  # all are ours, that does nothing
+
+
+@pytest.mark.parametrize("seed", [None, 0.25], ids=["from one", "from a seed"])
+def test_engine_is_called_as_the_public_backward_calls_it(monkeypatch, seed):
+    calls = []
+    monkeypatch.setattr(
+        torch.autograd, "_engine_run_backward", lambda *a, **k: calls.append((a, k))
+    )
+    monkeypatch.setattr(
+        torch_internals, "_engine_run_backward", lambda *a, **k: calls.append((a, k))
+    )
+    weight = nn.Parameter(torch.ones(3))
+    loss = weight.sum()
+    seed = None if seed is None else torch.tensor(seed)
+    torch.autograd.backward(loss, seed, inputs=[weight])
+    run_backward(loss, seed, [weight])
+    (public, public_options), (ours, our_options) = calls
+    assert public_options == our_options
+    assert public[0] == ours[0]
+    assert torch.equal(public[1][0], ours[1][0])
+    assert public[2:] == ours[2:]
+
+
+@pytest.mark.parametrize("seed", [None, 0.25], ids=["from one", "from a seed"])
+def test_backward_gives_the_gradients_of_the_public_one(seed):
+    ours, public = regression_model(), regression_model()
+    seed = None if seed is None else torch.tensor(seed, dtype=torch.float64)
+    for batch in batches(torch.float64)[:2]:  # the second is added to the first
+        run_backward(mse(ours, batch), seed, list(ours.parameters()))
+        torch.autograd.backward(mse(public, batch), seed, inputs=list(public.parameters()))
+    for actual, expected in zip(ours.parameters(), public.parameters(), strict=True):
+        assert torch.equal(actual.grad, expected.grad)
+
+
+def test_backward_starts_from_others_beside_the_loss_too():
+    weight, numbers = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
+    load = torch.tensor([1.0, 2.0, 3.0])
+    run_backward(weight.sum(), None, [weight, numbers], [numbers.view(-1)], [load])
+    assert torch.equal(weight.grad, torch.ones(2))
+    assert torch.equal(numbers.grad, torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_backward_leaves_parameters_alone_that_the_loss_does_not_reach():
+    reached, unreached = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    run_backward(reached.sum(), None, [reached, unreached])
+    assert unreached.grad is None
+
+
+def test_backward_frees_the_graph():
+    weight = nn.Parameter(torch.ones(2))
+    loss = weight.square().sum()
+    run_backward(loss, None, [weight])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        run_backward(loss, None, [weight])
+
+
+def test_tensor_subclass_sees_the_public_backward():
+    seen = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    weight = torch.ones(2).as_subclass(Watching).requires_grad_()
+    run_backward(weight.sum(), None, [weight])
+    assert torch.autograd.backward in seen
+
+
+@pytest.mark.parametrize(
+    "kind", sorted(kinds(torch.optim), key=str), ids=lambda kind: kind.__name__
+)
+def test_step_of_every_optimizer_of_torch_can_be_called_without_its_wrapper(kind):
+    next(row for row in ROWS.values() if row.kind is kind).start(torch.float64)  # made: wrapped
+    bare = torch_internals._unwrapped_step(kind)
+    if getattr(kind.step, "_torchdynamo_disable", False):
+        # torch's compiler, once imported, wraps the step of two of them: outside of the wrapper or inside
+        assert bare is None or bare._torchdynamo_disable
+        return
+    assert bare is not None
+    assert bare is not kind.step
+    assert not hasattr(bare, "hooked")
+
+
+@pytest.mark.parametrize(
+    ("run", "wrapped"), [(run_optimizer, False), (lambda optimizer: optimizer.step(), True)]
+)
+def test_wrapper_is_left_out_where_nothing_listens(run, wrapped):
+    frames = []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure=None):
+            frames.extend(each.frame.f_code for each in inspect.stack())
+
+    run(Looking([nn.Parameter(torch.ones(1))]))
+    assert (torch_internals._WRAPPER in frames) == wrapped
+
+
+def test_step_of_a_subclass_is_run():
+    class Halving(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(0.5)
+            return super().step(closure)
+
+    halved, _ = one_step(lambda parameters: Halving(parameters, lr=0.2))
+    plain, _ = one_step(sgd)
+    for actual, expected in zip(halved.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_step_that_somebody_wrapped_on_the_class_is_run():
+    class Watched(torch.optim.SGD):
+        pass
+
+    seen = []
+    sgd([nn.Parameter(torch.ones(1))])  # made: torch has wrapped its step
+    original = torch.optim.SGD.step
+
+    @functools.wraps(original)
+    def watching(self, *args, **kwargs):
+        seen.append(self)
+        return original(self, *args, **kwargs)
+
+    Watched.step = watching
+    _, optimizer = one_step(lambda parameters: Watched(parameters, lr=0.1))
+    assert seen == [optimizer]
+
+
+def test_step_that_somebody_replaced_on_the_instance_is_run():
+    seen = []
+
+    def replace(optimizer):
+        optimizer.step = lambda: seen.append(optimizer)
+
+    _, optimizer = one_step(sgd, replace)
+    assert seen == [optimizer]
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hook_of_an_optimizer_runs_once_in_a_step(register):
+    seen = []
+
+    def listen(optimizer):
+        getattr(optimizer, register)(lambda optimizer, args, kwargs: seen.append(optimizer))
+
+    _, optimizer = one_step(sgd, listen)
+    assert seen == [optimizer]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [register_optimizer_step_pre_hook, register_optimizer_step_post_hook],
+    ids=["pre", "post"],
+)
+def test_hook_of_all_optimizers_runs_once_in_a_step(register):
+    seen = []
+    handle = register(lambda optimizer, args, kwargs: seen.append(optimizer))
+    try:
+        _, optimizer = one_step(sgd)
+    finally:
+        handle.remove()
+    assert seen == [optimizer]
+
+
+def test_scheduler_sees_the_step():
+    schedulers = []
+
+    def schedule(optimizer):
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+
+    _, optimizer = one_step(sgd, schedule)
+    schedulers[
+        0
+    ].step()  # a warning, that it came before the optimizer's, is an error in these tests
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_scheduler_still_warns_where_there_was_no_step():
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd([nn.Parameter(torch.ones(1))]), 1)
+    with pytest.warns(UserWarning, match=r"lr_scheduler\.step\(\)` before `optimizer\.step\(\)"):
+        scheduler.step()
+
+
+def steps_of_replicas(loss_fn, around=contextlib.nullcontext):
+    """What the first of two ranks has after three steps: losses, parameters, and what was around it."""
+
+    def rank(state):
+        model = regression_model()
+        plan = af.Plan(loss_fn, model, sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        losses = []
+        with around() if state.is_main else contextlib.nullcontext() as seen:
+            for batch in batches(torch.float64)[:3]:
+                state, report = step(state, batch)
+                losses.append(float(report.loss))
+        return losses, model.state_dict(), seen
+
+    return simulate(rank, world_size=2)[0]
+
+
+def test_profiler_records_the_forward_of_replicas():
+    """With a profiler DDP's own forward is called: the same steps, under its label."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    losses, _, profile = steps_of_replicas(
+        mse, lambda: torch.profiler.profile(activities=activities)
+    )
+    assert losses == steps_of_replicas(mse)[0]
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["DistributedDataParallel.forward"] == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_forward_of_replicas_says_which_module_is_active(monkeypatch, fails):
+    """A compiler cuts its graphs where the buckets of that module end."""
+    ddp, seen = nn.parallel.DistributedDataParallel, []
+    monkeypatch.setattr(ddp, "_active_ddp_module", None)  # ranks in threads share it
+
+    def loss_fn(model, batch):
+        seen.append(ddp._active_ddp_module)
+        if fails:
+            raise KeyError("no such column")
+        return mse(model, batch)
+
+    module = LossModule(loss_fn, regression_model())
+    replicated = Replicated(module, process_group=make_group(make_store(), 0, 1, 10.0))
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        bare(replicated)(batches(torch.float64)[0])
+    assert seen == [replicated]
+    assert ddp._active_ddp_module is None
+
+
+def test_profiler_records_the_step():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        one_step(sgd)
+    names = [event.key for event in profile.key_averages()]
+    assert "Optimizer.step#SGD.step" in names
+
+
+@fused_optimizers
+def test_fused_optimizer_says_that_it_takes_a_factor(make):
+    weight = nn.Parameter(torch.ones(1))
+    assert make([weight], fused=True)._step_supports_amp_scaling
+    assert not getattr(make([weight]), "_step_supports_amp_scaling", False)
+
+
+@fused_optimizers
+def test_kernel_divides_by_grad_scale(make):
+    scaled, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    gradient = torch.tensor([1.0, -2.0, 3.0])
+    optimizer, reference = make([scaled], fused=True), make([plain], fused=True)
+    scaled.grad, plain.grad = 8 * gradient, gradient.clone()
+    optimizer.grad_scale = torch.tensor(8.0)
+    optimizer.step()
+    reference.step()
+    assert torch.equal(scaled, plain)
+    assert not torch.equal(scaled, torch.ones(3))
+
+
+@fused_optimizers
+def test_kernel_skips_where_found_inf_is_one(make):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make([weight], fused=True)
+    weight.grad = torch.full((3,), torch.inf)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(3))
+    assert not any(
+        torch.is_tensor(each) and each.any() for each in optimizer.state[weight].values()
+    )
+
+
+def test_fused_sgd_still_leaves_a_momentum_unset_that_its_first_update_skipped():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9, fused=True)
+    weight.grad = torch.ones(3)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert "momentum_buffer" in optimizer.state[weight]  # else the guard in _updating can go
+
+
+def test_fused_optimizer_is_without_scale_and_verdict_after_a_step():
+    model = regression_model().float()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    seen = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(set(vars(optimizer))))
+    plan = af.with_amp("fp16", init_scale=1024.0)(af.Plan(mse, model, optimizer))
+    state, step = af.build(af.DistState(), plan)
+    step(state, batches(torch.float32)[0])
+    assert {"grad_scale", "found_inf"} <= seen[0]
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_foreach_norm_sums_half_precision_in_the_dtype_asked_for(dtype):
+    (norm,) = torch._foreach_norm([torch.full((4,), 6e4, dtype=dtype)], 2.0, torch.float32)
+    assert norm.dtype == torch.float32
+    assert norm == 2 * torch.tensor(6e4, dtype=dtype).float()
+
+
+def test_foreach_mul_does_not_round_a_factor_to_half_precision():
+    tensor = torch.full((3,), 6e4, dtype=torch.float16)
+    torch._foreach_mul_([tensor], torch.tensor(2.0**-28))
+    assert torch.equal(tensor, torch.full((3,), 6e4 * 2.0**-28, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_foreach_add_rounds_as_add_does_in_place(dtype):
+    lefts, rights = ([torch.randn(size).to(dtype) for size in (1, 7, 1000)] for _ in range(2))
+    expected = [left + right for left, right in zip(lefts, rights, strict=True)]
+    homes = [each.data_ptr() for each in lefts]
+    torch._foreach_add_(lefts, rights)
+    assert all(torch.equal(*pair) for pair in zip(lefts, expected, strict=True))
+    assert [each.data_ptr() for each in lefts] == homes
+
+
+@pytest.mark.parametrize(
+    ("method", "signature"),
+    [
+        ("_set_default_backend", r"\(self: .*ProcessGroup, backend_type: .*BackendType\) -> None"),
+        (
+            "_register_backend",
+            r"\(self: .*ProcessGroup, device: torch\.device, backend_type: .*BackendType, "
+            r"backend: .*Backend \| None = None\) -> None",
+        ),
+    ],
+)
+def test_process_group_takes_a_backend_as_we_give_it(method, signature):
+    assert re.search(signature, getattr(torch.distributed.ProcessGroup, method).__doc__)
+
+
+def test_two_groups_of_threads_add_up():
+    store = make_store()
+    tensors = [torch.tensor(1.0), torch.tensor(2.0)]
+
+    def run(rank):
+        make_group(store, rank, 2, 10.0).allreduce([tensors[rank]]).wait()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tensors == [3.0, 3.0]
+
+
+def test_group_of_a_thread_is_one_that_ddp_takes():
+    def run(state):
+        model = torch.nn.parallel.DistributedDataParallel(
+            nn.Linear(1, 1), process_group=state.group
+        )
+        model(torch.full((1, 1), float(state.rank))).sum().backward()
+        return float(model.module.weight.grad)
+
+    assert simulate(run, world_size=2) == [0.5, 0.5]
+
+
+def in_shards(state, replicate=1):
+    """A layer, and the class that FSDP has made for it."""
+    layer = nn.Linear(2, 3)
+    nn.init.ones_(layer.weight)
+    fully_shard(layer, mesh=make_mesh(state, replicate))
+    return layer
+
+
+def test_mesh_by_hand_is_one_that_fsdp_takes():
+    def run(state):
+        layer = in_shards(state, replicate=2)
+        layer(torch.full((1, 2), float(state.rank))).sum().backward()
+        mesh = layer.weight.device_mesh
+        shards = mesh["shard"]
+        return (
+            layer.weight.grad.full_tensor().tolist(),
+            [group.rank() for group in mesh.get_all_groups()],
+            (shards.ndim, shards.get_group() is mesh.get_group("shard")),
+        )
+
+    found = simulate(run, world_size=4)
+    assert [gradient for gradient, _, _ in found] == [[[1.5, 1.5]] * 3] * 4
+    assert [places for _, places, _ in found] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert {shards for _, _, shards in found} == {(1, True)}
+
+
+def test_fsdp_works_by_its_hooks_also_where_a_module_has_its_own_class_again():
+    def run(state):
+        layer = in_shards(state)
+        made, layer.__class__ = type(layer), nn.Linear
+        assert issubclass(made, FSDPModule)
+        assert issubclass(made, nn.Linear)
+        layer(torch.full((1, 2), float(state.rank))).sum().backward()
+        return layer.weight.grad.full_tensor().tolist()
+
+    assert simulate(run, world_size=2) == [[[0.5, 0.5]] * 3] * 2
+
+
+def test_a_parameter_that_fsdp_gathers_is_the_same_object_each_time():
+    def run(state):
+        layer = in_shards(state)
+        found = []
+        for _ in range(2):
+            layer.unshard()
+            found.append(id(layer.weight))
+            layer.reshard()
+        layer(torch.ones(1, 2))
+        return found == [id(layer.weight)] * 2
+
+    assert simulate(run, world_size=2) == [True, True]
+
+
+def test_backward_into_gathered_parameters_alone_is_averaged_over_the_ranks():
+    def run(state):
+        layer, other = in_shards(state), nn.Parameter(torch.ones(1))
+        loss = (layer(torch.full((1, 2), float(state.rank))) * other).sum()
+        run_backward(loss, None, list(layer.parameters()))
+        return layer.weight.grad.full_tensor().tolist(), other.grad
+
+    assert simulate(run, world_size=2) == [([[0.5, 0.5]] * 3, None)] * 2
+
+
+def test_get_worker_info_gives_what_its_module_holds():
+    info = WorkerInfo(id=3, num_workers=5, seed=7, dataset=None)
+    assert get_worker_info() is None
+    with shown(info):
+        assert get_worker_info() is info
+    assert get_worker_info() is None
+
+
+class WhoReads(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        with shown(None):
+            alone = get_worker_info()
+        yield info.id, info.num_workers, info.dataset is self, alone
+
+
+def test_worker_knows_itself_by_the_data_set_that_its_loader_reads():
+    found = list(DataLoader(WhoReads(), batch_size=None, num_workers=2))
+    assert found == [[0, 2, True, None], [1, 2, True, None]]
+
+
+class Waiting(IterableDataset):
+    def __iter__(self):
+        yield 0
+        time.sleep(600)
+
+
+def test_a_worker_that_was_started_here_is_watched_by_us_alone():
+    """Its death is told by `next`, within a time much shorter than torch's 5 s, and nowhere else."""
+    running = iter(WatchedLoader(Waiting(), batch_size=None, num_workers=1))
+    assert not running._worker_pids_set
+    assert next(running) == 0
+    running._workers[0].kill()
+    running._workers[0].join()  # where torch's handler would raise
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"worker 0 \(process \d+\) killed by SIGKILL"):
+        next(running)
+    assert time.monotonic() - started < 2
+    end_workers(running, at_once=True)
+
+
+class Sizes(IterableDataset):
+    def __iter__(self):
+        for size in (0, 1, 20_000, 3_000_000):
+            yield "x" * size
+
+
+def test_messages_of_workers_are_received_as_python_sends_them():
+    """By a method of its queue, from a connection whose reads can be given."""
+    running = iter(
+        WatchedLoader(Sizes(), batch_size=None, num_workers=1, collate_fn=lambda item: item)
+    )
+    receive, sizes = running._worker_result_queue._recv_bytes, []
+
+    def noting():
+        message = receive()
+        sizes.append(len(message))
+        return message
+
+    running._worker_result_queue._recv_bytes = noting
+    assert [len(item) for item in running] == [0, 1, 20_000, 3_000_000]
+    assert max(sizes) > 3_000_000
+
+
+@pytest.mark.parametrize("timeout", [0, 1])
+def test_data_of_workers_come_by_a_method_that_can_be_replaced(timeout):
+    running = iter(WatchedLoader(WhoReads(), batch_size=None, num_workers=1, timeout=timeout))
+    replaced, asked = running._try_get_data, []
+    running._try_get_data = lambda *args: asked.append(args) or replaced(*args)
+    assert len(list(running)) == 1
+    assert asked[0] == ((timeout,) if timeout else ())
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_workers_behind_an_iterator_can_be_missed_and_ended(at_once):
+    running = iter(WatchedLoader(WhoReads(), batch_size=None, num_workers=2))
+    assert lost_workers(running) == ""
+    with contextlib.suppress(RuntimeError):  # torch may say at once that it was killed
+        running._workers[1].kill()
+        running._workers[1].join()
+    assert re.fullmatch(r"worker 1 \(process \d+\) killed by SIGKILL", lost_workers(running))
+    end_workers(running, at_once=at_once)
+    assert running._shutdown
+    assert not any(worker.is_alive() for worker in running._workers)

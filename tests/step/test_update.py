@@ -1,0 +1,350 @@
+"""One update: what reaches the optimizer, and what is left behind."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accel_fn as af
+from accel_fn.step.update import apply_update
+from accel_fn.testing import strategies
+
+MAKERS = {
+    "adam": functools.partial(torch.optim.Adam, lr=0.1),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.1),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+OK, BAD = torch.tensor(True), torch.tensor(False)
+# A kernel divides by the reciprocal where a multiply would do, and sums in another order.
+ROUNDING = {"rtol": 1e-6, "atol": 1e-7}
+
+every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+def parameters(*dtypes, seed=0):
+    """One parameter [4] of each dtype."""
+    return [nn.Parameter(values.clone()) for values in normal(dtypes, seed=seed)]
+
+
+def normal(dtypes, seed=1):
+    """A gradient [4] of each dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, generator=generator).to(dtype) for dtype in dtypes]
+
+
+def update(optimizer, tensors, factor=None, ok=None):
+    """What a step does with these gradients; they are copied first."""
+    trained = [each for group in optimizer.param_groups for each in group["params"]]
+    copies = tuple(None if each is None else each.clone() for each in tensors)
+    apply_update(optimizer, trained, af.Grads(copies, factor), ok)
+
+
+def update_by_hand(optimizer, tensors):
+    """The same gradients, applied as everybody does."""
+    trained = [each for group in optimizer.param_groups for each in group["params"]]
+    for parameter, tensor in zip(trained, tensors, strict=True):
+        parameter.grad = None if tensor is None else tensor.clone()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same_bits(actual, expected):
+    torch.testing.assert_close(list(actual), list(expected), rtol=0, atol=0)
+
+
+def refuse_step(optimizer, *_):
+    raise ArithmeticError("no step today")
+
+
+@every_optimizer
+@fused_or_not
+@every_dtype
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_factor_of_one_changes_no_bit(make, fused, dtype, factor):
+    ours, by_hand = parameters(dtype, dtype), parameters(dtype, dtype)
+    optimizer, reference = make(ours, fused=fused), make(by_hand, fused=fused)
+    for seed in range(3):
+        tensors = normal([dtype, dtype], seed)
+        update(optimizer, tensors, None if factor is None else torch.tensor(factor, dtype=dtype))
+        update_by_hand(reference, tensors)
+    assert_same_bits(ours, by_hand)
+
+
+@every_optimizer
+@fused_or_not
+@every_dtype
+@given(exponent=st.integers(-30, 30), seed=strategies.seeds())
+def test_power_of_two_is_exact(make, fused, dtype, exponent, seed):
+    ours, by_hand = parameters(dtype), parameters(dtype)
+    tensors = normal([dtype], seed)
+    scaled = [each * 2.0**-exponent for each in tensors]
+    update(make(ours, fused=fused), scaled, torch.tensor(2.0**exponent, dtype=dtype))
+    update_by_hand(make(by_hand, fused=fused), tensors)
+    assert_same_bits(ours, by_hand)
+
+
+@every_optimizer
+@given(factor=st.floats(1e-3, 1e3), seed=strategies.seeds())
+def test_kernel_and_multiply_agree_to_rounding(make, factor, seed):
+    fused, plain = parameters(torch.float32), parameters(torch.float32)
+    tensors = normal([torch.float32], seed)
+    factor = torch.tensor(factor)
+    update(make(fused, fused=True), tensors, factor)
+    update(make(plain, fused=False), tensors, factor)
+    # relative to the gradients times the learning rate, where they are large
+    scale = max(1.0, float(factor * tensors[0].abs().max()))
+    torch.testing.assert_close(fused[0] / scale, plain[0] / scale, **ROUNDING)
+
+
+@every_optimizer
+@fused_or_not
+def test_factor_in_float64_is_applied_in_float64(make, fused):
+    ours, by_hand = parameters(torch.float64), parameters(torch.float64)
+    tensors, factor = normal([torch.float64]), torch.tensor(1 / 3, dtype=torch.float64)
+    update(make(ours, fused=fused), tensors, factor)
+    update_by_hand(make(by_hand, fused=fused), [each * factor for each in tensors])
+    assert_same_bits(ours, by_hand)
+
+
+@fused_or_not
+@pytest.mark.parametrize("factor", [torch.float32, torch.float64], ids=str)
+def test_parameters_of_several_dtypes_are_updated_each_in_its_own(fused, factor):
+    dtypes = [torch.float32, torch.float64]
+    ours, by_hand = parameters(*dtypes), parameters(*dtypes)
+    update(
+        torch.optim.SGD(ours, lr=0.1, fused=fused), normal(dtypes), torch.tensor(0.5, dtype=factor)
+    )
+    update_by_hand(torch.optim.SGD(by_hand, lr=0.1, fused=fused), [t * 0.5 for t in normal(dtypes)])
+    assert_same_bits(ours, by_hand)
+
+
+@fused_or_not
+def test_groups_keep_their_own_learning_rates(fused):
+    first, second = parameters(torch.float32, torch.float32)
+    start = [first.detach().clone(), second.detach().clone()]
+    groups = [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}]
+    tensors = normal([torch.float32, torch.float32])
+    update(torch.optim.SGD(groups, fused=fused), tensors, torch.tensor(0.5))
+    expected = [start[0] - 0.25 * tensors[0], start[1] - 0.125 * tensors[1]]
+    torch.testing.assert_close([first.detach(), second.detach()], expected, **ROUNDING)
+
+
+def test_optimizer_of_which_one_group_is_not_fused_gets_its_gradients_multiplied():
+    first, second = parameters(torch.float32, torch.float32)
+    groups = [{"params": [first]}, {"params": [second], "fused": False}]
+    optimizer = torch.optim.SGD(groups, lr=1.0, fused=True)
+    seen = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(set(vars(optimizer))))
+    before = second.detach().clone()
+    update(optimizer, [torch.ones(4), torch.ones(4)], torch.tensor(0.5), OK)
+    assert not seen[0] & {"grad_scale", "found_inf"}
+    assert torch.equal(second, before - 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_factor_below_half_precision_is_not_lost(dtype):
+    (parameter,) = trained = [nn.Parameter(torch.zeros(4, dtype=dtype))]
+    gradient = torch.full((4,), 2.0**15, dtype=dtype)
+    update(torch.optim.SGD(trained, lr=1.0), [gradient], torch.tensor(2.0**-30))
+    assert torch.equal(parameter, torch.full((4,), -(2.0**-15), dtype=dtype))
+
+
+class Named(TorchDispatchMode):
+    """The operations that have a word in their names."""
+
+    def __init__(self, word):
+        super().__init__()
+        self.word, self.seen = word, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.word in str(func):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("factor", "fused", "dtypes", "expected"),
+    [
+        (0.5, False, [torch.float32] * 3, ["aten._foreach_mul_.Tensor"]),
+        (0.5, False, [torch.float32, torch.float64], ["aten.mul_.Tensor"] * 2),
+        (0.5, True, [torch.float32] * 3, []),
+        (1.0, False, [torch.float32] * 3, []),
+    ],
+    ids=["alike", "of several dtypes", "in the kernel", "a factor of one"],
+)
+def test_gradients_are_multiplied_by_one_operation_or_none(factor, fused, dtypes, expected):
+    options = {"fused": True} if fused else {"foreach": False}
+    optimizer = torch.optim.SGD(parameters(*dtypes), lr=0.1, **options)
+    tensors = normal(dtypes)
+    with Named("mul") as mode:
+        update(optimizer, tensors, torch.tensor(factor))
+    assert mode.seen == expected
+
+
+def test_sparse_gradient_is_multiplied():
+    (parameter,) = trained = [nn.Parameter(torch.zeros(3, 2))]
+    gradient = torch.sparse_coo_tensor(
+        torch.tensor([[2, 2]]), torch.ones(2, 2), (3, 2), check_invariants=True
+    )
+    update(torch.optim.SGD(trained, lr=1.0), [gradient], torch.tensor(0.5))
+    assert torch.equal(parameter, torch.tensor([[0.0, 0.0], [0.0, 0.0], [-1.0, -1.0]]))
+
+
+@every_optimizer
+@fused_or_not
+@pytest.mark.parametrize("ok", [None, OK])
+def test_update_without_any_gradient_changes_nothing(make, fused, ok):
+    trained = parameters(torch.float32)
+    before = trained[0].detach().clone()
+    update(make(trained, fused=fused), [None], torch.tensor(0.5), ok)
+    assert torch.equal(trained[0], before)
+
+
+@every_optimizer
+@fused_or_not
+@every_dtype
+def test_good_verdict_changes_no_bit(make, fused, dtype):
+    checked, unchecked = parameters(dtype), parameters(dtype)
+    one, other = make(checked, fused=fused), make(unchecked, fused=fused)
+    for seed in range(2):
+        update(one, normal([dtype], seed), torch.tensor(0.5, dtype=dtype), OK)
+        update(other, normal([dtype], seed), torch.tensor(0.5, dtype=dtype), None)
+    assert_same_bits(checked, unchecked)
+
+
+@every_optimizer
+@fused_or_not
+@every_dtype
+@pytest.mark.parametrize("factor", [None, 0.5])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_bad_verdict_changes_no_bit_of_parameters_and_state(make, fused, dtype, factor, bad):
+    trained = parameters(dtype)
+    optimizer = make(trained, fused=fused)
+    factor = None if factor is None else torch.tensor(factor, dtype=dtype)
+    update(optimizer, normal([dtype]), factor, OK)
+    held = copy.deepcopy([trained[0].detach(), optimizer.state_dict()["state"]])
+    update(optimizer, [torch.full((4,), bad, dtype=dtype)], factor, BAD)
+    torch.testing.assert_close(
+        [trained[0].detach(), optimizer.state_dict()["state"]], held, rtol=0, atol=0
+    )
+
+
+@every_optimizer
+@fused_or_not
+@every_dtype
+def test_skipped_first_update_leaves_no_trace(make, fused, dtype):
+    skipping, plain = parameters(dtype), parameters(dtype)
+    one, other = make(skipping, fused=fused), make(plain, fused=fused)
+    factor = torch.tensor(0.5, dtype=dtype)
+    update(one, [torch.full((4,), torch.inf, dtype=dtype)], factor, BAD)
+    for seed in range(2):
+        update(one, normal([dtype], seed), factor, OK)
+        update(other, normal([dtype], seed), factor, OK)
+    assert_same_bits(skipping, plain)
+
+
+@pytest.mark.parametrize("earlier", [[], [[torch.ones(4), None]]], ids=["at all", "of its own"])
+def test_first_update_makes_no_momentum_where_it_is_skipped(earlier):
+    early, late = parameters(torch.float32, torch.float32)
+    optimizer = torch.optim.SGD([early, late], lr=0.1, momentum=0.9, fused=True)
+    for tensors in earlier:
+        update(optimizer, tensors, torch.tensor(1.0), OK)
+    update(optimizer, [None, torch.full((4,), torch.inf)], torch.tensor(1.0), BAD)
+    assert "momentum_buffer" not in optimizer.state[late]
+
+
+def test_kernel_skips_where_a_parameter_is_never_reached():
+    early, never = parameters(torch.float32, torch.float32)
+    optimizer = torch.optim.SGD([early, never], lr=0.1, momentum=0.9, fused=True)
+    update(optimizer, [torch.ones(4), None], torch.tensor(1.0), OK)
+    seen = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.found_inf))
+    update(optimizer, [torch.full((4,), torch.inf), None], torch.tensor(1.0), BAD)
+    assert seen == [1.0]  # else the host has waited for the verdict
+
+
+@pytest.mark.parametrize(
+    ("make", "fused", "expected"),
+    [
+        (MAKERS["adamw"], True, [0, 0, 0]),
+        (MAKERS["sgd"], True, [0, 0, 0]),
+        (MAKERS["momentum"], True, [1, 0, 0]),
+        (MAKERS["momentum"], False, [1, 1, 1]),
+    ],
+    ids=["fused", "fused SGD", "fused SGD with momentum", "not fused"],
+)
+def test_the_host_waits_for_a_verdict_where_no_kernel_can_take_it(make, fused, expected):
+    optimizer = make(parameters(torch.float32), fused=fused)
+    found = []
+    for seed in range(3):
+        with Named("_local_scalar_dense") as reads:
+            update(optimizer, normal([torch.float32], seed), None, OK)
+        found.append(len(reads.seen))
+    assert found == expected
+
+
+@every_optimizer
+@fused_or_not
+@pytest.mark.parametrize("ok", [None, OK, BAD])
+def test_no_gradient_is_left_on_the_parameters(make, fused, ok):
+    trained = parameters(torch.float32)
+    update(make(trained, fused=fused), normal([torch.float32]), torch.tensor(0.5), ok)
+    assert trained[0].grad is None
+
+
+@fused_or_not
+@pytest.mark.parametrize("ok", [None, OK])
+def test_failing_optimizer_leaves_no_gradient_and_no_factor(fused, ok):
+    trained = parameters(torch.float32)
+    optimizer = torch.optim.Adam(trained, fused=fused)
+    optimizer.register_step_pre_hook(refuse_step)
+    with pytest.raises(ArithmeticError, match="no step today"):
+        update(optimizer, normal([torch.float32]), torch.tensor(0.5), ok)
+    assert trained[0].grad is None
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+
+
+def test_gradients_for_other_parameters_are_refused_and_none_is_left():
+    trained = parameters(torch.float32, torch.float32)
+    optimizer = torch.optim.Adam(trained)
+    with pytest.raises(ValueError, match="shorter than argument 1"):
+        update(optimizer, normal([torch.float32]))
+    assert [parameter.grad for parameter in trained] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("factor", "ok", "expected"),
+    [
+        (None, None, set()),
+        (0.5, None, {"grad_scale"}),
+        (None, OK, {"found_inf"}),
+        (0.5, OK, {"grad_scale", "found_inf"}),
+    ],
+)
+def test_fused_optimizer_sees_factor_and_verdict_in_its_step_and_not_after_it(factor, ok, expected):
+    optimizer = torch.optim.Adam(parameters(torch.float32), fused=True)
+    seen = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.extend(vars(optimizer)))
+    update(optimizer, normal([torch.float32]), None if factor is None else torch.tensor(factor), ok)
+    assert {"grad_scale", "found_inf"} & set(seen) == expected
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+
+
+def test_kernel_leaves_the_gradients_to_the_optimizer_unmultiplied():
+    optimizer = torch.optim.Adam(parameters(torch.float32), fused=True)
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0].grad.clone())
+    )
+    tensors = normal([torch.float32])
+    update(optimizer, tensors, torch.tensor(0.5))
+    assert torch.equal(seen[0], tensors[0])

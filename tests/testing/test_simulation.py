@@ -1,0 +1,292 @@
+"""simulate: ranks that fail never leave others, or the next simulation, waiting."""
+
+import contextlib
+import copy
+import math
+import queue
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import assert_equivalent, simulate
+from accel_fn.testing import simulate as simulate_module
+from tests import strategies as ours
+from tests.forking import run_worlds
+
+
+def test_every_rank_has_a_state_of_its_own():
+    states = simulate(lambda state: state, world_size=3, seed=4)
+    assert [state.rank for state in states] == [0, 1, 2]
+    assert {(state.world_size, state.local_world_size, state.seed) for state in states} == {
+        (3, 3, 4)
+    }
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_the_first_error_of_any_rank_is_raised_with_its_rank(culprit):
+    def run(state):
+        if state.rank == culprit:
+            raise KeyError("broken")
+        af.barrier(state)
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="broken") as caught:
+        simulate(run, world_size=3, timeout_s=200)
+    assert caught.value.__notes__ == [f"on simulated rank {culprit} of 3"]
+    assert time.monotonic() - start < 100  # of 200: nobody waited for it
+
+
+def test_a_failed_world_is_not_used_again():
+    def failing(state):
+        if state.is_main:
+            raise ValueError("once")
+        return af.reduce_sum(1, state)
+
+    for _ in range(5):
+        with pytest.raises(ValueError, match="once"):
+            simulate(failing, world_size=2)
+        assert simulate(lambda state: af.reduce_sum(1, state), world_size=2) == [2, 2]
+
+
+@pytest.mark.parametrize("late_s", [None, 0.6], ids=["never", "late"])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_world_that_ran_out_of_time_is_not_used_again_though_nobody_raised(alone, late_s):
+    """The other rank does not come, or when it is too late."""
+
+    def miss(state):
+        if state.rank != alone and late_s:
+            time.sleep(late_s)
+        if state.rank == alone or late_s:
+            with contextlib.suppress(RuntimeError):
+                af.barrier(state)
+        return state.group
+
+    def meet(state):
+        return state.group, af.reduce_sum(1, state)
+
+    lost = simulate(miss, world_size=2, timeout_s=0.3)
+    groups, sums = zip(*simulate(meet, world_size=2, timeout_s=0.3), strict=True)
+    assert sums == (2, 2)
+    assert set(groups).isdisjoint(lost)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked():
+    def run(state):
+        return None if state.is_main else af.reduce_sum(1, state)
+
+    start = time.monotonic()
+    with pytest.raises(Exception, match=r"(?i)timed out|timeout|connection closed"):
+        simulate(run, world_size=2, timeout_s=1)
+    assert time.monotonic() - start < 8
+
+
+@pytest.fixture
+def lost(monkeypatch):
+    """None of the other tests' worlds."""
+    lost = simulate_module._Lost()
+    monkeypatch.setattr(simulate_module, "_lost", lost)
+    yield
+    lost.see_out()
+
+
+@pytest.mark.usefixtures("lost")
+def test_worlds_that_failed_are_not_many_at_a_time(monkeypatch):
+    """Each has sockets open until its ranks have run out of time."""
+    monkeypatch.setattr(simulate_module, "_MAX_LOST_SOCKETS", 8)
+    others = threading.enumerate()
+
+    def run(state):
+        if state.is_main:
+            raise KeyError("broken")
+        af.barrier(state)
+
+    for _ in range(7):
+        with pytest.raises(KeyError):
+            simulate(run, world_size=2, timeout_s=0.3)
+        waiting = [each for each in threading.enumerate() if each not in others]
+        assert (
+            sum(each.name == "rank 1 of 2" for each in waiting) <= 3
+        )  # two lost before, and this one
+
+
+@pytest.mark.usefixtures("lost")
+def test_a_rank_that_outlives_its_simulation_may_simulate(monkeypatch):
+    """It is one of those that are seen out, and cannot wait for itself."""
+    monkeypatch.setattr(simulate_module, "_MAX_LOST_SOCKETS", 0)
+    has_failed, found = threading.Event(), queue.SimpleQueue()
+
+    def run(state):
+        if state.is_main:
+            raise KeyError("broken")
+        has_failed.wait(60)
+        found.put(simulate(lambda inner: af.reduce_sum(1, inner), world_size=2, timeout_s=7.5))
+
+    with pytest.raises(KeyError):
+        simulate(run, world_size=2)
+    has_failed.set()
+    assert found.get(timeout=60) == [2, 2]
+
+
+@pytest.mark.slow
+def test_ranks_that_still_wait_when_python_ends_do_not_abort_it(tmp_path):
+    """They run out of time in the background, and need the interpreter for that."""
+    script = """
+        import accel_fn as af
+        from accel_fn.testing import simulate
+
+        def run(state):
+            if state.is_main:
+                raise KeyError("broken")
+            af.barrier(state)
+
+        {call}
+    """
+    calls = {
+        "raised": "simulate(run, world_size=4, timeout_s=0.2)",
+        "caught": """try:
+            simulate(run, world_size=4, timeout_s=0.2)
+        except KeyError:
+            pass""",
+    }
+    scripts = {name: script.format(call=call) for name, call in calls.items()}
+    ended = run_worlds(scripts, tmp_path, num_processes=1)
+    assert {name: ranks[0].exit_code for name, ranks in ended.items()} == {"raised": 1, "caught": 0}
+    assert ended["caught"][0].stderr == ""
+    assert ended["raised"][0].stderr.endswith("KeyError: 'broken'\non simulated rank 0 of 4\n")
+
+
+@pytest.mark.slow
+def test_a_thousand_simulations_neither_hang_nor_leak_threads():
+    simulate(af.barrier, world_size=2)
+    simulate(af.barrier, world_size=3)
+    before = threading.active_count()
+    for turn in range(1000):
+        size = 2 + turn % 2
+        assert (
+            simulate(lambda state: af.reduce_sum(state.rank, state), world_size=size)[0]
+            == size * (size - 1) // 2
+        )
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"world_size": 0}, "world_size must be an integer >= 1, got 0"),
+        ({"world_size": 2, "timeout_s": -1}, "timeout_s must be a finite number > 0, got -1"),
+        ({"world_size": 2, "seed": -1}, "seed must be an integer >= 0, got -1"),
+        ({"world_size": 2, "fn": 3}, "fn must be a function, got 3"),
+    ],
+)
+def test_arguments_are_checked(arguments, text):
+    with pytest.raises(ValueError, match=f"simulate: {text}"):
+        simulate(**{"fn": af.barrier, **arguments})
+
+
+def make_plan():
+    model = ours.regression_model()
+    return af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+
+
+BATCHES = [(torch.ones(n, 3).double() * n, torch.ones(n, 1).double()) for n in (5, 2, 1)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equivalent_plans_pass_in_any_world(world_size):
+    plan = make_plan()
+    before = {name: value.clone() for name, value in plan.model.state_dict().items()}
+    assert_equivalent(
+        plan,
+        af.compose(af.wrap_ddp(), af.accumulate(2))(plan),
+        BATCHES,
+        world_sizes=(1, world_size),
+    )
+    ours.assert_identical(plan.model.state_dict(), before)
+
+
+def test_plans_that_train_another_model_are_told_apart():
+    plan = make_plan()
+    with pytest.raises(
+        AssertionError, match=r"0\.weight differs by up to .* after batch 0 on rank 0"
+    ):
+        assert_equivalent(plan, af.clip(1e-3)(plan), BATCHES)
+
+
+def test_plans_that_weigh_a_masked_loss_by_samples_are_told_apart():
+    """The mistake of the field: a mean of means over tokens."""
+    model = ours.token_model()
+    batch = {
+        "inputs": torch.ones(2, 3, 3).double(),
+        "labels": torch.tensor([[1, -100, -100], [2, 0, 3]]),
+    }
+    batch["inputs"][1] *= -0.5
+    right = af.Plan(ours.token_loss, model, ours.adamw(model.parameters()), af.num_labels("labels"))
+    wrong = af.Plan(ours.token_loss, model, right.optimizer)
+    assert_equivalent(right, af.accumulate(2)(right), [batch])
+    with pytest.raises(AssertionError, match="must train the same model"):
+        assert_equivalent(right, af.accumulate(2)(wrong), [batch])
+
+
+@pytest.mark.parametrize("batches", [[], (), iter([])])
+def test_without_batches_nothing_is_equivalent(batches):
+    with pytest.raises(ValueError, match="assert_equivalent: batches must hold a batch, got"):
+        assert_equivalent(make_plan(), make_plan(), batches)
+
+
+@pytest.mark.parametrize("name", ["rtol", "atol"])
+@pytest.mark.parametrize("value", [True, "0", None, -1e-9, math.nan, math.inf])
+def test_a_tolerance_is_a_number(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a finite number >= 0, got"):
+        assert_equivalent(make_plan(), make_plan(), BATCHES, **{name: value})
+
+
+def spoiling(plan):
+    """A plan that trains to nan."""
+    return replace(plan, gradients=(lambda state, grads: grads.map(lambda g: g * torch.nan),))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "whose"),
+    [(True, True, "plan_a and plan_b"), (True, False, "plan_a"), (False, True, "plan_b")],
+)
+def test_what_is_no_number_is_told_of_and_never_equal(first, second, whose):
+    plans = [spoiling(make_plan()) if spoilt else make_plan() for spoilt in (first, second)]
+    with pytest.raises(AssertionError, match=rf"0\.weight is nan with {whose} after batch 0"):
+        assert_equivalent(*plans, BATCHES)
+
+
+class Marked(nn.Module):
+    """A model with buffers that are no finite floating-point numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = ours.regression_model()
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("seen", torch.tensor([False, True]))
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+
+def test_buffers_of_any_kind_are_compared():
+    model = Marked()
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    assert_equivalent(plan, af.accumulate(2)(plan), BATCHES)
+    for name, text in (("mask", "inf"), ("seen", "1")):
+        other = copy.deepcopy(model)
+        other.get_buffer(name)[0] = 1 if name == "seen" else -torch.inf
+        another = replace(plan, model=other, optimizer=ours.adamw(other.parameters()))
+        with pytest.raises(AssertionError, match=f"{name} differs by up to {text} after"):
+            assert_equivalent(plan, another, BATCHES)
+
+
+def test_models_of_other_parameters_are_not_compared():
+    model = nn.Linear(3, 1).double()
+    other = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    with pytest.raises(ValueError, match=r"same parameters and buffers, got 0\.bias \[5\]"):
+        assert_equivalent(make_plan(), other, BATCHES)

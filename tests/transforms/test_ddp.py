@@ -1,0 +1,152 @@
+"""wrap_ddp: what DistributedDataParallel is given, and what its hooks send."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.processes import launch
+
+BATCH = (torch.arange(12.0).reshape(4, 3) / 10, torch.ones(4, 1))
+
+
+def built(state, model=None, **options):
+    model = ours.regression_model().float() if model is None else model
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    return af.build(state, af.wrap_ddp(**options)(plan))
+
+
+def drawn(state, num_features, num_targets):
+    """A batch of its own for every rank."""
+    generator = torch.Generator().manual_seed(state.rank)
+    return tuple(torch.randn(9, size, generator=generator) for size in (num_features, num_targets))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (100, 1, 1)),
+        ({"bucket_cap_mb": 25, "gradient_as_bucket_view": False}, (25, 0, 1)),
+    ],
+    ids=str,
+)
+def test_ddp_gets_what_the_docs_name_where_the_user_gives_nothing_else(options, expected):
+    def run(state):
+        _, step = built(state, **options)
+        told = step._grad_fn.module._get_ddp_logging_data()
+        names = ("gradient_as_bucket_view", "broadcast_buffers")
+        return told["bucket_cap_bytes"] / 2**20, *(told[name] for name in names)
+
+    assert simulate(run, world_size=2) == [expected] * 2
+
+
+@pytest.mark.parametrize(("options", "count"), [({}, 1), ({"gradient_as_bucket_view": False}, 4)])
+def test_the_optimizer_sees_gradients_that_lie_in_the_bucket(options, count):
+    def run(state):
+        state, step = built(state, **options)
+        places = set()
+
+        def look(optimizer, *_):
+            for parameter in step.plan.model.parameters():
+                places.add(parameter.grad.untyped_storage().data_ptr())
+
+        step.plan.optimizer.register_step_pre_hook(look)
+        step(state, BATCH)
+        return len(places)
+
+    assert simulate(run, world_size=2) == [count] * 2
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+def test_replicas_stay_equal_and_near_what_is_sent_whole_under_communication_hooks(hook):
+    model = ours.regression_model().float()
+    _, expected = ours.trained_by_hand(model, [BATCH] * 3, optimizer=ours.sgd)
+    results = ours.trained(
+        model,
+        ours.dealt([BATCH] * 3, [[1, 3]] * 3),
+        af.wrap_ddp(comm_hook=hook),
+        optimizer=ours.sgd,
+    )
+    # gradients travel with the 8 bits of bfloat16, or the 11 of float16: 2**-8 of updates of about 0.1
+    ours.assert_close(results[0][1], expected, rtol=1e-2, atol=1e-2)
+    ours.assert_identical(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"), [(None, torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
+)
+def test_gradients_are_rounded_to_what_a_hook_sends(hook, expected):
+    def run(state):
+        state, step = built(state, comm_hook=hook)
+        _, grads, _ = step.grads(state, drawn(state, 3, 1))
+        return next(  # the coarsest first
+            dtype
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
+            if all(torch.equal(each, each.to(dtype).float()) for each in grads.tensors)
+        )
+
+    assert simulate(run, world_size=2) == [expected] * 2
+
+
+def test_powersgd_sends_factors_of_rank_one_after_the_calls_that_torch_sends_whole():
+    def run(state):
+        generator = torch.Generator().manual_seed(0)
+        model = nn.Linear(8, 8)
+        with torch.no_grad():
+            model.weight.copy_(torch.randn(8, 8, generator=generator))
+        state, step = built(state, model, comm_hook="powersgd")
+        ((_, memory),) = step._grad_fn.module._comm_hooks
+        found = []
+        for calls in (0, memory.start_powerSGD_iter):
+            memory.iter = calls
+            _, grads, _ = step.grads(state, drawn(state, 8, 8))
+            found.append(int(torch.linalg.matrix_rank(grads.tensors[0])))
+        return found
+
+    assert simulate(run, world_size=2) == [[8, 1]] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL's gather")
+def test_synchronised_batch_statistics_are_those_of_the_global_batch():
+    said = launch(
+        """
+        import json, torch, accel_fn as af
+        from tests.transforms.test_ddp import normalising, uneven_batches
+        from tests import strategies as ours
+
+        state, model = af.init(timeout_s=60), normalising()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        recipe = af.compose(af.place(), af.wrap_ddp(sync_batchnorm=True))
+        state, step = af.build(state, recipe(plan))
+        for part in ours.dealt(*uneven_batches())[state.rank]:
+            state, _ = step(state, part)
+        say(json.dumps({name: each.tolist() for name, each in model.state_dict().items()}))
+        """
+    )
+    batches, _ = uneven_batches()
+    _, expected = ours.trained_by_hand(normalising(), batches, optimizer=ours.sgd)
+    for line in said.splitlines():
+        actual = {name: torch.tensor(each) for name, each in json.loads(line).items()}
+        ours.assert_close(actual, expected, rtol=1e-4, atol=1e-5)  # float32, on other kernels
+
+
+def normalising():
+    """The regression model with batch statistics before what bends."""
+    first, bend, last = copy.deepcopy(ours.regression_model().float())
+    return nn.Sequential(first, nn.BatchNorm1d(5), bend, last)
+
+
+def uneven_batches():
+    """Global batches, and what each of two ranks takes of them."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(7, 3, generator=generator), torch.randn(7, 1, generator=generator))
+        for _ in range(3)
+    ]
+    return batches, [[2, 5]] * 3

@@ -1,0 +1,223 @@
+"""with_amp("fp8"): the training of torchao's own layers, though the model keeps those it has."""
+
+import copy
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchao.float8 as torchao_float8
+from torch._dynamo.utils import counters
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.compilers import compiles
+from tests.laws.test_reproducible import fingerprint
+
+
+def make_model():
+    """Three layers that fit, one of them without a bias, and one that does not."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 32),
+        torch.nn.GELU(),
+        torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False), torch.nn.Linear(32, 16)),
+        torch.nn.Linear(16, 3),
+    )
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+# A loss is weighed by its number of samples: by a power of two, lest that rounds.
+def make_batches(number=3, size=8):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 16, generator=generator), torch.arange(size) % 3) for _ in range(number)
+    ]
+
+
+def by_hand(model, optimizer, parts):
+    """One update of torchao's layers over the mean of the parts; its loss."""
+    losses = []
+    for part in parts:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_fn(model, part)
+        (loss / len(parts)).backward()
+        losses.append(loss.detach() / len(parts))
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(sum(losses))
+
+
+def torchaos(model):
+    config = torchao_float8.Float8LinearConfig(emulate=True, pad_inner_dim=True)
+
+    def fits(layer, name):
+        return layer.out_features % 16 == 0
+
+    convert = torchao_float8.convert_to_float8_training
+    for layer in convert(model, module_filter_fn=fits, config=config).modules():
+        if "Float8" in type(layer).__name__:  # they take the dtype of autocast of a GPU alone
+            layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(torch.bfloat16),))
+    return model
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("how", ["micro-batches", "ranks"])
+def test_it_is_the_training_of_torchaos_layers(how, num_parts):
+    start = make_model()
+    other = torchaos(copy.deepcopy(start))
+    optimizer = ours.adamw(other.parameters())
+    batches = make_batches()
+    cut = [
+        [ours.rows(batch, 4 * i, 4 * i + 8 // num_parts) for i in range(num_parts)]
+        for batch in batches
+    ]
+    expected = [by_hand(other, optimizer, parts) for parts in cut]
+
+    def run(state):
+        model = copy.deepcopy(start)
+        kinds = [type(each) for each in model.modules()]
+        recipe = af.compose(af.with_amp("fp8"), af.wrap_ddp())
+        if how == "micro-batches":
+            recipe = af.compose(recipe, af.accumulate(num_parts))
+        plan = recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+        state, step = af.build(state, plan)
+        losses = []
+        for whole, parts in zip(batches, cut, strict=True):
+            state, report = step(state, whole if state.world_size == 1 else parts[state.rank])
+            losses.append(float(report.loss))
+        assert [type(each) for each in model.modules()] == kinds
+        assert not any("forward" in vars(each) for each in model.modules())
+        return losses, model.state_dict()
+
+    for losses, parameters in simulate(run, world_size=num_parts if how == "ranks" else 1):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert list(parameters) == list(other.state_dict())
+        for name, value in other.state_dict().items():
+            torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-6)
+
+
+def test_it_is_neither_float32_nor_bf16():
+    (batch,) = make_batches(1)
+    losses = {}
+    for name, recipe in {
+        "fp8": af.with_amp("fp8"),
+        "bf16": af.with_amp("bf16"),
+        "no": af.compose(),
+    }.items():
+        model = make_model()
+        plan = recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+        state, step = af.build(af.DistState(), plan)
+        losses[name] = float(step(state, batch)[1].loss)
+    assert len(set(losses.values())) == 3
+    assert losses["fp8"] == pytest.approx(losses["no"], rel=2**-3)  # of e4m3, one rounding is 2**-4
+
+
+def test_shards_and_blocks_that_are_computed_again_take_it_too():
+    """One rank's part is the batch of both, so float8's largest values are the same."""
+    (batch,) = make_batches(1)
+    start = make_model()
+
+    def run(state, recipe):
+        model = copy.deepcopy(start)
+        plan = recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+        state, step = af.build(state, plan)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        return ours.whole(model.state_dict())
+
+    amp = af.with_amp("fp8")
+    (expected,) = simulate(lambda state: run(state, amp), world_size=1)
+    recipes = [
+        af.compose(amp, af.wrap_fsdp(blocks="2")),
+        af.compose(amp, af.wrap_ddp(), af.checkpointed(blocks="2")),
+        af.compose(af.checkpointed(blocks="2"), amp, af.wrap_ddp()),
+    ]
+    for recipe in recipes:
+        for parameters in simulate(lambda state, each=recipe: run(state, each), world_size=2):
+            for name, value in expected.items():
+                torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-6)
+
+
+def test_a_model_without_layers_that_fit_is_refused():
+    model = torch.nn.Linear(3, 16)
+    plan = af.with_amp("fp8")(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+    with pytest.raises(
+        ValueError, match=r"build: with_amp\('fp8'\) must find linear layers .*16.*Linear"
+    ):
+        af.build(af.DistState(), plan)
+
+
+def test_torchao_is_asked_for_by_the_name_of_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # any import of it raises
+    with pytest.raises(
+        ModuleNotFoundError, match=r'precision=\'fp8\'; pip install "accel-fn\[float8\]"'
+    ):
+        af.with_amp("fp8")
+
+
+def test_the_step_says_so():
+    model = make_model()
+    plan = af.with_amp("fp8")(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+    assert "contexts=[autocast(dtype=torch.bfloat16), in_float8()]" in repr(plan)
+
+
+def test_evaluation_is_in_float8_too_and_copies_of_a_plan_do_not_meet():
+    (batch,) = make_batches(1)
+    model = make_model()
+    plan = af.with_amp("fp8")(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+    state, step = af.build(af.DistState(), plan)
+    _, other = af.build(af.DistState(), copy.copy(plan))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = float(loss_fn(torchaos(copy.deepcopy(model)), batch))
+    assert float(step.forward(state, batch)) == pytest.approx(expected, rel=1e-6)
+    assert float(other.forward(state, batch)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_reproducible_has_one_hash_of_it_on_any_number_of_ranks():
+    """The largest values that its scales are made of are those of a slot, wherever that is."""
+    start = make_model()
+
+    def run(state):
+        model = copy.deepcopy(start)
+        recipe = af.compose(af.with_amp("fp8"), af.clip(0.5))
+        data = make_batches()
+        return fingerprint(state, recipe, data, model=model, loss_fn=loss_fn)
+
+    hashes = {each for size in (1, 2, 4, 8) for each in simulate(run, world_size=size)}
+    assert len(hashes) == 1
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore")  # of torchao's and the compiler's own code
+def test_compiled_products_take_one_graph():
+    """Not one per step, of which torch makes eight before it gives up."""
+    model = make_model()
+    recipe = af.compose(af.with_amp("fp8"), af.compiled())
+    state, step = af.build(
+        af.DistState(), recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+    )
+    graphs = counters["stats"]["unique_graphs"]
+    for batch in make_batches(4):
+        state, _ = step(state, batch)
+    assert counters["stats"]["unique_graphs"] - graphs == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="products in float8 are for CUDA devices")
+def test_real_products_in_float8_train_as_bf16_does():
+    ends = []
+    for precision in ("fp8", "bf16"):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        recipe = af.compose(af.place(), af.with_amp(precision))
+        state, step = af.build(af.init(), recipe(af.Plan(loss_fn, model, optimizer)))
+        for batch in make_batches(1, size=33) * 50:  # rows that are no multiple of 16
+            state, report = step(state, batch)
+        ends.append(float(report.loss))
+    assert ends[0] == pytest.approx(ends[1], abs=0.1)
+    assert ends[0] < 0.5

@@ -1,0 +1,308 @@
+"""wrap_fsdp: what it trains, in which parts and dtypes, and what stays the user's."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import accel_fn as af
+from accel_fn.base.blocks import find_blocks
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.stacks import (
+    CHOICES,
+    LAYERS,
+    Block,
+    Stack,
+    assert_trains_as_alone,
+    batches,
+    is_in,
+    part,
+    stack,
+    train,
+)
+
+
+@pytest.mark.parametrize("blocks", [blocks for blocks, _ in CHOICES], ids=str)
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_any_choice_of_blocks_trains_the_same(blocks, reshard):
+    wrap = af.wrap_fsdp(blocks=blocks, reshard_after_forward=reshard)
+    assert_trains_as_alone(af.compose(wrap, af.accumulate(2)))
+
+
+@pytest.mark.parametrize(("blocks", "units"), CHOICES, ids=[str(each) for each, _ in CHOICES])
+def test_what_is_chosen_is_gathered_at_a_time_and_nothing_else(blocks, units):
+    """In the forward of a layer its unit is whole, and what is in none."""
+
+    def run(state):
+        model, seen = stack(), {}
+        layers = {name: each for name, each in model.named_modules() if name in LAYERS}
+
+        def look(layer, *_):
+            parameters = model.named_parameters()
+            seen[layer] = {name for name, each in parameters if not isinstance(each, DTensor)}
+
+        for name, layer in layers.items():
+            layer.register_forward_hook(lambda *_, name=name: look(name))
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_fsdp(blocks=blocks)(plan))
+        step.forward(state, part(batches(1)[0], state))
+        return seen
+
+    names = [name for name, _ in stack().named_parameters()]
+    unit_of = {
+        name: max([each for each in units if is_in(name, each)], key=len, default="")
+        for name in names
+    }
+    expected = {
+        layer: {n for n in names if not unit_of[n] or is_in(layer, unit_of[n])} for layer in LAYERS
+    }
+    assert simulate(run, world_size=2) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_exact"),
+    [
+        ({}, True),
+        ({"reduce_dtype": torch.bfloat16}, False),
+        ({"param_dtype": torch.bfloat16}, True),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": None}, False),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, False),
+    ],
+    ids=str,
+)
+def test_gradients_are_added_up_in_the_dtype_asked_for(settings, is_exact):
+    """514 needs ten bits, and bfloat16 has eight; what is added up has one."""
+
+    def run(state):
+        model = nn.Linear(1, 1, bias=False)
+        loss_fn = lambda model, batch: model(batch).float().mean()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_fsdp(**settings)(plan))
+        _, grads, _ = step.grads(state, torch.full((1, 1), 1024.0 if state.is_main else 4.0))
+        return float(grads.tensors[0].full_tensor())
+
+    assert simulate(run, world_size=2) == [514.0 if is_exact else 512.0] * 2
+
+
+@pytest.mark.parametrize(("world_size", "replicate"), [(2, 2), (4, 2), (4, 4)])
+def test_groups_of_shards_train_the_same(world_size, replicate):
+    assert_trains_as_alone(af.wrap_fsdp(replicate=replicate), world_size)
+
+
+def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state():
+    def run(state):
+        model, optimizer, step, state = train(state, af.wrap_fsdp())
+        _, grads, _ = step.grads(state, part(batches()[0], state))
+        kept = [value for each in optimizer.state.values() for value in each.values() if value.ndim]
+        return [
+            sum(each.to_local().numel() for each in tensors)
+            for tensors in (model.parameters(), grads.tensors, kept)
+        ]
+
+    whole = sum(parameter.numel() for parameter in stack().parameters())
+    found = simulate(run, world_size=4)
+    assert [sum(column) for column in zip(*found, strict=True)] == [whole, whole, 2 * whole]
+    assert (
+        max(rank[0] for rank in found) < whole / 2
+    )  # 1 and 5 rows over 4 ranks: the first has most
+
+
+def test_the_model_keeps_its_class_and_its_keys():
+    def run(state):
+        model, *_ = train(state, af.wrap_fsdp())
+        return [type(each) for each in model.modules()], list(model.state_dict())
+
+    for kinds, keys in simulate(run, world_size=2):
+        assert kinds == [type(each) for each in stack().modules()]
+        assert keys == list(stack().state_dict())
+
+
+def test_the_loss_may_call_methods_and_the_model_twice():
+    def loss_fn(model, batch):
+        inputs, targets = batch
+        once = F.mse_loss(model.last(model.encode(inputs)), targets)
+        return once + F.mse_loss(model(inputs * 2), targets) + model.encode(inputs).square().mean()
+
+    assert_trains_as_alone(af.compose(af.wrap_fsdp(), af.accumulate(3)), loss_fn=loss_fn)
+
+
+def test_a_model_that_is_a_mere_container_trains_the_same():
+    def run(state, recipe):
+        models = nn.ModuleDict({"a": stack(0), "b": nn.ModuleList([stack(1)])})
+        loss_fn = lambda models, batch: (
+            ours.mse(models["a"], batch) + ours.mse(models["b"][0], batch)
+        )
+        return ours.whole(train(state, recipe, model=models, loss_fn=loss_fn)[0].state_dict())
+
+    expected = run(af.DistState(), af.compose())
+    for actual in simulate(lambda state: run(state, af.wrap_fsdp()), world_size=2):
+        for name, value in expected.items():
+            if "calls" not in name:
+                torch.testing.assert_close(actual[name], value, **ours.EXACT)
+
+
+def test_ranks_start_from_what_the_first_has():
+    def run(state):
+        model = stack(seed=state.rank)
+        kinds = [torch.float64, torch.int64, torch.bool, torch.complex64]
+        for kind in kinds:
+            buffer = torch.full((3, 2), state.rank).to(kind).t()
+            model.register_buffer(str(kind).partition(".")[2], buffer)
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        af.build(state, af.wrap_fsdp()(plan))
+        return ours.whole(model.state_dict())
+
+    first, *others = simulate(run, world_size=3)
+    ours.assert_identical(first, stack(seed=0).state_dict())
+    for other in others:
+        ours.assert_identical(other, first)
+
+
+def test_what_no_rank_uses_stays_as_it_is():
+    def with_unused(model, optimizer):
+        model.unused = nn.Linear(3, 3, dtype=torch.float64)
+        nn.init.ones_(model.unused.weight)
+        nn.init.ones_(model.unused.bias)
+        optimizer.add_param_group({"params": list(model.unused.parameters())})
+
+    assert_trains_as_alone(af.wrap_fsdp(), before=with_unused)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (Stack(), ["blocks.0", "blocks.1", "blocks.2"]),
+        (ours.regression_model(), ["0", "2"]),
+        (nn.Linear(2, 1), []),
+        (nn.Sequential(nn.Linear(2, 2), Block(2), Block(2), nn.ReLU()), ["1", "2"]),
+        (
+            nn.Sequential(nn.Sequential(Block(2), nn.ReLU()), nn.Sequential(Block(2))),
+            ["0.0", "1.0"],
+        ),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.LayerNorm(2)),
+            ["0", "2"],
+        ),
+        (
+            nn.ModuleDict({"a": Stack(2), "b": ours.regression_model(), "c": Stack(1)}),
+            ["a.blocks.0", "a.blocks.1", "b.0", "b.2", "c.blocks.0"],
+        ),
+        (nn.ModuleDict({"a": Stack(1), "b": nn.Sequential(nn.Linear(2, 2))}), []),
+    ],
+    ids=["list", "sequence", "none", "most", "within", "larger", "several", "once"],
+)
+def test_blocks_are_found(model, names):
+    assert list(find_blocks(model, None, "wrap_fsdp")) == names
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_blocks_compute_in_the_dtype_asked_for_and_shards_keep_theirs(dtype, world_size):
+    seen = set()
+
+    class Looking(Block):
+        def forward(self, inputs):
+            seen.add((inputs.dtype, self.inner[0].weight.dtype))
+            return super().forward(inputs)
+
+    def run(state):
+        model = stack(block=Looking).float()
+        wrap = af.wrap_fsdp(param_dtype=dtype, reduce_dtype=None)
+        plan = af.Plan(
+            lambda model, batch: ours.mse(model, batch).float(), model, ours.sgd(model.parameters())
+        )
+        state, step = af.build(state, wrap(plan))
+        inputs = torch.ones(4, 3)
+        losses = [float(step(state, (inputs, inputs[:, :1].to(dtype)))[1].loss) for _ in range(20)]
+        return losses[-1] < losses[0], {each.dtype for each in model.parameters()}
+
+    assert simulate(run, world_size=world_size) == [(True, {torch.float32})] * world_size
+    assert seen == {(dtype, dtype)}
+
+
+def test_one_rank_computes_in_a_dtype_as_several_do():
+    def run(state):
+        model = stack().float()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_fsdp(param_dtype=torch.bfloat16)(plan))
+        batch = tuple(each.to(torch.bfloat16) for each in batches(1, size=8)[0])
+        _, grads, _ = step.grads(state, part(batch, state))
+        return [each.full_tensor() for each in grads.tensors]
+
+    (alone,) = simulate(run, world_size=1)
+    for found in simulate(run, world_size=2):
+        for actual, expected in zip(found, alone, strict=True):
+            # each half of the batch is summed in bfloat16, of 8 bits: 2 ** -7 of the largest sums
+            torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-6)
+
+
+def test_in_a_world_of_one_nothing_is_sharded():
+    model, *_ = train(af.DistState(), af.wrap_fsdp())
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"replicate": 1}, "the mean over the global batch; shard() has nothing to do"),
+        ({"offload": True}, "the mean over the global batch, by shard(offload=True)"),
+        (
+            {"param_dtype": torch.bfloat16},
+            "the mean over the global batch, by shard(param_dtype=torch.bfloat16)",
+        ),
+    ],
+    ids=str,
+)
+def test_explain_tells_what_it_does_in_a_world_of_one(options, told, capsys):
+    model = stack()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    text = af.explain(af.wrap_fsdp(**options)(plan), af.DistState())
+    assert f"backward   {told}" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="holds a CUDA device against the CPU")
+@pytest.mark.parametrize("settings", [{"param_dtype": torch.float32}, {"offload": True}], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_accelerator_trains_as_the_cpu_does(settings, fused):
+    found = []
+    for device, wrap in (("cpu", af.compose()), ("cuda", af.wrap_fsdp(**settings))):
+        model = stack().float()
+        plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
+        recipe = af.compose(af.place(), wrap, af.accumulate(2), af.clip(0.5))
+        state, step = af.build(af.init(device=device), recipe(plan))
+        for batch in batches():
+            state, _ = step(state, tuple(each.float() for each in batch))
+        found.append(ours.whole(dict(model.named_parameters())))
+    kept = [
+        value for each in plan.optimizer.state.values() for value in each.values() if value.ndim
+    ]
+    held = {each.device.type for each in (*model.parameters(), *kept)}
+    assert held == {"cpu" if settings.get("offload") else "cuda"}
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name].cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no other memory")
+def test_with_offload_an_accelerator_holds_no_part_of_the_model_between_steps():
+    def held_after(recipe):
+        model = Stack(depth=4, width=1024)
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        state, step = af.build(af.init(device="cuda"), af.compose(af.place(), recipe)(plan))
+        batch = torch.ones(2, 3), torch.ones(2, 1)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        _, grads, _ = step.grads(state, batch)
+        return torch.cuda.memory_allocated(), [state, step, grads]
+
+    before = held_after(af.compose())[0]  # loads what the products need
+    gc.collect()
+    freed = torch.cuda.memory_allocated()
+    number = sum(each.numel() for each in Stack(depth=4, width=1024).parameters())
+    assert before - freed >= 4 * 4 * number  # float32: parameters, gradients, AdamW's two
+    assert held_after(af.wrap_fsdp(offload=True))[0] - freed < 4 * number / 4  # less than a block

@@ -1,0 +1,155 @@
+"""Every other transform over shards is what it is over one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.laws.test_scaling import scaled
+from tests.stacks import stack
+
+GENERATOR = torch.Generator().manual_seed(0)
+BATCHES = [
+    (torch.randn(size, 3, generator=GENERATOR).double(), torch.randn(size, 1).double())
+    for size in (7, 6, 5, 4, 2)
+]
+RECIPES = {
+    "average": af.average(0.5),
+    "uniform": af.average.uniform(num_warmup=1),
+    "schedule": af.schedule(lambda num_updates: 1 / (num_updates + 1)),
+    "freeze": af.freeze("0", until=3),
+    "skip_nonfinite": af.skip_nonfinite(),
+    "skip_spikes": af.skip_spikes(window=4),
+    "check_replicas": af.check_replicas(2),
+    "scaled": scaled(8.0),
+    "scaled, scheduled and averaged": af.compose(
+        scaled(8.0), af.schedule(lambda num_updates: 1 / (num_updates + 1)), af.average(0.5)
+    ),
+}
+
+
+def train(state, recipe, start=0, folder=None, skips=True):
+    """Where something skips it, batch 3 has no finite gradient on the last rank, or is not there."""
+    model = ours.regression_model()
+    plan = recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    state, step = af.build(state, plan)
+    if start:
+        state = af.load(folder, state, step)
+    for index, batch in list(enumerate(BATCHES))[start:]:
+        if index == 2 and folder:
+            af.save(folder, state, step)
+        is_bad = index == 3 and (step.plan.verdicts or state.scaler)
+        if is_bad and not skips:
+            continue
+        bad = float("nan") if is_bad and state.rank == state.world_size - 1 else 1.0
+        mine = [each.tensor_split(state.world_size)[state.rank] for each in batch]
+        state, _ = step(state, (mine[0] * bad, mine[1]))
+    found = copied(model)
+    if any("moving_average" in repr(each) for each in step.plan.after):
+        with af.averaged(step):
+            found |= {f"mean {name}": each for name, each in copied(model).items()}
+    return found
+
+
+def copied(model):
+    return {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
+
+
+LARGER = [(3, {}), (4, {"replicate": 2})]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("world_size", "wrap"),
+    [(2, {}), *[pytest.param(*each, marks=pytest.mark.slow) for each in LARGER]],
+    ids=str,
+)
+def test_it_is_the_same_over_shards(name, world_size, wrap):
+    recipe = RECIPES[name]
+    expected = train(af.DistState(), recipe, skips=False)
+    sharded = af.compose(af.wrap_fsdp(**wrap), recipe)
+    for found in simulate(lambda state: train(state, sharded), world_size=world_size):
+        ours.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["average", "schedule", "skip_spikes", "scaled, scheduled and averaged"]
+)
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), (1, 2), pytest.param((3, 2), marks=pytest.mark.slow)], ids=str
+)
+def test_what_it_keeps_goes_on_at_another_number_of_shards(tmp_path, name, sizes):
+    recipe = af.compose(af.wrap_fsdp(), RECIPES[name])
+    expected = train(af.DistState(), RECIPES[name], skips=False)
+    first, second = sizes
+    simulate(lambda state: train(state, recipe, folder=tmp_path), world_size=first)
+    runs = simulate(lambda state: train(state, recipe, 2, tmp_path), world_size=second)
+    for found in runs:
+        ours.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("keeps_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update(keeps_whole):
+    """It leaves parameters whole, for a backward that need not come."""
+
+    def run(state, is_called):
+        model = stack()
+        inputs = torch.ones(2, 3).double()
+        call = (lambda: model(inputs)) if is_called else (lambda: None)
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        wrap = af.wrap_fsdp(reshard_after_forward=not keeps_whole)
+        state, step = af.build(state, af.compose(wrap, af.average(0.5))(plan))
+        for batch in BATCHES:
+            mine = [each.tensor_split(2)[state.rank] for each in batch]
+            state, grads, report = step.grads(state, mine)
+            call()
+            state, _ = step.update(state, grads, report)
+            call()
+            with af.averaged(step):
+                mean = copied(model)
+                call()
+        found = copied(model)
+        with torch.no_grad():
+            output = model(inputs)
+        found |= {"output": output, **{f"mean {name}": mean[name] for name in mean}}
+        return {name: each for name, each in found.items() if not name.endswith("calls")}
+
+    for found, expected in zip(
+        simulate(lambda state: run(state, True), world_size=2),
+        simulate(lambda state: run(state, False), world_size=2),
+        strict=True,
+    ):
+        ours.assert_identical(found, expected)
+
+
+def test_an_average_is_sharded_as_the_parameters_are():
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        state, step = af.build(state, af.compose(af.wrap_fsdp(), af.average(0.9))(plan))
+        state, _ = step(state, BATCHES[0])
+        kept = step.plan.after[0].state_dict()
+        means = [kept[f"mean/{name}"] for name, _ in model.named_parameters()]
+        return [
+            (mean.placements, mean.to_local().shape) == (each.placements, each.to_local().shape)
+            for mean, each in zip(means, model.parameters(), strict=True)
+        ]
+
+    assert simulate(run, world_size=2) == [[True] * 4] * 2
+
+
+def test_a_gradient_transform_of_a_users_sees_shards():
+    def halved(plan):
+        def halve(state, grads):
+            return grads.map(lambda each: each / 2)
+
+        return replace(plan, gradients=(*plan.gradients, halve))
+
+    expected = train(af.DistState(), halved)
+    for found in simulate(
+        lambda state: train(state, af.compose(af.wrap_fsdp(), halved)), world_size=2
+    ):
+        ours.assert_close(found, expected)

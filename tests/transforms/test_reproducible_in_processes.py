@@ -1,0 +1,200 @@
+"""reproducible over real processes: the bits of one process alone, and what they cost."""
+
+import sys
+from itertools import pairwise
+
+import pytest
+
+import accel_fn as af
+from accel_fn import testing
+from tests.compilers import compiles
+from tests.laws.test_reproducible import fingerprint
+from tests.processes import launch
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import torch
+import accel_fn as af
+from tests.laws.test_reproducible import fingerprint
+
+torch.set_num_threads(1)
+torch.manual_seed(torch.initial_seed() + 1)  # whatever it was, it does not count
+state = af.init(device="cpu", timeout_s=100)
+say(fingerprint(state, af.clip(0.5)))
+"""
+
+
+@pytest.fixture(scope="module")
+def hash_of_one():
+    """That of twenty updates."""
+    (found,) = testing.simulate(lambda state: fingerprint(state, af.clip(0.5)), world_size=1)
+    return found
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_processes_have_the_hash_of_one(num_processes, hash_of_one):
+    launch(SCRIPT, num_processes=num_processes, expect=[hash_of_one] * num_processes)
+
+
+LEG = """
+import torch
+import accel_fn as af
+from pathlib import Path
+from tests.laws.test_reproducible import batches, built, kept, sha256, train
+
+torch.set_num_threads(1)
+folder = Path({folder!r})
+heard = torch.load(folder / "heard.pt") if {start} else []
+state, step = built(af.init(device="cpu", timeout_s=100), af.clip(0.5))
+state = af.load(folder / "saved", state, step) if {start} else state
+state, said = train(state, step, batches()[{start}:{stop}])
+af.save(folder / "saved", state, step)
+if state.is_main:
+    torch.save([*heard, *said], folder / "heard.pt")
+say(sha256([*kept(state, step), *heard, *said]))
+"""
+
+
+def test_processes_that_go_on_in_other_numbers_have_it_too(tmp_path, hash_of_one):
+    for num_processes, start, stop in [(4, 0, 7), (2, 7, 13), (4, 13, 20)]:
+        leg = LEG.format(folder=str(tmp_path), start=start, stop=stop)
+        said = launch(leg, num_processes=num_processes)
+    assert said.splitlines() == [hash_of_one] * 4
+
+
+SENT = """
+import os, socket, struct, torch
+import accel_fn as af
+from tests import strategies as ours
+
+def sent():
+    total = 0  # bytes that others have acknowledged, of all connections
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            with socket.socket(fileno=os.dup(number)) as each:
+                told = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+        except OSError:
+            continue
+        total += struct.unpack_from("Q", told, 120)[0]
+    return total
+
+state = af.init(device="cpu", timeout_s=60)
+model = torch.nn.Linear(1024, 1024)
+plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), 0.1))
+state, step = af.build(state, {owner}(plan))
+batch = torch.ones(8 // state.world_size, 1024), torch.ones(8 // state.world_size, 1024)
+for _ in range(3):
+    state, _ = step(state, batch)
+af.barrier(state)
+before = sent()
+for _ in range(10):
+    state, _ = step(state, batch)
+af.barrier(state)
+say((sent() - before) / 10 / (4 * 1024 * 1025))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for what a socket has sent")
+@pytest.mark.parametrize("owner", ["af.reproducible(num_slots=8)", "af.wrap_ddp()"])
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_as_much_is_sent_as_an_all_reduce_sends(owner, num_processes):
+    """In gradients, of each rank in a step."""
+    output = launch(SENT.format(owner=owner), num_processes=num_processes)
+    expected = 2 * (num_processes - 1) / num_processes
+    for line in output.splitlines():
+        assert float(line) == pytest.approx(expected, abs=0.01)
+
+
+HELD = """
+import ctypes, re, torch
+from pathlib import Path
+import accel_fn as af
+from tests import strategies as ours
+
+if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    libc.mallopt(-3, 2**16)  # a tensor's memory goes back at once: what is held is what is needed
+
+def most():
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+state = af.init(device="cpu")
+model = {model}
+plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), 0.1))
+state, step = af.build(state, {owner}(plan))
+batch = torch.ones(16, {width}), torch.ones(16, {width})
+for _ in range(3):
+    state, _ = step(state, batch)
+say(most() / sum(each.nbytes for each in model.parameters()))
+"""
+LARGE = {"model": "torch.nn.Linear(4608, 4608, bias=False)", "width": 4608}
+"""85 MB in one parameter."""
+MANY = {
+    "model": "torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(96)])",
+    "width": 512,
+}
+"""101 MB in parameters of 1 MB."""
+
+
+def most_held(owner, model, num_processes):
+    """By the process that held the most, in gradients."""
+    said = launch(HELD.format(owner=owner, **model), num_processes=num_processes)
+    return max(map(float, said.splitlines()))
+
+
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="asks Linux for the most that was held"
+)
+
+
+@on_linux
+def test_twice_as_many_slots_hold_one_gradient_more():
+    most = [most_held(f"af.reproducible(num_slots={each})", LARGE, 1) for each in (1, 4, 16)]
+    assert [later - before for before, later in pairwise(most)] == pytest.approx([2, 2], abs=0.3)
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("model", "num_slots", "more"),
+    [(LARGE, 2, 1.5), (LARGE, 8, 1.5), (MANY, 8, 2.0)],
+    ids=["large, 1 slot each", "large, 4", "many, 4"],
+)
+def test_two_processes_hold_so_many_gradients_more_than_with_ddp(model, num_slots, more):
+    """Of many parameters log2 of a rank's slots; of a single one, what its sum over the ranks takes."""
+    beside = most_held("af.wrap_ddp()", model, 2)
+    found = most_held(f"af.reproducible(num_slots={num_slots})", model, 2)
+    assert found - beside == pytest.approx(more, abs=0.3)
+
+
+COMPILED = """
+import torch
+import accel_fn as af
+from torch import nn
+from torch._dynamo.utils import counters
+from tests.laws.test_reproducible import batches, fingerprint
+
+torch.set_num_threads(1)
+state = af.init(device="cpu", timeout_s=60)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
+recipe = af.compose(af.clip(0.5), af.compiled())
+hashes = [fingerprint(state, recipe, batches(3), model=model)]
+
+torch.manual_seed(0)
+blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)]
+model = nn.Sequential(nn.Linear(3, 8), *blocks, nn.Linear(8, 1))
+recipe = af.compose(af.clip(0.5), af.compiled(scope="blocks"))
+graphs = counters["stats"]["unique_graphs"]
+hashes.append(fingerprint(state, recipe, batches(3), model=model))
+assert counters["stats"]["unique_graphs"] > graphs
+say(*hashes)
+"""
+
+
+@compiles
+def test_compiled_losses_and_blocks_have_one_hash_too():
+    """Dropout draws other numbers in a graph, but the same on any number of ranks."""
+    alone = launch(COMPILED, num_processes=1).splitlines()
+    of_loss, of_blocks = alone[0].split()
+    assert of_loss != of_blocks
+    launch(COMPILED, num_processes=2, expect=alone * 2)

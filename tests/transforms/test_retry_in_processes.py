@@ -1,0 +1,73 @@
+"""accumulate("auto") over real processes: buffers, random numbers and loss scale are as if all had fitted."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn.comm.dtensor import local
+from tests import strategies as ours
+from tests.laws.test_halving import FULL, model_with_statistics, told_by
+from tests.laws.test_scaling import scaled
+from tests.processes import launch
+
+SCRIPT = """
+import json
+import torch
+import accel_fn as af
+from tests.transforms.test_retry_in_processes import train
+
+state = af.init(device="cpu", timeout_s=100)
+wrap = af.{wrap}()
+limit = 2 if state.rank == state.world_size - 1 else None
+found, counts = train(state, af.compose(wrap, af.accumulate("auto")), limit=limit)
+expected, _ = train(state, af.compose(wrap, af.accumulate(4)), limit=None)
+say(json.dumps([found, expected, counts]))
+"""
+
+
+def train(state, recipe, limit):
+    """With noise of all generators, so that a micro-batch that is done again draws again."""
+    torch.manual_seed(state.rank), np.random.seed(state.rank), random.seed(state.rank)
+
+    def loss_fn(model, batch):
+        noise = np.random.rand() + random.random()
+        inputs = torch.nn.functional.dropout(batch[0], 0.5) + noise
+        loss = ours.mse(model, (inputs, batch[1]))
+        if limit is not None and len(inputs) > limit:
+            raise FULL["accelerator"]()
+        return loss
+
+    model = model_with_statistics()
+    plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
+    state, step = af.build(state, af.compose(recipe, scaled(8.0, growth_interval=1))(plan))
+    counts = []
+    for _ in range(3):
+        state, report = step(state, (torch.ones(8, 3).double(), torch.ones(8, 1).double()))
+        counts.append(report.extras.get("num_microbatches"))
+    tensors = {name: local(each).tolist() for name, each in model.state_dict().items()}
+    drawn = [torch.rand(3).tolist(), np.random.rand(), random.random()]
+    return [tensors, drawn, told_by(state.scaler)], counts
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "wrap"),
+    [
+        (2, "wrap_ddp"),
+        pytest.param(2, "wrap_fsdp", marks=pytest.mark.slow),
+        pytest.param(4, "wrap_ddp", marks=pytest.mark.slow),
+        pytest.param(4, "wrap_fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_had_room_do_it_again_as_well(num_processes, wrap):
+    """The last rank alone runs out of memory."""
+    script = SCRIPT.replace("{wrap}", wrap)
+    lines = launch(script, num_processes=num_processes).splitlines()
+    assert len(lines) == num_processes
+    for line in lines:
+        found, expected, counts = json.loads(line)
+        assert found == expected
+        assert counts == [4, 4, 4]
