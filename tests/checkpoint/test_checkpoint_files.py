@@ -910,14 +910,14 @@ def test_a_name_that_cannot_be_had_is_an_error(tmp_path):
 
 def test_a_checkpoint_that_goes_while_it_is_listed_is_not_listed(tmp_path, monkeypatch):
     run(tmp_path, 1, 2)
-    found = af.checkpoint._listing.steps_in
+    found = af.checkpoint.listing.steps_in
 
     def and_remove(folder):
         steps = found(folder)
         shutil.rmtree(tmp_path / "step_00000002", ignore_errors=True)
         return steps
 
-    monkeypatch.setattr(af.checkpoint._listing, "steps_in", and_remove)
+    monkeypatch.setattr(af.checkpoint.listing, "steps_in", and_remove)
     assert steps_of(tmp_path) == [1]
     assert af.latest(tmp_path) == tmp_path / "step_00000001"
 

@@ -13,15 +13,15 @@ import sys
 import tempfile
 
 _LOADED = (
-    "cli._app",
-    "cli._estimating",
-    "cli._explaining",
-    "cli._launch",
-    "cli._resolving",
-    "launching._launching",
-    "launching._running",
-    "testing._checking",
-    "transforms._ddp",
+    "cli.app",
+    "cli.estimating",
+    "cli.explaining",
+    "cli.launch",
+    "cli.resolve",
+    "launcher.plan_launch",
+    "launcher.processes.run",
+    "testing.selftest.check_world",
+    "transforms.ddp.ddp",
 )
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.launching._called import dumps
+from accel_fn.launcher.function.child import dumps
 from tests.cli.commands import run_python, surroundings
 
 LOCK = threading.Lock()

@@ -10,7 +10,7 @@ SCRIPT = """
 import os, signal
 from functools import partial
 import accel_fn as af
-from tests.unit import test_failing_data as ours
+from tests.data import test_failing_data as ours
 
 def main():
     state = af.init(device="cpu", timeout_s=600)

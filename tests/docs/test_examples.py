@@ -143,7 +143,7 @@ def test_a_run_of_the_readme_goes_on_from_its_checkpoint(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_python_stands_in_a_block_that_is_not_run(page: Path) -> None:
-    """But what takes a folder that accelerate wrote: unit/test_load_accelerate.py makes one."""
+    """But what takes a folder that accelerate wrote: checkpoint/test_from_accelerate.py makes one."""
     fences = re.findall(
         r"^ *```(\S+)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 import accel_fn as af
 from accel_fn.testing import assert_equivalent, simulate
-from accel_fn.testing import simulate as simulate_module
+from accel_fn.testing import simulation as simulate_module
 from tests import strategies as ours
 from tests.forking import run_worlds
 

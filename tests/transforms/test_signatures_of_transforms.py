@@ -55,4 +55,4 @@ def test_a_transform_says_its_law_and_its_cost(name):
 def test_no_transform_is_left_out():
     homes = {name for name, home in af._HOMES.items() if home.startswith("transforms.")}
     beside = {"Preemption", "averaged"}  # a class of its own, and what looks at an average
-    assert homes - beside == SIGNATURES.keys() - {"wrap", "average.uniform"}
+    assert homes - beside == SIGNATURES.keys() - {"average.uniform"}
