@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_fn import errors as errors
+    from accel_fn import testing as testing
     from accel_fn.base.batch import num_samples as num_samples
     from accel_fn.base.launch_options import LaunchOptions as LaunchOptions
     from accel_fn.base.launch_options import launch_options as launch_options
@@ -118,21 +120,23 @@ _MODULES = {
     "transforms.skip": ["skip_nonfinite", "skip_spikes"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-_SUBPACKAGES = ("checkpoint", "cli", "data", "launcher", "testing", "transforms")
+_PUBLIC_MODULES = ("errors", "testing")
 
 __version__ = "0.1.0"
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC_MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_SUBPACKAGES, "__version__"})
+    return sorted({*__all__, *_PUBLIC_MODULES, "__version__"})

@@ -1,9 +1,32 @@
-"""The errors: each is ours and the builtin's, and names function, parameter, rule, value and repair."""
+"""Errors: each is accel_fn's and a builtin's, and names function, parameter, rule, value and repair."""
 
 import math
 import numbers
 import os
 from collections.abc import Sequence
+
+__all__ = [
+    "AccelError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BatchError",
+    "CheckpointError",
+    "CheckpointWriteError",
+    "ExtraError",
+    "LossError",
+    "NotEquivalentError",
+    "OutOfMemoryError",
+    "PeerError",
+    "PlanError",
+    "RankError",
+    "ReplicaError",
+    "SettingsError",
+    "SkippedError",
+    "StateError",
+    "WorkerError",
+    "WorldError",
+    "WorldTimeoutError",
+]
 
 
 class AccelError(Exception):
@@ -15,15 +38,15 @@ class ArgumentError(AccelError, ValueError):
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument is of a type that its rule excludes."""
+    """An argument has a type that its rule excludes."""
 
 
 class SettingsError(ArgumentError):
-    """A setting of a launch is unknown, of no use, or in conflict with another."""
+    """A setting of a launch is unknown, has no effect, or conflicts with another one."""
 
 
 class PlanError(AccelError, ValueError):
-    """A plan holds things that cannot make one step together."""
+    """A plan cannot be built: two transforms exclude each other, or the model or optimizer does not fit."""
 
 
 class BatchError(AccelError, ValueError):
@@ -31,61 +54,69 @@ class BatchError(AccelError, ValueError):
 
 
 class LossError(AccelError, ValueError):
-    """A loss function gave something that cannot be trained on."""
+    """A loss function returned a value that cannot be trained on."""
 
 
 class StateError(AccelError, ValueError):
-    """A state does not belong to the step or the collective it was given to."""
+    """A state does not belong to the step or the collective that it was passed to."""
 
 
 class ReplicaError(AccelError, RuntimeError):
-    """Ranks that must hold the same values do not."""
+    """Ranks that must hold equal values hold different ones."""
 
 
-class ElsewhereError(ReplicaError):
-    """Another rank failed, or was given what is wrong; nothing is wrong with this one."""
+class PeerError(ReplicaError):
+    """Another rank failed or was given a wrong argument; this rank made no mistake."""
+
+
+class NotEquivalentError(AccelError, AssertionError):
+    """Two plans that must train the same model trained different ones."""
 
 
 class SkippedError(AccelError, ArithmeticError):
-    """A run leaves out one update after another."""
+    """Too many updates in a row were skipped."""
 
 
-class RoomError(AccelError, MemoryError):
-    """Memory does not hold what it must."""
+class OutOfMemoryError(AccelError, MemoryError):
+    """The device is out of memory even with the smallest micro-batches."""
 
 
 class WorkerError(AccelError, RuntimeError):
-    """A process that reads data for a loader has died."""
+    """A worker process of a data loader died."""
 
 
 class CheckpointError(AccelError, RuntimeError):
     """A checkpoint is missing, damaged, or of another run."""
 
 
+class CheckpointWriteError(CheckpointError, OSError):
+    """Files of a checkpoint or of exported weights cannot be written."""
+
+
 class ExtraError(AccelError, ModuleNotFoundError):
-    """A library that is an extra is not installed."""
+    """An optional library (an extra) is not installed."""
 
 
 class WorldError(AccelError, RuntimeError):
-    """A world of processes could not be described, joined or kept together."""
-
-
-class RankError(AccelError, RuntimeError):
-    """A rank ended in a way that no exception of its own tells."""
+    """Processes could not form a world, or one of them left it too early."""
 
 
 class WorldTimeoutError(WorldError, TimeoutError):
-    """A world did not come together in time."""
+    """A world was not complete in time."""
+
+
+class RankError(AccelError, RuntimeError):
+    """A rank's process ended without an exception of its own, by a signal for example."""
 
 
 def message(function: str, parameter: str, rule: str, value: object, repair: str = "") -> str:
-    """`<function>: <parameter> must <rule>, got <value>[; <repair>]`."""
+    """Return `<function>: <parameter> must <rule>, got <value>[; <repair>]`."""
     ending = f"; {repair}" if repair else ""
     return f"{function}: {parameter} must {rule}, got {value!r}{ending}"
 
 
 def check_positive(function: str, parameter: str, value: float, repair: str = "") -> float:
-    """A finite real number > 0, no boolean; given back as a float."""
+    """Return a finite real number > 0 as a float; refuse all else, booleans too."""
     rule = "be a finite number > 0"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(message(function, parameter, rule, value, repair))
@@ -97,7 +128,7 @@ def check_positive(function: str, parameter: str, value: float, repair: str = ""
 def check_count(
     function: str, parameter: str, value: int, *, minimum: int = 1, repair: str = ""
 ) -> int:
-    """An integer >= `minimum`, no boolean."""
+    """Return an integer >= `minimum`; refuse all else, booleans too."""
     rule = f"be an integer >= {minimum}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ArgumentTypeError(message(function, parameter, rule, value, repair))
@@ -107,7 +138,7 @@ def check_count(
 
 
 def check_folder(function: str, folder: object) -> str:
-    """The path of a folder, which need not be there; given back as text."""
+    """Return the path of a folder, which need not exist, as text."""
     path = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
     if not isinstance(path, str):
         raise ArgumentTypeError(message(function, "folder", "be the path of a folder", folder))
@@ -115,16 +146,16 @@ def check_folder(function: str, folder: object) -> str:
 
 
 def check_flag(function: str, parameter: str, value: object) -> None:
-    """True or False, not what counts as either."""
+    """Refuse all but True and False."""
     if not isinstance(value, bool):
         raise ArgumentTypeError(message(function, parameter, "be True or False", value))
 
 
 def check_alike(
-    told: Sequence[object], rule: str, repair: str = "", error: type[AccelError] = ReplicaError
+    values: Sequence[object], rule: str, repair: str = "", error: type[AccelError] = ReplicaError
 ) -> None:
-    """What each rank told, in rank order, is one value: else `<rule>, got <one> and <another>`."""
-    for rank, value in enumerate(told):
-        if value != told[0]:
+    """Raise unless the values of all ranks, in rank order, are equal: `<rule>, got <one> and <another>`."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
             ending = f"; {repair}" if repair else ""
-            raise error(f"{rule}, got {value} on rank {rank} and {told[0]} on rank 0{ending}")
+            raise error(f"{rule}, got {value} on rank {rank} and {values[0]} on rank 0{ending}")

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.errors import ElsewhereError
+from accel_fn.errors import PeerError
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def agreed(
 
     Raises:
         Exception: what `told` raised on this rank.
-        ElsewhereError: it raised on another rank alone.
+        PeerError: it raised on another rank alone.
 
     Cost: two small collectives on the host.
     """
@@ -46,5 +46,5 @@ def agreed(
             del failure  # an error that this frame holds would keep the frame, and it the error
     for rank, (_, verdict) in enumerate(every):
         if verdict is not None:
-            raise ElsewhereError(f"{function}: failed on rank {rank}: {verdict}")
+            raise PeerError(f"{function}: failed on rank {rank}: {verdict}")
     return [value for value, _ in every]

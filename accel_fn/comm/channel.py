@@ -13,7 +13,7 @@ import torch
 
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.errors import AccelError, ElsewhereError
+from accel_fn.errors import AccelError, PeerError
 
 _TAGS = 1 << 30
 _HEAD = 256  # bytes of a first message: 8 for the length of a value, and its start, or all of it
@@ -124,7 +124,7 @@ class Channel:
 
     def _failure(self, error: Exception) -> _Failure:
         words = f"shard_loader: failed on rank {self.state.rank}: {error!r}"
-        return _Failure(ElsewhereError, words)
+        return _Failure(PeerError, words)
 
     def _verdict(self, error: Exception) -> _Failure:
         """Of rank 0 for all: a rule of ours is broken on every rank alike."""

@@ -173,7 +173,9 @@ def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
         return made.result(max(deadline - time.monotonic(), _ANSWER_S))
     except TimeoutError as error:
         atexit.register(thread.join, _ANSWER_S)  # giving up when Python is gone aborts the process
-        raise TimeoutError(str(error) or "connections are taken, and no store answers") from error
+        raise WorldTimeoutError(
+            str(error) or "connections are taken, and no store answers"
+        ) from error
 
 
 def _keep(_store: Store) -> None:

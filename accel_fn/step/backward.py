@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.state import DistState, LossScale
-from accel_fn.errors import ElsewhereError, LossError
+from accel_fn.errors import LossError, PeerError
 from accel_fn.step.global_mean import OwnTally, SummedTally, Tally
 from accel_fn.step.grads import Grads
 from accel_fn.step.graph_checks import check_recomputed
@@ -104,7 +104,7 @@ class Backward:
             accompany(state, self.way, go, parts)
         try:
             mean, total, factor = tally.close()
-        except ElsewhereError:
+        except PeerError:
             self._check_reached()  # where DDP waits for a parameter, nothing has arrived
             raise
         own = {"own_weight": tally.own} if isinstance(tally, OwnTally) else {}

@@ -15,15 +15,10 @@ from torch import Tensor
 from accel_fn.base.batch import take_part
 from accel_fn.base.state import DistState
 from accel_fn.comm.dtensor import whole
-from accel_fn.errors import AccelError, ArgumentError, ArgumentTypeError, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, NotEquivalentError, message
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import build
 from accel_fn.testing.simulation import simulate
-
-
-class NotEquivalentError(AccelError, AssertionError):
-    """Two plans trained different models."""
-
 
 Trace = list[dict[str, Tensor]]  # parameters and buffers by name, after every batch
 

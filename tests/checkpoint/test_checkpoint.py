@@ -967,6 +967,6 @@ def test_a_failure_on_one_rank_is_one_of_all_and_leaves_no_draft(tmp_path):
             return f"{type(error).__name__}: {error}"
 
     zero, one = simulate(run, world_size=2)
-    assert zero == "ElsewhereError: save: failed on rank 1: KeyError('lost')"
+    assert zero == "PeerError: save: failed on rank 1: KeyError('lost')"
     assert one == "KeyError: 'lost'"
     assert [each.name for each in tmp_path.iterdir()] == [".lock"]

@@ -421,7 +421,7 @@ def test_what_is_not_installed_is_named_with_what_installs_it(tmp_path):
     done = run_python(tmp_path, "-c", "import accel_fn as af; af.launch(print)")
     assert done.returncode == 1
     expected = 'launch: cloudpickle must be installed; pip install "accel-fn[cli]"'
-    assert done.stderr.rstrip().endswith(f"ModuleNotFoundError: {expected}")
+    assert done.stderr.rstrip().endswith(f"ExtraError: {expected}")
 
 
 WAITING = """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel_fn.comm.channel import open_channel
-from accel_fn.errors import AccelError, ArgumentError, ElsewhereError
+from accel_fn.errors import AccelError, ArgumentError, PeerError
 from accel_fn.testing import simulate
 
 
@@ -60,7 +60,7 @@ def test_who_fails_waits_for_nobody_and_is_heard_by_all(world_size, fails):
             ended.set()
             return first.another().exchange("on")
         assert ended.wait(10)
-        with pytest.raises(ElsewhereError) as caught:
+        with pytest.raises(PeerError) as caught:
             channel.exchange(state.rank)
         assert str(caught.value) == f"shard_loader: failed on rank {fails}: OSError('gone')"
         return first.another().exchange("on")
@@ -74,7 +74,7 @@ def test_several_may_fail_at_once():
         if state.rank in (1, 2):
             channel.fail(OSError("gone"))
             return ""
-        with pytest.raises(ElsewhereError) as caught:
+        with pytest.raises(PeerError) as caught:
             channel.exchange(state.rank)
         return str(caught.value)
 
@@ -108,8 +108,8 @@ def test_an_answer_that_fails_is_raised_on_all():
     ]
     assert second == [
         first[0],
-        "ElsewhereError(\"shard_loader: failed on rank 0: KeyError('lost')\")",
-        "ElsewhereError(\"shard_loader: failed on rank 0: TypeError('opaque')\")",
+        "PeerError(\"shard_loader: failed on rank 0: KeyError('lost')\")",
+        "PeerError(\"shard_loader: failed on rank 0: TypeError('opaque')\")",
     ]
 
 

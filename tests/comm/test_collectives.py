@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 import accel_fn as af
-from accel_fn.errors import ElsewhereError
+from accel_fn.errors import PeerError
 from accel_fn.testing import simulate
 
 ALONE = af.DistState()
@@ -234,7 +234,7 @@ RIGHT = {af.gather: ["a"], af.on_main: lambda: 1}
 def test_a_mistake_of_one_rank_is_told_on_all(function, argument, options, text, culprit):
     def run(state):
         wrong = state.rank == culprit
-        error = ValueError if wrong else ElsewhereError
+        error = ValueError if wrong else PeerError
         told = "" if wrong else f"{function.__name__}: failed on rank {culprit}: .*"
         call = partial(function, argument, state, **options)
         if not wrong:
@@ -265,7 +265,7 @@ def test_ranks_must_mean_the_same_source():
 )
 def test_what_the_source_cannot_send_is_told_on_all(leaf, text):
     def run(state):
-        with pytest.raises(ElsewhereError if state.is_main else ValueError, match=text):
+        with pytest.raises(PeerError if state.is_main else ValueError, match=text):
             af.broadcast(leaf, state, source=1)
 
     simulate(run, world_size=2)

@@ -21,7 +21,7 @@ import accel_fn as af
 from accel_fn.comm.channel import Channel
 from accel_fn.data.borrowed_rng import Generators
 from accel_fn.data.streams.pack import pack, unpack
-from accel_fn.errors import ElsewhereError
+from accel_fn.errors import PeerError
 from accel_fn.testing import simulate
 from tests.streams import Counting, SelfSplitting, Sharded, Sized, ids, items_of, joined
 
@@ -715,7 +715,7 @@ def test_an_error_in_one_shard_reaches_all_ranks(num_workers):
     (count, elsewhere), (same, there) = simulate(run, world_size=2)
     assert set(multiprocessing.active_children()) <= before  # though the errors are kept
     assert count == same
-    assert type(elsewhere) is ElsewhereError
+    assert type(elsewhere) is PeerError
     assert "shard_loader: failed on rank 1: RuntimeError(" in str(elsewhere)
     assert "the disk is gone" in str(elsewhere)
     assert type(there) is RuntimeError

@@ -12,7 +12,7 @@ RAISED = {"exit_code": 1, "exception": "ValueError: boom\n"}
 LOST = {"exit_code": 1, "exception": "RuntimeError: Connection closed by peer [10.0.0.1]:1\n"}
 TOLD = {
     "exit_code": 1,
-    "exception": "accel_fn.errors.ElsewhereError: save: failed on rank 9: ValueError('boom')\n",
+    "exception": "accel_fn.errors.PeerError: save: failed on rank 9: ValueError('boom')\n",
 }
 KILLED, ABORTED, STOPPED = {"exit_code": -9}, {"exit_code": -6}, {"exit_code": -15, "stopped": True}
 GAVE_UP = {"exit_code": 7}

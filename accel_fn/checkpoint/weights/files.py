@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accel_fn.checkpoint.format.hashing import sync
 from accel_fn.checkpoint.weights.entries import Entries, extra
+from accel_fn.errors import CheckpointWriteError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -93,7 +94,7 @@ def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
     try:
         extra("save_model", "safetensors.torch").save_file(held, path, metadata=metadata)
     except library.SafetensorError as error:
-        raise OSError(f"save_model: {path} could not be written: {error}") from error
+        raise CheckpointWriteError(f"save_model: {path} could not be written: {error}") from error
     path.chmod(mode)  # safetensors makes files that only their owner can read
     sync(path)
 

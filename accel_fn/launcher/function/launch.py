@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from accel_fn.errors import ArgumentTypeError, WorldError, message
+from accel_fn.errors import ArgumentTypeError, ExtraError, WorldError, message
 
 try:
     importlib.import_module("cloudpickle")
@@ -33,7 +33,7 @@ try:
 except ModuleNotFoundError as error:
     if str(error.name).startswith("accel_fn"):
         raise
-    raise ModuleNotFoundError(
+    raise ExtraError(
         f'launch: {error.name} must be installed; pip install "accel-fn[cli]"', name=error.name
     ) from None
 

@@ -27,7 +27,7 @@ _CRASHES = {"SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"}
 _LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was likely )?closed|connection refused"
     r"|remote process exited|communicator was aborted|got 0 bytes|did not see rank|socket timeout"
-    r"|timed out waiting|could not reach MASTER_ADDR|got one that is gone|ElsewhereError",
+    r"|timed out waiting|could not reach MASTER_ADDR|got one that is gone|PeerError",
     re.IGNORECASE,
 )
 

@@ -37,7 +37,7 @@ class Mistake:
         return message(where, self.name, self.rule, self.value, self.repair)
 
 
-class ConflictError(ValueError):
+class _ConflictError(SettingsError):
     """Settings that are right alone and wrong together. Pydantic hands it on."""
 
     def __init__(self, mistakes: list[Mistake]) -> None:
@@ -48,7 +48,7 @@ class ConflictError(ValueError):
 def _no_boolean(value: object) -> object:
     """A number is asked for: YAML's `yes` is not the number 1."""
     if isinstance(value, bool):
-        raise ValueError("a boolean is no number")
+        raise SettingsError("a boolean is no number")
     return value
 
 
@@ -63,7 +63,7 @@ def _path(value: object) -> object:
     """`~` is the home folder: no shell has read a file's value."""
     if isinstance(value, str):
         if not value:
-            raise ValueError("an empty path is none")
+            raise SettingsError("an empty path is none")
         return os.path.expanduser(value)
     return value
 
@@ -129,21 +129,21 @@ class Settings(BaseModel):
     @classmethod
     def _host_alone(cls, value: str | None) -> str | None:
         if value is not None and not _HOST.fullmatch(value):
-            raise ValueError("not a host")
+            raise SettingsError("not a host")
         return value
 
     @field_validator("gpu_ids")
     @classmethod
     def _each_once(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if value is not None and not 0 < len(value) == len(set(value)):
-            raise ValueError("empty, or an index twice")
+            raise SettingsError("empty, or an index twice")
         return value
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
         found = list(_conflicts(self))
         if found:
-            raise ConflictError(found)
+            raise _ConflictError(found)
         return self
 
 

@@ -15,7 +15,7 @@ from accel_fn.base.out_of_memory import free_memory, is_memory
 from accel_fn.base.rng import random_state, restore_random
 from accel_fn.base.state import DistState
 from accel_fn.comm.primitives import exchange, start_total
-from accel_fn.errors import RoomError
+from accel_fn.errors import OutOfMemoryError
 from accel_fn.step.backward import Backward
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Kept, Report
@@ -73,7 +73,7 @@ class Retrying:
             except _OthersError as others:
                 told = others.told
             except (RuntimeError, MemoryError) as error:
-                if isinstance(error, RoomError) or not is_memory(error):
+                if isinstance(error, OutOfMemoryError) or not is_memory(error):
                     raise
                 told = _tell(state, str(error) or repr(error))
             else:
@@ -92,7 +92,7 @@ class Retrying:
         largest = max(exchange(num_samples(batch), state, "step"))
         first = next(rank for rank, words in enumerate(told) if words)
         if largest <= self.halving.num_parts:
-            raise RoomError(
+            raise OutOfMemoryError(
                 f"step: batch must fit into memory in micro-batches of one sample, got on rank {first}: "
                 f"{told[first]}; use smaller samples, checkpointed, or more ranks"
             )

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from accel_fn.base.state import DistState
 from accel_fn.base.swap_forward import with_forwards
-from accel_fn.errors import PlanError
+from accel_fn.errors import ExtraError, PlanError
 from accel_fn.step.plan import Asked, ContextFn, Kept, Plan
 
 _MULTIPLE = 16  # of the sizes of what such kernels multiply
@@ -47,7 +47,7 @@ def torchao() -> Any:
     try:
         return importlib.import_module("torchao.float8")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
+        raise ExtraError(
             f"with_amp: {error.name} must be installed for precision='fp8'; "
             'pip install "accel-fn[float8]"',
             name=error.name,

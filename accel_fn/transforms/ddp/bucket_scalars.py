@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.state import DistState
-from accel_fn.errors import ElsewhereError
+from accel_fn.errors import PeerError
 from accel_fn.step.global_mean import checked_total
 from accel_fn.step.loss_module import Own, bare
 
@@ -152,7 +152,7 @@ class CarriedTally:
         """Refuse, on all ranks alike, a sum over different calls: numbers without variance are equal."""
         world_size = self._world_size
         if round(mean * world_size) ** 2 != round(mean_square * world_size) * world_size:
-            raise ElsewhereError(
+            raise PeerError(
                 "step: every rank must be at the same call of it, got another rank at another one; where a "
                 "step fails on one rank, end the run: the others are within that step"
             )

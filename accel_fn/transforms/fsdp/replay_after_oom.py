@@ -19,7 +19,7 @@ from accel_fn.base.batch import num_samples, split_rows
 from accel_fn.base.out_of_memory import free_memory, is_memory
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.errors import RoomError
+from accel_fn.errors import OutOfMemoryError
 from accel_fn.step.microbatches import Parts
 
 T = TypeVar("T")
@@ -113,12 +113,12 @@ def accompany(state: DistState, way: Way, go: Callable[[Parts], None], parts: Pa
 
     Raises:
         MemoryError: from the end of the way: memory has run out on it.
-        RoomError: on it: with few samples, too.
+        OutOfMemoryError: on it: with few samples, too.
     """
     way.begin()
     failure = _out_of_memory(go, parts)
     if failure and not any(_arrives(state, way, go, parts, size) for size in _FEW):
-        raise RoomError(
+        raise OutOfMemoryError(
             f"step: model must fit into memory with few samples, got on rank {state.rank}: {failure}; "
             "use smaller blocks, or more ranks"
         )

@@ -1,0 +1,100 @@
+"""accel_fn.errors: which errors there are, and that accel_fn raises no other on purpose."""
+
+import ast
+import builtins
+import inspect
+from pathlib import Path
+
+import pytest
+
+import accel_fn as af
+
+PACKAGE = Path(af.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+CLASSES = {
+    name: value
+    for name, value in vars(af.errors).items()
+    if inspect.isclass(value) and issubclass(value, Exception)
+}
+
+# Errors of others that a file raises, and why.
+FOREIGN = {
+    "__init__.py AttributeError": "how a module answers for a name that it does not have",
+    "testing/__init__.py AttributeError": "likewise",
+    "checkpoint/format/manifest_checks.py ValueError": "caught in manifest.py: a CheckpointError",
+    "cli/*.py click": "the command line's own errors, which click prints",
+    "comm/gather_items.py pickle.PicklingError": "caught by gather: a BatchError",
+    "data/prefetch.py StopIteration": "the end of an iterator",
+    "data/workers/pool.py RuntimeError": "an error of the user's data set, as torch raises it again",
+    "data/workers/watched_loader.py RuntimeError": "caught by load_batches: a WorkerError",
+    "launcher/processes/worker.py ModuleNotFoundError": "as `python -m` raises it",
+    "transforms/compile/optimizer_in_graph.py TypeError": "caught there: a PlanError",
+    "transforms/fsdp/replay_after_oom.py MemoryError": "as the allocator raises it",
+    "transforms/preemption.py SystemExit": "the end of the process",
+}
+
+
+def raised_names(path):
+    """The names after `raise` in a file, without variables that hold an error to be raised again."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            call = node.exc
+            name = ast.unparse(call.func if isinstance(call, ast.Call) else call)
+            is_variable = not isinstance(call, ast.Call) and name.islower()
+            is_conditional = isinstance(call, ast.IfExp)
+            if not (is_variable or is_conditional):
+                yield name
+
+
+def functions_that_make_errors():
+    """Functions whose annotation promises one of our errors."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.FunctionDef)
+                and ast.unparse(node.returns or node.args) in CLASSES
+            ):
+                yield node.name
+
+
+def test_every_error_that_is_raised_on_purpose_is_ours():
+    ours = {*CLASSES, *functions_that_make_errors()}
+    found = set()
+    for path in SOURCES:
+        file = str(path.relative_to(PACKAGE))
+        for name in raised_names(path):
+            if name in ours or name.startswith("_"):  # a private class stays inside its module
+                continue
+            found.add("cli/*.py click" if name.startswith("click.") else f"{file} {name}")
+    again = {"comm/channel.py failure.kind", "checkpoint/weights/export.py type(error)"}
+    again |= {
+        "comm/collectives.py failures.pop",
+        "errors.py error",
+        "testing/simulation.py ending.error",
+    }
+    assert found - again == FOREIGN.keys()
+
+
+def test_all_lists_every_class():
+    assert sorted(CLASSES) == af.errors.__all__
+
+
+@pytest.mark.parametrize("kind", CLASSES.values(), ids=CLASSES)
+def test_an_error_is_documented_public_and_of_a_builtin_class(kind):
+    assert kind.__module__ == "accel_fn.errors"
+    assert kind.__doc__
+    assert issubclass(kind, af.AccelError)
+    theirs = [each for each in kind.__mro__[1:] if each.__module__ == builtins.__name__]
+    assert theirs[0] is not Exception or kind is af.AccelError
+
+
+def test_no_class_of_errors_stands_anywhere_else():
+    found = {
+        f"{path.relative_to(PACKAGE)} {node.name}"
+        for path in SOURCES
+        if path != PACKAGE / "errors.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        if any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
+    }
+    assert found == {"launcher/function/reraise.py RankTraceback"}  # never raised: the cause of one
