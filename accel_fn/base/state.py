@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -12,9 +14,6 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
-
-    from accel_fn.comm.watchdog.watchdog import Watch
-
 
 _CPU = torch.device("cpu")
 _COUNTS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "step": 0, "seed": 0}
@@ -122,6 +121,39 @@ class LossScale:
         )
 
 
+class Axis(NamedTuple):
+    """One axis of the device mesh, as this rank sees it: the ranks that differ in this axis alone."""
+
+    name: str
+    rank: int
+    """This rank's place along the axis, 0 <= rank < world_size."""
+    world_size: int
+    group: ProcessGroup | None
+    """The group that sums over this axis go through; None for a state without one."""
+
+
+class Watchdog(Protocol):
+    """What a state needs of the watchdog in `comm.watchdog`, which prints a report if ranks hang."""
+
+    @property
+    def has_lost_rank(self) -> bool:
+        """Has a collective failed because another rank is gone?"""
+
+    def enter(
+        self, function: str, leaves: Sequence[Any], *, counts: bool = True
+    ) -> AbstractContextManager[None]:
+        """Record the start of a collective; enter the result to wait for it."""
+
+    def begin_step(self, number: int) -> None:
+        """Record the start of a step."""
+
+    def diagnose(self, error: BaseException, function: str) -> None:
+        """Abort if an error is a time-out; raise if it means that a rank is gone."""
+
+    def stop(self) -> None:
+        """End the watchdog."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistState:
     """One rank's place in the world and the position of the run. Immutable.
@@ -139,7 +171,7 @@ class DistState:
         step: number of batches consumed: the whole position of a run in its data.
         seed: of the data order.
         group: the process group that collectives go through. Not shown, not compared, not pickled.
-        watch: what reports on this rank where a collective does not complete; likewise.
+        watchdog: what prints a report if a collective hangs; likewise.
 
     Raises:
         ValueError: a count is no integer or negative, or a rank is outside its world.
@@ -158,7 +190,7 @@ class DistState:
     step: int = 0
     seed: int = 0
     group: ProcessGroup | None = field(default=None, repr=False, compare=False)
-    watch: Watch | None = field(default=None, repr=False, compare=False)
+    watchdog: Watchdog | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, torch.device):
@@ -185,6 +217,11 @@ class DistState:
         """True on rank 0 alone: the rank that prints and writes."""
         return self.rank == 0
 
+    @property
+    def data(self) -> Axis:
+        """The axis that batches, weights and losses are shared over: all ranks."""
+        return Axis("data", self.rank, self.world_size, self.group)
+
     def advanced(self, scaler: LossScale | None) -> DistState:
         """The state one batch further, with this loss scale.
 
@@ -204,7 +241,7 @@ class DistState:
         return self  # immutable, and a process group has no copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = [name for name in self.__dataclass_fields__ if name not in ("group", "watch")]
+        names = [name for name in self.__dataclass_fields__ if name not in ("group", "watchdog")]
         return _restored, ({name: getattr(self, name) for name in names},)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_fn.base.raw_bytes import bytes_of
-from accel_fn.base.state import DistState
+from accel_fn.base.state import Axis, DistState
 from accel_fn.errors import ArgumentError, StateError, WorldError, message
 
 if TYPE_CHECKING:
@@ -26,20 +26,21 @@ _HEAD = struct.Struct("16s24s")
 _UNWATCHED = nullcontext()
 
 
-def group_of(state: DistState, function: str) -> ProcessGroup:
-    """The group that a state of several ranks communicates through."""
-    if state.group is None:
+def group_of(state: DistState, function: str, axis: Axis | None = None) -> ProcessGroup:
+    """Return the process group of an axis; without one, that of all ranks."""
+    group = state.group if axis is None else axis.group
+    if group is None:
         raise StateError(
-            f"{function}: state must carry a process group to talk to {state.world_size} ranks, "
+            f"{function}: state must carry a process group for {state.world_size} ranks, "
             "got one built by hand or unpickled; take it from af.init()"
         )
     check_joined(state, function)
-    return state.group
+    return group
 
 
 def check_joined(state: DistState, function: str) -> None:
-    """Refuse a state whose processes are no world any more."""
-    if state.watch is not None and state.group not in dist.distributed_c10d._world.pg_map:
+    """Refuse a state whose process group was destroyed."""
+    if state.watchdog is not None and state.group not in dist.distributed_c10d._world.pg_map:
         raise StateError(
             f"{function}: state must be of a world that is not over, got one whose group was left; a "
             "state is of use until the end of af.distributed(), or of the process after af.init()"
@@ -49,9 +50,9 @@ def check_joined(state: DistState, function: str) -> None:
 def waiting(
     state: DistState, function: str, of: Sequence[Any] = (), *, counts: bool = True
 ) -> AbstractContextManager[None]:
-    """Tell the watch of a state, if it has one, that a collective begins; a `with` over this waits for it."""
-    watch = state.watch
-    return _UNWATCHED if watch is None else watch.enter(function, of, counts=counts)
+    """Record in the state's watchdog, if any, that a collective begins; enter the result to wait for it."""
+    watchdog = state.watchdog
+    return _UNWATCHED if watchdog is None else watchdog.enter(function, of, counts=counts)
 
 
 class Pending:
@@ -91,24 +92,44 @@ class PendingTotal:
             total.fill_(sum(numbers))
 
 
-def start_sum(tensor: Tensor, state: DistState, function: str) -> Pending:
-    """Start to sum `tensor` over the ranks, in place; ranks must have agreed on its shape and dtype."""
+def start_sum(tensor: Tensor, state: DistState, function: str, axis: Axis | None = None) -> Pending:
+    """Start to sum `tensor` over an axis, in place; by default over `state.data`.
+
+    Ranks must have agreed on shape and dtype.
+    """
     wait = waiting(state, function, [tensor])
-    return Pending(group_of(state, function).allreduce([tensor]), wait)
+    group = group_of(state, function, axis or state.data)
+    return Pending(group.allreduce([tensor]), wait)
 
 
-def start_total(numbers: Tensor, state: DistState, function: str) -> Pending | PendingTotal:
-    """Start to sum a number or two over the ranks, in place, that nobody has agreed on before.
+def start_total(
+    numbers: Tensor,
+    state: DistState,
+    function: str,
+    what: str | None = None,
+    axis: Axis | None = None,
+) -> Pending | PendingTotal:
+    """Start to sum one or two numbers over an axis, in place, without an agreement before.
 
-    A rank may be in another collective by mistake. On the host it would then
-    get what is not its own: Gloo matches collectives of a kind by their order alone,
-    and all-reduces are also what DDP does. So here numbers are gathered.
+    A rank may be in another collective by mistake. Gloo matches collectives of one kind by their
+    order alone, and DDP all-reduces too, so an all-reduce on the host could add a gradient to a
+    loss. Here numbers are gathered, each with a name that all ranks must share.
+
+    Args:
+        numbers: one or two, of any floating dtype.
+        state: of this rank.
+        function: the public one, for errors and hang reports.
+        what: what is summed and in which step, such as "losses 12"; at most 24 bytes count.
+        axis: default: `state.data`.
+
+    Returns:
+        The sum under way; its `wait` raises a WorldError on all ranks where `what` differs.
     """
     if numbers.device.type != "cpu":
-        return start_sum(numbers, state, function)
+        return start_sum(numbers, state, function, axis)
     wait = waiting(state, function, [numbers])
     mine = struct.pack(f"{numbers.numel()}d", *numbers.view(-1).tolist())
-    heads = _Heads(mine, f"sum of {function}", state, function)
+    heads = _Heads(mine, what or f"sum of {function}", state, function, axis)
     return PendingTotal(numbers, heads, wait)
 
 
@@ -222,17 +243,25 @@ def exchange_number(number: int, state: DistState, function: str) -> list[int]:
 
 
 class _Heads:
-    """A number or two of every rank, and which collective it is in: the same, or an error on all."""
+    """One or two numbers of every rank with the name of its collective: the same, or an error on all."""
 
     __slots__ = ("_function", "_parts", "_rank", "_work")
 
-    def __init__(self, numbers: bytes, what: str, state: DistState, function: str) -> None:
+    def __init__(
+        self,
+        numbers: bytes,
+        what: str,
+        state: DistState,
+        function: str,
+        axis: Axis | None = None,
+    ) -> None:
+        axis = axis or state.data
         head = bytearray(_HEAD.pack(numbers, what.encode()[:24]))
         mine = torch.frombuffer(head, dtype=torch.uint8)
-        self._parts = [torch.empty_like(mine) for _ in range(state.world_size)]
-        self._rank = state.rank
+        self._parts = [torch.empty_like(mine) for _ in range(axis.world_size)]
+        self._rank = axis.rank
         self._function = function
-        self._work = group_of(state, function).allgather([self._parts], [mine])
+        self._work = group_of(state, function, axis).allgather([self._parts], [mine])
 
     def wait(self) -> None:
         self._work.wait()

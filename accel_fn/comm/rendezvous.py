@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from accel_fn.base.state import Watchdog
 from accel_fn.comm.primitives import current_world
 from accel_fn.comm.watchdog.store_log import Board
-from accel_fn.comm.watchdog.watchdog import Watch
+from accel_fn.comm.watchdog.watchdog import StoreWatchdog
 from accel_fn.errors import WorldError, WorldTimeoutError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def join_world(
     serves: bool,
     backend: str,
     timeout_s: float,
-) -> tuple[ProcessGroup, Watch]:
+) -> tuple[ProcessGroup, StoreWatchdog]:
     """The group of a world of processes that all call this, each as its own rank, and this rank's watch.
 
     A process that is in a world already gets a second group over it.
@@ -58,7 +59,7 @@ def join_world(
         )
         group = dist.group.WORLD
     assert group is not None
-    watch = Watch(
+    watch = StoreWatchdog(
         _board(group),
         rank=rank,
         world_size=world_size,
@@ -79,15 +80,15 @@ def _board(group: ProcessGroup) -> Board:
     return Board(cast("Any", store), address)  # torch's stubs lack clone and append
 
 
-def leave_world(group: ProcessGroup, watch: Watch | None) -> None:
+def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
     """Leave a group; leaving the first of a process leaves all. Harmless when left already.
 
     Gloo's threads may still hold the tensors of the last collectives for an
     instant, and need the interpreter to let go of them: one that is late
     aborts the process when Python is gone. Sleeping gives them both.
     """
-    if watch is not None:
-        watch.stop()
+    if watchdog is not None:
+        watchdog.stop()
     if dist.is_initialized() and (
         group is dist.group.WORLD or group in dist.distributed_c10d._world.pg_map
     ):

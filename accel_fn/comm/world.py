@@ -80,7 +80,7 @@ scaler=None, step=0, seed=0)
     """
     state = _join(device, backend, timeout_s, seed)
     if state.group is not None:
-        atexit.register(leave_world, state.group, state.watch)
+        atexit.register(leave_world, state.group, state.watchdog)
     return state
 
 
@@ -120,7 +120,7 @@ def distributed(
         yield state
     finally:
         if state.group is not None:
-            leave_world(state.group, state.watch)
+            leave_world(state.group, state.watchdog)
 
 
 def _join(
@@ -155,7 +155,7 @@ def _join(
         device=place,
         seed=seed,
         group=group,
-        watch=watch,
+        watchdog=watch,
     )
 
 

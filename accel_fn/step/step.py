@@ -147,13 +147,13 @@ class Step:
 
     def _run(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         """Gradients, watched: DDP talks in it, and its errors are those of the group."""
-        if state.watch is None:
+        if state.watchdog is None:
             return self._grad_fn(state, batch)
-        state.watch.begin_step(state.step + 1)
+        state.watchdog.begin_step(state.step + 1)
         try:
             return self._grad_fn(state, batch)
         except RuntimeError as error:
-            state.watch.judge(error, "step")
+            state.watchdog.diagnose(error, "step")
             raise
 
     def _update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:

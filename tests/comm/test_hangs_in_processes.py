@@ -104,7 +104,7 @@ CASES = {
     "a_wait_that_no_backend_ends": """
         mark()
         if state.rank == 0:
-            with state.watch.enter("gather", [batch]):  # enters
+            with state.watchdog.enter("gather", [batch]):  # enters
                 time.sleep(600)  # waits
         time.sleep(600)  # elsewhere
     """,

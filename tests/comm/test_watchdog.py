@@ -17,8 +17,9 @@ from accel_fn.comm import primitives
 from accel_fn.comm.watchdog.abort import Ending
 from accel_fn.comm.watchdog.hang_report import Place, Stack, list_ranks
 from accel_fn.comm.watchdog.store_log import Board, Entry
-from accel_fn.comm.watchdog.watchdog import Watch
+from accel_fn.comm.watchdog.watchdog import StoreWatchdog
 from accel_fn.testing import simulate
+from accel_fn.testing.threads import make_group, make_store
 from tests.processes import free_port
 
 LIBRARIES = (f"{af.__path__[0]}/",)
@@ -40,7 +41,7 @@ class CountingStore:
 
 def make_watch(board=None, *, rank=0, timeout_s=60.0):
     board = board or Board(HashStore(), None)
-    return Watch(board, rank=rank, world_size=2, timeout_s=timeout_s, libraries=LIBRARIES)
+    return StoreWatchdog(board, rank=rank, world_size=2, timeout_s=timeout_s, libraries=LIBRARIES)
 
 
 def here():
@@ -86,7 +87,7 @@ def test_a_board_that_nobody_serves_is_quiet_and_says_so():
 def test_a_collective_is_noted_by_number_shapes_and_the_users_line():
     board = Board(HashStore(), None)
     watch = make_watch(board)
-    state = af.DistState(world_size=2, watch=watch)
+    state = af.DistState(world_size=2, watchdog=watch)
     place = here()
     with primitives.waiting(state, "gather", [torch.ones(3, 2), torch.arange(4), ["text"]]):
         pass
@@ -182,7 +183,7 @@ def test_errors_of_other_kinds_are_nothing_to_a_watch(error):
     watch = make_watch()
     with pytest.raises(type(error)), watch.enter("gather", []):
         raise error
-    watch.judge(error, "step")
+    watch.diagnose(error, "step")
 
 
 def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
@@ -264,17 +265,17 @@ def test_a_report_on_many_ranks_stays_short():
 
 def test_the_watch_is_neither_shown_nor_pickled_nor_compared():
     watch = make_watch()
-    state = af.DistState(world_size=2, watch=watch)
+    state = af.DistState(world_size=2, watchdog=watch)
     assert "watch" not in repr(state)
     assert state == af.DistState(world_size=2)
-    assert copy.deepcopy(state).watch is watch
-    assert pickle.loads(pickle.dumps(state)).watch is None
-    assert state.advanced(None).watch is watch
+    assert copy.deepcopy(state).watchdog is watch
+    assert pickle.loads(pickle.dumps(state)).watchdog is None
+    assert state.advanced(None).watchdog is watch
 
 
 def test_simulated_ranks_have_no_watch():
     before = threading.active_count()
-    assert simulate(lambda state: state.watch, world_size=3) == [None] * 3
+    assert simulate(lambda state: state.watchdog, world_size=3) == [None] * 3
     assert threading.active_count() == before
 
 
@@ -305,6 +306,41 @@ def test_a_total_is_the_sum_and_never_that_of_another_collective():
             return float(total), float(wrong), "got" in str(error)
 
     assert simulate(run, world_size=3) == [(0.1 + 0.2 + 0.1 * 3, 1.0, True)] * 3
+
+
+def test_a_rank_that_sums_something_else_is_noticed_on_all_ranks():
+    def run(state):
+        what = f"losses {12 + state.rank}"
+        with pytest.raises(RuntimeError) as caught:
+            primitives.start_total(torch.ones(2), state, "step", what).wait()
+        return str(caught.value)
+
+    ours = "step: every rank must be in the same collective, got"
+    first = f"{ours} losses 13 on rank 1 and losses 12 on rank 0"
+    assert simulate(run, world_size=2) == [
+        first,
+        f"{ours} losses 12 on rank 0 and losses 13 on rank 1",
+    ]
+
+
+@pytest.mark.parametrize("start", [primitives.start_sum, primitives.start_total])
+def test_a_sum_goes_over_the_axis_that_it_is_given(start):
+    def run(state):
+        number = torch.tensor(state.rank + 1.0)
+        alone = state.data._replace(rank=0, world_size=1, group=groups[state.rank])
+        start(number, state, "step", axis=alone).wait()
+        over_one = number.item()
+        start(number, state, "step").wait()
+        return over_one, number.item()
+
+    groups = [make_group(make_store(), 0, 1, 10.0) for _ in range(2)]
+    assert simulate(run, world_size=2) == [(1.0, 3.0), (2.0, 3.0)]
+
+
+def test_the_data_axis_is_all_ranks():
+    state = af.DistState(rank=2, world_size=4)
+    assert state.data == ("data", 2, 4, None)
+    assert simulate(lambda state: state.data.group is state.group, world_size=2) == [True] * 2
 
 
 def test_the_default_timeout_is_what_the_signature_says(monkeypatch):

@@ -15,7 +15,7 @@ _PLACE = "rank=0, world_size=1, local_rank=0, local_world_size=1, device=device(
 SIGNATURES = {
     af.init: f"*, device=None, backend=None, {_TIMEOUT}, seed=0",
     af.distributed: f"*, device=None, backend=None, {_TIMEOUT}, seed=0",
-    af.DistState: f"*, {_PLACE}, scaler=None, step=0, seed=0, group=None, watch=None",
+    af.DistState: f"*, {_PLACE}, scaler=None, step=0, seed=0, group=None, watchdog=None",
     af.LossScale: f"*, scale, good_steps, skipped, {_SCALE}",
     af.LossScale.start: f"init_scale=65536.0, *, {_SCALE}, device='cpu'",
     af.Report: "*, loss, weight, grad_norm=None, applied=None, extras=<factory>",

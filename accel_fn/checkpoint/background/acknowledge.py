@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accel_fn.base.state import Watchdog
 from accel_fn.checkpoint.format.hashing import FileMark
 from accel_fn.checkpoint.format.manifest import chunk_from
 from accel_fn.checkpoint.format.names import file_of
 from accel_fn.checkpoint.format.write import Written, cannot_write
-from accel_fn.comm.watchdog.watchdog import Watch
 from accel_fn.errors import CheckpointError
 
 _PATIENCE_S, _PATIENCE_WITH_THE_DEAD_S = 600.0, 10.0
@@ -35,7 +35,7 @@ def tell_failure(draft: Path, rank: int, error: Exception) -> None:
         _tell(draft, rank, {"failure": str(error) or repr(error)})
 
 
-def hear(draft: Path, ranks: Sequence[int], watch: Watch | None) -> list[Written]:
+def hear(draft: Path, ranks: Sequence[int], watch: Watchdog | None) -> list[Written]:
     """What these ranks have written, when all have.
 
     Raises where one of them failed, or where nothing was written for ten minutes: for ten seconds,

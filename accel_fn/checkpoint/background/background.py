@@ -95,7 +95,7 @@ class Writing:
         self._share = share
         self.draft = draft
         self._world_size = state.world_size
-        self._watch = state.watch
+        self._watch = state.watchdog
         self._ready = ready
         self._held = held
         self._failure: Exception | None = None

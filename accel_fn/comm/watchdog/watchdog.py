@@ -28,7 +28,7 @@ _STDERR = 2
 _ALARMED = "another rank has waited for too long"
 
 
-class Watch:
+class StoreWatchdog:
     """What one rank of a world is doing, as far as the others wait for it. Mutable; one per group.
 
     A thread looks at it a few times per timeout. Where a rank has waited for
@@ -110,7 +110,7 @@ class Watch:
         self._seen = time.monotonic()
         self._step = number, place_of(sys._getframe(1), self._libraries)
 
-    def judge(self, error: BaseException, function: str) -> None:
+    def diagnose(self, error: BaseException, function: str) -> None:
         """Report and end if an error says that time is up; raise ours if it says that a rank is gone."""
         text = str(error)
         if _OF_GLOO not in text:
@@ -188,7 +188,7 @@ class Waiting:
 
     __slots__ = ("_collective", "_watch")
 
-    def __init__(self, watch: Watch, collective: Collective) -> None:
+    def __init__(self, watch: StoreWatchdog, collective: Collective) -> None:
         self._watch = watch
         self._collective = collective
 
@@ -203,7 +203,7 @@ class Waiting:
     ) -> None:
         try:
             if error is not None:
-                self._watch.judge(error, self._collective.function)
+                self._watch.diagnose(error, self._collective.function)
         finally:
             self._watch.end_wait()
 
