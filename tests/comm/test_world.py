@@ -414,7 +414,5 @@ def test_the_group_is_neither_shown_nor_pickled_nor_compared():
 
 
 def test_a_collective_needs_a_group():
-    with pytest.raises(
-        ValueError, match="gather: state must carry a process group for 2 ranks"
-    ):
+    with pytest.raises(ValueError, match="gather: state must carry a process group for 2 ranks"):
         af.gather(torch.ones(2), af.DistState(rank=1, world_size=2))
