@@ -24,7 +24,7 @@ import accel_fn as af
 from accel_fn.base.torch_compile import MODES, without_clock
 from accel_fn.comm.mesh import make_mesh
 from accel_fn.data.streams.read_stream import shown
-from accel_fn.data.workers.watched_loader import WatchedLoader, end_workers, lost_workers
+from accel_fn.data.workers.lost_workers import lost_workers, make_loader, start_workers
 from accel_fn.step import torch_internals
 from accel_fn.step.loss_module import LossModule, bare
 from accel_fn.step.torch_internals import run_backward, run_optimizer
@@ -88,10 +88,7 @@ def sgd(parameters):
         "torch.utils.data._utils.signal_handling:_remove_worker_pids",
         "torch.utils.data._utils.worker:ManagerWatchdog",
         "torch.utils.data._utils.worker:WorkerInfo",
-        "torch.utils.data.dataloader:DataLoader._get_iterator",
-        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset",
         "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers",
-        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_get_data",
         "torch.utils._pytree:tree_leaves",
         "torch.utils._pytree:tree_map_only",
         "torch.utils._pytree:tree_flatten",
@@ -574,18 +571,18 @@ class Waiting(IterableDataset):
         time.sleep(600)
 
 
-def test_a_worker_that_was_started_here_is_watched_by_us_alone():
-    """Its death is told by `next`, within a time much shorter than torch's 5 s, and nowhere else."""
-    running = iter(WatchedLoader(Waiting(), batch_size=None, num_workers=1))
+def test_death_of_a_worker_is_raised_by_next_alone():
+    running = start_workers(make_loader(Waiting(), num_workers=1))
     assert not running._worker_pids_set
     assert next(running) == 0
+    assert lost_workers(running) == ""
     running._workers[0].kill()
     running._workers[0].join()  # where torch's handler would raise
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"worker 0 \(process \d+\) killed by SIGKILL"):
-        next(running)
-    assert time.monotonic() - started < 2
-    end_workers(running, at_once=True)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        running._try_get_data(0.1)
+    assert re.fullmatch(r"worker 0 \(process \d+\) killed by SIGKILL", lost_workers(running))
+    running._shutdown_workers()
+    assert lost_workers(running) == ""
 
 
 class Sizes(IterableDataset):
@@ -594,40 +591,10 @@ class Sizes(IterableDataset):
             yield "x" * size
 
 
-def test_messages_of_workers_are_received_as_python_sends_them():
-    """By a method of its queue, from a connection whose reads can be given."""
-    running = iter(
-        WatchedLoader(Sizes(), batch_size=None, num_workers=1, collate_fn=lambda item: item)
-    )
-    receive, sizes = running._worker_result_queue._recv_bytes, []
-
-    def noting():
-        message = receive()
-        sizes.append(len(message))
-        return message
-
-    running._worker_result_queue._recv_bytes = noting
+def test_messages_of_workers_are_read_by_a_function_that_can_be_given():
+    running = start_workers(make_loader(Sizes(), num_workers=1))
+    reader = running._worker_result_queue._reader
+    receive, sizes = reader._recv, []
+    reader._recv = lambda size: sizes.append(size) or receive(size)
     assert [len(item) for item in running] == [0, 1, 20_000, 3_000_000]
     assert max(sizes) > 3_000_000
-
-
-@pytest.mark.parametrize("timeout", [0, 1])
-def test_data_of_workers_come_by_a_method_that_can_be_replaced(timeout):
-    running = iter(WatchedLoader(WhoReads(), batch_size=None, num_workers=1, timeout=timeout))
-    replaced, asked = running._try_get_data, []
-    running._try_get_data = lambda *args: asked.append(args) or replaced(*args)
-    assert len(list(running)) == 1
-    assert asked[0] == ((timeout,) if timeout else ())
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-def test_workers_behind_an_iterator_can_be_missed_and_ended(at_once):
-    running = iter(WatchedLoader(WhoReads(), batch_size=None, num_workers=2))
-    assert lost_workers(running) == ""
-    with contextlib.suppress(RuntimeError):  # torch may say at once that it was killed
-        running._workers[1].kill()
-        running._workers[1].join()
-    assert re.fullmatch(r"worker 1 \(process \d+\) killed by SIGKILL", lost_workers(running))
-    end_workers(running, at_once=at_once)
-    assert running._shutdown
-    assert not any(worker.is_alive() for worker in running._workers)

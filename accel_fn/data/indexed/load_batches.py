@@ -12,8 +12,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_fn.data.indexed.fetch import Fetcher, Part
 from accel_fn.data.order import mix
-from accel_fn.data.workers.pool import Crew
-from accel_fn.data.workers.watched_loader import death
+from accel_fn.data.workers.lost_workers import worker_error
+from accel_fn.data.workers.pool import WorkerPool
 
 _KEPT = (
     "num_workers",
@@ -33,7 +33,7 @@ class Loading:
         self._pins = loader.pin_memory and _can_pin()
         kept = {name: getattr(loader, name) for name in _KEPT}
         self._options: dict[str, Any] = {**kept, "pin_memory": self._pins}
-        self._idle: list[Crew] = []
+        self._idle: list[WorkerPool] = []
 
     def batches(
         self, parts: Iterable[Any], *, epoch: int, first_batch: int, seed: int
@@ -74,32 +74,33 @@ class Loading:
         self, parts: Iterable[Any], epoch: int, first_batch: int, seed: int
     ) -> Iterator[Any]:
         batch, failed = first_batch, False
-        crew = self._crew()
+        pool = self._pool()
         try:
-            for found in crew.work(parts, seed):
+            for found in pool.read(parts, seed):
                 yield found
                 batch += 1
         except Exception as error:
             failed = True
-            if lost := crew.lost(after=error):
-                raise death(lost, f" while {_where(batch, epoch)} was waited for") from error
+            if lost := pool.lost(after=error):
+                where = f" while {_where(batch, epoch)} was waited for"
+                raise worker_error(lost, where) from error
             error.add_note(f"shard_loader: {_where(batch, epoch)}")
             raise
         finally:
-            if self._options["persistent_workers"] and not failed and not crew.lost():
-                crew.rest()
-                self._idle.append(crew)
+            if self._options["persistent_workers"] and not failed and not pool.lost():
+                pool.drop_rest()
+                self._idle.append(pool)
             else:
-                crew.dismiss(at_once=failed)
+                pool.close()
 
-    def _crew(self) -> Crew:
-        """One that no pass has at work: passes at the same time do not meet."""
+    def _pool(self) -> WorkerPool:
+        """Workers that no pass uses, so that several passes may run at a time."""
         while self._idle:
-            crew = self._idle.pop()
-            if not crew.lost():
-                return crew
-            crew.dismiss()
-        return Crew(self._fetcher, self._options)
+            pool = self._idle.pop()
+            if not pool.lost():
+                return pool
+            pool.close()
+        return WorkerPool(self._fetcher, self._options)
 
 
 def _where(batch: int, epoch: int) -> str:

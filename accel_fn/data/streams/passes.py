@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,12 +13,17 @@ from torch.utils.data import DataLoader
 
 from accel_fn.data.order import mix
 from accel_fn.data.streams.read_stream import WorkerInit
+from accel_fn.data.workers.lost_workers import (
+    lost_workers,
+    make_loader,
+    start_workers,
+    worker_error,
+)
 from accel_fn.data.workers.progress import Progress
-from accel_fn.data.workers.watched_loader import WatchedLoader, death, end_workers, lost_workers
 from accel_fn.errors import ArgumentError
 
-# Simulated ranks are threads: a worker that one of them forks while another forks its own holds
-# what says of that other that it has ended, and would have to end first.
+# Simulated ranks are threads: a worker that one of them forks while another forks its own would
+# hold the pipe by which that other is known to have ended.
 _STARTING = threading.Lock()
 _KEPT = (
     "num_workers",
@@ -42,11 +46,6 @@ def options_of(loader: DataLoader[Any], init: Callable[[Any], WorkerInit]) -> di
     return kept
 
 
-def as_it_is(batch: Any) -> Any:
-    """The collate_fn of a loader whose stream gives what is wanted."""
-    return batch
-
-
 class Passes:
     """Passes over one of our streams, each from a place: [epoch, first batch], int64.
 
@@ -66,7 +65,7 @@ class Passes:
         self._options = {**options, "generator": options.get("generator") or self._own}
         self._shares = bool(options.get("persistent_workers"))
         self._place = torch.zeros(2, dtype=torch.int64)
-        self._shared: WatchedLoader | None = None
+        self._shared: DataLoader[Any] | None = None
         self._newest = 0
         if self._shares:
             self._place.share_memory_()  # type: ignore[no-untyped-call]
@@ -78,29 +77,21 @@ class Passes:
         with _STARTING:
             if not self._shares:
                 loader = self._loader(torch.tensor([epoch, first_batch]))
-                return self._items(iter(loader), loader.dataset, epoch, self._newest)
-            if lost_workers(self._running):  # while nobody waited for them
-                end_workers(self._running, at_once=True)
+                return self._items(start_workers(loader), loader.dataset, epoch, self._newest)
+            if self._running is not None and lost_workers(self._running):  # while they were idle
+                self._running._shutdown_workers()
                 self._shared = None
             self._place[0], self._place[1] = epoch, first_batch
             if self._shared is None:
                 self._shared = self._loader(self._place)
-            self._running = iter(self._shared)
+            self._running = start_workers(self._shared)
             return self._items(self._running, self._shared.dataset, epoch, self._newest)
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """End persistent workers: torch waits seconds for them where they are found by garbage collection.
-
-        They end by themselves with the interpreter, which has forgotten names by then.
-        """
-        if self._running is not None and not is_finalizing() and not self._running._shutdown:
-            end_workers(self._running, at_once=True)
-
-    def _loader(self, place: Tensor) -> WatchedLoader:
+    def _loader(self, place: Tensor) -> DataLoader[Any]:
         stream = self._stream_of(place)
         if self._options["num_workers"]:
             stream.progress = Progress(self._options["num_workers"])
-        return WatchedLoader(stream, batch_size=None, collate_fn=as_it_is, **self._options)
+        return make_loader(stream, **self._options)
 
     def _items(self, running: Any, stream: Any, epoch: int, number: int) -> Iterator[Any]:
         """Item by item. Workers are not left to Python to end: an error that somebody keeps keeps them."""
@@ -115,11 +106,11 @@ class Passes:
         except Exception as error:
             failed, self._shared = True, None  # persistent workers too: the next pass starts others
             if lost := lost_workers(running, partial(stream.where, epoch=epoch), after=error):
-                raise death(lost) from error
+                raise worker_error(lost) from error
             raise
         finally:
             if (failed or not self._shares) and hasattr(running, "_workers"):
-                end_workers(running, at_once=failed)
+                running._shutdown_workers()
         raise ArgumentError(
             "shard_loader: persistent_workers=True must serve one pass at a time, got a second one "
             "before the first had ended; use persistent_workers=False"

@@ -21,12 +21,13 @@ from accel_fn.data.locate import locate_by_counting
 from accel_fn.data.order import Order, mix
 from accel_fn.data.same_loader import check_same
 from accel_fn.data.streams.end_of_stream import until_end
-from accel_fn.data.streams.passes import Passes, as_it_is, options_of
+from accel_fn.data.streams.passes import Passes, options_of
 from accel_fn.data.streams.read_stream import WorkerInit
 from accel_fn.data.streams.rebalance import even_parts
 from accel_fn.data.streams.round_robin import Cut, TurnsStream
 from accel_fn.data.streams.sharing import Sharing, read_sharing
 from accel_fn.data.streams.split import Shard, ShardStream, Split
+from accel_fn.data.workers.lost_workers import identity
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
 
 SPLITS = ("auto", "turns", "workers")
@@ -216,7 +217,7 @@ class SplitSource(_StreamSource):
         pinning: DataLoader[Any] = DataLoader(
             _Given(batches),
             batch_size=None,
-            collate_fn=as_it_is,
+            collate_fn=identity,
             generator=torch.Generator(),
             **self._pinning,
         )

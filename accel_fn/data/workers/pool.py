@@ -1,4 +1,4 @@
-"""Worker processes that read batches ahead of time: torch's, for one pass at a time."""
+"""Worker processes that read the batches of map-style data ahead of time."""
 
 from __future__ import annotations
 
@@ -13,38 +13,36 @@ from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
 from accel_fn.data.indexed.fetch import Fetcher, Part, listed
+from accel_fn.data.workers.lost_workers import lost_workers, make_loader, start_workers
 from accel_fn.data.workers.progress import Progress
-from accel_fn.data.workers.watched_loader import WatchedLoader, end_workers, lost_workers
 
 
-class Crew:
-    """The workers of one DataLoader, and what they are to read."""
+class WorkerPool:
+    """The workers of one DataLoader, for one pass at a time."""
 
     def __init__(self, fetcher: Fetcher, options: dict[str, Any]) -> None:
-        self._feed = _Feed()
+        self._parts = _PartSampler()
         self._progress = Progress(options["num_workers"])
         self._generator = torch.Generator()
         init = _WorkerInit(options["worker_init_fn"])
-        self._loader = WatchedLoader(
+        self._loader = make_loader(
             Fetcher(fetcher.dataset, fetcher.collate_fn, self._progress),
-            batch_size=None,
-            sampler=self._feed,
-            collate_fn=_as_it_is,
+            sampler=self._parts,
             generator=self._generator,
             **{**options, "worker_init_fn": init},
         )
         self._running: Any = None
 
-    def work(self, parts: Iterable[Any], seed: int) -> Iterator[Any]:
-        """What the fetcher gives for each part, in order. Ends what was begun before.
+    def read(self, parts: Iterable[Part], seed: int) -> Iterator[Any]:
+        """Yield the batch of each part, in order. Ends a pass that was begun before.
 
         Args:
             parts: taken ahead of time, as far as the workers may be ahead.
             seed: of the workers' random numbers, where they start here.
         """
-        self._feed.start(parts)
+        self._parts.start(parts)
         self._generator.manual_seed(seed)
-        self._running = iter(self._loader)
+        self._running = start_workers(self._loader)
         while True:
             try:
                 found = next(self._running)
@@ -55,29 +53,27 @@ class Crew:
             except Exception as error:  # torch's frames hold it, and it them, and they the workers
                 traceback.clear_frames(error.__traceback__)
                 raise
-            self._feed.forget_oldest()
+            self._parts.forget_oldest()
             yield found
 
-    def rest(self) -> None:
-        """Let go of what is left to read; the workers stay for the next pass."""
-        self._feed.start(())
+    def drop_rest(self) -> None:
+        """Drop what is left to read; the workers stay for the next pass."""
+        self._parts.start(())
 
-    def dismiss(self, *, at_once: bool = False) -> None:
-        """End the workers, not left to Python: an error that somebody keeps would keep them."""
-        self.rest()
+    def close(self) -> None:
+        """End the workers. Python might not: an error that is kept would keep them."""
+        self.drop_rest()
         if self._running is not None:
-            # one that died holding a queue's lock lets no other end by itself
-            end_workers(self._running, at_once=at_once or bool(self.lost()))
+            self._running._shutdown_workers()
             self._running = None
 
     def lost(self, *, after: Exception | None = None) -> str:
-        """Which workers have died, of what and where; empty where all are well. As `lost_workers`."""
+        """List the workers that have died, as `lost_workers` does."""
         return lost_workers(self._running, self._where, after=after)
 
     def _where(self, worker: int) -> str:
-        """What a worker was reading."""
         number, place = self._progress.of(worker) or (None, -1)
-        part = self._feed.given.get(number)
+        part = self._parts.pending.get(number)
         if part is None:
             return ""
         numbers: Any = part.numbers
@@ -85,41 +81,34 @@ class Crew:
         return f" in {samples} of batch {number} of epoch {part.epoch}"
 
 
-class _Feed(Sampler[Any]):
-    """The sampler inside: whatever it was given last, which is taken once."""
+class _PartSampler(Sampler[Any]):
+    """Gives the loader the parts of the current pass, once."""
 
     def __init__(self) -> None:
-        self.given: dict[
-            int | None, Part
-        ] = {}  # what was taken and has not come back, oldest first
+        self.pending: dict[int | None, Part] = {}  # taken and not read yet, oldest first
         self.start(())
 
     def start(self, parts: Iterable[Part]) -> None:
         """Give these from here on."""
         self._parts = iter(parts)
-        self.given.clear()
+        self.pending.clear()
 
     def forget_oldest(self) -> None:
-        """It has come back."""
-        del self.given[next(iter(self.given))]
+        """Its batch has been read."""
+        del self.pending[next(iter(self.pending))]
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         part = next(self._parts).listed()
-        self.given[part.batch] = part
+        self.pending[part.batch] = part
         return part
-
-
-def _as_it_is(batch: Any) -> Any:
-    """Items are batches already."""
-    return batch
 
 
 @dataclass(frozen=True, slots=True)
 class _WorkerInit:
-    """Lets a worker look like one over the user's data set, then calls the user's worker_init_fn.
+    """Makes `get_worker_info` show the user's data set, then calls the user's worker_init_fn.
 
     Which worker a data set takes itself for is a private global of torch.
     """

@@ -1,22 +1,22 @@
-"""What each worker of a loader is reading: written there, and read here once one has died."""
+"""Which batch and sample each worker of a loader reads, in memory that is shared with the workers."""
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from typing import Any
+
 import torch
 from torch.utils.data import get_worker_info
 
 
 class Progress:
-    """For every worker two whole numbers, in memory that is shared with it."""
+    """For each worker the number of a batch and of a sample in it, -1 for none."""
 
     def __init__(self, num_workers: int) -> None:
         self._rows = torch.full((num_workers, 2), -1)
         self._rows.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, number: int) -> None:
-        """This process, which is a worker, reads batch `number` from here on."""
+        """This worker starts to read batch `number`."""
         self._row()[:] = number, -1
 
     def at(self, place: int) -> None:
@@ -27,15 +27,12 @@ class Progress:
         """It has read the batch."""
         self._row()[0] = -1
 
-    def _row(self) -> npt.NDArray[np.int64]:
+    def _row(self) -> Any:
         info = get_worker_info()
         assert info is not None
-        row: npt.NDArray[np.int64] = self._rows.numpy()[
-            info.id
-        ]  # set in a tenth of a tensor's time
-        return row
+        return self._rows.numpy()[info.id]  # set in a tenth of a tensor's time
 
     def of(self, worker: int) -> tuple[int, int] | None:
-        """Number and place that a worker is at, the place -1 where it says none; None between batches."""
+        """Return the batch and the place in it that a worker reads; None between batches."""
         number, place = self._rows[worker].tolist()
         return None if number < 0 else (number, place)
