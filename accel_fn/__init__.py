@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from accel_fn.comm.reduce import reduce_sum as reduce_sum
     from accel_fn.comm.world import distributed as distributed
     from accel_fn.comm.world import init as init
+    from accel_fn.data.loader import Epoch as Epoch
+    from accel_fn.data.loader import ShardedLoader as ShardedLoader
     from accel_fn.data.plan_batches import plan_batches as plan_batches
     from accel_fn.data.prefetch import prefetch as prefetch
     from accel_fn.data.seeding import sample_seed as sample_seed
@@ -96,6 +98,7 @@ _MODULES = {
     "checkpoint.load": ["load"],
     "checkpoint.save": ["save"],
     "checkpoint.weights.save_load_model": ["load_model", "save_model"],
+    "data.loader": ["Epoch", "ShardedLoader"],
     "data.plan_batches": ["plan_batches"],
     "data.prefetch": ["prefetch"],
     "data.seeding": ["sample_seed", "seed_samples"],

@@ -44,8 +44,8 @@ for module in (accel_fn, testing, testing.strategies):
 
 MADE_BY_FUNCTIONS = (
     "accel_fn.Step",
-    "accel_fn.data.loader.ShardedLoader",
-    "accel_fn.data.loader.Epoch",
+    "accel_fn.ShardedLoader",
+    "accel_fn.Epoch",
     "accel_fn.data.prefetch.Prefetched",
     "accel_fn.data.window.Windowed",
     "accel_fn.data.seeding.SeededSamples",

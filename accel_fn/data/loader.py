@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
+Batch = TypeVar("Batch", covariant=True, default=Any)
+"""The type of a batch. Annotate it: torch's DataLoader knows that of a sample alone."""
 
-class Source(Protocol):
-    """One way to share out a loader. All ranks go through the same epochs and batches of it."""
+
+class Source(Protocol[Batch]):
+    """A way to split a loader's batches over ranks. All ranks read the same epochs and batches of it."""
 
     def num_batches(self) -> int:
         """Batches of an epoch, on every rank alike; ArgumentTypeError where nobody can know."""
 
-    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
+    def batches(self, epoch: int, first_batch: int) -> Iterator[Batch]:
         """This rank's part of every batch of an epoch, from `first_batch` on.
 
         Called in the thread of the loop, by all ranks in the same order; what it
@@ -42,7 +46,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch:
+class Epoch(Generic[Batch]):
     """One pass, or what is left of it, over this rank's batches.
 
     Attributes:
@@ -50,36 +54,36 @@ class Epoch:
         first_batch: where it starts; > 0 where a run resumes.
     """
 
-    loader: ShardedLoader
+    loader: ShardedLoader[Batch]
     index: int
     first_batch: int = 0
 
     def __len__(self) -> int:
         return len(self.loader) - self.first_batch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return self.loader._source.batches(self.index, self.first_batch)
 
 
-class ShardedLoader:
+class ShardedLoader(Generic[Batch]):
     """A rank's part of a `DataLoader`. Made by `shard_loader`.
 
     Iterating changes nothing: `iter(loader)` is epoch 0 each time, and
     `epochs` gives one shuffled pass after the other.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source[Batch]) -> None:
         self._source = source
 
     def __len__(self) -> int:
         """Batches of an epoch, on every rank alike."""
         return self._source.num_batches()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         """Epoch 0."""
         return self._source.batches(0, 0)
 
-    def epochs(self, num_epochs: int, *, since: DistState | None = None) -> Iterator[Epoch]:
+    def epochs(self, num_epochs: int, *, since: DistState | None = None) -> Iterator[Epoch[Batch]]:
         """Epoch after epoch up to `num_epochs`, from where a state stands.
 
         Args:
@@ -107,7 +111,9 @@ class ShardedLoader:
             raise ArgumentError(message("epochs", "since", rule, f"step {since.step}", repair))
         return self._epochs(num_epochs, *start)
 
-    def _epochs(self, num_epochs: int, first_epoch: int, first_batch: int) -> Iterator[Epoch]:
+    def _epochs(
+        self, num_epochs: int, first_epoch: int, first_batch: int
+    ) -> Iterator[Epoch[Batch]]:
         for index in range(first_epoch, num_epochs):
             yield Epoch(self, index, first_batch if index == first_epoch else 0)
 

@@ -9,32 +9,32 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, overload
+from typing import Any, Generic, Protocol, overload
 
 import torch
 from torch import Tensor
 
 from accel_fn.base.batch import map_tensors
 from accel_fn.base.state import DistState
-from accel_fn.data.loader import Epoch, ShardedLoader, Source
+from accel_fn.data.loader import Batch, Epoch, ShardedLoader, Source
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
 _PATIENCE_S = 1.0  # how long a program that ends waits for a batch that is being read
 
 
 @overload
-def prefetch(  # type: ignore[overload-overlap]  # what is asked first decides
-    loader: ShardedLoader, state: DistState, depth: int = 2
-) -> ShardedLoader: ...
+def prefetch(  # type: ignore[overload-overlap]  # the first that fits decides
+    loader: ShardedLoader[Batch], state: DistState, depth: int = 2
+) -> ShardedLoader[Batch]: ...
 @overload
 def prefetch(  # type: ignore[overload-overlap]
-    loader: Epoch, state: DistState, depth: int = 2
-) -> Epoch: ...
+    loader: Epoch[Batch], state: DistState, depth: int = 2
+) -> Epoch[Batch]: ...
 @overload
-def prefetch(loader: Iterable[Any], state: DistState, depth: int = 2) -> Prefetched: ...
+def prefetch(loader: Iterable[Batch], state: DistState, depth: int = 2) -> Prefetched[Batch]: ...
 def prefetch(
-    loader: ShardedLoader | Epoch | Iterable[Any], state: DistState, depth: int = 2
-) -> ShardedLoader | Epoch | Prefetched:
+    loader: ShardedLoader[Batch] | Epoch[Batch] | Iterable[Batch], state: DistState, depth: int = 2
+) -> ShardedLoader[Batch] | Epoch[Batch] | Prefetched[Batch]:
     """Read the next batches, and move them to `state.device`, in a background thread.
 
     The loop gets the same batches in the same order, and an exception where
@@ -99,24 +99,24 @@ class _Ahead:
         return _SideStream(self.device) if self.device.type == "cuda" else _Copy(self.device)
 
 
-class Prefetched:
+class Prefetched(Generic[Batch]):
     """Anything that can be iterated, read ahead. Made by `prefetch`."""
 
-    def __init__(self, loader: Iterable[Any], ahead: _Ahead) -> None:
+    def __init__(self, loader: Iterable[Batch], ahead: _Ahead) -> None:
         self._loader = loader
         self._ahead = ahead
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return _Pass(iter(self._loader), self._ahead)
 
 
-class PrefetchedSource:
+class PrefetchedSource(Generic[Batch]):
     """A `Source` whose passes are read ahead; what it says of them is the source's own."""
 
-    def __init__(self, source: Source, ahead: _Ahead) -> None:
+    def __init__(self, source: Source[Batch], ahead: _Ahead) -> None:
         self._source = source
         self._ahead = ahead
         self.num_batches = source.num_batches
@@ -128,7 +128,7 @@ class PrefetchedSource:
         """The source's."""
         return self._source.facts()
 
-    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
+    def batches(self, epoch: int, first_batch: int) -> Iterator[Batch]:
         """The source's, read ahead."""
         return _Pass(self._source.batches(epoch, first_batch), self._ahead)
 

@@ -56,7 +56,8 @@ def shard_loader(
             depends on the world.
 
     Returns:
-        A loader: `len`, `iter` (epoch 0), `epochs(num_epochs, since=state)`.
+        A loader: `len`, `iter` (epoch 0), `epochs(num_epochs, since=state)`. Torch's `DataLoader[T]`
+        names the type of a sample; annotate that of a batch: `loader: af.ShardedLoader[Batch] = ...`.
 
     Raises:
         ValueError: on every rank alike: a global batch or a data set smaller

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Any, overload
+from typing import Generic, overload
 
 import torch
 from torch import Tensor
 
-from accel_fn.data.loader import ShardedLoader, Source
+from accel_fn.data.loader import Batch, ShardedLoader, Source
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
 
 @overload
-def window(  # type: ignore[overload-overlap]  # what is asked first decides
-    loader: ShardedLoader, k: int
-) -> ShardedLoader: ...
+def window(  # type: ignore[overload-overlap]  # the first that fits decides
+    loader: ShardedLoader[Batch], k: int
+) -> ShardedLoader[list[Batch]]: ...
 @overload
-def window(loader: Iterable[Any], k: int) -> Windowed: ...
-def window(loader: ShardedLoader | Iterable[Any], k: int) -> ShardedLoader | Windowed:
+def window(loader: Iterable[Batch], k: int) -> Windowed[Batch]: ...
+def window(
+    loader: ShardedLoader[Batch] | Iterable[Batch], k: int
+) -> ShardedLoader[list[Batch]] | Windowed[Batch]:
     """Lists of `k` of a loader's batches, the last of an epoch maybe shorter: each is one update.
 
     For graphs, ragged lists and all else that cannot be cut along a leading
@@ -61,24 +63,24 @@ def window(loader: ShardedLoader | Iterable[Any], k: int) -> ShardedLoader | Win
     return Windowed(loader, k)
 
 
-class Windowed:
+class Windowed(Generic[Batch]):
     """Anything that can be iterated, `k` at a time. Made by `window`."""
 
-    def __init__(self, loader: Iterable[Any], k: int) -> None:
+    def __init__(self, loader: Iterable[Batch], k: int) -> None:
         self._loader = loader
         self._k = k
 
     def __len__(self) -> int:
         return -(-len(self._loader) // self._k)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[list[Batch]]:
         return _lists(self._loader, self._k)
 
 
-class WindowedSource:
+class WindowedSource(Generic[Batch]):
     """A `Source` whose batches are windows of another's. No window spans two epochs."""
 
-    def __init__(self, source: Source, k: int) -> None:
+    def __init__(self, source: Source[Batch], k: int) -> None:
         self._source = source
         self._k = k
 
@@ -90,7 +92,7 @@ class WindowedSource:
         """The source's."""
         return self._source.facts()
 
-    def batches(self, epoch: int, first_batch: int) -> Iterator[list[Any]]:
+    def batches(self, epoch: int, first_batch: int) -> Iterator[list[Batch]]:
         """From window `first_batch` of an epoch to its end."""
         return _lists(self._source.batches(epoch, first_batch * self._k), self._k)
 
@@ -112,7 +114,7 @@ class WindowedSource:
         return range(first, min(first + self._k, self._source.num_batches()))
 
 
-def _lists(batches: Iterable[Any], k: int) -> Iterator[list[Any]]:
-    going_on = chain(batches)  # some iterators begin anew when they are asked for one
-    while found := list(islice(going_on, k)):
+def _lists(batches: Iterable[Batch], k: int) -> Iterator[list[Batch]]:
+    rest = chain(batches)  # one iterator: some start again at each call of iter
+    while found := list(islice(rest, k)):
         yield found

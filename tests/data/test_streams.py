@@ -344,19 +344,6 @@ def test_a_break_changes_nothing_later_and_leaves_no_worker(persistent_workers):
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_persistent_workers_end_soon_where_only_a_cycle_holds_them():
-    """As an error that somebody keeps does; torch waits five seconds for each."""
-    before = set(multiprocessing.active_children())
-    loader = by_hand(Counting(40), num_workers=2, persistent_workers=True)
-    cycle = [loader, next(iter(loader))]
-    cycle.append(cycle)
-    del loader, cycle
-    start = time.monotonic()
-    gc.collect()
-    assert set(multiprocessing.active_children()) <= before
-    assert time.monotonic() - start < 5
-
-
 def test_two_passes_at_once_do_not_meet():
     data = Counting(8, shuffle=True)
     for num_workers in (0, 2):

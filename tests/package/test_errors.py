@@ -26,7 +26,7 @@ FOREIGN = {
     "comm/gather_items.py pickle.PicklingError": "caught by gather: a BatchError",
     "data/prefetch.py StopIteration": "the end of an iterator",
     "data/workers/pool.py RuntimeError": "an error of the user's data set, as torch raises it again",
-    "data/workers/watched_loader.py RuntimeError": "caught by load_batches: a WorkerError",
+    "data/workers/lost_workers.py EOFError": "as a pipe raises it whose writer is gone",
     "launcher/processes/worker.py ModuleNotFoundError": "as `python -m` raises it",
     "transforms/compile/optimizer_in_graph.py TypeError": "caught there: a PlanError",
     "transforms/fsdp/replay_after_oom.py MemoryError": "as the allocator raises it",
