@@ -1,7 +1,6 @@
 """Streams: what of the user's loader is kept, who reads what, and what is refused on every rank."""
 
 import dataclasses
-import gc
 import multiprocessing
 import os
 import pickle
