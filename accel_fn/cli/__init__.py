@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
@@ -15,10 +14,10 @@ def main() -> None:
     """Run the command line. Its libraries are the extra `cli`."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a script
     if sys.argv[1:2] and not ignored:
-        signal.signal(signal.SIGINT, _end)
-        _look_for_temporary_folder()
+        signal.signal(signal.SIGINT, _exit_on_ctrl_c)
+        _find_temporary_folder()
     try:
-        app = importlib.import_module("accel_fn.cli.app").app
+        from accel_fn.cli.app import app
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("accel_fn"):
             raise
@@ -29,8 +28,8 @@ def main() -> None:
     app(prog_name="accel-fn")
 
 
-def _look_for_temporary_folder() -> None:
-    """Have Python find it now: it tries each by a file, which Ctrl-C in that moment would leave there."""
+def _find_temporary_folder() -> None:
+    """Make Python find it now: it writes a test file, which Ctrl-C at that moment would leave there."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with suppress(OSError):  # not every command needs one
@@ -39,8 +38,8 @@ def _look_for_temporary_folder() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C, until torch's agent or the command does: an import of torch may lose an exception."""
+def _exit_on_ctrl_c(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C until torch's agent or the command does: an import of torch may lose an exception."""
     try:
         os.write(2, f"accel-fn {sys.argv[1]}: stopped by Ctrl-C\n".encode())
     finally:

@@ -1,4 +1,4 @@
-"""The group of commands. A command's module is imported when it is asked for, torch only when it runs."""
+"""The group of commands: a command's module is imported when it is called, torch when it runs."""
 
 from __future__ import annotations
 
@@ -7,48 +7,47 @@ import importlib
 
 import click
 
-_COMMANDS: dict[str, tuple[str, str]] = {
-    "launch": ("accel_fn.cli.launch", "Run a script on every process of a world."),
-    "config": ("accel_fn.cli.config", "Write settings to a file, or show those in force."),
-    "env": ("accel_fn.cli.env", "Print what a bug report needs."),
-    "test": ("accel_fn.cli.test", "Check the library's promises on this machine."),
-    "estimate": ("accel_fn.cli.estimate", "Say how much memory a training step takes."),
-    "checkpoints": ("accel_fn.cli.checkpoints", "List the checkpoints of a folder."),
-    "export": ("accel_fn.cli.export", "Write the weights of a checkpoint as safetensors."),
-    "explain": ("accel_fn.cli.explain", "Say what one step of a plan does, phase by phase."),
+_COMMANDS: dict[str, str] = {
+    "launch": "Run a script on every process of a world.",
+    "config": "Write settings to a file, or show those in force.",
+    "env": "Print what a bug report needs.",
+    "test": "Check the library's promises on this machine.",
+    "estimate": "Print how much memory a training step takes.",
+    "checkpoints": "List the checkpoints of a folder.",
+    "export": "Write the weights of a checkpoint as safetensors.",
+    "explain": "Print what one step of a plan does, phase by phase.",
 }
-"""Module and one line of help, by name: listing the commands imports none of them."""
+"""One line of help by name. The command NAME is the function NAME of `accel_fn.cli.NAME`."""
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are in modules of their own, `_NAME.py` with a command `NAME`."""
+    """A group that imports a command when it is called, and none to list them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of the table."""
+        """Return the names, in the order of the table."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name; None where there is none."""
+        """Import the command of that name; None if there is none."""
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(_COMMANDS[cmd_name][0])
-        command = getattr(module, cmd_name)
+        command = getattr(importlib.import_module(f"accel_fn.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that is asked for; an error with the nearest name where there is none."""
+        """Find the command; if there is none, fail with the nearest name."""
         near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
         if near and args[0] not in _COMMANDS and not ctx.resilient_parsing:
             ctx.fail(f"No such command {args[0]!r}; did you mean {near[0]}?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Names and lines of help, out of the table."""
+        """Write names and lines of help from the table."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+            formatter.write_dl(list(_COMMANDS.items()))
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,5 +55,5 @@ class LazyGroup(click.Group):
 def app() -> None:
     """Start training scripts on one process or many, and see what they would do.
 
-    `accel-fn COMMAND --help` says more about each command.
+    `accel-fn COMMAND --help` explains each command.
     """

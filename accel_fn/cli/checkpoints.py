@@ -1,20 +1,77 @@
-"""The command `checkpoints`: what a folder of checkpoints holds."""
+"""The command `checkpoints`: list the checkpoints of a folder."""
 
 from __future__ import annotations
 
-import importlib
+import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from accel_fn.cli.output import Cell, json_option, one_line_errors, print_json, print_table
+
+if TYPE_CHECKING:
+    from accel_fn.checkpoint.listing import Checkpoint
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option()
 def checkpoints(*, folder: Path, as_json: bool) -> None:
     """List the checkpoints of FOLDER, oldest first: step, age, size, ranks, whole or not.
 
     Whole is one whose files are all there with the right sizes; their content is checked when
     it is loaded. The exit code is 1 where one is not whole.
     """
-    importlib.import_module("accel_fn.cli.checking").list_folder(folder, as_json=as_json)
+    from accel_fn.checkpoint.listing import list_checkpoints
+
+    with one_line_errors():
+        found = list_checkpoints(folder)
+    if as_json:
+        print_json([_as_dict(each) for each in found])
+    elif found:
+        now = datetime.now(UTC)
+        headings = ["step", "age", "size", "ranks", "whole"]
+        print_table(headings, [_row(each, now) for each in found])
+    else:
+        print(f"no checkpoint in {folder}")
+    sys.exit(any(each.damage for each in found))
+
+
+def _as_dict(found: Checkpoint) -> dict[str, object]:
+    return {
+        "path": str(found.path),
+        "step": found.step,
+        "saved_at": found.saved_at.isoformat(),
+        "size": found.size,
+        "world_size": found.world_size,
+        "whole": not found.damage,
+        "damage": found.damage,
+    }
+
+
+def _row(found: Checkpoint, now: datetime) -> list[str | Cell]:
+    whole: Cell = (found.damage, "red") if found.damage else ("yes", "green")
+    size = _size(found.size) if found.size else "-"
+    ranks = str(found.world_size) if found.world_size else "-"
+    return [str(found.step), _age(now - found.saved_at), size, ranks, whole]
+
+
+def _age(age: timedelta) -> str:
+    """`3 days`, `2 h`, `5 min`, `12 s`."""
+    seconds = max(int(age.total_seconds()), 0)
+    for length, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def _size(size: float) -> str:
+    for unit in _UNITS[:-1]:
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} {_UNITS[-1]}"

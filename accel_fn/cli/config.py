@@ -1,26 +1,47 @@
-"""The command `config`: write a file of settings, or show what is in force."""
+"""The command `config`: write a file of settings by questions, or show the settings in force."""
 
 from __future__ import annotations
 
-import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from accel_fn.cli.output import interrupts_raised
+from accel_fn.cli.output import (
+    FILE,
+    Cell,
+    config_option,
+    interruptible,
+    json_option,
+    print_json,
+    print_table,
+    resolve_settings,
+)
+from accel_fn.errors import SettingsError
+from accel_fn.launcher.machines.detect import Machine, detect
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+if TYPE_CHECKING:
+    from accel_fn.launcher.settings.settings import Settings
+
+Ask = Callable[[Mapping[str, object], str, str, object], object]
+"""(answers so far, setting, question, default) -> answer."""
+
+_INTERRUPTED = 130
+"""The exit code by which shells know that Ctrl-C ended a program."""
 
 
 @click.command()
 @click.option("--default", is_flag=True, help="Ask nothing: take what fits this machine.")
 @click.option(
-    "--output", type=_FILE, help="The file to write.  [default: accel_fn.yaml]", metavar="FILE"
+    "--output", type=FILE, help="The file to write.  [default: accel_fn.yaml]", metavar="FILE"
 )
 @click.option("--force", is_flag=True, help="Overwrite the file.")
-@click.option("--show", is_flag=True, help="Print the settings in force, and who gave each.")
-@click.option("--json", "as_json", is_flag=True, help="Show as JSON.")
-@click.option("--config", "config_file", type=_FILE, help="The file to show.", metavar="FILE")
+@click.option("--show", is_flag=True, help="Print the settings in force, and the source of each.")
+@json_option("Show as JSON.")
+@config_option("The file to show.")
 def config(
     *,
     default: bool,
@@ -39,15 +60,120 @@ def config(
     """
     if show:
         _refuse("--show", {"--default": default, "--output": output, "--force": force})
-        importlib.import_module("accel_fn.cli.show").show(config_file, as_json=as_json)
+        _show(config_file, as_json=as_json)
     else:
         _refuse("writing a file", {"--json": as_json, "--config": config_file})
-        questions = importlib.import_module("accel_fn.cli.questions")
-        with interrupts_raised():
-            questions.write(output, ask=not default, force=force)
+        with interruptible():
+            _write(output, ask=not default, force=force)
 
 
 def _refuse(job: str, options: dict[str, object]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise click.UsageError(f"{', '.join(given)} cannot be combined with {job}")
+
+
+def _show(config_file: Path | None, *, as_json: bool) -> None:
+    """Print JSON, or a table in which defaults are dim."""
+    resolved = resolve_settings({}, config_file)
+    values, sources = resolved.settings.model_dump(mode="json"), resolved.sources
+    if as_json:
+        print_json(
+            {name: {"value": value, "source": sources[name]} for name, value in values.items()}
+        )
+        return
+    rows: list[list[Cell]] = []
+    for name, value in values.items():
+        style = "" if resolved.is_given(name) else "dim"
+        rows.append([(cell, style) for cell in (name, _as_in_file(value), sources[name])])
+    print_table(["setting", "value", "source"], rows)
+
+
+def _as_in_file(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _write(output: Path | None, *, ask: bool, force: bool) -> None:
+    """Ask the questions, or take the defaults, and write the file."""
+    from accel_fn.launcher.settings.sources import SETTINGS_FILE
+    from accel_fn.launcher.settings.write_yaml import render
+
+    path = output or Path(SETTINGS_FILE)
+    if path.exists() and not force:
+        raise click.ClickException(f"{path} exists; --force overwrites it, --output names another")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise click.ClickException(f"{path} must be in a folder that is there and can be written")
+    if ask and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise click.UsageError(
+            "config asks questions and must run in a terminal; --default asks nothing"
+        )
+    machine = detect()
+    if ask:
+        click.echo(f"This machine has {machine.devices} and {machine.num_cores} CPU cores.")
+    try:
+        text = render(choose_settings(_prompt if ask else _take_default, machine))
+    except click.Abort:
+        click.echo()
+        raise click.exceptions.Exit(_INTERRUPTED) from None
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
+    click.echo(f"Wrote {path}. `accel-fn config --show` prints what is in force.")
+
+
+def choose_settings(ask: Ask, machine: Machine) -> Settings:
+    """Make settings of the answers; skip questions that earlier answers decide."""
+    from accel_fn.launcher.settings.sources import default_processes
+
+    answers: dict[str, object] = {}
+
+    def put(name: str, question: str, default: object) -> object:
+        answers[name] = ask(answers, name, question, default)
+        return answers[name]
+
+    if put("num_machines", "How many machines (this one included)", 1) != 1:
+        put("machine_rank", "Which of them is this one, from 0", 0)
+        put("main_process_ip", "Address of machine 0", None)
+        put("main_process_port", "A free port on machine 0", 29500)
+    cpu = put("cpu", "Train on the CPU, whatever accelerators there are", False)
+    if not cpu and machine.num_devices > 1 and machine.kind == "CUDA":
+        put("gpu_ids", "Which accelerators, such as 0,1", "all")
+    detected, _ = default_processes(_checked(answers), machine)
+    count = put("num_processes", "How many processes, over all machines", detected)
+    put("mixed_precision", "Mixed precision (no, fp16, bf16)", "no")
+    if count != 1:
+        put("wrap", "Replicas of the model on all ranks, or shards (ddp, fsdp)", "ddp")
+    put("num_microbatches", "In how many micro-batches each rank computes its part", 1)
+    return _checked(answers)
+
+
+def _checked(answers: Mapping[str, object]) -> Settings:
+    from accel_fn.launcher.settings.settings import check_settings
+
+    return check_settings(answers, dict.fromkeys(answers, "config"))
+
+
+def _prompt(answers: Mapping[str, object], name: str, question: str, default: object) -> object:
+    """Ask until the answer fits its rule and the answers before."""
+
+    def check(text: object) -> object:
+        try:
+            return getattr(_checked({**answers, name: text}), name)
+        except SettingsError as error:
+            raise click.UsageError(str(error)) from None
+
+    if isinstance(default, bool):
+        return click.confirm(question, default=default)
+    return click.prompt(question, default=default, value_proc=check)
+
+
+def _take_default(
+    answers: Mapping[str, object], name: str, question: str, default: object
+) -> object:
+    return default

@@ -1,25 +1,28 @@
-"""The command `env`: what a bug report needs."""
+"""The command `env`: print what a bug report needs."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import click
 
+from accel_fn.cli.output import json_option, print_json
+
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option()
 def env(*, as_json: bool) -> None:
     """Print what a bug report needs: versions, machine, devices, variables.
 
-    Torch is asked in a process of its own, so a torch that is broken is a line of the report. Of the
-    environment, variables that launchers and torch read are shown, and nothing else.
+    Torch is imported in another process, so that a broken torch is a line of the report. Of the
+    environment, only variables that launchers and torch read are shown.
     """
-    report = importlib.import_module("accel_fn.launcher.env_report").collect()
+    from accel_fn.launcher.env_report import collect
+
+    report = collect()
     if as_json:
-        importlib.import_module("accel_fn.cli.output").print_json(report)
+        print_json(report)
     else:
         click.echo("\n".join(_lines(report)))
 

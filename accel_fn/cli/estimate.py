@@ -1,25 +1,45 @@
-"""The command `estimate`: the memory of a training step."""
+"""The command `estimate`: print the memory of a training step."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel_fn.cli.output import FILE_FOR_SHELLS, interrupts_raised
+from accel_fn.cli.output import (
+    SHELL_FILE,
+    interruptible,
+    json_option,
+    one_line_errors,
+    print_json,
+    print_table,
+)
+from accel_fn.launcher.targets import call_target, load_target
+
+if TYPE_CHECKING:
+    from accel_fn.observe.estimate_memory import MemoryEstimate
+
+_PARTS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "peak")
 
 
 def _counts(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
-    """One integer >= 1 or several, as in `1,8,64`."""
+    """Parse one integer >= 1 or several, as in `1,8,64`."""
     parts = value.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise click.BadParameter(f"{value!r} is not an integer >= 1, or several such as 1,8,64")
     return tuple(map(int, parts))
 
 
+def _count_option(*names: str, text: str) -> Callable[[Any], Any]:
+    return click.option(
+        *names, callback=_counts, metavar="N,...", default="1", show_default=True, help=text
+    )
+
+
 @click.command()
-@click.argument("target", type=FILE_FOR_SHELLS)
+@click.argument("target", type=SHELL_FILE)
 @click.option("--batch", metavar="TARGET", help="What gives the global batch.")
 @click.option("--loss", metavar="TARGET", help="The loss function, (model, batch) -> loss.")
 @click.option("--optimizer", default="AdamW", show_default=True, help="A name in torch.optim.")
@@ -30,32 +50,58 @@ def _counts(context: click.Context, option: click.Parameter, value: str) -> tupl
     show_default=True,
     help="Of with_amp.",
 )
-@click.option(
-    "-n",
-    "--num-processes",
-    callback=_counts,
-    metavar="N,...",
-    default="1",
-    show_default=True,
-    help="Ranks that share the batch.",
-)
-@click.option(
-    "--num-microbatches",
-    callback=_counts,
-    metavar="N,...",
-    default="1",
-    show_default=True,
-    help="Parts of a rank's share.",
-)
+@_count_option("-n", "--num-processes", text="Ranks that share the batch.")
+@_count_option("--num-microbatches", text="Micro-batches of a rank's part of the batch.")
 @click.option("--device", help="Whose kernels.  [default: this machine's]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, in bytes.")
-def estimate(**options: Any) -> None:
+@json_option("Print JSON, in bytes.")
+def estimate(
+    *,
+    target: str,
+    batch: str | None,
+    loss: str | None,
+    num_processes: tuple[int, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Print how much memory one training step takes on a rank, without taking it.
 
     TARGET is FILE.py:NAME or MODULE:NAME, and names a function without arguments that gives a model,
     or a model and a batch. It runs where tensors have shapes and no data, so a model may be larger than
     this machine. With a batch, the step is gone through to count what is alive in it.
     """
-    estimating = importlib.import_module("accel_fn.cli.estimating")
-    with interrupts_raised():
-        estimating.estimate_target(**options)
+    from accel_fn.observe.estimate_memory import estimate_memory
+
+    with interruptible(), one_line_errors():
+        found = estimate_memory(
+            _maker(target, "target"),
+            make_batch=None if batch is None else _maker(batch, "batch"),
+            loss_fn=None if loss is None else load_target(loss, "estimate", "loss"),
+            world_sizes=num_processes,
+            **options,
+        )
+    if as_json:
+        print_json([asdict(each) for each in found])
+    else:
+        print_table(["ranks", "micro-batches", *_PARTS], [_row(each) for each in found])
+
+
+def _maker(target: str, parameter: str) -> Callable[[], Any]:
+    found = load_target(target, "estimate", parameter)
+    return lambda: call_target(found, target, "estimate", parameter)
+
+
+def _row(found: MemoryEstimate) -> list[str]:
+    sizes = [_readable(getattr(found, part)) for part in _PARTS]
+    return [str(found.world_size), str(found.num_microbatches), *sizes]
+
+
+def _readable(size: int | None) -> str:
+    """Bytes in units of 1024; `-` if not measured."""
+    if size is None:
+        return "-"
+    scaled, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if scaled < 1024:
+            break
+        scaled, unit = scaled / 1024, larger
+    return f"{size} B" if unit == "B" else f"{scaled:.2f} {unit}"

@@ -1,19 +1,33 @@
-"""The command `explain`: one step of a plan, phase by phase."""
+"""The command `explain`: print one step of a plan, phase by phase."""
 
 from __future__ import annotations
 
-import importlib
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from accel_fn.cli.output import FILE_FOR_SHELLS, interrupts_raised
+from accel_fn.cli.output import (
+    SHELL_FILE,
+    config_option,
+    interruptible,
+    json_option,
+    one_line_errors,
+    print_json,
+    resolve_settings,
+)
+from accel_fn.errors import ArgumentError, ArgumentTypeError, message
+from accel_fn.launcher.targets import call_target, load_target
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+if TYPE_CHECKING:
+    import torch
+
+    from accel_fn.step.plan import Plan
 
 
 @click.command()
-@click.argument("target", type=FILE_FOR_SHELLS)
+@click.argument("target", type=SHELL_FILE)
 @click.option(
     "-n",
     "--num-processes",
@@ -22,8 +36,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Ranks of the step.  [default: the launch's]",
 )
 @click.option("--device", help="Device of the ranks.  [default: this machine's]")
-@click.option("--config", "config_file", type=_FILE, metavar="FILE", help="Settings to start from.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@config_option()
+@json_option()
 def explain(
     *,
     target: str,
@@ -37,6 +51,64 @@ def explain(
     TARGET is FILE.py:NAME or MODULE:NAME, and names a Plan, or a function without arguments that
     gives one. What it leaves to the launch, the settings say: `accel-fn config --show`.
     """
-    explaining = importlib.import_module("accel_fn.cli.explaining")
-    with interrupts_raised():
-        explaining.explain_target(target, num_processes, device, config_file, as_json=as_json)
+    with interruptible():
+        explain_target(target, num_processes, device, config_file, as_json=as_json)
+
+
+def explain_target(
+    target: str,
+    num_processes: int | None,
+    device: str | None,
+    config_file: Path | None = None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the step of the plan that `target` names, as it would be if it were launched from here.
+
+    This process gets the variables that such a launch would give its ranks: the plan reads them.
+    """
+    from accel_fn.base.state import DistState
+    from accel_fn.launcher.processes.environment import settings_variables
+    from accel_fn.observe.explain import explain as print_phases
+    from accel_fn.observe.explain import phases
+
+    settings = resolve_settings({}, config_file).settings
+    variables = {each.name: each.value for each in settings_variables(settings)}
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
+    num_processes = num_processes or settings.num_processes or 1
+    with one_line_errors():
+        state = DistState(world_size=num_processes, device=_device(device))
+        plan = _load_plan(target)
+    if as_json:
+        found = {"num_processes": num_processes, "device": str(state.device)}
+        print_json({**found, "phases": phases(plan, state)})
+    else:
+        print_phases(plan, state)
+
+
+def _device(name: str | None) -> torch.device:
+    """Return the device: any that torch knows will do, since nothing runs."""
+    import torch
+
+    name = name or os.environ.get("ACCEL_FN_DEVICE") or None
+    if name is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if found is None else found
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ArgumentError(message("explain", "device", "be torch's", name, reason)) from None
+
+
+def _load_plan(target: str) -> Plan:
+    from accel_fn.step.plan import Plan
+
+    found = load_target(target, "explain")
+    if not isinstance(found, Plan) and callable(found):
+        found = call_target(found, target, "explain")
+    if not isinstance(found, Plan):
+        rule = "name a Plan, or a function that gives one"
+        got = f"{target} ({type(found).__name__})"
+        raise ArgumentTypeError(message("explain", "target", rule, got))
+    return found

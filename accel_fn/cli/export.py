@@ -1,13 +1,12 @@
-"""The command `export`: weights alone out of a checkpoint."""
+"""The command `export`: write the weights of a checkpoint."""
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import click
 
-from accel_fn.cli.output import interrupts_raised
+from accel_fn.cli.output import interruptible, one_line_errors
 
 
 @click.command()
@@ -23,6 +22,9 @@ def export(*, checkpoint: Path, folder: Path, step: str, max_shard_size: str) ->
     The layout is Hugging Face's, as af.save_model writes it. The program that saved the checkpoint is
     not needed. Every file is checked against its hash first.
     """
-    exporting = importlib.import_module("accel_fn.cli.exporting")
-    with interrupts_raised():
-        exporting.export_to(checkpoint, folder, step, max_shard_size)
+    from accel_fn.checkpoint.weights.export import export_model
+    from accel_fn.checkpoint.weights.save_load_model import parse_size
+
+    with interruptible(), one_line_errors():
+        count = export_model(checkpoint, folder, step, parse_size("export", max_shard_size))
+    print(f"{count} tensors written to {folder}")

@@ -1,20 +1,33 @@
-"""The command `launch`: run a script on many processes."""
+"""The command `launch`: run a script on many processes, or show what each would get."""
 
 from __future__ import annotations
 
 import gc
-import importlib
+import os
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from accel_fn.cli.output import FILE_FOR_SHELLS
-from accel_fn.errors import AccelError
+from accel_fn.cli.output import (
+    SHELL_FILE,
+    config_option,
+    json_option,
+    one_line_errors,
+    print_json,
+    print_table,
+    resolve_settings,
+)
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+if TYPE_CHECKING:
+    from accel_fn.launcher.plan_launch import LaunchPlan
+    from accel_fn.launcher.processes.environment import Variable
+
 _FOLDER = click.Path(file_okay=False, path_type=Path)
+_FEW, _LATER = 4, "(at the start)"
 
 
 @click.command(
@@ -66,13 +79,13 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 )
 @click.option("--log-dir", type=_FOLDER, help="Put the output of each rank into files in there.")
 @click.option("--tee", is_flag=True, default=None, help="Show it too, each line with its rank.")
-@click.option("--config", "config_file", type=_FILE, metavar="FILE", help="Settings to start from.")
+@config_option()
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
 @click.option("--dry-run", is_flag=True, help="Start nothing: show what each rank would get.")
-@click.option("--json", "as_json", is_flag=True, help="Show it as JSON.")
-@click.argument("script", type=FILE_FOR_SHELLS)
-@click.argument("arguments", nargs=-1, type=FILE_FOR_SHELLS, metavar="[ARGS]...")
+@json_option("Show it as JSON.")
+@click.argument("script", type=SHELL_FILE)
+@click.argument("arguments", nargs=-1, type=SHELL_FILE, metavar="[ARGS]...")
 def launch(
     *,
     config_file: Path | None,
@@ -86,8 +99,8 @@ def launch(
 ) -> None:
     """Run a script on every process of a world.
 
-    ARGS are the script's own, also where they look like options of this command. What no
-    option says, `accel-fn config --show` explains.
+    ARGS are the script's own, even if they look like options of this command. Settings that
+    no option gives are those that `accel-fn config --show` prints.
 
     The exit code is that of the rank that failed first; 128 + the signal where it was killed.
     """
@@ -96,16 +109,68 @@ def launch(
         raise click.UsageError("--module cannot be combined with --no-python")
     if as_json and not dry_run:
         raise click.UsageError("--json needs --dry-run")
+    kind: Literal["script", "module", "program"]
     kind = "module" if module else "program" if no_python else "script"
-    resolved = importlib.import_module("accel_fn.cli.resolve").resolve_or_fail(
-        flags, config=config_file
-    )
-    launching = importlib.import_module("accel_fn.launcher.plan_launch")
-    try:
-        plan = launching.plan_launch(resolved, kind, script, arguments)
+    resolved = resolve_settings(flags, config_file)
+    from accel_fn.launcher.plan_launch import plan_launch, start
+
+    with one_line_errors():
+        plan = plan_launch(resolved, kind, script, arguments)
         if dry_run:
-            importlib.import_module("accel_fn.cli.dry_run").show(plan, as_json=as_json)
+            _show(plan, as_json=as_json)
         else:
-            sys.exit(launching.start(plan))
-    except AccelError as error:
-        raise click.ClickException(str(error)) from None
+            sys.exit(start(plan))
+
+
+def _show(plan: LaunchPlan, *, as_json: bool) -> None:
+    """Print each variable that the ranks of this machine would get, and why."""
+    from accel_fn.launcher.processes.environment import rank_variables
+
+    machines = plan.machines
+    ranks = [
+        rank_variables(machines, rank, plan.settings.max_restarts, os.environ)
+        for rank in range(machines.num_local)
+    ]
+    if as_json:
+        print_json(_as_dict(plan, ranks))
+        return
+    click.echo(shlex.join(plan.command.words()))
+    click.echo(
+        f"on machine {machines.machine_rank or 0} of {machines.num_machines}, "
+        f"as {machines.num_local} of {machines.num_processes} processes"
+    )
+    click.echo()
+    rows = [
+        (each.name, _merge([rank[index].value or _LATER for rank in ranks]), each.why)
+        for index, each in enumerate(ranks[0])
+    ]
+    rows += [(each.name, each.value or _LATER, each.why) for each in plan.variables]
+    if plan.cpus:
+        cpus = [",".join(map(str, each)) for each in plan.cpus]
+        rows.append(("(processors)", _merge(cpus), "memory nodes"))
+    print_table(("variable", "value", "why"), rows)
+
+
+def _merge(values: list[str]) -> str:
+    """One value if all are equal, else each; of many the first and the last."""
+    if len(set(values)) == 1:
+        return values[0]
+    return ", ".join(values) if len(values) <= _FEW else f"{values[0]}, ..., {values[-1]}"
+
+
+def _as_dict(plan: LaunchPlan, ranks: list[list[Variable]]) -> dict[str, Any]:
+    cpus: Sequence[Sequence[int] | None] = plan.cpus or [None] * len(ranks)
+    return {
+        "command": plan.command.words(),
+        "num_machines": plan.machines.num_machines,
+        "machine_rank": plan.machines.machine_rank,
+        "num_processes": plan.machines.num_processes,
+        "ranks": [
+            {
+                "processors": None if own is None else list(own),
+                "variables": {each.name: each.value for each in (*rank, *plan.variables)},
+            }
+            for rank, own in zip(ranks, cpus, strict=True)
+        ],
+        "why": {each.name: each.why for each in (*ranks[0], *plan.variables)},
+    }

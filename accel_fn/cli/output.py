@@ -1,43 +1,72 @@
-"""How commands speak: tables, plain where nobody looks; JSON; errors in a line."""
+"""What all commands share: options, settings, tables, JSON, errors of one line, Ctrl-C."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from accel_fn.errors import AccelError
 
-FILE_FOR_SHELLS = click.Path(readable=False)
-"""What a shell completes as a file; it is checked elsewhere."""
+if TYPE_CHECKING:
+    from accel_fn.launcher.settings.sources import Resolved
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+SHELL_FILE = click.Path(readable=False)
+"""What a shell completes as a file name; the command itself checks it."""
 
 Cell = tuple[str, str]
 """Text, and the style in which a terminal shows it."""
 
 
+def config_option(text: str = "Settings to start from.") -> Callable[[Any], Any]:
+    return click.option("--config", "config_file", type=FILE, metavar="FILE", help=text)
+
+
+def json_option(text: str = "Print JSON.") -> Callable[[Any], Any]:
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def resolve_settings(flags: Mapping[str, object], config_file: Path | None) -> Resolved:
+    """Resolve the settings of a launch; print warnings on stderr, an error as one line."""
+    from accel_fn.launcher.settings.sources import resolve
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with one_line_errors():
+            resolved = resolve(flags, config=config_file)
+    for each in caught:
+        click.echo(f"Warning: {each.message}", err=True)
+    return resolved
+
+
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> None:
-    """A table on a terminal; aligned columns of plain text anywhere else, never cut."""
+    """Print a table on a terminal; anywhere else, aligned columns of plain text, never cut."""
     if not sys.stdout.isatty():
-        _print_plain([headings, *[[_text(cell) for cell in row] for row in rows]])
+        _print_plain(
+            [
+                headings,
+                *[[each if isinstance(each, str) else each[0] for each in row] for row in rows],
+            ]
+        )
         return
-    # Imported here: most commands print no table, and most tables go to no terminal.
-    table = importlib.import_module("rich.table").Table(
-        *headings, box=importlib.import_module("rich.box").SIMPLE_HEAD
-    )
-    text_of = importlib.import_module("rich.text").Text
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*headings, box=SIMPLE_HEAD)
     for row in rows:
         cells = [(cell, "") if isinstance(cell, str) else cell for cell in row]
-        table.add_row(*[text_of(text, style=style) for text, style in cells])
-    importlib.import_module("rich.console").Console().print(table)
-
-
-def _text(cell: str | Cell) -> str:
-    return cell if isinstance(cell, str) else cell[0]
+        table.add_row(*[Text(text, style=style) for text, style in cells])
+    Console().print(table)
 
 
 def _print_plain(rows: Sequence[Sequence[str]]) -> None:
@@ -48,13 +77,13 @@ def _print_plain(rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_json(value: object) -> None:
-    """For a program to read."""
+    """Print for another program."""
     print(json.dumps(value, indent=2))
 
 
 @contextmanager
-def errors_in_a_line() -> Iterator[None]:
-    """What we raise on purpose says it all: it needs no traceback."""
+def one_line_errors() -> Iterator[None]:
+    """Turn our own errors into click's, which print one line and no traceback."""
     try:
         yield
     except AccelError as error:
@@ -62,8 +91,8 @@ def errors_in_a_line() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_raised() -> Iterator[None]:
-    """Ctrl-C is an exception in here, so that what was begun is tidied up; then the command ends by it."""
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C, so that clean-up code runs; then exit the command."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,13 +1,33 @@
-"""The command `test`: the library's promises on this machine."""
+"""The command `test`: check the library's promises on this machine, over real processes."""
 
 from __future__ import annotations
 
-import importlib
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+from accel_fn.cli.output import (
+    Cell,
+    config_option,
+    json_option,
+    one_line_errors,
+    print_json,
+    print_table,
+    resolve_settings,
+)
+from accel_fn.comm.cluster_env import read_task
+from accel_fn.launcher.function.launch import launch
+from accel_fn.launcher.machines.detect import detect
+from accel_fn.launcher.processes.failures import Failure, cause
+from accel_fn.testing.selftest.results import Outcome, RankReport
+
+_TIMEOUT_S = 60.0
 
 
 @click.command()
@@ -19,18 +39,149 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Ranks.  [default: the accelerators here, else 2]",
 )
 @click.option("--cpu", is_flag=True, default=None, help="Use the CPU.")
-@click.option("--config", "config_file", type=_FILE, metavar="FILE", help="Settings to start from.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@config_option()
+@json_option()
 def test(
     *, num_processes: int | None, cpu: bool | None, config_file: Path | None, as_json: bool
 ) -> None:
     """Check the library's promises on this machine, over real processes.
 
-    Trains small models on all ranks and by a plain loop on one, shares out data, has ranks talk, and
+    Trains small models on all ranks and by a plain loop on one, shares out data, runs collectives, and
     prints the largest difference that was found beside what rounding explains. The exit code is 0 if
     all promises hold. Settings are those of `accel-fn launch`.
 
     On several machines, start it there: `accel-fn launch ... -m accel_fn.cli test`, or srun.
     """
-    testing = importlib.import_module("accel_fn.cli.selftest")
-    testing.run_test(num_processes, cpu, config_file, as_json=as_json)
+    prints = True
+    with one_line_errors():
+        if "RANK" in os.environ or read_task(os.environ) is not None:
+            if num_processes is not None or cpu or config_file is not None:
+                raise click.UsageError(
+                    "-n, --cpu and --config are for ranks of its own, and this is a rank already"
+                )
+            reports, prints = _check_this_world()
+        else:
+            reports = _check_new_world(num_processes, cpu, config_file)
+    verdicts = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
+    if prints:
+        (_print_as_json if as_json else _print)(reports[0], verdicts)
+    sys.exit(0 if all(verdict.holds for verdict in verdicts) else 1)
+
+
+def _check_this_world() -> tuple[list[RankReport], bool]:
+    """Check the world that this process is a rank of; return all reports, and if this is rank 0."""
+    from accel_fn.comm.primitives import exchange
+    from accel_fn.comm.world import init
+    from accel_fn.testing.selftest.check_world import check_promises
+
+    state = init()
+    report = check_promises(state)
+    failed = [outcome.traceback for outcome in report.outcomes if outcome.traceback]
+    if failed:  # other ranks may still wait in a collective of that check: no more can be sent
+        raise click.ClickException(f"test: a check failed on rank {state.rank}\n{failed[0]}")
+    return exchange(report, state, "test"), state.is_main
+
+
+def _check_in_rank() -> RankReport:
+    from accel_fn.testing.selftest.check_world import check_this_rank
+
+    return check_this_rank()
+
+
+def _check_new_world(
+    num_processes: int | None, cpu: bool | None, config_file: Path | None
+) -> list[RankReport]:
+    """Start ranks with the settings of a launch; return their reports."""
+    resolved = resolve_settings({"num_processes": num_processes, "cpu": cpu}, config_file)
+    settings = resolved.settings
+    if (settings.num_machines or 1) > 1:
+        raise click.ClickException(
+            f"test: num_machines must be 1 for processes of its own, got {settings.num_machines} "
+            f"({resolved.sources['num_machines']}); start it on each machine: "
+            "accel-fn launch -m accel_fn.cli test"
+        )
+    on_cpu = settings.cpu or not detect().num_devices
+    count = settings.num_processes or 1
+    if on_cpu and not resolved.is_given("num_processes"):
+        count = 2
+    return launch(
+        _check_in_rank,
+        num_processes=count,
+        cpu=settings.cpu,
+        gpu_ids=settings.gpu_ids,
+        threads_per_process=settings.threads_per_process,
+        timeout_s=settings.timeout_s or _TIMEOUT_S,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcomes of one promise on all ranks. `largest` is None if a check did not finish."""
+
+    promise: str
+    holds: bool
+    largest: float | None
+    bound: float
+    error: str
+    traceback: str
+
+
+def merge(ranks: Sequence[Outcome]) -> Verdict:
+    """Merge the outcomes of one promise on all ranks."""
+    failed = {rank: outcome for rank, outcome in enumerate(ranks) if outcome.error}
+    found = [outcome.largest for outcome in ranks if outcome.largest is not None]
+    first = None
+    if failed:
+        failures = [
+            Failure(rank, "", 0, 1, outcome.time, exception=outcome.error)
+            for rank, outcome in failed.items()
+        ]
+        first = failed[cause(failures).rank]
+    return Verdict(
+        promise=ranks[0].promise,
+        holds=all(outcome.holds for outcome in ranks),
+        largest=None if failed else math.nan if any(map(math.isnan, found)) else max(found),
+        bound=ranks[0].bound,
+        error=first.error if first else "",
+        traceback=first.traceback if first else "",
+    )
+
+
+def _print_as_json(report: RankReport, verdicts: Sequence[Verdict]) -> None:
+    def number(value: float | None) -> float | str | None:  # JSON has no infinity and no NaN
+        return value if value is None or math.isfinite(value) else str(value)
+
+    found: dict[str, Any] = {
+        "holds": all(verdict.holds for verdict in verdicts),
+        "num_processes": report.world_size,
+        "device": report.device,
+        "backend": report.backend,
+        "promises": [
+            {**asdict(verdict), "largest": number(verdict.largest)} for verdict in verdicts
+        ],
+    }
+    print_json(found)
+
+
+def _print(report: RankReport, verdicts: Sequence[Verdict]) -> None:
+    ranks = f"{report.world_size} ranks" if report.world_size > 1 else "1 rank"
+    print(f"{len(verdicts)} promises on {ranks}, {report.device}, backend {report.backend}")
+    print_table(
+        ["promise", "largest difference", "bound", "verdict"],
+        [
+            [each.promise, "-" if each.largest is None else f"{each.largest:.3g}",
+             f"{each.bound:g}", _verdict_cell(each)]
+            for each in verdicts
+        ],
+    )  # fmt: skip
+    for verdict in verdicts:
+        if verdict.traceback:
+            print(verdict.traceback, file=sys.stderr)
+    if report.world_size == 1:
+        print("One rank has nobody to differ from: -n 2 --cpu checks what ranks share.")
+
+
+def _verdict_cell(verdict: Verdict) -> Cell:
+    if verdict.holds:
+        return "holds", "green"
+    return verdict.error.splitlines()[-1] if verdict.error else "broken", "bold red"

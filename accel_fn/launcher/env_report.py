@@ -18,7 +18,7 @@ from typing import Any
 
 from accel_fn.launcher.machines import probe
 from accel_fn.launcher.machines.cpus import read_processors
-from accel_fn.launcher.settings.sources import FILE, user_file
+from accel_fn.launcher.settings.sources import SETTINGS_FILE, user_file
 
 _TORCH_WITHIN_S = 60
 _DEVICES = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
@@ -183,8 +183,8 @@ def _configuration(environment: Mapping[str, str]) -> dict[str, str | None]:
 
 def _settings_files(folder: Path) -> Iterator[str]:
     for place in (folder, *folder.parents):
-        if (place / FILE).is_file():
-            yield str(place / FILE)
+        if (place / SETTINGS_FILE).is_file():
+            yield str(place / SETTINGS_FILE)
         project = place / "pyproject.toml"
         if project.is_file() and "[tool.accel_fn]" in project.read_text(errors="replace"):
             yield str(project)

@@ -1,13 +1,12 @@
-"""plan_launch and start: from settings to what each rank will be, and from that to the ranks."""
+"""Plan a launch from settings, and start it."""
 
 from __future__ import annotations
 
 import gc
-import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from accel_fn.launcher.machines.cpus import bind_ranks, read_processors
 from accel_fn.launcher.machines.detect import detect
@@ -20,13 +19,13 @@ from accel_fn.launcher.settings.sources import Resolved
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything about a launch that is known before it starts."""
+    """What is known about a launch before it starts."""
 
     command: Command
     settings: Settings
     machines: Machines
     variables: Sequence[Variable]
-    """Alike for all ranks here."""
+    """The same for all ranks of this machine."""
     cpus: Sequence[Sequence[int]] | None
     """The processors of each local rank; None: any."""
 
@@ -38,21 +37,11 @@ def plan_launch(
     arguments: Sequence[str],
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
-    """What a launch with these settings would do on this machine.
-
-    Args:
-        resolved: the settings, and who gave each.
-        kind: what `target` is: a script, a module or a program.
-        target: what each rank runs.
-        arguments: its own.
-        environment: of this process.
-
-    Returns:
-        A plan. Nothing has started.
+    """Plan a launch on this machine: start nothing, raise what can be known to be wrong.
 
     Raises:
         ValueError: there is no such script, module or program.
-        RuntimeError: nobody says where the machines meet, or settings and cluster differ.
+        RuntimeError: no setting or cluster gives machine 0, or settings and cluster differ.
     """
     command = Command(kind, target, arguments)
     check_command(command)
@@ -60,7 +49,9 @@ def plan_launch(
     processors = read_processors()
     cpus = bind_ranks(processors, machines.num_local)
     if cpus and not settings.cpu and detect(environment).num_devices:
-        cpus = None  # a rank should be near its accelerator, and that is for the driver to say
+        cpus = (
+            None  # a rank should be near its accelerator, and only the driver knows where that is
+        )
     return LaunchPlan(
         command=command,
         settings=settings,
@@ -71,30 +62,31 @@ def plan_launch(
 
 
 def start(plan: LaunchPlan) -> int:
-    """Do it; give back the exit code."""
-    running = _import_quietly("accel_fn.launcher.processes.run")
+    """Start the ranks, wait for them and return the exit code."""
+    with _quiet_stores():
+        from accel_fn.launcher.processes.run import Job, run
     gc.enable()  # the command has switched it off for its imports
     command = plan.command
-    cpus = [",".join(map(str, each)) for each in plan.cpus or ()]
-    job = running.Job(
+    job = Job(
         command=[command.kind, command.target, *command.arguments],
         variables={each.name: each.value for each in plan.variables if each.value is not None},
-        cpus=";".join(cpus),
+        cpus=";".join(",".join(map(str, each)) for each in plan.cpus or ()),
         max_restarts=plan.settings.max_restarts,
         log_dir=plan.settings.log_dir,
         tee=plan.settings.tee,
     )
-    exit_code: int = running.run(job, plan.machines)
-    return exit_code
+    return run(job, plan.machines)
 
 
-def _import_quietly(name: str) -> Any:
-    """Import torch so that its stores do not warn of machines that are gone; for this process alone."""
+@contextmanager
+def _quiet_stores() -> Iterator[None]:
+    """If torch is imported in here, its stores do not warn of machines that are gone."""
     variable = "TORCH_CPP_LOG_LEVEL"
     if variable in os.environ:
-        return importlib.import_module(name)
+        yield
+        return
     os.environ[variable] = "ERROR"
     try:
-        return importlib.import_module(name)
+        yield
     finally:
         del os.environ[variable]

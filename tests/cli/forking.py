@@ -13,13 +13,19 @@ import sys
 import tempfile
 
 _LOADED = (
+    "checkpoint.weights.export",
     "cli.app",
-    "cli.estimating",
-    "cli.explaining",
+    "cli.config",
+    "cli.estimate",
+    "cli.explain",
     "cli.launch",
-    "cli.resolve",
+    "cli.test",
+    "launcher.function.launch",
     "launcher.plan_launch",
     "launcher.processes.run",
+    "launcher.settings.sources",
+    "observe.estimate_memory",
+    "observe.explain",
     "testing.selftest.check_world",
     "transforms.ddp.ddp",
 )

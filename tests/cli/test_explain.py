@@ -9,7 +9,7 @@ import click
 import pytest
 import torch
 
-from accel_fn.cli.explaining import explain_target
+from accel_fn.cli.explain import explain_target
 from accel_fn.launcher.targets import load_target
 from tests.cli.commands import ROOT, run_command, surroundings
 

@@ -165,7 +165,7 @@ def test_a_rank_that_cannot_end_says_why_it_failed_and_is_ended(tmp_path):
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n1 / 0\n"
     )
     code = (
-        "import os, sys, accel_fn.launcher.processes.worker as worker; worker._SPEAK_AFTER_S = 0.1;"
+        "import os, sys, accel_fn.launcher.processes.worker as worker; worker._REPORT_AFTER_S = 0.1;"
         "worker._END_AFTER_S = 0.1; worker.main(str(os.getppid()), '', '', 'script', 'script.py')"
     )
     variables = {"RANK": "3", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}

@@ -414,16 +414,6 @@ def test_pickled_code_keeps_its_file_and_its_lines():
     assert again() == 7
 
 
-def test_what_is_not_installed_is_named_with_what_installs_it(tmp_path):
-    (tmp_path / "cloudpickle.py").write_text(
-        "raise ModuleNotFoundError(\"No module named 'cloudpickle'\", name='cloudpickle')"
-    )
-    done = run_python(tmp_path, "-c", "import accel_fn as af; af.launch(print)")
-    assert done.returncode == 1
-    expected = 'launch: cloudpickle must be installed; pip install "accel-fn[cli]"'
-    assert done.stderr.rstrip().endswith(f"ExtraError: {expected}")
-
-
 WAITING = """
 import os, pathlib, signal, subprocess, sys, tempfile, time
 import accel_fn as af

@@ -7,7 +7,7 @@ import sys
 import click
 import pytest
 
-from accel_fn.cli.output import errors_in_a_line, print_table
+from accel_fn.cli.output import one_line_errors, print_table
 from accel_fn.errors import ArgumentError
 from tests.cli.commands import run_command, surroundings
 
@@ -61,9 +61,9 @@ def test_anything_else_gets_plain_columns(capsys):
 
 
 def test_our_errors_are_a_line_and_others_stay_what_they_are():
-    with pytest.raises(click.ClickException, match=r"^ours$"), errors_in_a_line():
+    with pytest.raises(click.ClickException, match=r"^ours$"), one_line_errors():
         raise ArgumentError("ours")
-    with pytest.raises(KeyError), errors_in_a_line():
+    with pytest.raises(KeyError), one_line_errors():
         raise KeyError("not ours")
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_fn.cli.questions import answered
+from accel_fn.cli.config import choose_settings
 from accel_fn.launcher.machines.detect import Machine
 from accel_fn.launcher.settings.write_yaml import render
 from tests.settings import TWO_GPUS, resolved, written
@@ -30,7 +30,7 @@ def machines(draw):
 @given(machines())
 def test_the_defaults_fit_the_machine_and_say_what_it_would_do_anyway(tmp_path_factory, machine):
     ask, _ = answering()
-    settings = answered(ask, machine)
+    settings = choose_settings(ask, machine)
     file = written(tmp_path_factory.mktemp("defaults"), render(settings))
     found = resolved(config=file, machine=machine).settings
     assert found == settings
@@ -39,14 +39,14 @@ def test_the_defaults_fit_the_machine_and_say_what_it_would_do_anyway(tmp_path_f
 
 def test_the_devices_that_are_named_are_as_many_processes():
     ask, asked = answering(gpu_ids=(1,))
-    settings = answered(ask, TWO_GPUS)
+    settings = choose_settings(ask, TWO_GPUS)
     assert (asked["gpu_ids"], asked["num_processes"]) == ("all", 1)
     assert (settings.gpu_ids, settings.num_processes) == ((1,), 1)
 
 
 def test_on_the_cpu_nobody_asks_for_devices():
     ask, asked = answering(cpu=True)
-    assert answered(ask, TWO_GPUS).cpu
+    assert choose_settings(ask, TWO_GPUS).cpu
     assert "gpu_ids" not in asked
     assert asked["num_processes"] == 1
 
@@ -54,25 +54,25 @@ def test_on_the_cpu_nobody_asks_for_devices():
 def test_devices_that_cannot_be_named_are_not_asked_for():
     ask, asked = answering()
     machine = Machine(num_cores=4, kind="XPU", num_installed=2, num_devices=2)
-    assert answered(ask, machine).num_processes == 2
+    assert choose_settings(ask, machine).num_processes == 2
     assert "gpu_ids" not in asked
 
 
 def test_replicas_or_shards_is_asked_only_where_there_are_several_processes():
     ask, asked = answering(num_processes=2, wrap="fsdp")
-    assert answered(ask, TWO_GPUS).wrap == "fsdp"
+    assert choose_settings(ask, TWO_GPUS).wrap == "fsdp"
     assert asked["wrap"] == "ddp"
     ask, asked = answering(num_processes=1)
-    assert answered(ask, TWO_GPUS).wrap is None
+    assert choose_settings(ask, TWO_GPUS).wrap is None
     assert "wrap" not in asked
 
 
 def test_machines_are_asked_about_only_where_there_are_several():
     several = {"machine_rank", "main_process_ip", "main_process_port"}
     ask, asked = answering()
-    answered(ask, TWO_GPUS)
+    choose_settings(ask, TWO_GPUS)
     assert not several & set(asked)
     ask, asked = answering(num_machines=2, main_process_ip="node0")
-    settings = answered(ask, TWO_GPUS)
+    settings = choose_settings(ask, TWO_GPUS)
     assert several <= set(asked)
     assert settings.num_processes == 4

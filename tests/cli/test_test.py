@@ -9,7 +9,7 @@ import torch
 
 import accel_fn as af
 from accel_fn.base import weights
-from accel_fn.cli.selftest import merge
+from accel_fn.cli.test import merge
 from accel_fn.data.indexed.indexed_source import OrderedSource
 from accel_fn.step import backward as backward_module
 from accel_fn.step import grads as grads_module

@@ -1,4 +1,4 @@
-"""What to raise in the caller for how the ranks of a function ended."""
+"""The error that `launch` raises for ranks that failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_fn.launcher.processes.failures import Failure, cause
 
 
 class RankTraceback(Exception):  # noqa: N818 - it is the cause of an error, and none itself
-    """The traceback of an error where it was raised: in a rank."""
+    """The traceback of an error in the rank that raised it."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -22,7 +22,7 @@ class RankTraceback(Exception):  # noqa: N818 - it is the cause of an error, and
 def failure_of(
     folder: Path, *, rank: int, pid: int, exit_code: int, failed_at: float, stopped: bool
 ) -> Failure:
-    """A rank that gave no value, with what it left in its folder."""
+    """Describe a rank that returned nothing, from the files in its folder."""
     raised, crash = _read(folder), folder / CRASH
     return Failure(
         rank=rank,
@@ -37,7 +37,7 @@ def failure_of(
 
 
 def error_of(failures: Sequence[Failure], folders: Mapping[int, Path]) -> Exception:
-    """The error of the rank that the others' failures follow from."""
+    """The error of the rank whose failure caused the others'."""
     first = cause(failures)
     where = f"rank {first.rank} of {len(folders)} ({first.host}, pid {first.pid})"
     raised = _read(folders[first.rank])
@@ -50,7 +50,7 @@ def error_of(failures: Sequence[Failure], folders: Mapping[int, Path]) -> Except
         return killed
     try:
         error: Exception = pickle.loads(raised.error)
-    except Exception:  # its type can be loaded in a rank alone
+    except Exception:  # its type can only be loaded in a rank
         error = RankError(raised.last_line)
     error.__cause__ = RankTraceback(raised.traceback)
     error.add_note(f"on {where}")

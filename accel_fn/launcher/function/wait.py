@@ -1,8 +1,7 @@
-"""Ranks that run a function: started, waited for and stopped."""
+"""Start the ranks that run a function, wait for them and stop them."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import selectors
@@ -21,14 +20,14 @@ from typing import Any
 
 from accel_fn.launcher.function.child import CALL, RAISED, VALUE
 from accel_fn.launcher.function.reraise import error_of, failure_of
-from accel_fn.launcher.processes.reaper import Guard, kill_left
+from accel_fn.launcher.processes.reaper import Reaper, kill_left
 
 _POLL_S, _SETTLE_S, _STOP_WITHIN_S = 0.02, 0.5, 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one rank is given."""
+    """The variables and processors of one rank."""
 
     variables: Mapping[str, str]
     cpus: str
@@ -37,29 +36,29 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process, and the folder in which it leaves its end."""
+    """One process, and the folder into which it writes its result."""
 
     number: int
     folder: Path
     process: subprocess.Popen[bytes]
 
     def has_ended(self) -> bool:
-        """Is it gone, or has it said why it will be?"""
+        """Has it exited, or written why it will?"""
         return self.process.poll() is not None or (self.folder / RAISED).exists()
 
     def has_failed(self) -> bool:
-        """Has it ended without a value?"""
+        """Has it ended without a result?"""
         return self.has_ended() and not (self.folder / VALUE).exists()
 
 
 def run_ranks(call: bytes, places: Sequence[Place], listener: socket.socket) -> list[Any]:
-    """Run a pickled call on a rank for each place; give back what they return, in their order.
+    """Run a pickled call on a rank for each place; return their results in order.
 
-    Raises what the first of them raised, once all have ended.
+    If some fail, raise the error of the first once all have ended.
     """
     run_id = places[0].variables["TORCHELASTIC_RUN_ID"]
-    guard = Guard(run_id)
-    folder = guard.make_folder(tempfile.gettempdir())
+    reaper = Reaper(run_id)
+    folder = reaper.make_folder(tempfile.gettempdir())
     ranks: list[Rank] = []
     try:
         (folder / CALL).write_bytes(call)
@@ -67,16 +66,16 @@ def run_ranks(call: bytes, places: Sequence[Place], listener: socket.socket) -> 
             ranks.append(_start(number, place, folder))
         failed_at = _wait(ranks, listener)
         if failed_at is not None:
-            raise _why(ranks, failed_at)
-        return [_value(rank) for rank in ranks]
+            raise _failure(ranks, failed_at)
+        return [_result(rank) for rank in ranks]
     finally:
         _stop(ranks)
         kill_left(folder, run_id)
-        guard.finish()
+        reaper.finish()
 
 
 def _start(number: int, place: Place, folder: Path) -> Rank:
-    """One rank. It has a session of its own: Ctrl-C on a terminal is for the caller."""
+    """Start a rank in a new session, so that Ctrl-C on a terminal reaches only the caller."""
     own = folder / str(number)
     own.mkdir()
     code = (
@@ -93,9 +92,10 @@ def _start(number: int, place: Place, folder: Path) -> Rank:
 
 
 def _wait(ranks: Sequence[Rank], listener: socket.socket) -> float | None:
-    """None once all have ended well; else when one had failed, after a moment for others to say why.
+    """Wait until all have ended, or half a second after one has failed; return when it failed.
 
-    Torch's store is there from when the first rank asks for it: ranks without a world need no torch.
+    The other ranks may write why they fail in that half second. Torch is imported, for its store,
+    when the first rank connects: ranks without a world need no torch.
     """
     store, failed_at = None, None
     with selectors.DefaultSelector() as selector:
@@ -112,15 +112,17 @@ def _wait(ranks: Sequence[Rank], listener: socket.socket) -> float | None:
 
 
 def _serve(listener: socket.socket) -> Any:
-    """The store in which ranks meet, as long as the result is held."""
+    """Serve the store of the ranks' rendezvous while the result is referenced."""
+    from torch._C._distributed_c10d import TCPStore
+
     host, port = listener.getsockname()
-    return importlib.import_module("torch.distributed").TCPStore(
+    return TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
-def _why(ranks: Sequence[Rank], failed_at: float) -> Exception:
-    """What to raise for ranks of which some have failed; stops the others."""
+def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
+    """Stop all ranks; return the error to raise for those that failed."""
     running = {rank.number for rank in ranks if not rank.has_ended()}
     _stop(ranks)
     failures = [
@@ -138,8 +140,7 @@ def _why(ranks: Sequence[Rank], failed_at: float) -> Exception:
     return error_of(failures, {rank.number: rank.folder for rank in ranks})
 
 
-def _value(rank: Rank) -> Any:
-    """What the function returned there."""
+def _result(rank: Rank) -> Any:
     code = rank.process.wait()
     if code:
         warnings.warn(
@@ -151,7 +152,7 @@ def _value(rank: Rank) -> Any:
 
 
 def _stop(ranks: Sequence[Rank]) -> None:
-    """End those that still run, with what they have started."""
+    """Stop ranks that still run, and the processes that they have started."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         running = [rank.process for rank in ranks if rank.process.poll() is None]
         for process in running:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import re
@@ -116,8 +115,10 @@ def built_for_cuda() -> bool:
 
 def _ask_torch(machine: Machine) -> Machine:
     """Accelerators of other makers, unless they are of a kind that only one process can use."""
-    accelerators = importlib.import_module("torch").accelerator
-    if not accelerators.is_available():
+    import torch
+
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None:
         return machine
-    count, kind = accelerators.device_count(), accelerators.current_accelerator().type
-    return Machine(machine.num_cores, kind.upper(), count, count)
+    count = torch.accelerator.device_count()
+    return Machine(machine.num_cores, current.type.upper(), count, count)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from typing import Any
 
 
 def main() -> None:
     """Print what this process's torch says, as JSON."""
-    print(json.dumps(probe(importlib.import_module("torch"))))
+    import torch
+
+    print(json.dumps(probe(torch)))
 
 
 def probe(torch: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 _TRIES, _WAIT_S = 20, 0.05
 
 
-class Guard:
+class Reaper:
     """The guard of this process and the ranks that it starts."""
 
     def __init__(self, run_id: str) -> None:
@@ -89,7 +89,7 @@ def _runs(pid: int, run_id: str) -> bool:
 
 
 def main(run_id: str) -> None:
-    """Guard a launcher until its end of the pipe is closed."""
+    """Reaper a launcher until its end of the pipe is closed."""
     folders = [line.rstrip("\n").partition(" ") for line in sys.stdin]
     for _, _, folder in folders:
         kill_left(Path(folder), run_id)

@@ -31,7 +31,7 @@ from accel_fn.launcher.processes import worker
 from accel_fn.launcher.processes.agent import Agent, Folders
 from accel_fn.launcher.processes.environment import ROLE
 from accel_fn.launcher.processes.failures import Failure, cause, report
-from accel_fn.launcher.processes.reaper import Guard
+from accel_fn.launcher.processes.reaper import Reaper
 
 _MEET_WITHIN_S = 600
 
@@ -62,17 +62,17 @@ def run(job: Job, machines: Machines) -> int:
         The exit code: 0, the cause's, or 128 + the signal that stopped the launcher.
     """
     run_id = machines.job or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    guard = Guard(run_id)
+    reaper = Reaper(run_id)
     os.environ.update(job.variables)
     _be_quiet()
-    folder = _folder(job.log_dir, guard)
+    folder = _folder(job.log_dir, reaper)
     std = Std.ALL if job.log_dir or job.tee else Std.NONE
     folders = Folders(
         folder,
         redirects=std,
         tee=Std.ALL if job.tee else Std.NONE,
         world_size=machines.num_processes,
-        started=lambda place: guard.watch(place, temporary=False),
+        started=lambda place: reaper.watch(place, temporary=False),
     )
     handler = _handler(machines, run_id)
     show = "1" if std else ""
@@ -92,7 +92,7 @@ def run(job: Job, machines: Machines) -> int:
     try:
         return _finish(agent, handler, machines)
     finally:
-        guard.finish()
+        reaper.finish()
 
 
 def _finish(agent: Agent, handler: RendezvousHandler, machines: Machines) -> int:
@@ -146,14 +146,14 @@ def _handler(machines: Machines, run_id: str) -> RendezvousHandler:
     )
 
 
-def _folder(log_dir: Path | None, guard: Guard) -> Path:
+def _folder(log_dir: Path | None, reaper: Reaper) -> Path:
     """Where the ranks' output, and what they say of their end, is kept."""
     if log_dir is None:
-        return guard.make_folder(tempfile.gettempdir())
+        return reaper.make_folder(tempfile.gettempdir())
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=log_dir):
-            guard.watch(log_dir, temporary=False)
+            reaper.watch(log_dir, temporary=False)
             return log_dir
     except OSError as error:
         raise WorldError(

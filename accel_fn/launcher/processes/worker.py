@@ -24,20 +24,20 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 _PR_SET_PDEATHSIG = 1
-_SPEAK_AFTER_S, _END_AFTER_S = 5.0, 30.0
+_REPORT_AFTER_S, _END_AFTER_S = 5.0, 30.0
 
 
 def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments: str) -> None:
     """Be one rank of a launcher: a script, a module or a program, on some of the processors."""
-    end_with(int(launcher))
+    die_with(int(launcher))
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
-    sign(folder)
+    write_pid(folder)
     if kind == "program":
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the program begins
-        _hear_ctrl_c()
+        _unblock_ctrl_c()
         os.execvp(target, [target, *arguments])  # noqa: S606
     # Where native code ends, this says which line called it.
     faulthandler.enable(os.open(folder / "crash", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
@@ -48,7 +48,7 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
     _run(start, target, list(arguments), show=bool(show))
 
 
-def end_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
     """Have this process killed as soon as the launcher is gone, whatever ended that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -58,7 +58,7 @@ def end_with(launcher: int) -> None:
         os._exit(1)
 
 
-def sign(folder: Path) -> None:
+def write_pid(folder: Path) -> None:
     """Leave this process's number in its folder; where that is gone, so is what it was started for."""
     try:
         (folder / "pid").write_text(str(os.getpid()))
@@ -66,7 +66,7 @@ def sign(folder: Path) -> None:
         os._exit(1)
 
 
-def _hear_ctrl_c() -> None:
+def _unblock_ctrl_c() -> None:
     """The launcher has it held back while a rank starts."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -99,7 +99,7 @@ def _run(
     if not show:
         sys.excepthook = hook
     try:
-        _hear_ctrl_c()
+        _unblock_ctrl_c()
         start(target, arguments)
     except SystemExit as end:
         if end.code in (None, 0):
@@ -225,7 +225,7 @@ def record(error: BaseException, frames: TracebackType | None) -> str:
 
 def _end_late(words: str) -> None:
     """A failed rank whose threads or exit handlers hang: it says why it failed, then ends."""
-    time.sleep(_SPEAK_AFTER_S)
+    time.sleep(_REPORT_AFTER_S)
     if words:
         print(f"rank {os.environ['RANK']} has failed and is slow to end\n{words}", file=sys.stderr)
     time.sleep(_END_AFTER_S)

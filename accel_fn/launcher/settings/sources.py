@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from accel_fn.errors import SettingsError
 from accel_fn.launcher.machines.detect import Machine, detect
@@ -16,7 +14,7 @@ from accel_fn.launcher.settings.setting_checks import check_machine
 from accel_fn.launcher.settings.settings import Settings, check_settings, is_on
 from accel_fn.launcher.settings.value import Given, Layer, check_names, nearest
 
-FILE = "accel_fn.yaml"
+SETTINGS_FILE = "accel_fn.yaml"
 PREFIX = "ACCEL_FN_"
 
 
@@ -108,12 +106,12 @@ def _layers(
     """What each source says, the strongest first."""
     yield _from_flags(flags)
     yield _from_variables(environment)
-    nearest_file = _read("read_yaml", config) if config is not None else _nearest_file(folder)
+    nearest_file = _read_yaml(config) if config is not None else _nearest_file(folder)
     if nearest_file is not None:
         yield nearest_file
     own = user_file(environment)
     if own is not None and _is_file(own):
-        yield _read("read_yaml", own)
+        yield _read_yaml(own)
 
 
 def _from_flags(flags: Mapping[str, object]) -> Layer:
@@ -141,19 +139,28 @@ def _from_variables(environment: Mapping[str, str]) -> Layer:
     return Layer(values)
 
 
-def _read(function: str, path: Path) -> Any:
-    """By a module that is imported where there is a file: a launch without one starts sooner."""
-    return getattr(importlib.import_module("accel_fn.launcher.settings.read_files"), function)(path)
+def _read_yaml(path: Path) -> Layer:
+    from accel_fn.launcher.settings.read_files import (
+        read_yaml,
+    )  # a launch without files starts sooner
+
+    return read_yaml(path)
+
+
+def _read_pyproject(path: Path) -> Layer | None:
+    from accel_fn.launcher.settings.read_files import read_pyproject
+
+    return read_pyproject(path)
 
 
 def _nearest_file(folder: Path) -> Layer | None:
     for place in (folder, *folder.parents):
-        ours = _read("read_yaml", place / FILE) if _is_file(place / FILE) else None
+        ours = _read_yaml(place / SETTINGS_FILE) if _is_file(place / SETTINGS_FILE) else None
         project = place / "pyproject.toml"
-        section = _read("read_pyproject", project) if _is_file(project) else None
+        section = _read_pyproject(project) if _is_file(project) else None
         if ours is not None and section is not None:
             raise SettingsError(
-                f"{place / FILE}: settings must stand in one place, got [tool.accel_fn] "
+                f"{place / SETTINGS_FILE}: settings must stand in one place, got [tool.accel_fn] "
                 f"in {project} too; keep one of them"
             )
         if ours is not None or section is not None:
