@@ -37,12 +37,7 @@ def plan_launch(
     arguments: Sequence[str],
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
-    """Plan a launch on this machine: start nothing, raise what can be known to be wrong.
-
-    Raises:
-        ValueError: there is no such script, module or program.
-        RuntimeError: no setting or cluster gives machine 0, or settings and cluster differ.
-    """
+    """Plan a launch on this machine; start nothing, but raise errors that can be known before."""
     command = Command(kind, target, arguments)
     check_command(command)
     settings, machines = resolved.settings, place(resolved, environment)
