@@ -1,0 +1,48 @@
+"""A user's program for type checkers: lines that end in `# E` must be errors, all others none."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss_fn(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    loss: Tensor = nn.functional.mse_loss(module(inputs), targets)
+    return loss
+
+
+recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(4), af.clip(1.0))
+state, step = af.build(af.init(), recipe(af.Plan(loss_fn, model, optimizer)))
+dataset = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+loader = DataLoader(dataset, batch_size=4)
+batch = (torch.randn(8, 4), torch.randn(8, 1))
+state, report = step(state, batch)
+loss: Tensor = report.loss
+weight: float = af.reduce_sum(2.0, state)
+try:
+    af.save("runs/a", state, step)
+except af.errors.CheckpointWriteError as error:
+    number: int | None = error.errno
+except (af.errors.OutOfMemoryError, af.AccelError):
+    pass
+found = af.testing.simulate(lambda each: each.rank, world_size=2)
+ranks: list[int] = found
+
+print(af.nonexistent)  # E
+print(af.errors.NonexistentError)  # E
+af.clip("1.0")  # E
+af.clip()  # E
+af.accumulate(2.5)  # E
+af.accumulate("automatic")  # E
+af.build(af.Plan(loss_fn, model, optimizer))  # E
+af.Plan(loss_fn, model)  # E
+af.shard_loader(loader, state, batch="every")  # E
+af.with_amp(16)  # E
+print(report.lost)  # E
+state.rank = 1  # E
+names: list[str] = found  # E
