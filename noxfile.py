@@ -161,6 +161,6 @@ def minimums(session: nox.Session) -> None:
     wheels = Path(session.create_tmp())
     session.run("python", "-m", "build", "--wheel", "--outdir", str(wheels), ".")
     wheel = max(wheels.glob("*.whl"), key=lambda path: path.stat().st_mtime)
-    lowest = ["torch==2.11.*", "einops==0.8.*", "numpy==1.26.*", "typing_extensions==4.10.*"]
+    lowest = ["torch==2.11.*", "numpy==1.26.*", "typing_extensions==4.10.*"]
     session.install(*lowest, f"{wheel}[{','.join(EVERYTHING)}]")
     session.run("pytest", "tests", *session.posargs, env=ONE_THREAD)

@@ -62,7 +62,7 @@ def _part(find: Callable[[], Any]) -> Any:
 
 
 def _versions() -> dict[str, str | None]:
-    names = ("accel-fn", "torch", "numpy", "einops")
+    names = ("accel-fn", "torch", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 

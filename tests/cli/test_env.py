@@ -35,7 +35,6 @@ def test_versions_are_those_that_are_installed(report):
         "accel-fn": metadata.version("accel-fn"),
         "torch": metadata.version("torch"),
         "numpy": numpy.__version__,
-        "einops": metadata.version("einops"),
     }
     assert report["extras"]["cli"]["click"] == metadata.version("click")
     assert set(report["extras"]) == {"checkpoint", "cli", "examples", "float8", "testing"}

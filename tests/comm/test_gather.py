@@ -98,7 +98,6 @@ def items(draw, num_rows):
 
 
 def structures(rows, leaves):
-    """A tuple of dicts alone is left out: it could be one a sample, and is refused."""
     return st.one_of(
         st.builds(lambda first, others: (first, *others), rows, st.lists(leaves, max_size=2)),
         st.dictionaries(st.sampled_from("abc"), leaves, min_size=1, max_size=3),
@@ -170,114 +169,42 @@ def test_a_rank_without_samples_joins_an_empty_list():
         assert_same(found, {"found": [{"boxes": boxes(2)}] * 2, "names": ["a", "b"]})
 
 
-def test_names_collated_into_tuples_are_rows():
-    """torch's default_collate makes a tuple of strings, beside tensors in a list."""
-    samples = [(torch.full((2,), i), f"image {i}") for i in range(5)]
-
-    def run(state):
-        loader = af.shard_loader(DataLoader(samples, batch_size=5), state)
-        return af.gather(next(iter(loader)), state)
-
-    expected = [torch.arange(5)[:, None].expand(5, 2), tuple(f"image {i}" for i in range(5))]
-    for found in simulate(run, world_size=2):
-        assert_same(found, expected)
-
-
-def test_a_list_as_torch_collates_images_and_labels_is_columns():
+def test_a_batch_that_torch_collated_into_a_list_is_gathered_as_a_tuple():
     data = TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
 
     def run(state):
         loader = af.shard_loader(DataLoader(data, batch_size=5), state)
-        return af.gather(next(iter(loader)), state)
+        return af.gather(tuple(next(iter(loader))), state)
 
     for found in simulate(run, world_size=2):
-        assert_same(found, list(data.tensors))
+        assert_same(found, data.tensors)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("lists", "expected"),
-    [
-        ("rows", lambda n: [torch.ones(2, 3)] * n + [torch.ones(2, 3)] * n),
-        ("columns", lambda n: [torch.ones(2 * n, 3), torch.ones(2 * n, 3)]),
-    ],
-)
-def test_a_list_of_tensors_is_what_lists_says(lists, expected, world_size):
-    tree = [torch.ones(2, 3)] * 2
-    for found in simulate(lambda state: af.gather(tree, state, lists=lists), world_size=world_size):
-        assert_same(found, expected(world_size))
+LISTS = [
+    [torch.ones(2, 3), torch.ones(4)],
+    [torch.ones(2), {"boxes": torch.ones(2)}, None],
+    [[torch.ones(2)], [torch.ones(2), "a"]],
+    ["a", 7, None, Found(boxes(1), "cat")],
+    [],
+]
 
 
-@pytest.mark.parametrize("lists", ["rows", None])
-def test_items_of_several_kinds_without_tensors_are_rows(lists):
+@pytest.mark.parametrize("items", LISTS, ids=str)
+def test_a_list_is_rows_whatever_it_holds(items):
     def run(state):
-        return af.gather([state.rank, "a", None], state, lists=lists)
-
-    assert simulate(run, world_size=2)[1] == [0, "a", None, 1, "a", None]
-
-
-def test_rows_of_several_kinds_are_joined_where_lists_says_rows():
-    def run(state):
-        mine = [None, boxes(state.rank)] if state.rank else [{"boxes": boxes(1)}]
-        return af.gather(mine, state, lists="rows")
+        return af.gather({"found": items if state.rank else []}, state)
 
     for found in simulate(run, world_size=2):
-        assert_same(found, [{"boxes": boxes(1)}, None, boxes(1)])
-
-
-def test_lists_of_names_are_columns_where_lists_says_so():
-    def run(state):
-        batch = [torch.ones(1, 2), {"x": torch.ones(1)}, [f"{state.rank}"]]
-        return af.gather([batch, batch], state, lists="columns")
-
-    batch = [torch.ones(2, 2), {"x": torch.ones(2)}, ["0", "1"]]
-    for found in simulate(run, world_size=2):
-        assert_same(found, [batch, batch])
-
-
-OPEN = "gather: tree must not leave open whether a {} holds one item a sample or one a column"
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("tree", "kind"),
-    [
-        ([torch.ones(2, 3), torch.ones(2, 1)], "list"),  # inputs and targets, or two of a sample
-        ([torch.ones(2, 3), torch.ones(4, 3)], "list"),
-        ([torch.ones(2, 3)], "list"),
-        ([[torch.ones(2)], [torch.ones(2)]], "list"),
-        ([{"image": torch.ones(2)}, {"label": torch.ones(2)}], "list"),
-        ([{"boxes": torch.ones(2)}, None], "list"),
-        ([Found(boxes(1), "cat"), None], "list"),
-        (({"boxes": boxes(1)}, {"boxes": boxes(2)}), "tuple"),
-    ],
-)
-def test_what_may_be_rows_or_columns_is_refused_in_every_world(tree, kind, world_size):
-    def run(state):
-        with pytest.raises(ValueError, match=OPEN.format(kind) + ', got items .*lists="rows"'):
-            af.gather({"found": tree}, state)
-
-    simulate(run, world_size=world_size)
+        assert_same(found, {"found": items})
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [
-        ([{"boxes": boxes(1)}], [None]),
-        ([{"boxes": boxes(1)}], [{"boxes": boxes(1), "masks": boxes(1)}]),
-        ([boxes(1)], []),
-        ([boxes(1)], [boxes(1), boxes(2)]),
-    ],
+    "kind", [tuple, lambda each: Boxes(*each), lambda each: {"a": each[0], "b": each[1]}]
 )
-def test_the_verdict_does_not_depend_on_which_rank_holds_what(parts):
-    def run(state):
-        with pytest.raises(ValueError, match=OPEN.format("list")):
-            af.gather(parts[state.rank], state)
-        with pytest.raises(ValueError, match=OPEN.format("list")):
-            af.gather(parts[0] + parts[1], ALONE)
-        return af.reduce_sum(1, state)  # nobody is out of step afterwards
-
-    assert simulate(run, world_size=2) == [2, 2]
+def test_tuples_and_dicts_are_structure_whatever_they_hold(kind):
+    tree = kind([{"boxes": boxes(1)}, {"boxes": boxes(1)}])
+    for found in simulate(lambda state: af.gather(tree, state), world_size=2):
+        assert_same(found, kind([{"boxes": boxes(1).repeat(2, 1)}] * 2))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +220,7 @@ def test_the_verdict_does_not_depend_on_which_rank_holds_what(parts):
         ),
         (lambda rank: {"a": torch.ones(2)} if rank else {"b": torch.ones(2)}, "on rank 1"),
         (lambda rank: ["a"] if rank else ("a",), r"\['list'\] on rank 1"),
+        (lambda rank: ("a", "b"), "got a str; make a tuple of strings a list"),
         (lambda rank: torch.tensor(1.0), "got a 0-dim tensor; use reduce_sum or reduce_mean"),
         (lambda rank: {"loss": 0.5}, "got a float; use reduce_sum"),
         (lambda rank: (0.5, 0.25), "got a float; use reduce_sum"),
@@ -311,19 +239,6 @@ def test_trees_that_do_not_fit_are_refused_on_every_rank(tree, text):
         return af.reduce_sum(1, state)  # nobody is out of step afterwards
 
     assert simulate(run, world_size=2) == [2, 2]
-
-
-def test_ranks_must_mean_the_same_by_lists():
-    def run(state):
-        with pytest.raises(ValueError, match=r"of rows lists on rank 1 and .* of columns lists"):
-            af.gather(["a"], state, lists="rows" if state.rank else "columns")
-
-    simulate(run, world_size=2)
-
-
-def test_what_lists_are_must_be_known():
-    with pytest.raises(ValueError, match='lists must be "rows", "columns" or None, got \'items\''):
-        af.gather(["a"], ALONE, lists="items")
 
 
 def test_a_number_is_refused_alone_as_it_would_be_among_several():

@@ -1,4 +1,4 @@
-"""An installation without extras: torch, einops and numpy are all that can be imported."""
+"""An installation without extras: torch, numpy and typing_extensions are all that can be imported."""
 
 import pytest
 
