@@ -29,7 +29,7 @@ nitpick_ignore_regex = [  # other projects' pages are not looked up, and type al
     ("py:class", r"(collections|contextlib|datetime|hypothesis|os|pathlib|torch|nn)\..*"),
     (
         "py:class",
-        r"(.*\.Built|Tensor|Optimizer|Path|Precision|Wrapper|ProcessGroup|Watch|datetime|ellipsis|\w+Fn|.*\.T)",
+        r"(.*\.Built|Tensor|Optimizer|Path|Precision|Wrapper|ProcessGroup|Watchdog|datetime|ellipsis|\w+Fn|.*\.(T|Batch))",
     ),
 ]
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accel_fn.base.state import Watchdog
 from accel_fn.comm.primitives import current_world
-from accel_fn.comm.watchdog.store_log import Board
+from accel_fn.comm.watchdog.store_log import StoreLog
 from accel_fn.comm.watchdog.watchdog import StoreWatchdog
 from accel_fn.errors import WorldError, WorldTimeoutError
 
@@ -60,7 +60,7 @@ def join_world(
         group = dist.group.WORLD
     assert group is not None
     watch = StoreWatchdog(
-        _board(group),
+        _store_log(group),
         rank=rank,
         world_size=world_size,
         timeout_s=timeout_s,
@@ -70,14 +70,14 @@ def join_world(
     return group, watch
 
 
-def _board(group: ProcessGroup) -> Board:
-    """A board in the group's own part of the store that its ranks met in."""
+def _store_log(group: ProcessGroup) -> StoreLog:
+    """Return a log in the group's own part of the store of its rendezvous."""
     store = dist.distributed_c10d._world.pg_map[group][1]
     served = store
     while isinstance(served, PrefixStore):
         served = served.underlying_store
     address = (served.host, served.port) if isinstance(served, TCPStore) else None
-    return Board(cast("Any", store), address)  # torch's stubs lack clone and append
+    return StoreLog(cast("Any", store), address)  # torch's stubs lack clone and append
 
 
 def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:

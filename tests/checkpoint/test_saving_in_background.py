@@ -371,7 +371,7 @@ def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
     """
     first, second = run_worlds({"script": script}, tmp_path)["script"]
     assert (first.exit_code, second.exit_code) == (1, -9)
-    assert "every rank must stay until all are through, got one that is gone" in first.stderr
+    assert "every rank must stay until all have finished, got one that is gone" in first.stderr
     assert (
         "was not written: save: every rank must write its share, got nothing of [1] for 0.1 s"
         in (first.stderr)

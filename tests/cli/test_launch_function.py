@@ -189,7 +189,7 @@ def test_the_cause_is_raised_and_not_what_follows_from_it():
     "echo",
     [
         "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234",
-        "barrier: every rank must stay until all are through, got one that is gone",
+        "barrier: every rank must stay until all have finished, got one that is gone",
     ],
 )
 def test_a_rank_that_lost_its_peer_is_not_the_cause_though_it_speaks_first(tmp_path, echo):

@@ -309,7 +309,7 @@ def test_a_crash_in_native_code_shows_the_line_that_called_it(ended):
     assert_tells(
         waits,
         f"  rank 0: in collective 6, barrier, at {place('# waits')}\n",
-        "  rank 1: no word; killed, or on the way here\n",
+        "  rank 1: no entry; killed, or not here yet\n",
     )
 
 

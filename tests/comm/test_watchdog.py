@@ -1,4 +1,4 @@
-"""A watch: what it notes of a rank, what it leaves on the board, when it asks, and how it ends."""
+"""The watchdog: what it records of a rank, what it adds to the store log, when it reads, how it aborts."""
 
 import copy
 import faulthandler
@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import HashStore
 
 import accel_fn as af
 from accel_fn.comm import primitives
-from accel_fn.comm.watchdog.abort import Ending
+from accel_fn.comm.watchdog.abort import Abort
 from accel_fn.comm.watchdog.hang_report import Place, Stack, list_ranks
-from accel_fn.comm.watchdog.store_log import Board, Entry
+from accel_fn.comm.watchdog.store_log import Entry, StoreLog
 from accel_fn.comm.watchdog.watchdog import StoreWatchdog
 from accel_fn.testing import simulate
 from accel_fn.testing.threads import make_group, make_store
@@ -26,7 +26,7 @@ LIBRARIES = (f"{af.__path__[0]}/",)
 
 
 class CountingStore:
-    """A real store that counts what it is asked."""
+    """A real store that counts calls."""
 
     def __init__(self):
         self.store, self.count = HashStore(), 0
@@ -39,9 +39,9 @@ class CountingStore:
         return getattr(self.store, name)
 
 
-def make_watch(board=None, *, rank=0, timeout_s=60.0):
-    board = board or Board(HashStore(), None)
-    return StoreWatchdog(board, rank=rank, world_size=2, timeout_s=timeout_s, libraries=LIBRARIES)
+def make_watchdog(log=None, *, rank=0, timeout_s=60.0):
+    log = log or StoreLog(HashStore(), None)
+    return StoreWatchdog(log, rank=rank, world_size=2, timeout_s=timeout_s, libraries=LIBRARIES)
 
 
 def here():
@@ -50,98 +50,98 @@ def here():
     return f"{__file__}:{frame.f_lineno + 1} in {frame.f_code.co_name}"
 
 
-def left_by(watch, board):
-    watch.start()
-    watch.stop()
-    return board.entries()[0].doing
+def left_by(watchdog, log):
+    watchdog.start()
+    watchdog.stop()
+    return log.entries()[0].doing
 
 
-def test_the_board_holds_the_latest_word_of_every_rank():
-    board = Board(HashStore(), None)
-    assert board.entries() == {}
-    board.log(Entry(0, "first"))
-    board.log(Entry(1, "of another\nrank"))
-    board.log(Entry(0, "last", left=True))
-    assert board.entries() == {0: Entry(0, "last", left=True), 1: Entry(1, "of another\nrank")}
+def test_the_log_holds_the_latest_entry_of_every_rank():
+    log = StoreLog(HashStore(), None)
+    assert log.entries() == {}
+    log.add(Entry(0, "first"))
+    log.add(Entry(1, "of another\nrank"))
+    log.add(Entry(0, "last", left=True))
+    assert log.entries() == {0: Entry(0, "last", left=True), 1: Entry(1, "of another\nrank")}
 
 
-def test_an_alarm_is_seen_by_all_who_share_the_store():
+def test_a_request_to_abort_is_seen_by_all_who_share_the_store():
     store = HashStore()
-    mine, theirs = Board(store, None), Board(store, None)
-    assert not theirs.is_alarmed()
-    mine.raise_alarm()
-    assert theirs.is_alarmed()
+    mine, theirs = StoreLog(store, None), StoreLog(store, None)
+    assert not theirs.is_abort_requested()
+    mine.request_abort()
+    assert theirs.is_abort_requested()
     assert (mine.count_reports(1), theirs.count_reports(1), mine.count_reports()) == (1, 2, 2)
 
 
-def test_a_board_that_nobody_serves_is_quiet_and_says_so():
+def test_a_log_without_a_server_is_quiet_and_reports_that():
     port = free_port()
-    board = Board(HashStore(), ("127.0.0.1", port))
-    board.log(Entry(0, "unheard"))
-    board.raise_alarm()
-    assert (board.entries(), board.is_alarmed(), board.count_reports(1)) == ({}, False, 0)
-    assert board.absence().startswith(f"  nobody answers at 127.0.0.1:{port}: rank 0, or")
-    assert Board(HashStore(), None).absence() == ""
+    log = StoreLog(HashStore(), ("127.0.0.1", port))
+    log.add(Entry(0, "unread"))
+    log.request_abort()
+    assert (log.entries(), log.is_abort_requested(), log.count_reports(1)) == ({}, False, 0)
+    assert log.missing_server().startswith(f"  no store answers at 127.0.0.1:{port}: rank 0, or")
+    assert StoreLog(HashStore(), None).missing_server() == ""
 
 
 def test_a_collective_is_noted_by_number_shapes_and_the_users_line():
-    board = Board(HashStore(), None)
-    watch = make_watch(board)
-    state = af.DistState(world_size=2, watchdog=watch)
+    log = StoreLog(HashStore(), None)
+    watchdog = make_watchdog(log)
+    state = af.DistState(world_size=2, watchdog=watchdog)
     place = here()
     with primitives.waiting(state, "gather", [torch.ones(3, 2), torch.arange(4), ["text"]]):
         pass
     left = f"has left; last collective 1, gather of float32 [3, 2], int64 [4], list, at {place}"
-    assert left_by(watch, board) == left
+    assert left_by(watchdog, log) == left
 
 
-def test_of_many_tensors_a_few_are_told():
-    board = Board(HashStore(), None)
-    watch = make_watch(board)
-    watch.enter("gather", [torch.ones(1)] * 9)
-    assert f"gather of {'float32 [1], ' * 4}..., at " in left_by(watch, board)
+def test_of_many_tensors_a_few_are_shown():
+    log = StoreLog(HashStore(), None)
+    watchdog = make_watchdog(log)
+    watchdog.enter("gather", [torch.ones(1)] * 9)
+    assert f"gather of {'float32 [1], ' * 4}..., at " in left_by(watchdog, log)
 
 
 def test_messages_between_two_ranks_do_not_count():
-    board = Board(HashStore(), None)
-    watch = make_watch(board)
-    watch.enter("barrier", [])
-    watch.enter("loader", [], counts=False)
-    watch.enter("reduce_sum", [])
-    watch.enter("loader", [], counts=False)
-    assert "; last collective 2, reduce_sum, at " in left_by(watch, board)
+    log = StoreLog(HashStore(), None)
+    watchdog = make_watchdog(log)
+    watchdog.enter("barrier", [])
+    watchdog.enter("loader", [], counts=False)
+    watchdog.enter("reduce_sum", [])
+    watchdog.enter("loader", [], counts=False)
+    assert "; last collective 2, reduce_sum, at " in left_by(watchdog, log)
 
 
 def test_a_step_is_noted_by_number_and_the_users_line():
-    board = Board(HashStore(), None)
-    watch = make_watch(board)
+    log = StoreLog(HashStore(), None)
+    watchdog = make_watchdog(log)
     place = here()
-    watch.begin_step(7)
-    assert left_by(watch, board) == f"has left; last step 7, at {place}; no collective"
+    watchdog.begin_step(7)
+    assert left_by(watchdog, log) == f"has left; last step 7, at {place}; no collective"
 
 
-def test_a_rank_that_leaves_by_an_error_says_so():
-    board = Board(HashStore(), None)
-    watch = make_watch(board)
-    watch.start()
+def test_a_rank_that_leaves_by_an_error_names_it():
+    log = StoreLog(HashStore(), None)
+    watchdog = make_watchdog(log)
+    watchdog.start()
     try:
         raise ValueError("of mine\nwith more to say")
     except ValueError:
-        watch.stop()
+        watchdog.stop()
     expected = {0: Entry(0, "has left by ValueError: of mine; no collective", left=True)}
-    assert board.entries() == expected
+    assert log.entries() == expected
 
 
-def test_a_watch_that_is_stopped_leaves_no_thread_and_no_handler():
+def test_a_watchdog_that_is_stopped_leaves_no_thread_and_no_handler():
     threads, handles_crashes = threading.enumerate(), faulthandler.is_enabled()
     faulthandler.disable()
     try:
-        watch = make_watch()
-        watch.start()
+        watchdog = make_watchdog()
+        watchdog.start()
         assert len(threading.enumerate()) == len(threads) + 1
         assert faulthandler.is_enabled()
-        watch.stop()
-        watch.stop()
+        watchdog.stop()
+        watchdog.stop()
         assert threading.enumerate() == threads
         assert not faulthandler.is_enabled()
     finally:
@@ -149,59 +149,59 @@ def test_a_watch_that_is_stopped_leaves_no_thread_and_no_handler():
             faulthandler.enable()
 
 
-def test_a_watch_leaves_a_handler_that_was_there_alone():
+def test_a_watchdog_leaves_a_handler_that_was_there_alone():
     was_enabled = faulthandler.is_enabled()
     faulthandler.enable()
     try:
-        watch = make_watch()
-        watch.start()
-        watch.stop()
+        watchdog = make_watchdog()
+        watchdog.start()
+        watchdog.stop()
         assert faulthandler.is_enabled()
     finally:
         if not was_enabled:
             faulthandler.disable()
 
 
-def test_a_rank_that_talks_does_not_ask_the_board_and_a_silent_one_does():
+def test_a_busy_rank_does_not_read_the_store_and_a_silent_one_does():
     store = CountingStore()
-    watch = make_watch(Board(store, None), timeout_s=2.0)
-    asked = store.count
-    watch.start()
+    watchdog = make_watchdog(StoreLog(store, None), timeout_s=2.0)
+    calls = store.count
+    watchdog.start()
     for _ in range(30):
-        with watch.enter("barrier", []):
+        with watchdog.enter("barrier", []):
             time.sleep(0.05)
-    assert store.count == asked
-    time.sleep(2.0)  # nobody waits here: it asks, and nothing happens
-    assert store.count > asked
-    watch.stop()
+    assert store.count == calls
+    time.sleep(2.0)  # nothing waits here: it reads, and nothing happens
+    assert store.count > calls
+    watchdog.stop()
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("out of memory"), ValueError("gloo"), KeyboardInterrupt()]
 )
-def test_errors_of_other_kinds_are_nothing_to_a_watch(error):
-    watch = make_watch()
-    with pytest.raises(type(error)), watch.enter("gather", []):
+def test_errors_of_other_kinds_are_nothing_to_a_watchdog(error):
+    watchdog = make_watchdog()
+    with pytest.raises(type(error)), watchdog.enter("gather", []):
         raise error
-    watch.diagnose(error, "step")
+    watchdog.diagnose(error, "step")
 
 
 def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
     store = HashStore()
-    ending = Ending(Board(store, None), rank=1, world_size=3, notice_s=30.0)
-    waiting = threading.Thread(target=ending.wait_for_reports, args=(2,))
+    abort = Abort(StoreLog(store, None), rank=1, world_size=3, notice_s=30.0)
+    waiting = threading.Thread(target=abort.wait_for_reports, args=(2,))
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive()
-    assert Board(store, None).count_reports(1) == 2
+    assert StoreLog(store, None).count_reports(1) == 2
     waiting.join(10)
     assert not waiting.is_alive()
     start = time.monotonic()
-    Ending(Board(HashStore(), None), rank=1, world_size=3, notice_s=0.1).wait_for_reports(2)
+    Abort(StoreLog(HashStore(), None), rank=1, world_size=3, notice_s=0.1).wait_for_reports(2)
     assert time.monotonic() - start < 5
 
 
-def test_a_stack_is_told_from_the_users_first_call_on():
+def test_a_stack_is_shown_from_the_users_first_call_on():
     def fail(tree, state):
         af.gather(tree, state)
 
@@ -211,7 +211,7 @@ def test_a_stack_is_told_from_the_users_first_call_on():
         stack = Stack.of_error(error)
     frames = [frame.f_code.co_name for frame, _ in stack.calls]
     start = frames.index("fail")
-    assert frames[start : start + 3] == ["fail", "gather", "agreed"]
+    assert frames[start : start + 3] == ["fail", "gather", "exchange"]
     assert stack.place(LIBRARIES) == Place(fail.__code__, fail.__code__.co_firstlineno + 1)
     under = stack.under((sys.prefix, sys.base_prefix, "<"))  # "<frozen runpy>", "<string>"
     assert str(under).splitlines()[0].strip().startswith(f'File "{__file__}"')
@@ -247,12 +247,12 @@ def test_the_names_that_phases_are_read_off_are_those_of_a_step():
     assert seen == ["forward", "backward", "update"]
 
 
-def test_ranks_that_say_the_same_share_a_line():
+def test_ranks_that_do_the_same_share_a_line():
     entries = {rank: Entry(rank, "waits") for rank in (0, 1, 2, 5)} | {3: Entry(3, "computes")}
     assert list_ranks(entries, 8).splitlines() == [
         "  ranks 0-2, 5: waits",
         "  rank 3: computes",
-        "  ranks 4, 6-7: no word; killed, or on the way here",
+        "  ranks 4, 6-7: no entry; killed, or not here yet",
     ]
 
 
@@ -263,17 +263,17 @@ def test_a_report_on_many_ranks_stays_short():
     assert lines[-1] == "  ... and 988 lines more"
 
 
-def test_the_watch_is_neither_shown_nor_pickled_nor_compared():
-    watch = make_watch()
-    state = af.DistState(world_size=2, watchdog=watch)
-    assert "watch" not in repr(state)
+def test_the_watchdog_is_neither_shown_nor_pickled_nor_compared():
+    watchdog = make_watchdog()
+    state = af.DistState(world_size=2, watchdog=watchdog)
+    assert "watchdog" not in repr(state)
     assert state == af.DistState(world_size=2)
-    assert copy.deepcopy(state).watchdog is watch
+    assert copy.deepcopy(state).watchdog is watchdog
     assert pickle.loads(pickle.dumps(state)).watchdog is None
-    assert state.advanced(None).watchdog is watch
+    assert state.advanced(None).watchdog is watchdog
 
 
-def test_simulated_ranks_have_no_watch():
+def test_simulated_ranks_have_no_watchdog():
     before = threading.active_count()
     assert simulate(lambda state: state.watchdog, world_size=3) == [None] * 3
     assert threading.active_count() == before

@@ -1,4 +1,4 @@
-"""What a report on a stuck rank says: places in code, collectives, stacks, ranks that do the same."""
+"""The parts of a hang report: places in code, collectives, stacks, a line for ranks that do the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 def place_of(frame: FrameType | None, libraries: tuple[str, ...]) -> Place | None:
-    """The innermost line that is in none of these folders: the user's."""
+    """Return the innermost line that is in none of these folders: the user's."""
     while frame is not None:
         if not frame.f_code.co_filename.startswith(libraries):
             return Place(frame.f_code, frame.f_lineno)
@@ -38,10 +38,10 @@ def place_of(frame: FrameType | None, libraries: tuple[str, ...]) -> Place | Non
 
 
 class Collective(NamedTuple):
-    """A collective of the library's that a rank has entered."""
+    """A collective of accel_fn that a rank has entered."""
 
     number: int
-    """Counted alike on every rank; 0 for a message between two."""
+    """Counted alike on every rank; 0 for a message between two ranks."""
     function: str
     shapes: tuple[Any, ...]
     place: Place | None
@@ -50,12 +50,12 @@ class Collective(NamedTuple):
         shown = [_shape(each) for each in self.shapes[:_NUM_TENSORS]]
         shown += ["..."] if len(self.shapes) > _NUM_TENSORS else []
         of = f" of {', '.join(shown)}" if shown else ""
-        what = f"collective {self.number}" if self.number else "a message"
-        return f"{what}, {self.function}{of}, at {self.place}"
+        kind = f"collective {self.number}" if self.number else "a message"
+        return f"{kind}, {self.function}{of}, at {self.place}"
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What to remember of tensors, without keeping them."""
+    """Return dtypes and shapes of the first tensors, without keeping the tensors."""
     return tuple(
         [
             (leaf.dtype, leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
@@ -79,31 +79,31 @@ class Stack:
 
     @classmethod
     def of_thread(cls, frame: FrameType | None) -> Stack:
-        """That of a running thread, by its innermost frame."""
+        """Return the stack of a running thread, by its innermost frame."""
         return cls(() if frame is None else tuple(traceback.walk_stack(frame))[::-1])
 
     @classmethod
     def of_error(cls, error: BaseException) -> Stack:
-        """Where an error was raised, under the calls that have not returned yet."""
+        """Return where an error was raised, below the calls that have not returned yet."""
         trace = error.__traceback__
         inner = tuple(traceback.walk_tb(trace))
         outer = cls.of_thread(trace.tb_frame.f_back if trace else None)
         return cls((*outer.calls, *inner))
 
     def place(self, libraries: tuple[str, ...]) -> Place | None:
-        """The user's innermost line."""
+        """Return the user's innermost line."""
         places = [Place(frame.f_code, line) for frame, line in reversed(self.calls)]
         return next((each for each in places if not each.is_in(libraries)), None)
 
     def under(self, libraries: tuple[str, ...]) -> Stack:
-        """Without the outermost calls, of what has started the user's code."""
+        """Leave out the outermost calls, of what started the user's code."""
         for index, (frame, line) in enumerate(self.calls):
             if not Place(frame.f_code, line).is_in(libraries):
                 return Stack(self.calls[index:])
         return self
 
     def phase(self) -> str:
-        """Which part of a step this is in; empty where it is in none."""
+        """Return the phase of the step that this is in; empty outside of a step."""
         names = [_PHASES.get(frame.f_code.co_name, "") for frame, _ in reversed(self.calls)]
         return next(filter(None, names), "")
 
@@ -116,7 +116,7 @@ class Stack:
 
 
 def list_ranks(entries: Mapping[int, Entry], world_size: int) -> str:
-    """A line for all ranks that say the same, and one for those that say nothing."""
+    """Return a line for all ranks that do the same, and one for those without an entry."""
     by_text: dict[str, list[int]] = {}
     for rank in range(world_size):
         by_text.setdefault(entries[rank].doing if rank in entries else "", []).append(rank)
@@ -125,7 +125,7 @@ def list_ranks(entries: Mapping[int, Entry], world_size: int) -> str:
     if len(lines) > _NUM_LINES:
         lines[_NUM_LINES:] = [f"... and {len(lines) - _NUM_LINES} lines more"]
     if silent:
-        lines.append(f"{_ranks(silent)}: no word; killed, or on the way here")
+        lines.append(f"{_ranks(silent)}: no entry; killed, or not here yet")
     return "".join(f"  {line}\n" for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a world leave for each other to read, in the store in which they met."""
+"""The store log: what the ranks of a world write for each other into the store of their rendezvous."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 _ANSWER_S = 5.0
-_LOG, _ALARM, _TOLD = "accel_fn/log", "accel_fn/alarm", "accel_fn/told"
+_LOG, _ABORT, _REPORTS = "accel_fn/log", "accel_fn/abort", "accel_fn/reports"
 
 
 class Store(Protocol):
@@ -29,53 +29,52 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a rank has to say of itself, once."""
+    """What one rank is doing, or how it ended."""
 
     rank: int
     doing: str
     left: bool = False
 
 
-class Board:
-    """A log that every rank may add to, an alarm, and a count of who has reported.
+class StoreLog:
+    """A log that every rank may add to, a request to abort, and a count of reports.
 
-    Whoever serves the store may be gone: then nothing is read and nothing is
-    said, and nothing waits.
+    Without a server nothing is read or written, and nothing waits.
     """
 
     def __init__(self, store: Store, address: tuple[str, int] | None) -> None:
-        self._store = store.clone()  # the other one may be in use, by a rendezvous that waits
+        self._store = store.clone()  # the original may be in use, by a rendezvous that waits
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._address = address
 
-    def log(self, entry: Entry) -> None:
-        """Add to the log."""
-        self._ask(lambda store: store.append(_LOG, json.dumps(asdict(entry)) + "\n"), None)
+    def add(self, entry: Entry) -> None:
+        """Append an entry."""
+        self._call(lambda store: store.append(_LOG, json.dumps(asdict(entry)) + "\n"), None)
 
     def entries(self) -> dict[int, Entry]:
-        """The latest of every rank that has said something."""
+        """Return the latest entry of every rank that has one."""
 
         def read(store: Store) -> bytes:
             return store.get(_LOG) if store.check([_LOG]) else b""
 
-        lines = self._ask(read, b"").decode().splitlines()
+        lines = self._call(read, b"").decode().splitlines()
         found = [Entry(**json.loads(line)) for line in lines]
         return {entry.rank: entry for entry in found}
 
-    def raise_alarm(self) -> None:
-        """Ask every rank to report and end."""
-        self._ask(lambda store: store.add(_ALARM, 1), 0)
+    def request_abort(self) -> None:
+        """Request that every rank report and abort."""
+        self._call(lambda store: store.add(_ABORT, 1), 0)
 
-    def is_alarmed(self) -> bool:
-        """Has any rank asked?"""
-        return self._ask(lambda store: store.check([_ALARM]), False)
+    def is_abort_requested(self) -> bool:
+        """Has any rank requested an abort?"""
+        return self._call(lambda store: store.check([_ABORT]), False)
 
     def count_reports(self, more: int = 0) -> int:
-        """How many ranks have reported, with `more` that have now."""
-        return self._ask(lambda store: store.add(_TOLD, more), 0)
+        """Return how many ranks have reported, after adding `more`."""
+        return self._call(lambda store: store.add(_REPORTS, more), 0)
 
     def is_served(self) -> bool:
-        """Is somebody there to ask? Torch's client prints pages where it finds nobody."""
+        """Does the server accept connections? Torch's client prints pages where none does."""
         if self._address is None:
             return True
         try:
@@ -84,19 +83,17 @@ class Board:
         except OSError:
             return False
 
-    def absence(self) -> str:
-        """A line that tells why nothing can be read, where that is so."""
+    def missing_server(self) -> str:
+        """Return a line for a report if the server is gone, else nothing."""
         if self.is_served() or self._address is None:
             return ""
         host, port = self._address
-        return (
-            f"  nobody answers at {host}:{port}: rank 0, or the launcher that served it, has left\n"
-        )
+        return f"  no store answers at {host}:{port}: rank 0, or the launcher that served it, has left\n"
 
-    def _ask(self, question: Callable[[Store], T], otherwise: T) -> T:
+    def _call(self, function: Callable[[Store], T], otherwise: T) -> T:
         if not self.is_served():
             return otherwise
         try:
-            return question(self._store)
+            return function(self._store)
         except RuntimeError:
             return otherwise
