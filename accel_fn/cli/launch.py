@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shlex
 import sys
@@ -118,8 +119,26 @@ def launch(
         plan = plan_launch(resolved, kind, script, arguments)
         if dry_run:
             _show(plan, as_json=as_json)
-        else:
-            sys.exit(start(plan))
+            return
+        logging.getLogger("accel_fn.launcher").addHandler(_TerminalHandler())
+        exit_code, report = start(plan)
+    _print_error(report)
+    sys.exit(exit_code)
+
+
+class _TerminalHandler(logging.Handler):
+    """Print what the launcher logs on stderr, a line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _print_error(f"accel-fn launch: {record.getMessage()}\n")
+
+
+def _print_error(text: str) -> None:
+    """Print on stderr; a launch goes on if nobody reads it any more."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:  # a closed terminal or pipe, on which Python would fail again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _show(plan: LaunchPlan, *, as_json: bool) -> None:

@@ -56,8 +56,8 @@ def plan_launch(
     )
 
 
-def start(plan: LaunchPlan) -> int:
-    """Start the ranks, wait for them and return the exit code."""
+def start(plan: LaunchPlan) -> tuple[int, str]:
+    """Start the ranks and wait for them; return the exit code and the report of failed ranks."""
     with _quiet_stores():
         from accel_fn.launcher.processes.run import Job, run
     gc.enable()  # the command has switched it off for its imports

@@ -151,13 +151,13 @@ def test_last_words_that_torch_wrote_are_read(tmp_path):
 def test_one_that_left_and_was_killed_on_its_way_out_ended_with_the_code_it_left_with(
     tmp_path, code
 ):
-    words = {"stack": "", "exception": f"exit code {code}\n", "time": 9.0, "left_with": code}
+    words = {"stack": "", "exception": f"exit code {code}\n", "time": 9.0, "exit_code": code}
     (tmp_path / "error.json").write_text(json.dumps(words))
     assert read(tmp_path, exit_code=-15).exit_status == code
 
 
 def test_an_exception_that_speaks_of_an_exit_code_is_an_exception(tmp_path):
-    words = {"stack": "", "exception": "exit code 75\n", "time": 9.0, "left_with": None}
+    words = {"stack": "", "exception": "exit code 75\n", "time": 9.0, "exit_code": None}
     (tmp_path / "error.json").write_text(json.dumps(words))
     assert read(tmp_path, exit_code=-15).exit_status == 1
 

@@ -10,16 +10,16 @@ from tests.processes import free_port
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_machine_says_for_whom_it_waits_and_in_the_end_gives_up(rank, monkeypatch, capfd):
-    assert (store_rendezvous._SAY_AFTER_S, store_rendezvous._MEET_WITHIN_S) == (
+    assert (store_rendezvous._LOG_AFTER_S, store_rendezvous._MEET_WITHIN_S) == (
         10,
         600,
     )  # as docs/machines.md says
-    monkeypatch.setattr(store_rendezvous, "_SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(store_rendezvous, "_LOG_AFTER_S", 0.1)
     monkeypatch.setattr(store_rendezvous, "_MEET_WITHIN_S", 0.6)
     port = free_port()
     machines = Machines(2, rank, 1, "127.0.0.1", port, "static", None, {})
     whom = "machine 1" if rank == 0 else f"machine 0 at 127.0.0.1:{port}"
     rule = f"launch: all 2 machines must come within 0.6 s, machine {rank} did not see {whom}; "
     with pytest.raises(WorldTimeoutError, match=rule):
-        store_rendezvous.Meeting(machines, rank, "run").next_rendezvous()
-    assert capfd.readouterr().err == f"accel-fn launch: machine {rank} waits for {whom}\n"
+        store_rendezvous.StoreRendezvous(machines, rank, "run").next_rendezvous()
+    assert capfd.readouterr().err == f"machine {rank} waits for {whom}\n"

@@ -1,13 +1,14 @@
-"""Where the machines of a launch meet: each attempt has a store of its own, in the order asked for.
+"""The rendezvous of the machines of a launch: a new store for each attempt, machines in given order.
 
-Torch's static rendezvous keeps the order of machines, but its store and what failed
-attempts left in it; its c10d rendezvous brings machines together again, in an order
-of its own. This is both. Stores, barriers and the processes stay torch's.
+Torch's static rendezvous keeps the order of machines, but also its store with the keys of failed
+attempts. Its c10d rendezvous makes a new store, but orders machines anew. This does both.
+Stores, barriers and processes stay torch's.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,65 +23,59 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from accel_fn.errors import WorldError, WorldTimeoutError
-from accel_fn.launcher.log import say
 from accel_fn.launcher.machines.machines import Machines
 from accel_fn.launcher.machines.network import answers, listen
 
-_MEET_WITHIN_S, _SAY_AFTER_S, _LINGER_S, _POLL_S = 600.0, 10.0, 3.0, 0.05
+_MEET_WITHIN_S, _LOG_AFTER_S, _LINGER_S, _POLL_S = 600.0, 10.0, 3.0, 0.05
+
+_logger = logging.getLogger(__name__)
 
 
-class Meeting(RendezvousHandler):
-    """One machine's part in the meeting of all."""
+class StoreRendezvous(RendezvousHandler):
+    """One machine's side of the rendezvous; it ends with the launcher, so it is never closed."""
+
+    use_agent_store = True  # ranks use a store that the launcher serves
 
     def __init__(self, machines: Machines, rank: int, run_id: str) -> None:
         self._machines, self._rank, self._run_id = machines, rank, run_id
         self._store: TCPStore | None = None
-        self._fresh: TCPStore | None = None
+        self._attempt_store: TCPStore | None = None
         self.attempt = -1
 
     def get_backend(self) -> str:
-        """Its name in torch's events."""
         return "static"
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks find a store that is served by the launcher."""
-        return True
-
     def is_closed(self) -> bool:
-        """Never: it ends with the launcher."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do."""
+        pass
 
     def shutdown(self) -> bool:
-        """Nothing to do."""
         return True
 
     def get_run_id(self) -> str:
-        """The name of this run."""
         return self._run_id
 
     def num_nodes_waiting(self) -> int:
-        """Is another machine at a later attempt? Then torch's agent starts over here, too."""
+        """1 if another machine is at a later attempt: torch's agent starts over here, too."""
         if self._machines.num_machines == 1 or self._store is None:
             return 0
         try:
             return int(self._store.check([f"attempt/{self.attempt + 1}"]))
         except DistError:
-            return 0  # the first machine is gone: `has_ended` says so
+            return 0  # machine 0 is gone: `has_ended` returns True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Come to the newest attempt, the next one where nobody is ahead, and wait for all to come."""
+        """Join the latest attempt, or start the next one; wait for all machines."""
         port = 0
         if self._store is None:
             self._store, port = self._open()
         self.attempt += 1
-        self._gather(self._store)
+        self._join(self._store)
         if self._rank == 0 and self.attempt > 0:
             # The ranks of an attempt must not read what those before them wrote.
-            self._fresh, port = _serve(self._machines, 0)
+            self._attempt_store, port = _serve(self._machines, 0)
         own = PrefixStore(f"store/{self.attempt}", self._store)
         info = RendezvousStoreInfo.build(self._rank, own, self._machines.host, port)
         return RendezvousInfo(own, self._rank, self._machines.num_machines, info)
@@ -96,13 +91,13 @@ class Meeting(RendezvousHandler):
         return store, port
 
     def _take_over(self, store: TCPStore) -> None:
-        """Another launcher was this machine: wait until the others begin an attempt without it."""
+        """If another launcher was this machine, wait until the others start an attempt without it."""
         deadline = time.monotonic() + _LINGER_S
-        newest = 0
+        latest = 0
         while True:
-            while store.check([f"attempt/{newest + 1}"]):
-                newest += 1
-            if not store.check([f"here/{newest}/{self._rank}"]):
+            while store.check([f"attempt/{latest + 1}"]):
+                latest += 1
+            if not store.check([f"here/{latest}/{self._rank}"]):
                 return
             if time.monotonic() > deadline:
                 raise WorldError(
@@ -110,42 +105,42 @@ class Meeting(RendezvousHandler):
                 )
             time.sleep(_POLL_S)
 
-    def _gather(self, store: TCPStore) -> None:
-        """Wait for all machines to come to one attempt."""
-        asked = json.dumps([self._machines.num_machines, self._machines.num_local])
+    def _join(self, store: TCPStore) -> None:
+        """Wait until all machines are at one attempt."""
+        size = json.dumps([self._machines.num_machines, self._machines.num_local])
         while True:
             while self.num_nodes_waiting():
                 self.attempt += 1
             store.set(f"attempt/{self.attempt}", "")
-            store.set(f"here/{self.attempt}/{self._rank}", asked)
-            if self._sees_all(store, asked):
+            store.set(f"here/{self.attempt}/{self._rank}", size)
+            if self._all_joined(store, size):
                 return
 
-    def _sees_all(self, store: TCPStore, asked: str) -> bool:
-        """False where a later attempt began before all came; an error where they ask for two worlds."""
+    def _all_joined(self, store: TCPStore, size: str) -> bool:
+        """False if a later attempt starts before all have joined; an error if worlds differ in size."""
         for peer in range(self._machines.num_machines):
             key = f"here/{self.attempt}/{peer}"
-            self._wait(partial(self._sees, store, key), f"machine {peer}")
+            self._wait(partial(self._has_key, store, key), f"machine {peer}")
             if self._is_late():
                 return False
             other = store.get(key).decode()
-            if other != asked:
+            if other != size:
                 self._linger(store)
                 raise WorldError(
-                    f"launch: all machines must ask for one world, got {_in_words(self._rank, asked)} "
-                    f"and {_in_words(peer, other)}"
+                    f"launch: all machines must ask for one world, got {_readable(self._rank, size)} "
+                    f"and {_readable(peer, other)}"
                 )
         return True
 
-    def _sees(self, store: TCPStore, key: str) -> bool:
+    def _has_key(self, store: TCPStore, key: str) -> bool:
         return store.check([key]) or self._is_late()
 
     def _is_late(self) -> bool:
         return self.num_nodes_waiting() > 0 or self.has_ended()
 
-    def _wait(self, arrived: Callable[[], bool], whom: str) -> None:
-        """Wait for another machine, and say so if it takes long."""
-        start, said = time.monotonic(), False
+    def _wait(self, arrived: Callable[[], bool], peer: str) -> None:
+        """Wait for another machine; log it if that takes long."""
+        start, logged = time.monotonic(), False
         while not arrived():
             if self.has_ended():
                 raise WorldError("launch: another machine has ended")
@@ -153,12 +148,12 @@ class Meeting(RendezvousHandler):
             if waited > _MEET_WITHIN_S:
                 raise WorldTimeoutError(
                     f"launch: all {self._machines.num_machines} machines must come within "
-                    f"{_MEET_WITHIN_S:g} s, machine {self._rank} did not see {whom}; "
+                    f"{_MEET_WITHIN_S:g} s, machine {self._rank} did not see {peer}; "
                     "is it running, and is the port open between them?"
                 )
-            if waited > _SAY_AFTER_S and not said:
-                said = True
-                say(f"machine {self._rank} waits for {whom}")
+            if waited > _LOG_AFTER_S and not logged:
+                logged = True
+                _logger.warning("machine %d waits for %s", self._rank, peer)
             time.sleep(_POLL_S)
 
     def _linger(self, store: TCPStore) -> None:
@@ -171,7 +166,7 @@ class Meeting(RendezvousHandler):
             time.sleep(_POLL_S)
 
     def has_ended(self) -> bool:
-        """Has another machine given up, or is the first one gone?"""
+        """Has another machine given up, or is machine 0 gone?"""
         if self._machines.num_machines == 1 or self._store is None:
             return False
         try:
@@ -179,36 +174,36 @@ class Meeting(RendezvousHandler):
         except DistError:
             return True
 
-    def share_end(self, words: str) -> list[str]:
-        """Tell the others how this machine's ranks ended, and hear of theirs, as far as they tell.
+    def exchange_reports(self, report: str) -> list[str]:
+        """Send the report of this machine's ranks to all machines; return those that arrive.
 
-        Cost: up to a few seconds, where another machine does not answer.
+        Cost: up to a few seconds if another machine does not answer.
         """
         if self._machines.num_machines == 1 or self._store is None:
-            return [words]
-        heard = {self._rank: words}
+            return [report]
+        reports = {self._rank: report}
         try:
-            self._store.set(f"end/{self._rank}", words)
+            self._store.set(f"end/{self._rank}", report)
             self._store.set("ended", "")
             deadline = time.monotonic() + _LINGER_S
-            while time.monotonic() < deadline and len(heard) < self._machines.num_machines:
+            while time.monotonic() < deadline and len(reports) < self._machines.num_machines:
                 for peer in range(self._machines.num_machines):
-                    if peer not in heard and self._store.check([f"end/{peer}"]):
-                        heard[peer] = self._store.get(f"end/{peer}").decode()
+                    if peer not in reports and self._store.check([f"end/{peer}"]):
+                        reports[peer] = self._store.get(f"end/{peer}").decode()
                 time.sleep(_POLL_S)
             self._linger(self._store)
         except DistError:
-            pass  # machine 0 is gone: what has been heard has to do
-        return list(heard.values())
+            pass  # machine 0 is gone: what has arrived has to do
+        return list(reports.values())
 
 
-def _in_words(rank: int, asked: str) -> str:
-    machines, processes = json.loads(asked)
+def _readable(rank: int, size: str) -> str:
+    machines, processes = json.loads(size)
     return f"{machines} machines of {processes} processes from machine {rank}"
 
 
 def _serve(machines: Machines, port: int) -> tuple[TCPStore, int]:
-    """A store at a port of this machine, 0 being a free one."""
+    """Serve a store at a port of this machine, 0 being a free one; return both."""
     alone = machines.num_machines == 1
     listener = listen(machines.host, port, alone=alone)
     port = listener.getsockname()[1]

@@ -1,7 +1,8 @@
-"""Torch's elastic agent, as a launch uses it: it knows how each rank ended, and lets none linger."""
+"""Torch's elastic agent, extended: it records how each rank ended, and leaves none behind."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -27,24 +28,25 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from accel_fn.errors import WorldError
-from accel_fn.launcher.log import say
-from accel_fn.launcher.machines.store_rendezvous import Meeting
+from accel_fn.launcher.machines.store_rendezvous import StoreRendezvous
 from accel_fn.launcher.processes.failures import (
     Failure,
-    blames_peer,
     cause,
-    has_spoken,
+    has_record,
+    lost_peer,
     read_failure,
 )
 from accel_fn.launcher.processes.reaper import kill_left
 
-_HEAR_WITHIN_S, _POLL_S = 1.2, 0.05
+_RECORD_WITHIN_S, _POLL_S = 1.2, 0.05
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
-"""A failed world ends within five seconds; one that is asked to stop may still save its state."""
+"""A failed world ends within five seconds; one that is signalled to stop may still save its state."""
+
+_logger = logging.getLogger(__name__)
 
 
-class Folders(DefaultLogsSpecs):
-    """A folder for each rank of each attempt, in which the world that came is checked."""
+class RankFolders(DefaultLogsSpecs):
+    """A folder for each rank of each attempt; checks the size of the world that came together."""
 
     def __init__(
         self,
@@ -53,10 +55,10 @@ class Folders(DefaultLogsSpecs):
         redirects: Std,
         tee: Std,
         world_size: int,
-        started: Callable[[Path], None],
+        on_start: Callable[[Path], None],
     ) -> None:
         super().__init__(log_dir=str(folder), redirects=redirects, tee=tee)
-        self._world_size, self._started = world_size, started
+        self._world_size, self._on_start = world_size, on_start
         self.ranks: dict[int, Path] = {}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -70,31 +72,32 @@ class Folders(DefaultLogsSpecs):
                 )
         places = super().reify(envs)
         self.ranks = {rank: Path(file).parent for rank, file in places.error_files.items()}
-        self._started(self.ranks[0].parent)
+        self._on_start(self.ranks[0].parent)
         return places
 
 
 class Agent(LocalElasticAgent):
     """Torch's agent; `failures` are those of the latest attempt, in no order."""
 
-    def __init__(self, spec: WorkerSpec, folders: Folders) -> None:
+    def __init__(self, spec: WorkerSpec, folders: RankFolders) -> None:
         super().__init__(spec, folders, log_line_prefix_template="[rank ${rank}]: ")
+        handler = spec.rdzv_handler
         self._folders = folders
-        self._meeting = spec.rdzv_handler if isinstance(spec.rdzv_handler, Meeting) else None
+        self._rendezvous = handler if isinstance(handler, StoreRendezvous) else None
         self.failures: list[Failure] = []
-        self._impatient = False
+        self._kill_at_once = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        """Start the ranks; restarts are counted alike on all machines."""
+        """Start the ranks; all machines count restarts alike."""
         most = worker_group.spec.max_restarts
-        if self._meeting is not None:
-            self._remaining_restarts = max(0, most - self._meeting.attempt)
+        if self._rendezvous is not None:
+            self._remaining_restarts = max(0, most - self._rendezvous.attempt)
         attempt = most - self._remaining_restarts
         if attempt:
             why = "asked for by another machine"
             if self.failures:
                 why = cause(self.failures).summary
-            say(f"restart {attempt} of {most}: {why}")
+            _logger.warning("restart %d of %d: %s", attempt, most, why)
         self.failures = []
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:  # ranks inherit it: Ctrl-C reaches them once they can end without a traceback
@@ -105,22 +108,22 @@ class Agent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002
         self._shutdown(timeout=_STOP_WITHIN_S)
-        self._clear()
+        self._kill_left()
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _LEAVE_WITHIN_S
     ) -> None:
-        """Stop the ranks; at once, where another signal comes while they are waited for."""
+        """Stop the ranks; kill them if another signal comes during the wait."""
         try:
-            if self._pcontext is not None:  # torch before 2.12 has no timeout to hand on
-                self._pcontext.close(signal.SIGKILL if self._impatient else death_sig, timeout)
+            if self._pcontext is not None:  # torch before 2.12 has no timeout to pass on
+                self._pcontext.close(signal.SIGKILL if self._kill_at_once else death_sig, timeout)
             super()._shutdown(death_sig)
         except SignalException:
-            self._impatient = True
+            self._kill_at_once = True
             raise
 
-    def pass_on(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Handle a signal that is meant for the ranks: whoever leaves for it is not started again here."""
+    def forward_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Send a signal on to the ranks; those that leave for it are not started again here."""
         self._remaining_restarts = 0
         if self._pcontext is not None:
             for pid in self._pcontext.pids().values():
@@ -128,16 +131,16 @@ class Agent(LocalElasticAgent):
                     os.kill(pid, number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look after the ranks; when one has failed, stop the others and note how each ended."""
-        exit_codes = self._hear_out()
+        """Poll the ranks; if one has failed, stop the others and record how each ended."""
+        exit_codes = self._poll_until_cause()
         ended = _failed(exit_codes)
-        gone = self._meeting is not None and self._meeting.has_ended()
+        peer_gone = self._rendezvous is not None and self._rendezvous.has_ended()
         stopped_at = time.time()
-        if None in exit_codes.values() and not ended and not gone:
-            return RunResult(state=WorkerState.HEALTHY)  # torch would look again, at other ranks
-        if ended or gone:
+        if None in exit_codes.values() and not ended and not peer_gone:
+            return RunResult(state=WorkerState.HEALTHY)  # torch would poll again: others may end
+        if ended or peer_gone:
             self._shutdown(timeout=_STOP_WITHIN_S)
-            self._clear()
+            self._kill_left()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self.failures = [
@@ -152,27 +155,27 @@ class Agent(LocalElasticAgent):
                 )
                 for rank, failure in result.failures.items()
             ]
-        if gone:
+        if peer_gone:
             self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
 
-    def _hear_out(self) -> dict[int, int | None]:
-        """Each local rank's exit code, None while it runs; a failure counts once its cause can be told.
+    def _poll_until_cause(self) -> dict[int, int | None]:
+        """Each local rank's exit code, None while it runs; a failure counts once its cause is known.
 
-        Who loses a peer ends at once, while the peer may still be on its way out
-        of its own error: it gets a moment to say what that was.
+        A rank that loses a peer ends at once, while the peer may still be unwinding from its
+        own error: it gets a moment to record that.
         """
-        deadline = time.monotonic() + _HEAR_WITHIN_S
+        deadline = time.monotonic() + _RECORD_WITHIN_S
         folders = self._folders.ranks
         while True:
             exit_codes = self._poll()
             ended = _failed(exit_codes)
             running = [rank for rank, code in exit_codes.items() if code is None]
-            blamed = ended and all(blames_peer(folders[rank]) for rank in ended)
-            if not blamed or not running or any(has_spoken(folders[rank]) for rank in running):
+            all_lost_peers = ended and all(lost_peer(folders[rank]) for rank in ended)
+            if not all_lost_peers or not running or time.monotonic() > deadline:
                 return exit_codes
-            if time.monotonic() > deadline:
+            if any(has_record(folders[rank]) for rank in running):
                 return exit_codes
             time.sleep(_POLL_S)
 
@@ -181,7 +184,7 @@ class Agent(LocalElasticAgent):
         handlers = self._pcontext.subprocess_handlers
         return {rank: each.proc.poll() for rank, each in handlers.items()}
 
-    def _clear(self) -> None:
+    def _kill_left(self) -> None:
         """What failed ranks left behind must not meet those of the next attempt."""
         run_id = self._worker_group.spec.rdzv_handler.get_run_id()
         for folder in self._folders.ranks.values():

@@ -1,4 +1,4 @@
-"""What each rank runs: a script, a module or a program, looked for before anything starts."""
+"""The command that each rank runs: a script, a module or a program, checked before the start."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Kind = Literal["script", "module", "program"]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A target of some kind, and the arguments that are its own."""
+    """A target of some kind and its arguments."""
 
     kind: Kind
     target: str
     arguments: Sequence[str]
 
     def words(self) -> list[str]:
-        """As one would type it without a launcher."""
+        """The command line without a launcher."""
         start = {"script": ["python"], "module": ["python", "-m"], "program": []}[self.kind]
         return [*start, self.target, *self.arguments]
 
 
 def check_command(command: Command) -> None:
-    """Refuse a target that is not there, and name the nearest that is."""
+    """Refuse a target that is not there; name the nearest that is."""
     _CHECKS[command.kind](command.target)
 
 

@@ -1,4 +1,4 @@
-"""Which rank's failure was the cause, what to say of it, and with which code to exit."""
+"""Failures of ranks: which was the cause, the report of them, and the exit code."""
 
 from __future__ import annotations
 
@@ -44,9 +44,14 @@ class Failure:
     stack: str = ""
     exception: str = ""
     stopped: bool = False
-    """Was it still running when the launcher stopped the world for another rank's sake?"""
+    """Was it still running when the launcher stopped the world because another rank failed?"""
     place: str = ""
-    """The user's line that it ended at; of one that was stopped, the one that it waited at."""
+    """The user's line at which it ended; if it was stopped, at which it waited."""
+
+    @property
+    def process(self) -> str:
+        """The rank and where it ran."""
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     @property
     def signal_name(self) -> str | None:
@@ -60,9 +65,9 @@ class Failure:
 
     @property
     def exit_status(self) -> int:
-        """The code as a shell shows it: 128 + signal where it was killed.
+        """The code as a shell shows it: 128 + signal if it was killed.
 
-        One that raised and had not ended when others had was killed by us: it counts as raised.
+        A rank that raised and was slow to end was killed by the launcher: it counts as raised.
         """
         if self.exit_code >= 0:
             return self.exit_code
@@ -70,7 +75,7 @@ class Failure:
 
     @property
     def last_line(self) -> str:
-        """What ended it, in a line."""
+        """Its exception, exit code or signal."""
         if self.exit_status == os.EX_TEMPFAIL:
             return f"exit code {self.exit_status}: left to be started again"
         if self.exception:
@@ -83,12 +88,12 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """Rank, end and the user's line, in a line; what is said at length is cut, the place never."""
-        said = self.last_line.splitlines()
+        """Rank, failure and the user's line, in one line; a long error is cut, the place never."""
+        lines = self.last_line.splitlines()
         if self.stopped and not self.exception:
-            said = ["stopped"]
-        # A SyntaxError has its own place ahead, indented; an error may list ranks below.
-        line = f"{who(self)}: {next((each for each in said if not each[:1].isspace()), '')}"
+            lines = ["stopped"]
+        # A SyntaxError starts with its place, indented; an error may list ranks below.
+        line = f"{self.process}: {next((each for each in lines if not each[:1].isspace()), '')}"
         line = line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
         return f"{line}, at {self.place}" if self.place else line
 
@@ -103,17 +108,17 @@ def read_failure(
     stopped_at: float,
     stopped: bool,
 ) -> Failure:
-    """A failed rank, with what it wrote of its end into its folder, if anything."""
-    stack, exception, time, left_with = _read_record(folder, stopped_at)
+    """Describe a failed rank, from the record of its end in its folder if there is one."""
+    stack, exception, time, own_code = _read_record(folder, stopped_at)
     place = place_in_traceback(stack) if exception else ""
     if stopped and not exception:
         place = place_of_wait(_read(folder / "stopped"))
-    # One that wrote its end before the world was stopped was not stopped, only slow to leave.
+    # A rank that wrote its record before the world was stopped was only slow to leave.
     return Failure(
         rank=rank,
         host=host,
         pid=pid,
-        exit_code=exit_code if left_with is None else left_with,
+        exit_code=exit_code if own_code is None else own_code,
         time=time,
         stack=stack,
         exception=exception,
@@ -123,14 +128,14 @@ def read_failure(
 
 
 def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int | None]:
-    """Stack, exception, time, and the code of one that left, even if it was killed on its way out.
+    """Read stack, exception, time and exit code from the rank's record, else from a native crash.
 
-    From the rank's last words, else from the crash of native code.
+    The exit code is that of a rank that exited, even if it was killed on its way out.
     """
     try:
         record = json.loads((folder / "error.json").read_text())
         if "exception" in record:
-            return record["stack"], record["exception"], record["time"], record.get("left_with")
+            return record["stack"], record["exception"], record["time"], record.get("exit_code")
         extra = record["message"]["extraInfo"]  # by torch's own `record`
         stack, _, exception = extra["py_callstack"].rstrip().rpartition("\n")
         return stack, exception, float(extra["timestamp"]), None
@@ -139,32 +144,31 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
 
 
 def _read_crash(path: Path) -> str:
-    """What python wrote of itself when native code ended it, down to the program's own first line."""
+    """Read the stack that Python wrote when native code crashed, without the launcher's lines."""
     lines = _read(path).splitlines(keepends=True)
     return "".join(line for line in lines if f'"{worker.__file__}"' not in line)
 
 
 def _read(path: Path) -> str:
-    """A file's text; none where it is not there."""
+    """Read a file; empty if it is not there."""
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def has_spoken(folder: Path) -> bool:
-    """Has the rank with this folder said what ended it?"""
+def has_record(folder: Path) -> bool:
+    """Has the rank with this folder recorded what ended it?"""
     return (folder / "error.json").is_file()
 
 
-def blames_peer(folder: Path) -> bool:
-    """Does it say that it lost another, or that another has failed?"""
+def lost_peer(folder: Path) -> bool:
+    """Did it end because it lost another rank, or because another failed?"""
     return _LOST_PEER.search(_read_record(folder, 0)[1]) is not None
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others follow from.
+    """The failure that caused the others.
 
-    A killed rank leaves no time of its own, and its peers notice before the launcher
-    does. So crashes come first, then what ranks say that they did themselves, then
-    what ranks say of lost peers, and of one kind the earliest.
+    A killed rank records no time, and its peers notice before the launcher does. So crashes
+    come first, then errors and exits of ranks, then errors from lost peers; of a kind the earliest.
     """
     return min(failures, key=lambda failure: (_kind(failure), failure.time, failure.rank))
 
@@ -178,9 +182,9 @@ def _kind(failure: Failure) -> int:
 
 
 def report(failures: Sequence[Failure], world_size: int) -> str:
-    """Everybody's end in a line each, then the cause: its traceback, its rank, its exception.
+    """A line for each other rank, then the cause: its traceback, its rank, its exception.
 
-    One that was stopped is of interest where it waited for the others.
+    A rank that was stopped is listed only if it waited for the others.
     """
     first = cause(failures)
     others = [each for each in failures if each is not first and (each.place or not each.stopped)]
@@ -192,10 +196,5 @@ def report(failures: Sequence[Failure], world_size: int) -> str:
         num_failed = 1 + sum(not each.stopped for each in others)
         head = f"accel-fn launch: {num_failed} of {world_size} ranks failed"
         lines = [head, *lines, ""]
-    lines += [*first.stack.splitlines(), who(first), first.last_line]
+    lines += [*first.stack.splitlines(), first.process, first.last_line]
     return "\n".join(lines) + "\n"
-
-
-def who(failure: Failure) -> str:
-    """The rank and where it ran."""
-    return f"rank {failure.rank} ({failure.host}, pid {failure.pid})"

@@ -1,4 +1,4 @@
-"""Looking for a module as python would: in folders first, as a package may do much when imported."""
+"""Find a module as Python would, without importing it if folders are enough."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 _MISSING = 3
-_ASK = f"""
+_FIND = f"""
 import importlib.util, sys
 name = sys.argv[1]
 try:
@@ -24,10 +24,10 @@ sys.exit(0 if is_there else {_MISSING})
 
 
 def why_missing(target: str) -> str:
-    """What is wrong with a module that `python -m` would not find; empty where it may be there."""
+    """Why `python -m` would not find a module; empty if it may be there."""
     try:
         return _why_missing(target)
-    except Exception:  # somebody else's finder, made for imports alone
+    except Exception:  # a foreign finder that only serves imports
         return ""
 
 
@@ -49,7 +49,7 @@ def _why_missing(target: str) -> str:
 def _find(name: str, places: Sequence[str]) -> ModuleSpec | None:
     for finder in sys.meta_path:
         if finder is PathFinder:
-            # By the last part alone: by its whole name, a namespace asks for its parent's import.
+            # By the last part: the whole name of a namespace would import its parent.
             found = PathFinder.find_spec(name.rpartition(".")[2], places)
         else:
             found = finder.find_spec(name, places if "." in name else None)
@@ -59,10 +59,10 @@ def _find(name: str, places: Sequence[str]) -> ModuleSpec | None:
 
 
 def _is_added(name: str) -> bool:
-    """Does a package add it when it is imported? Only that tells, in a process of its own."""
-    asking = [sys.executable, "-c", _ASK, name]
-    told = subprocess.run(asking, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    return told.returncode != _MISSING
+    """Does a package add it when it is imported? Only an import shows, in another process."""
+    command = [sys.executable, "-c", _FIND, name]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return done.returncode != _MISSING
 
 
 def _nearest(target: str, inside: str, part: str, places: Sequence[str]) -> str:

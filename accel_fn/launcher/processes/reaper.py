@@ -1,7 +1,7 @@
-"""No process outlives a launcher: a guard sees it end, however it ends, and kills what is left.
+"""The reaper: a process beside a launcher that kills what is left when the launcher ends.
 
-Run as a script beside the launcher, of the standard library alone. It reads folders
-of ranks from its input until that ends, which is when the launcher does.
+It is run as a script that imports only the standard library. It reads folders of ranks from
+its standard input until that closes, which happens however the launcher ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TRIES, _WAIT_S = 20, 0.05
 
 
 class Reaper:
-    """The guard of this process and the ranks that it starts."""
+    """The reaper of this process and of the ranks that it starts."""
 
     def __init__(self, run_id: str) -> None:
         self._process = subprocess.Popen(
@@ -31,36 +31,36 @@ class Reaper:
         )
 
     def make_folder(self, parent: str) -> Path:
-        """A temporary folder, watched before it is there: whenever this process ends, none is left."""
+        """Make a temporary folder, which the reaper knows, and will remove, before it exists."""
         folder = Path(parent, f"accel_fn_{os.urandom(8).hex()}")
-        self.watch(folder, temporary=True)
+        self.watch(folder, remove=True)
         folder.mkdir(mode=0o700)
         return folder
 
-    def watch(self, folder: Path, *, temporary: bool) -> None:
-        """From now on, the ranks with a folder in there end with this process."""
+    def watch(self, folder: Path, *, remove: bool = False) -> None:
+        """Kill the ranks that have a folder in there when this process ends."""
         assert self._process.stdin is not None
-        with suppress(OSError):  # without its guard a launch goes on
-            self._process.stdin.write(f"{'remove' if temporary else 'keep'} {folder}\n".encode())
+        with suppress(OSError):  # a launch goes on without its reaper
+            self._process.stdin.write(f"{'remove' if remove else 'keep'} {folder}\n".encode())
             self._process.stdin.flush()
 
     def finish(self) -> None:
-        """Have it clean up now, and wait for it."""
+        """Let it clean up now, and wait for it."""
         with suppress(OSError):
             self._process.communicate()
 
 
 def kill_left(folder: Path, run_id: str) -> None:
-    """Kill what ranks left behind: the processes of their groups, such as data loaders' workers.
+    """Kill the processes that ranks left in their groups, such as workers of data loaders.
 
-    Whoever opened a session of its own is not in the group: it was meant to stay.
+    A process that opened a new session is not in the group: it was meant to stay.
     """
     groups = set()
     for path in folder.rglob("pid"):
         with suppress(OSError, ValueError):
             groups.add(int(path.read_text()))
     for _ in range(_TRIES):
-        left = [pid for pid in _members(groups) if _runs(pid, run_id)]
+        left = [pid for pid in _members(groups) if _is_of(run_id, pid)]
         if not left:
             return
         for pid in left:
@@ -70,7 +70,7 @@ def kill_left(folder: Path, run_id: str) -> None:
 
 
 def _members(groups: set[int]) -> list[int]:
-    """The processes of these groups that are not dead."""
+    """List the living processes of these groups."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
@@ -80,8 +80,8 @@ def _members(groups: set[int]) -> list[int]:
     return found
 
 
-def _runs(pid: int, run_id: str) -> bool:
-    """Is it of this run? Numbers of processes are used again, also for a stranger's."""
+def _is_of(run_id: str, pid: int) -> bool:
+    """Is the process of this run? Its number may have been reused for a foreign one."""
     with suppress(OSError):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return f"TORCHELASTIC_RUN_ID={run_id}".encode() in variables
@@ -89,18 +89,18 @@ def _runs(pid: int, run_id: str) -> bool:
 
 
 def main(run_id: str) -> None:
-    """Reaper a launcher until its end of the pipe is closed."""
+    """Wait until the launcher's end of the pipe is closed, then clean up."""
     folders = [line.rstrip("\n").partition(" ") for line in sys.stdin]
     for _, _, folder in folders:
         kill_left(Path(folder), run_id)
         _tidy(Path(folder))
-    for kept, _, folder in folders:
-        if kept == "remove":
+    for action, _, folder in folders:
+        if action == "remove":
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tidy(folder: Path) -> None:
-    """Leave only what says something in a folder of logs."""
+    """Remove numbers of processes and empty files from a folder of logs."""
     for path in (*folder.rglob("pid"), *folder.rglob("crash"), *folder.rglob("stopped")):
         with suppress(OSError):
             if path.name == "pid" or path.stat().st_size == 0:

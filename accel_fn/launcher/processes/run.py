@@ -1,4 +1,4 @@
-"""Running a launch: torch's agent and its ranks, from the first to the last line on the screen."""
+"""Run a launch: start torch's agent and its ranks, wait for them, report how they ended."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_fn.errors import WorldError
-from accel_fn.launcher.log import say, tell
 from accel_fn.launcher.machines.machines import Machines
 from accel_fn.launcher.machines.network import own_address
-from accel_fn.launcher.machines.store_rendezvous import Meeting
+from accel_fn.launcher.machines.store_rendezvous import StoreRendezvous
 from accel_fn.launcher.processes import worker
-from accel_fn.launcher.processes.agent import Agent, Folders
+from accel_fn.launcher.processes.agent import Agent, RankFolders
 from accel_fn.launcher.processes.environment import ROLE
 from accel_fn.launcher.processes.failures import Failure, cause, report
 from accel_fn.launcher.processes.reaper import Reaper
 
 _MEET_WITHIN_S = 600
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What each rank of this machine is to be."""
+    """What each rank of this machine runs, and how."""
 
     command: Sequence[str]
     """Kind (script, module or program), target and arguments."""
@@ -51,31 +52,31 @@ class Job:
     tee: bool
 
 
-def run(job: Job, machines: Machines) -> int:
-    """Start the ranks of this machine, wait for them, say how they ended.
+def run(job: Job, machines: Machines) -> tuple[int, str]:
+    """Start the ranks of this machine and wait for them.
 
     Args:
-        job: what they are to be.
-        machines: where they are.
+        job: what they run.
+        machines: where they run.
 
     Returns:
-        The exit code: 0, the cause's, or 128 + the signal that stopped the launcher.
+        The exit code (0, the cause's, or 128 + the signal that stopped the launcher), and
+        the report of the ranks that failed.
     """
     run_id = machines.job or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     reaper = Reaper(run_id)
     os.environ.update(job.variables)
-    _be_quiet()
-    folder = _folder(job.log_dir, reaper)
-    std = Std.ALL if job.log_dir or job.tee else Std.NONE
-    folders = Folders(
-        folder,
-        redirects=std,
+    _quieten_torch()
+    redirects = Std.ALL if job.log_dir or job.tee else Std.NONE
+    folders = RankFolders(
+        _folder(job.log_dir, reaper),
+        redirects=redirects,
         tee=Std.ALL if job.tee else Std.NONE,
         world_size=machines.num_processes,
-        started=lambda place: reaper.watch(place, temporary=False),
+        on_start=reaper.watch,
     )
     handler = _handler(machines, run_id)
-    show = "1" if std else ""
+    show = "1" if redirects else ""
     arguments = ["-u", worker.__file__, str(os.getpid()), job.cpus, show, *job.command]
     agent = Agent(
         WorkerSpec(
@@ -90,20 +91,21 @@ def run(job: Job, machines: Machines) -> int:
         folders,
     )
     try:
-        return _finish(agent, handler, machines)
+        return _wait(agent, handler, machines)
     finally:
         reaper.finish()
 
 
-def _finish(agent: Agent, handler: RendezvousHandler, machines: Machines) -> int:
-    """Let the agent run to its end, and say what that was."""
-    before = signal.signal(signal.SIGUSR1, agent.pass_on)  # as Slurm sends it ahead of its limit
+def _wait(agent: Agent, handler: RendezvousHandler, machines: Machines) -> tuple[int, str]:
+    """Run the agent to its end; return the exit code and the report."""
+    before = signal.signal(signal.SIGUSR1, agent.forward_signal)  # Slurm sends it before its limit
     try:
         result = agent.run()
     except SignalException as stop:
-        name = "Ctrl-C" if stop.sigval is signal.SIGINT else stop.sigval.name
-        say(f"stopped by {name}")
-        return 128 + stop.sigval
+        _logger.warning(
+            "stopped by %s", "Ctrl-C" if stop.sigval is signal.SIGINT else stop.sigval.name
+        )
+        return 128 + stop.sigval, ""
     except RendezvousError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise WorldError(f"launch: the machines could not meet: {reason}") from error
@@ -111,24 +113,23 @@ def _finish(agent: Agent, handler: RendezvousHandler, machines: Machines) -> int
         signal.signal(signal.SIGUSR1, before)
         handler.shutdown()
     if result is not None and not result.is_failed():
-        return 0
+        return 0, ""
     failures = agent.failures
-    if isinstance(handler, Meeting):
-        ends = handler.share_end(json.dumps([asdict(each) for each in failures]))
-        failures = [Failure(**each) for end in ends for each in json.loads(end)]
+    if isinstance(handler, StoreRendezvous):
+        reports = handler.exchange_reports(json.dumps([asdict(each) for each in failures]))
+        failures = [Failure(**each) for text in reports for each in json.loads(text)]
     sys.stdout.flush()
     if all(each.stopped for each in failures):
-        say("stopped: another machine has ended")
-        return 1
-    tell(report(failures, machines.num_processes))
-    return cause(failures).exit_status
+        _logger.warning("stopped: another machine has ended")
+        return 1, ""
+    return cause(failures).exit_status, report(failures, machines.num_processes)
 
 
 def _handler(machines: Machines, run_id: str) -> RendezvousHandler:
-    """Our meeting; or torch's own, where its backend was asked for by name."""
+    """Our rendezvous, or torch's own if settings name its backend."""
     if machines.backend == "static":
         assert machines.machine_rank is not None
-        return Meeting(machines, machines.machine_rank, run_id)
+        return StoreRendezvous(machines, machines.machine_rank, run_id)
     several = machines.num_machines > 1
     config: dict[str, object] = {"timeout": _MEET_WITHIN_S}
     if machines.machine_rank is not None:
@@ -147,13 +148,13 @@ def _handler(machines: Machines, run_id: str) -> RendezvousHandler:
 
 
 def _folder(log_dir: Path | None, reaper: Reaper) -> Path:
-    """Where the ranks' output, and what they say of their end, is kept."""
+    """The folder of the ranks' output and of the records of their ends."""
     if log_dir is None:
         return reaper.make_folder(tempfile.gettempdir())
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=log_dir):
-            reaper.watch(log_dir, temporary=False)
+            reaper.watch(log_dir)
             return log_dir
     except OSError as error:
         raise WorldError(
@@ -162,8 +163,8 @@ def _folder(log_dir: Path | None, reaper: Reaper) -> Path:
         ) from None
 
 
-def _be_quiet() -> None:
-    """What torch's agent logs of a failure would stand between the ranks' last words and ours."""
+def _quieten_torch() -> None:
+    """What torch's agent logs of a failure would stand between the ranks' output and the report."""
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):

@@ -1,4 +1,4 @@
-"""Which line of the user's a rank was at, read from what it wrote of its end."""
+"""The line of the user's code that a rank was at, from its traceback or its stack dump."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ class _Frame(NamedTuple):
 
 
 def place_in_traceback(stack: str) -> str:
-    """The user's innermost line in a traceback of python's; empty where it has none."""
+    """The user's innermost line in a traceback; empty if there is none."""
     own = stack.rpartition("Traceback (most recent call last):")[2]  # not that of its causes
     return next((str(each) for each in _frames(own, reverse=True) if _is_users(each)), "")
 
 
 def place_of_wait(dump: str) -> str:
-    """The user's innermost line in a dump of faulthandler's, if it waits there for the library or torch."""
-    own = dump.rpartition("Stack (most recent call first):")[
-        2
-    ]  # not those of processes that it forked
+    """The user's innermost line in a dump of faulthandler, if it waits there in accel_fn or torch."""
+    own = dump.rpartition("Stack (most recent call first):")[2]  # not of processes that it forked
     frames = [each for each in _frames(own) if not _is_pythons(each)]
     if not frames or _is_users(frames[0]):
         return ""
@@ -50,7 +48,7 @@ def _is_users(frame: _Frame) -> bool:
 
 
 def _is_pythons(frame: _Frame) -> bool:
-    """Is it in a module of python's own?"""
+    """Is it in the standard library?"""
     if frame.file.startswith("<frozen "):
         return True
     own = f"{os.path.dirname(os.__file__)}{os.sep}"
@@ -59,7 +57,7 @@ def _is_pythons(frame: _Frame) -> bool:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """The folders of this library and of torch, which need not be imported."""
+    """The folders of accel_fn and of torch, found without an import."""
     torch = importlib.util.find_spec("torch")
     folders = [Path(__file__).parents[2]]
     if torch is not None and torch.origin is not None:

@@ -1,6 +1,6 @@
-"""The first code of a rank: it ties itself to the launcher, then is the user's program.
+"""The first code of a rank: it arranges to die with the launcher, then runs the user's program.
 
-A script of its own, of the standard library alone: what it imports, every rank waits for.
+A script that imports only the standard library: every rank waits for its imports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REPORT_AFTER_S, _END_AFTER_S = 5.0, 30.0
 
 
 def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments: str) -> None:
-    """Be one rank of a launcher: a script, a module or a program, on some of the processors."""
+    """Run one rank of a launcher: a script, a module or a program, on some of the processors."""
     die_with(int(launcher))
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
@@ -39,9 +39,9 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the program begins
         _unblock_ctrl_c()
         os.execvp(target, [target, *arguments])  # noqa: S606
-    # Where native code ends, this says which line called it.
+    # If native code crashes, this holds the line that called it.
     faulthandler.enable(os.open(folder / "crash", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
-    # Where it is stopped for another rank's sake, this says what it waited for.
+    # If it is stopped because another rank failed, this holds the line that it waited at.
     stopped = os.open(folder / "stopped", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     faulthandler.register(signal.SIGTERM, stopped, all_threads=False, chain=True)
     start = _run_module if kind == "module" else _run_script
@@ -49,17 +49,17 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
 
 
 def die_with(launcher: int) -> None:
-    """Have this process killed as soon as the launcher is gone, whatever ended that."""
+    """Have this process killed as soon as the launcher is gone, however it ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     else:
-        threading.Thread(target=watch, args=(launcher,), daemon=True).start()
+        threading.Thread(target=_die_after, args=(launcher,), daemon=True).start()
     if os.getppid() != launcher:
         os._exit(1)
 
 
 def write_pid(folder: Path) -> None:
-    """Leave this process's number in its folder; where that is gone, so is what it was started for."""
+    """Write this process's number into its folder; exit if that is gone, as the launcher is then."""
     try:
         (folder / "pid").write_text(str(os.getpid()))
     except FileNotFoundError:
@@ -67,12 +67,12 @@ def write_pid(folder: Path) -> None:
 
 
 def _unblock_ctrl_c() -> None:
-    """The launcher has it held back while a rank starts."""
+    """The launcher blocks it while a rank starts."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def watch(launcher: int) -> None:
-    """End this process within a second of its launcher, where the system cannot be asked to."""
+def _die_after(launcher: int) -> None:
+    """Kill this process within a second of its launcher's end, where the system cannot do so."""
     while os.getppid() == launcher:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -91,11 +91,8 @@ def bind(cpus: str) -> None:
 def _run(
     start: Callable[[str, list[str]], None], target: str, arguments: list[str], *, show: bool
 ) -> None:
-    """Run the user's program to its end, however it ends.
-
-    What ended it goes to a file: the launcher prints the first of all ranks, once.
-    """
-    hook = Hook()
+    """Run the user's program; write what ended it to a file, of which the launcher prints one."""
+    hook = _Hook()
     if not show:
         sys.excepthook = hook
     try:
@@ -104,40 +101,38 @@ def _run(
     except SystemExit as end:
         if end.code in (None, 0):
             raise
-        words = record(end, None)
+        text = record(end, None)
         if isinstance(end.code, int):
             raise
         if show:
             print(end.code, file=sys.stderr)
     except BaseException as error:
         error.__traceback__ = frames = _of_the_program(error.__traceback__)
-        words = record(error, frames)
+        text = record(error, frames)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
-        hook.told = error
+        hook.recorded = error
         sys.excepthook(type(error), error, frames)
     else:
         return
-    threading.Thread(target=_end_late, args=("" if show else words,), daemon=True).start()
+    threading.Thread(target=_end_late, args=("" if show else text,), daemon=True).start()
     sys.exit(1)
 
 
-class Hook:
-    """Where python prints what ends a program, and libraries hook themselves in: all but one error."""
+class _Hook:
+    """An excepthook that prints every error but the recorded one, which the launcher prints."""
 
-    told: BaseException | None = None
-    """The launcher tells of this one."""
+    recorded: BaseException | None = None
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
-        """Print the traceback of any other."""
-        if error is not self.told:
+        if error is not self.recorded:
             sys.__excepthook__(kind, error, frames)
 
 
 def _run_script(target: str, arguments: list[str]) -> None:
-    """Run a file as `python FILE` does, but in a `__main__` of its own."""
+    """Run a file as `python FILE` does, in a new `__main__`."""
     path = os.path.abspath(target)
     sys.argv = [target, *arguments]
     if os.path.isdir(path) or path.endswith((".pyc", ".pyz", ".zip")):
@@ -145,7 +140,7 @@ def _run_script(target: str, arguments: list[str]) -> None:
         return
     _search_first(os.path.dirname(os.path.realpath(path)))
     loader = SourceFileLoader("__main__", path)
-    main_module = _be_main(__file__=path, __cached__=None, __loader__=loader)
+    main_module = _replace_main(__file__=path, __cached__=None, __loader__=loader)
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, main_module.__dict__)  # noqa: S102
@@ -158,14 +153,14 @@ def _run_module(target: str, arguments: list[str]) -> None:
     spec = importlib.util.find_spec(target)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{target}.__main__")
-    # Not by the classes of importlib.abc, with which come two dozen other modules.
+    # Not by the classes of importlib.abc, which would import two dozen other modules.
     get_code = getattr(spec and spec.loader, "get_code", None)
     if spec is None or get_code is None:
         raise ModuleNotFoundError(f"No module named {target!r} that can be run", name=target)
     code = get_code(spec.name)
     assert code is not None
     sys.argv[0] = str(spec.origin)
-    main_module = _be_main(
+    main_module = _replace_main(
         __file__=spec.origin,
         __cached__=spec.cached,
         __loader__=spec.loader,
@@ -176,13 +171,13 @@ def _run_module(target: str, arguments: list[str]) -> None:
 
 
 def _search_first(folder: str) -> None:
-    """Imports look there first, unless the user asked python not to (PYTHONSAFEPATH)."""
+    """Import from there first, unless the user has set PYTHONSAFEPATH."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
-def _be_main(**attributes: object) -> ModuleType:
-    """A new `__main__`: it stays when the program's last line is done, for its threads."""
+def _replace_main(**attributes: object) -> ModuleType:
+    """Make a new `__main__`, which stays for the program's threads after its last line."""
     main_module = ModuleType("__main__")
     main_module.__dict__.update({"__annotations__": {}, "__builtins__": builtins} | attributes)
     sys.modules["__main__"] = main_module
@@ -197,13 +192,13 @@ def _of_the_program(frames: TracebackType | None) -> TracebackType | None:
 
 
 def record(error: BaseException, frames: TracebackType | None) -> str:
-    """Write what ended this rank to the file that torch names; readable for torch too."""
+    """Write what ended this rank to the file that torch names, in a form that torch can read too."""
     whole = traceback.TracebackException(type(error), error, frames)
     text, last = "".join(whole.format()), "".join(whole.format_exception_only())
-    left_with = None
+    own_code = None
     if isinstance(error, SystemExit):
         by_number = isinstance(error.code, int)
-        left_with = error.code if by_number else 1
+        own_code = error.code if by_number else 1
         text = last = f"exit code {error.code}\n" if by_number else f"{error.code}\n"
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
@@ -211,7 +206,7 @@ def record(error: BaseException, frames: TracebackType | None) -> str:
         "message": {"message": last.strip(), "extraInfo": extra},
         "stack": text.removesuffix(last),
         "exception": last,
-        "left_with": left_with,
+        "exit_code": own_code,
         "time": now,
     }
     file = os.environ["TORCHELASTIC_ERROR_FILE"]
@@ -223,11 +218,11 @@ def record(error: BaseException, frames: TracebackType | None) -> str:
     return text
 
 
-def _end_late(words: str) -> None:
-    """A failed rank whose threads or exit handlers hang: it says why it failed, then ends."""
+def _end_late(text: str) -> None:
+    """Print why a rank failed whose threads or exit handlers hang, then end it."""
     time.sleep(_REPORT_AFTER_S)
-    if words:
-        print(f"rank {os.environ['RANK']} has failed and is slow to end\n{words}", file=sys.stderr)
+    if text:
+        print(f"rank {os.environ['RANK']} has failed and is slow to end\n{text}", file=sys.stderr)
     time.sleep(_END_AFTER_S)
     os._exit(1)
 
