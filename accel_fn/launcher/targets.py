@@ -1,4 +1,4 @@
-"""Things that a command is given by name: `train.py:make_plan` or `package.module:make_plan`."""
+"""Load what a command names: `train.py:make_plan` or `package.module:make_plan`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,10 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 
 
 def load_target(target: str, function: str, parameter: str = "target") -> Any:
-    """Import a file or a module and take an attribute of it.
+    """Import a file or a module, and return the attribute NAME of `FILE.py:NAME` or `MODULE:NAME`.
 
-    A file is imported under its own name, not as `__main__`, so that what
-    stands under `if __name__ == "__main__"` does not run. What the file
-    raises is raised as it is.
-
-    Args:
-        target: `FILE.py:NAME` or `MODULE:NAME`; NAME may have dots.
-        function: who asks; named in errors.
-        parameter: as what; named in errors.
-
-    Returns:
-        The object of that name.
-
-    Raises:
-        ValueError: the file, the module or the name is not there.
+    A file is imported under its own name, not as `__main__`, so that code under
+    `if __name__ == "__main__"` does not run. `function` and `parameter` are named in errors.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
@@ -50,7 +38,7 @@ def load_target(target: str, function: str, parameter: str = "target") -> Any:
 
 
 def call_target(found: Any, target: str, function: str, parameter: str = "target") -> Any:
-    """What the object of a target gives when it is called; what it raises is raised as it is."""
+    """Call the object of a target without arguments."""
     try:
         inspect.signature(found).bind()
     except (TypeError, ValueError) as error:
@@ -98,6 +86,6 @@ def _attribute(inner: Any, part: str, place: str, function: str, parameter: str)
 
 
 def _search_first(folder: str) -> None:
-    """Imports look there first, as they do for a script that is run."""
+    """Import from there first, as a script that is run does."""
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -1,4 +1,4 @@
-"""The processors that a launch may use: its cores, and the memory (NUMA) nodes that they sit on."""
+"""The processors that a launch may use: cores, and the memory (NUMA) nodes of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What this process may run on."""
+    """The processors that this process may run on."""
 
     cores: int
     """Whole cores, at most what a container's quota allows."""
@@ -22,7 +22,7 @@ class Processors:
 
 
 def read_processors(root: Path = Path("/"), allowed: Sequence[int] | None = None) -> Processors:
-    """The machine's processors, of which `allowed` may be used (default: those of this process)."""
+    """Read the machine's processors, of which `allowed` may be used (default: those of this process)."""
     if allowed is None:
         allowed = _allowed()
     cores = {_siblings(root, cpu) for cpu in allowed}
@@ -43,7 +43,7 @@ def _allowed() -> list[int]:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """The kernel's list of processors: `0-3,8` is 0, 1, 2, 3, 8.
+    """Parse the kernel's list of processors.
 
     >>> from accel_fn.launcher.machines.cpus import parse_cpus
     >>> sorted(parse_cpus("0-3,8"))
@@ -68,7 +68,7 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def _quota(root: Path) -> float:
-    """How many processors a container may keep busy (cgroup 2, else 1); inf where it may use all."""
+    """Read how many processors a container may keep busy (cgroup 2, else 1); inf without a limit."""
     groups = root / "sys/fs/cgroup"
     try:
         limit, period = (groups / "cpu.max").read_text().split()
@@ -85,10 +85,9 @@ def _quota(root: Path) -> float:
 
 
 def bind_ranks(processors: Processors, num_local: int) -> tuple[tuple[int, ...], ...] | None:
-    """The processors of each local rank; None where there is nothing to choose.
+    """Choose the processors of each local rank; None if there is nothing to choose.
 
-    Ranks are dealt out to the nodes in blocks, and stay near their memory: fewer
-    ranks than nodes get several nodes each.
+    Nodes get consecutive ranks; if there are fewer ranks than nodes, each gets several nodes.
     """
     num_nodes = len(processors.nodes)
     if num_nodes == 1 or num_local == 1:

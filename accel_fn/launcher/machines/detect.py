@@ -1,4 +1,4 @@
-"""What this machine has: its cores and its accelerators, without importing torch where that can be."""
+"""Detect this machine's cores and accelerators, without importing torch if possible."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _HINTS = ("/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/accel/accel0")
-"""Where the devices of others show: only with one of these is torch asked."""
+"""Devices of other makers: torch is imported to count them if one of these exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a launch can use. `kind` is empty where there is no accelerator that ranks can share."""
+    """What a launch can use. `kind` is empty if there is no accelerator that ranks can share."""
 
     num_cores: int
     kind: str = ""
@@ -28,14 +28,13 @@ class Machine:
 
     @property
     def devices(self) -> str:
-        """In words."""
         if not self.num_devices:
             return "no accelerator"
         return f"{self.num_devices} {self.kind} device{'s' if self.num_devices > 1 else ''}"
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Machine:
-    """The cores that this process may use, and the accelerators that torch could."""
+    """Detect the cores that this process may use, and the accelerators that torch could."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = Machine(num_cores=cores or 1)
     if built_for_cuda():
@@ -43,16 +42,15 @@ def detect(environment: Mapping[str, str] = os.environ) -> Machine:
         devices = visible_devices(listed, environment.get("CUDA_VISIBLE_DEVICES"))
         return Machine(machine.num_cores, "CUDA" if listed else "", len(listed), len(devices))
     if any(map(os.path.exists, _HINTS)):
-        return _ask_torch(machine)
+        return _count_by_torch(machine)
     return machine
 
 
 def visible_devices(listed: list[list[str]], variable: str | None) -> list[str]:
-    """What CUDA shows of the installed GPUs, each a list of its id and those of its MIG parts.
+    """Select the GPUs that CUDA shows; each is listed as its id and those of its MIG parts.
 
-    As CUDA reads the variable: indices or the starts of ids; the first entry that fits
-    nothing ends the list, and an entry twice empties it. Of a machine that is split by MIG,
-    it shows one part.
+    CUDA reads the variable as indices or starts of ids; the first entry that matches nothing
+    ends the list, and a repeated entry empties it. Of MIG parts, CUDA shows one.
     """
     ids = [each[0] for each in listed]
     parts = [part for each in listed for part in each[1:]]
@@ -73,7 +71,7 @@ def visible_devices(listed: list[list[str]], variable: str | None) -> list[str]:
 
 
 def parse_listing(listing: str) -> list[list[str]]:
-    """The GPUs that `nvidia-smi -L` names, each with its MIG parts."""
+    """Parse the output of `nvidia-smi -L`: GPUs, each with its MIG parts."""
     gpus: list[list[str]] = []
     for line in listing.splitlines():
         found = re.search(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", line)
@@ -85,7 +83,7 @@ def parse_listing(listing: str) -> list[list[str]]:
 
 
 def list_gpus() -> list[list[str]]:
-    """From nvidia-smi, which knows what this process may open; else from the driver's folder."""
+    """List GPUs by nvidia-smi, which knows what this process may open, else by the driver's folder."""
     program = shutil.which("nvidia-smi")
     if program:
         try:
@@ -102,7 +100,7 @@ def list_gpus() -> list[list[str]]:
 
 
 def built_for_cuda() -> bool:
-    """Does torch's build know CUDA? Its version file says so without an import."""
+    """Was torch built for CUDA? Read from its version file, without an import."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -113,8 +111,8 @@ def built_for_cuda() -> bool:
     return re.search(r"^cuda\b[^=]*= *None", text, re.MULTILINE) is None
 
 
-def _ask_torch(machine: Machine) -> Machine:
-    """Accelerators of other makers, unless they are of a kind that only one process can use."""
+def _count_by_torch(machine: Machine) -> Machine:
+    """Count accelerators of other makers by torch."""
     import torch
 
     current = torch.accelerator.current_accelerator(check_available=True)

@@ -1,4 +1,4 @@
-"""On which machines a launch runs, which of them this is, and where they meet."""
+"""The machines of a launch: how many, which one this is, and the address of their rendezvous."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _LOOPBACK, _PORT = "127.0.0.1", 29500
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machines of a launch, each with as many processes, seen from one of them."""
+    """The machines of a launch, all with the same number of processes, seen from one of them."""
 
     num_machines: int
     machine_rank: int | None
-    """None where the machines' meeting decides."""
+    """None if the rendezvous decides."""
     num_local: int
     host: str
     port: int
     """0: a free one."""
     backend: str
     job: str | None
-    """What all machines call this run, where a cluster named it."""
+    """The name of this run on all machines, if a cluster has given one."""
     why: Mapping[str, str]
-    """Who said how many machines there are, and where they meet."""
+    """The sources of the numbers of processes and machines, of host and port."""
 
     @property
     def num_processes(self) -> int:
@@ -38,7 +38,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a cluster says of the machine that this launcher runs on."""
+    """The machine of this launcher, as a cluster's variables describe it."""
 
     cluster: str
     num_machines: int
@@ -50,18 +50,10 @@ class Node:
 
 
 def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
-    """The machines that the settings ask for; what they leave open, the cluster says.
+    """Find the machines of a launch from settings, else from the cluster's variables.
 
-    Args:
-        resolved: the settings, and who gave each.
-        environment: where a cluster leaves word.
-
-    Returns:
-        The machines, as this one sees them.
-
-    Raises:
-        WorldError: settings and cluster differ, something that is needed is said
-            by nobody, or a host does not resolve.
+    A WorldError is raised if settings and cluster differ, if a value that is needed is in
+    neither, or if a host does not resolve.
     """
     settings, node = resolved.settings, read_node(environment)
     num_machines = settings.num_machines or (node.num_machines if node else 1)
@@ -78,8 +70,8 @@ def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
             f"launch: machine_rank must be given with num_machines={num_machines}, got None; "
             "0 is the machine at main_process_ip"
         )
-    host, who = _host(resolved, num_machines, node, environment)
-    check_host(host, who)
+    host, source = _host(resolved, num_machines, node, environment)
+    check_host(host, source)
     return Machines(
         num_machines=num_machines,
         machine_rank=rank,
@@ -90,15 +82,15 @@ def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
         job=node.job if node else None,
         why={
             "num_processes": resolved.sources["num_processes"],
-            "num_machines": _said_by("num_machines", resolved, node),
-            "host": who,
-            "port": _said_by("main_process_port", resolved, node if num_machines > 1 else None),
+            "num_machines": _source("num_machines", resolved, node),
+            "host": source,
+            "port": _source("main_process_port", resolved, node if num_machines > 1 else None),
         },
     )
 
 
 def read_node(environment: Mapping[str, str]) -> Node | None:
-    """What Slurm, Open MPI or torchrun's own variables (PET_..., in Kubernetes) say; None without."""
+    """Read the variables of Slurm, Open MPI or torchrun (PET_..., in Kubernetes); None without any."""
     task = read_task(environment)
     if task is not None:
         return _node_of(task)
@@ -132,7 +124,6 @@ def _pet_rank(environment: Mapping[str, str], num_machines: int) -> int:
 
 
 def _port_in(environment: Mapping[str, str], name: str) -> int | None:
-    """The port that a variable holds, if it is set."""
     text = environment.get(name)
     return read_number("launch", name, text, least=1, most=65535) if text else None
 
@@ -154,31 +145,31 @@ def _node_of(task: Task) -> Node:
     )
 
 
-def _agree(name: str, asked: int | None, found: int, node: Node, resolved: Resolved) -> None:
-    if asked is not None and asked != found:
+def _agree(name: str, given: int | None, found: int, node: Node, resolved: Resolved) -> None:
+    if given is not None and given != found:
         raise WorldError(
-            f"launch: {name} must be what {node.cluster} says, {found}, got {asked} "
+            f"launch: {name} must be what {node.cluster} says, {found}, got {given} "
             f"({resolved.sources[name]}); leave it out"
         )
 
 
 def _num_local(resolved: Resolved, num_machines: int, node: Node | None) -> int:
     settings = resolved.settings
-    asked = settings.num_processes or 1
-    if not resolved.is_given("num_processes"):  # found here, for each of the machines it knew of
-        return (node and node.num_local) or asked // (settings.num_machines or 1)
-    if asked % num_machines:
+    count = settings.num_processes or 1
+    if not resolved.is_given("num_processes"):  # a default: for each machine of the settings
+        return (node and node.num_local) or count // (settings.num_machines or 1)
+    if count % num_machines:
         raise WorldError(
-            f"launch: num_processes must be a multiple of the {num_machines} machines, got {asked}; "
+            f"launch: num_processes must be a multiple of the {num_machines} machines, got {count}; "
             "it counts the processes of all machines"
         )
-    return asked // num_machines
+    return count // num_machines
 
 
 def _host(
     resolved: Resolved, num_machines: int, node: Node | None, environment: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Where machine 0 is, and who says so."""
+    """The address of machine 0, and its source."""
     if resolved.settings.main_process_ip:
         return resolved.settings.main_process_ip, resolved.sources["main_process_ip"]
     if num_machines == 1:
@@ -196,12 +187,12 @@ def _host(
 def _port(
     resolved: Resolved, num_machines: int, node: Node | None, environment: Mapping[str, str]
 ) -> int:
-    """Where several meet, all must know it before; one machine takes a free one."""
-    asked = resolved.settings.main_process_port
-    if asked or num_machines == 1:
-        return asked or 0
+    """The port of the rendezvous, which several machines must know before; 0 on one machine."""
+    port = resolved.settings.main_process_port
+    if port or num_machines == 1:
+        return port or 0
     return _port_in(environment, "MASTER_PORT") or (node and node.port) or _PORT
 
 
-def _said_by(name: str, resolved: Resolved, node: Node | None) -> str:
+def _source(name: str, resolved: Resolved, node: Node | None) -> str:
     return node.cluster if node and not resolved.is_given(name) else resolved.sources[name]

@@ -1,4 +1,4 @@
-"""Addresses of machines: which resolve, which are ours, and the interface that leads to them."""
+"""Addresses and interfaces of machines, and the sockets that listen there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def check_host(host: str, source: str) -> None:
-    """Refuse a host that does not resolve: nothing else would do in its place."""
+    """Refuse a host that does not resolve."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -25,7 +25,7 @@ def check_host(host: str, source: str) -> None:
 
 
 def listen(host: str, port: int, *, alone: bool) -> socket.socket:
-    """A socket that listens at a port, 0 being a free one: on `host` alone, else on all addresses."""
+    """Listen at a port, 0 being a free one: on `host` alone, else on all addresses."""
     try:
         if alone:
             family = socket.getaddrinfo(host, port)[0][0]
@@ -47,7 +47,7 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
 
 
 def answers(host: str, port: int, timeout_s: float) -> bool:
-    """Does anybody accept connections there?"""
+    """Does a process accept connections there?"""
     try:
         with socket.create_connection((host, port), timeout_s):
             return True
@@ -59,13 +59,13 @@ def own_address(host: str) -> str:
     """The address of this machine from which it reaches `host`."""
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing: it only chooses the way
+        probe.connect(address)  # sends nothing: it only chooses the route
         own: str = probe.getsockname()[0]
         return own
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface through which this machine reaches `host`; None where that is unknown."""
+    """The network interface through which this machine reaches `host`; None if unknown."""
     try:
         own = own_address(host)
     except OSError:

@@ -1,4 +1,4 @@
-"""What torch says of itself and of its devices; run as a script, since a broken torch may end it."""
+"""Print torch's build and devices; run as a script, since a broken torch may crash it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Print what this process's torch says, as JSON."""
+    """Print JSON."""
     import torch
 
     print(json.dumps(probe(torch)))
@@ -52,14 +52,17 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
 
 
 def _properties(module: Any, index: int) -> dict[str, Any]:
-    """Name, memory and capability, as far as this kind of device tells."""
+    """Name, memory and capability, if this kind of device has them."""
     if not hasattr(module, "get_device_properties"):
         return {}
     found = module.get_device_properties(index)
-    told = {"name": getattr(found, "name", None), "memory": getattr(found, "total_memory", None)}
+    properties = {
+        "name": getattr(found, "name", None),
+        "memory": getattr(found, "total_memory", None),
+    }
     if hasattr(found, "major"):
-        told["capability"] = f"{found.major}.{found.minor}"
-    return {name: value for name, value in told.items() if value is not None}
+        properties["capability"] = f"{found.major}.{found.minor}"
+    return {name: value for name, value in properties.items() if value is not None}
 
 
 if __name__ == "__main__":

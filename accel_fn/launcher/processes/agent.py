@@ -83,15 +83,15 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, folders, log_line_prefix_template="[rank ${rank}]: ")
         handler = spec.rdzv_handler
         self._folders = folders
-        self._rendezvous = handler if isinstance(handler, StoreRendezvous) else None
+        self._machines_rendezvous = handler if isinstance(handler, StoreRendezvous) else None
         self.failures: list[Failure] = []
         self._kill_at_once = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks; all machines count restarts alike."""
         most = worker_group.spec.max_restarts
-        if self._rendezvous is not None:
-            self._remaining_restarts = max(0, most - self._rendezvous.attempt)
+        if self._machines_rendezvous is not None:
+            self._remaining_restarts = max(0, most - self._machines_rendezvous.attempt)
         attempt = most - self._remaining_restarts
         if attempt:
             why = "asked for by another machine"
@@ -134,7 +134,7 @@ class Agent(LocalElasticAgent):
         """Poll the ranks; if one has failed, stop the others and record how each ended."""
         exit_codes = self._poll_until_cause()
         ended = _failed(exit_codes)
-        peer_gone = self._rendezvous is not None and self._rendezvous.has_ended()
+        peer_gone = self._machines_rendezvous is not None and self._machines_rendezvous.has_ended()
         stopped_at = time.time()
         if None in exit_codes.values() and not ended and not peer_gone:
             return RunResult(state=WorkerState.HEALTHY)  # torch would poll again: others may end

@@ -1,4 +1,4 @@
-"""The variables that a rank gets on top of the launcher's own, and why."""
+"""The variables that a rank gets on top of the launcher's, and why."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from accel_fn.launcher.settings.settings import Settings
 ROLE = "rank"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = 1 << 30, 1 << 32
 _OLD_GLIBC_MMAP_THRESHOLD = 1 << 25
-"""The most that a glibc before 2.36 is sure to take. One that refuses it maps each large tensor anew."""
+"""The largest value that every glibc before 2.36 accepts; one that refuses it maps large tensors anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One variable, and why it is set; `kept` where the user had set it already."""
+    """One variable, and why it is set."""
 
     name: str
     value: str | None
-    """None: only the start will tell."""
+    """None: not known before the start."""
     why: str
-    kept: bool = False
 
 
 def launch_variables(
@@ -34,7 +33,7 @@ def launch_variables(
     processors: Processors,
     environment: Mapping[str, str],
 ) -> list[Variable]:
-    """What all ranks of a machine get alike."""
+    """Variables that are the same for all ranks of a machine."""
     return [
         *_threads(settings, machines, processors, environment),
         *_allocator(environment),
@@ -46,11 +45,11 @@ def launch_variables(
 def _threads(
     settings: Settings, machines: Machines, processors: Processors, environment: Mapping[str, str]
 ) -> Iterator[Variable]:
-    name, asked = "OMP_NUM_THREADS", settings.threads_per_process
-    if asked is not None:
-        yield Variable(name, str(asked), "threads_per_process")
+    name, threads = "OMP_NUM_THREADS", settings.threads_per_process
+    if threads is not None:
+        yield Variable(name, str(threads), "threads_per_process")
     elif environment.get(name):
-        yield Variable(name, environment[name], "set already", kept=True)
+        yield Variable(name, environment[name], "set already")
     else:
         each = max(1, processors.cores // machines.num_local)
         why = f"cores: {processors.cores}, processes here: {machines.num_local}"
@@ -58,7 +57,7 @@ def _threads(
 
 
 def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
-    """Glibc gives freed memory back at once, and each step faults it in again: have it keep some."""
+    """Make glibc keep freed memory: it would return it at once, and each step would fault it in again."""
     version = glibc_version()
     if version is None or "malloc" in environment.get("LD_PRELOAD", ""):
         return
@@ -68,13 +67,13 @@ def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
         ("MALLOC_TRIM_THRESHOLD_", _TRIM_THRESHOLD),
     ):
         if environment.get(name):
-            yield Variable(name, environment[name], "set already", kept=True)
+            yield Variable(name, environment[name], "set already")
         else:
             yield Variable(name, str(value), "freed memory is used again, not given back")
 
 
 def glibc_version() -> tuple[int, int] | None:
-    """The version of the GNU C library that this process runs on; None on another."""
+    """The version of the GNU C library of this process; None if it has another."""
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
         major, minor, *_ = version.split(".")
@@ -84,37 +83,28 @@ def glibc_version() -> tuple[int, int] | None:
 
 
 def settings_variables(settings: Settings) -> list[Variable]:
-    """Those by which the settings alone are told to a rank, on any machine."""
-    return [*_devices(settings), *_training(settings)]
-
-
-def _devices(settings: Settings) -> Iterator[Variable]:
-    if settings.cpu:
-        yield Variable("ACCEL_FN_DEVICE", "cpu", "cpu")
+    """Variables that hold settings, on any machine."""
+    found = [Variable("ACCEL_FN_DEVICE", "cpu", "cpu")] if settings.cpu else []
     if settings.gpu_ids is not None:
-        yield Variable("CUDA_VISIBLE_DEVICES", ",".join(map(str, settings.gpu_ids)), "gpu_ids")
-
-
-def _training(settings: Settings) -> Iterator[Variable]:
+        ids = ",".join(map(str, settings.gpu_ids))
+        found.append(Variable("CUDA_VISIBLE_DEVICES", ids, "gpu_ids"))
     for name in ("mixed_precision", "num_microbatches", "wrap", "timeout_s"):
         value = getattr(settings, name)
         if value is not None:
-            yield Variable(f"ACCEL_FN_{name.upper()}", f"{value}", name)
+            found.append(Variable(f"ACCEL_FN_{name.upper()}", f"{value}", name))
+    return found
 
 
 def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Variable]:
-    """Gloo would ask the machine's own name for an address, which often is a loopback one.
-
-    Torch's rendezvous would give the ranks of a new attempt the store of those before.
-    """
-    if machines.backend != "static":
+    """Without these, Gloo would use the address of the host name, which often is a loopback one."""
+    if machines.backend != "static":  # torch's rendezvous would give the ranks the previous store
         why = "a new store for each attempt"
         yield Variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why)
     if machines.num_machines == 1:
         return
     name = "GLOO_SOCKET_IFNAME"
     if environment.get(name):
-        yield Variable(name, environment[name], "set already", kept=True)
+        yield Variable(name, environment[name], "set already")
     elif interface := interface_towards(machines.host):
         yield Variable(name, interface, f"the way to {machines.host}")
 
@@ -122,7 +112,7 @@ def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Var
 def rank_variables(
     machines: Machines, local_rank: int, max_restarts: int, environment: Mapping[str, str]
 ) -> list[Variable]:
-    """What torch's agent gives one rank at the first attempt, as far as it is known before."""
+    """What torch's agent gives one rank at the first attempt, if it is known before the start."""
     machine = machines.machine_rank
     num_local, world_size = machines.num_local, machines.num_processes
     rank = None if machine is None else machine * num_local + local_rank

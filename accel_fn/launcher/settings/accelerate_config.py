@@ -1,4 +1,4 @@
-"""Reading the configuration that `accelerate config` writes: what maps, what has no counterpart."""
+"""Translate the configuration that `accelerate config` writes; warn of what has no counterpart."""
 
 from __future__ import annotations
 
@@ -6,83 +6,57 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
 from accel_fn.errors import SettingsError, message
-from accel_fn.launcher.settings.accelerate_keys import SECTIONS, asks, in_script, named
+from accel_fn.launcher.settings.accelerate_keys import SECTIONS, in_script, is_set, named
 from accel_fn.launcher.settings.value import Given, Layer, check_names, nearest
 
-_MARKS = ("compute_environment", "distributed_type")
 _SAME = (
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "gpu_ids",
+    *("num_machines", "machine_rank", "main_process_ip", "main_process_port"),
+    *("rdzv_backend", "gpu_ids"),
 )
-"""Keys that mean here what they mean there."""
+"""Keys that mean the same here."""
 
-_YES_OR_NO = ("same_network", "debug", "enable_cpu_affinity")
-"""Of these, two are met whatever they say: machines meet by address, collectives are always checked."""
+_BOOLEANS = ("same_network", "debug", "enable_cpu_affinity")
+"""The first two hold in any case: machines meet by address, collectives are always checked."""
 
 _DEVICES = ("GPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
 _PLAIN = ("NO", "MULTI_CPU", *(f"MULTI_{device}" for device in _DEVICES))
-_SHARDS = "FSDP"
 _OTHER_TYPES = ("DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
-"""Types that ask for more than processes with replicas."""
+"""Types that need more than processes with replicas."""
 
-_XLA_DEVICE = "TPU"
-"""What `accelerate config` calls XLA when it asks."""
-
+_TYPES = (*_PLAIN, "FSDP", *_OTHER_TYPES)
 _OTHERS = (
-    "main_training_function",
-    "downcast_bf16",
-    "dynamo_backend",
-    "tpu_name",
-    "tpu_zone",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
-    "tpu_vm",
-    "tpu_env",
-    "command_file",
-    "commands",
+    *("main_training_function", "downcast_bf16", "dynamo_backend", "command_file", "commands"),
+    *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
 )
 """Keys, beside the sections, that are no settings here."""
 
 _KNOWN = (
-    "compute_environment",
-    *_SAME,
-    *_YES_OR_NO,
-    *_OTHERS,
-    *SECTIONS,
-    "distributed_type",
-    "num_processes",
-    "use_cpu",
-    "mixed_precision",
-    "fp16",
+    *("compute_environment", "distributed_type", "num_processes", "use_cpu"),
+    *("mixed_precision", "fp16", *_SAME, *_BOOLEANS, *_OTHERS, *SECTIONS),
 )
 _MICROBATCHES = (
     ("deepspeed_config", "gradient_accumulation_steps"),
     ("megatron_lm_config", "megatron_lm_num_micro_batches"),
 )
 
-
-_Asked = tuple[str, str, object]
+_Entry = tuple[str, str, object]
 """A section (or none), a key and its value."""
 
 
 class UnusedSettingsWarning(UserWarning):
-    """A file asks for something that accel_fn does not do."""
+    """A file asks for something that accel_fn does not read from it."""
 
 
-def wrote(given: Mapping[str, Given]) -> bool:
-    """Is this one of accelerate's files?"""
-    return any(mark in given for mark in _MARKS)
+def is_accelerate_config(given: Mapping[str, Given]) -> bool:
+    """Did accelerate write this file?"""
+    return "compute_environment" in given or "distributed_type" in given
 
 
 def translate(given: Mapping[str, Given]) -> Layer:
-    """Our settings out of accelerate's; one warning names what is left, unknown keys are refused."""
+    """Make our settings of accelerate's; name the rest in one warning, refuse unknown keys."""
     _check_environment(given)
     check_names({name: each.where for name, each in given.items()}, _KNOWN)
-    _check_yes_or_no(given)
+    _check_booleans(given)
     sections = {name: _section(name, given[name]) for name in SECTIONS if name in given}
     kind = _distributed_type(given)
     values = {name: given[name] for name in _SAME if name in given}
@@ -92,10 +66,10 @@ def translate(given: Mapping[str, Given]) -> Layer:
         values["cpu"] = cpu
     values |= dict(_precision(given))
     values |= dict(_microbatches(given, sections))
-    if kind.value == _SHARDS:
+    if kind.value == "FSDP":
         values["wrap"] = Given("fsdp", kind.source, kind.line)
     on_cpu = bool(cpu and cpu.value)
-    _warn_of(kind.source, [*_asked(given, kind, on_cpu=on_cpu), *_in_sections(sections, values)])
+    _warn(kind.source, [*_outside(given, kind, on_cpu=on_cpu), *_in_sections(sections, values)])
     return Layer(values, accelerators=None if kind.value == "NO" or on_cpu else kind)
 
 
@@ -107,15 +81,15 @@ def _check_environment(given: Mapping[str, Given]) -> None:
         )
 
 
-def _check_yes_or_no(given: Mapping[str, Given]) -> None:
-    for name in _YES_OR_NO:
+def _check_booleans(given: Mapping[str, Given]) -> None:
+    for name in _BOOLEANS:
         each = given.get(name)
         if each is not None and str(each.value).lower() not in ("true", "false", "yes", "no"):
             raise SettingsError(message(each.where, name, "be true or false", each.value))
 
 
 def _section(name: str, each: Given) -> Mapping[str, object]:
-    """What a section says, by the keys that accelerate writes today; none is empty."""
+    """Read a section, by the keys that accelerate writes today."""
     if each.value is None:
         return {}
     if not isinstance(each.value, dict):
@@ -126,30 +100,23 @@ def _section(name: str, each: Given) -> Mapping[str, object]:
 
 
 def _distributed_type(given: Mapping[str, Given]) -> Given:
-    """The type; YAML reads an unquoted NO as false."""
+    """Read the type; YAML reads an unquoted NO as false."""
     if "distributed_type" not in given:
         source = next(iter(given.values())).source
         raise SettingsError(f"{source}: distributed_type must be given, as accelerate does")
     each = given["distributed_type"]
     kind = Given("NO" if each.value is False else each.value, each.source, each.line)
-    types = (*_PLAIN, _SHARDS, *_OTHER_TYPES)
-    if kind.value not in types:
-        meant = nearest_type(str(kind.value), types)
+    if kind.value not in _TYPES:
+        meant = nearest(str(kind.value), [each.lower() for each in _TYPES]).upper()
+        meant = "XLA" if kind.value == "TPU" else meant  # as accelerate names it in its question
         repair = f"did you mean {meant}?" if meant else ""
-        rule = f"be one of {', '.join(types)}"
+        rule = f"be one of {', '.join(_TYPES)}"
         raise SettingsError(message(kind.where, "distributed_type", rule, kind.value, repair))
     return kind
 
 
-def nearest_type(name: str, types: tuple[str, ...]) -> str:
-    """The type that was probably meant."""
-    if name == _XLA_DEVICE:
-        return "XLA"
-    return nearest(name, [each.lower() for each in types]).upper()
-
-
 def _processes(given: Mapping[str, Given], kind: Given) -> Iterator[tuple[str, Given]]:
-    """How many; -1 says that somebody else does, and NO is one."""
+    """Read the number of processes; -1 leaves it open, and NO is one."""
     each = given.get("num_processes")
     if kind.value == "NO":
         if each is not None and each.value != 1:
@@ -162,7 +129,7 @@ def _processes(given: Mapping[str, Given], kind: Given) -> Iterator[tuple[str, G
 
 
 def _use_cpu(given: Mapping[str, Given], kind: Given) -> Given | None:
-    """MULTI_CPU is the CPU, also where use_cpu is not there or says otherwise."""
+    """MULTI_CPU is the CPU even without use_cpu."""
     if kind.value == "MULTI_CPU":
         ids = given.get("gpu_ids")
         if ids is not None and ids.value not in (None, "all"):
@@ -179,7 +146,7 @@ def _use_cpu(given: Mapping[str, Given], kind: Given) -> Given | None:
 
 
 def _precision(given: Mapping[str, Given]) -> Iterator[tuple[str, Given]]:
-    """mixed_precision, or the key that came before it."""
+    """Read mixed_precision, or the older key fp16."""
     each = given.get("mixed_precision")
     if each is None and (old := given.get("fp16")) is not None:
         each = Given("fp16" if old.value else "no", old.source, old.line)
@@ -190,7 +157,7 @@ def _precision(given: Mapping[str, Given]) -> Iterator[tuple[str, Given]]:
 def _microbatches(
     given: Mapping[str, Given], sections: Mapping[str, Mapping[str, object]]
 ) -> Iterator[tuple[str, Given]]:
-    """How often their back ends accumulate is how often we split."""
+    """Steps of accumulation there are micro-batches here."""
     for section, key in _MICROBATCHES:
         count = sections.get(section, {}).get(key, "auto")
         if count != "auto":
@@ -198,8 +165,8 @@ def _microbatches(
             yield "num_microbatches", Given(count, each.source, each.line)
 
 
-def _asked(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterator[_Asked]:
-    """What stands outside of the sections."""
+def _outside(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterator[_Entry]:
+    """Entries outside of the sections that are no settings here."""
     if kind.value in _OTHER_TYPES:
         yield "", f"distributed_type {kind.value}", True
     if given.get("mixed_precision", kind).value == "fp8":
@@ -213,11 +180,11 @@ def _asked(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterator
 
 def _in_sections(
     sections: Mapping[str, Mapping[str, object]], values: Mapping[str, Given]
-) -> Iterator[_Asked]:
-    """What stands in them and is not a setting here."""
+) -> Iterator[_Entry]:
+    """Entries in them that are no settings here."""
     taken = [key for _, key in _MICROBATCHES] if "num_microbatches" in values else []
     for name, section in sections.items():
-        if not asks(section.get("dynamo_backend", True)):
+        if not is_set(section.get("dynamo_backend", True)):
             continue
         if name == "parallelism_config" and _shards_are_the_rest(section, values):
             taken = [*taken, "parallelism_config_dp_shard_size"]
@@ -225,7 +192,7 @@ def _in_sections(
 
 
 def _shards_are_the_rest(section: Mapping[str, object], values: Mapping[str, Given]) -> bool:
-    """All ranks of a replica shard it, here as well."""
+    """Do all ranks of a replica shard it, as here?"""
     replicas = section.get("parallelism_config_dp_replicate_size", 1)
     shards = section.get("parallelism_config_dp_shard_size", 1)
     if not isinstance(replicas, int) or not isinstance(shards, int):
@@ -233,21 +200,21 @@ def _shards_are_the_rest(section: Mapping[str, object], values: Mapping[str, Giv
     return "num_processes" in values and values["num_processes"].value == replicas * shards
 
 
-def _warn_of(source: str, asked: Iterable[_Asked]) -> None:
-    """One warning: what to write in the script, and what nobody does."""
+def _warn(source: str, entries: Iterable[_Entry]) -> None:
+    """Warn once: what to write in the script, and what has no counterpart."""
     written: list[str] = []
     missing: dict[str, list[str]] = {}
-    for section, key, value in asked:
+    for section, key, value in entries:
         text = in_script(key, value)
         if text:
             written.append(f"{key} is {text}")
         elif text is None:
             missing.setdefault(section or key, []).extend([key] if section else [])
-    told = []
+    lines = []
     if written:
-        told.append(f"not read from this file: in the script, {', '.join(written)}")
+        lines.append(f"not read from this file: in the script, {', '.join(written)}")
     if missing:
         left = [f"{name} ({', '.join(keys)})" if keys else name for name, keys in missing.items()]
-        told.append(f"accel_fn has no counterpart yet for {', '.join(left)}; left out")
-    if told:
-        warnings.warn(f"{source}: {'; '.join(told)}", UnusedSettingsWarning, stacklevel=3)
+        lines.append(f"accel_fn has no counterpart yet for {', '.join(left)}; left out")
+    if lines:
+        warnings.warn(f"{source}: {'; '.join(lines)}", UnusedSettingsWarning, stacklevel=3)

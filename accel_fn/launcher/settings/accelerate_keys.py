@@ -1,4 +1,4 @@
-"""The keys in the sections of accelerate's files, and what stands for them in a script."""
+"""The keys in the sections of accelerate's files, and their counterparts in a script."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ _KEYS = {
 SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {section: tuple(keys.split()) for section, keys in _KEYS.items()}
 )
-"""The keys of each section: those of accelerate 1.15, and those that it once wrote."""
+"""The keys of each section: those of accelerate 1.15 and of older versions."""
 
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
-"""Of these, accelerate reads a key with the prefix and without as the same."""
+"""Accelerate reads the keys of these with and without the prefix."""
 
 _NOT_RESHARDED = "wrap_fsdp(reshard_after_forward=False)"
 _SHARDING = {
@@ -103,22 +103,22 @@ _IN_SCRIPT: Mapping[str, str] = MappingProxyType(
         "main_training_function=main": "",
     }
 )
-"""What stands in a script for a key, or for one value of it; empty: it happens anyway."""
+"""The counterpart of a key, or of one value of it; empty: it happens anyway."""
 
 
 def named(section: str, key: str) -> str:
-    """The key as accelerate writes it today; one that it does not know as it is."""
+    """Spell a key as accelerate writes it today; leave unknown ones as they are."""
     prefix = _PREFIXES.get(section, "")
     spellings = (key, prefix + key, key.removeprefix(prefix))
     return next((each for each in spellings if each in SECTIONS[section]), key)
 
 
 def in_script(key: str, value: object) -> str | None:
-    """What to write for it; empty where it asks for nothing new, None where there is no counterpart."""
+    """What to write for it; empty if it changes nothing, None if there is no counterpart."""
     exact = f"{key}={value}".lower()
     if exact in _IN_SCRIPT:
         return _IN_SCRIPT[exact]
-    if not asks(value) or (value == 1 and key.endswith(("_size", "_degree"))):
+    if not is_set(value) or (value == 1 and key.endswith(("_size", "_degree"))):
         return ""
     text = _IN_SCRIPT.get(key)
     if text is None:
@@ -126,10 +126,10 @@ def in_script(key: str, value: object) -> str | None:
     return text.format(", ".join(map(str, value)) if isinstance(value, list) else value)
 
 
-def asks(value: object) -> bool:
-    """Is it more than an empty answer?"""
+def is_set(value: object) -> bool:
+    """Is it more than an empty value?"""
     if isinstance(value, list):
-        return any(map(asks, value))
+        return any(map(is_set, value))
     if isinstance(value, str):
         return value.strip().lower() not in ("", "no", "none", "false", "auto")
     return bool(value)

@@ -1,4 +1,4 @@
-"""Reading settings from YAML and TOML, with the line of each."""
+"""Read settings from YAML and TOML, with the line of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECTION = "[tool.accel_fn]"
 
 
 def read_yaml(path: Path) -> Layer:
-    """The settings of a file of ours, or of one that accelerate wrote; refused where it has a slip."""
+    """Read a file of ours, or one that accelerate wrote; refuse one with a mistake."""
     text = _text(path)
     if not text.strip():
         raise SettingsError(message(str(path), "file", "hold settings", "an empty file"))
@@ -31,13 +31,13 @@ def read_yaml(path: Path) -> Layer:
         raise SettingsError(f"{path}{place}: file must be YAML, got: {error.problem}") from None
     except yaml.YAMLError as error:
         raise SettingsError(f"{path}: file must be YAML, got: {error}") from None
-    if accelerate_config.wrote(given):
+    if accelerate_config.is_accelerate_config(given):
         return accelerate_config.translate(given)
     return _known(given)
 
 
 def read_pyproject(path: Path) -> Layer | None:
-    """The section `[tool.accel_fn]`; None where there is none."""
+    """Read the section `[tool.accel_fn]`; None if there is none."""
     text = _text(path)
     if not re.search("accel[_-]fn", text):
         return None
@@ -74,7 +74,7 @@ def _known(given: Mapping[str, Given]) -> Layer:
 
 
 def _mapping(path: Path, node: yaml.Node | None) -> dict[str, Given]:
-    """Keys, values and lines; a key twice is refused, which YAML's own loader lets pass."""
+    """Read keys, values and lines; refuse a repeated key, which YAML's own loader accepts."""
     if node is None:
         return {}
     if not isinstance(node, yaml.MappingNode):
@@ -100,7 +100,7 @@ def _value(node: yaml.Node) -> Any:
 
 
 def _toml_line(text: str, key: str) -> int | None:
-    """Where the key stands, as far as a search tells: the parser does not say."""
+    """Search for the line of a key, which the parser does not return."""
     start = text.find(_SECTION)
     found = re.compile(rf"""^\s*["']?{re.escape(key)}["']?\s*=""", re.MULTILINE).search(
         text, max(start, 0)

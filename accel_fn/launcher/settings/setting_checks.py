@@ -1,4 +1,4 @@
-"""Whether the settings fit the machine and the environment that they are to run in."""
+"""Check settings against the machine and the environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_fn.launcher.settings.settings import Mistake, Settings
 from accel_fn.launcher.settings.value import Given
 
 _ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
-"""Variables that say where machine 0 is."""
+"""Variables that hold the address of machine 0."""
 
 _USE_CPU = "launch with --cpu to train on the CPU"
 
@@ -27,7 +27,7 @@ _OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
         "NEURON": "NEURON_RT_VISIBLE_CORES",
     }
 )
-"""What chooses among devices that CUDA_VISIBLE_DEVICES does not reach."""
+"""What selects devices where CUDA_VISIBLE_DEVICES does not."""
 
 
 def check_machine(
@@ -38,9 +38,9 @@ def check_machine(
     *,
     accelerators: Given | None = None,
 ) -> None:
-    """Refuse what this machine cannot do, a line for each; `where` says for each setting who gave it."""
+    """Refuse what this machine cannot do, a line for each; `where` names the source of each setting."""
     found = [*_address(settings, environment), *_devices(settings, environment, machine)]
-    lines = [each.told(where[each.name]) for each in found]
+    lines = [each.message(where[each.name]) for each in found]
     if accelerators is not None and not lines and not settings.cpu and not machine.num_devices:
         rule = "fit a machine without accelerators"
         name = "distributed_type"
@@ -79,7 +79,7 @@ def _devices(
 
 
 def _num_machines(settings: Settings, environment: Mapping[str, str]) -> int:
-    """As the settings say, else the cluster."""
+    """The settings' number of machines, else the cluster's."""
     if settings.num_machines is not None:
         return settings.num_machines
     task = read_task(environment)
@@ -90,7 +90,7 @@ def _num_machines(settings: Settings, environment: Mapping[str, str]) -> int:
 
 
 def _ids(ids: tuple[int, ...], variable: str | None, machine: Machine) -> Iterator[Mistake]:
-    """The devices must be there, visible, and of a kind that is chosen by CUDA_VISIBLE_DEVICES."""
+    """The devices must exist, be visible, and be of a kind that CUDA_VISIBLE_DEVICES selects."""
     count = machine.num_installed
     if machine.kind not in ("", "CUDA"):
         rule = f"be left out where the devices are {machine.kind}"

@@ -1,4 +1,4 @@
-"""Settings of a launch: one checked value for everything that a flag, a file or a variable may say."""
+"""Settings of a launch: one checked value for each flag, variable and line of a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -25,42 +25,41 @@ from accel_fn.errors import SettingsError, message
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """What is wrong with one setting; who reports it knows where the setting was given."""
+    """A wrong setting; the code that reports it knows where it was given."""
 
     name: str
     rule: str
     value: object
     repair: str = ""
 
-    def told(self, where: str) -> str:
-        """The mistake as an error says it."""
+    def message(self, where: str) -> str:
         return message(where, self.name, self.rule, self.value, self.repair)
 
 
 class _ConflictError(SettingsError):
-    """Settings that are right alone and wrong together. Pydantic hands it on."""
+    """Settings that are right alone and wrong together. Pydantic passes it on."""
 
     def __init__(self, mistakes: list[Mistake]) -> None:
-        super().__init__("; ".join(mistake.told("Settings") for mistake in mistakes))
+        super().__init__("; ".join(mistake.message("Settings") for mistake in mistakes))
         self.mistakes = mistakes
 
 
 def _no_boolean(value: object) -> object:
-    """A number is asked for: YAML's `yes` is not the number 1."""
+    """Refuse YAML's `yes`, which is not the number 1."""
     if isinstance(value, bool):
         raise SettingsError("a boolean is no number")
     return value
 
 
 def _indices(value: object) -> object:
-    """`all`, `0,1` and 0 mean what they say."""
+    """Parse `all`, `0,1` and 0."""
     if isinstance(value, str):
         return None if value.strip() == "all" else tuple(value.split(","))
     return (value,) if isinstance(value, int) else value
 
 
 def _path(value: object) -> object:
-    """`~` is the home folder: no shell has read a file's value."""
+    """Expand `~`: no shell has read the value in a file."""
     if isinstance(value, str):
         if not value:
             raise SettingsError("an empty path is none")
@@ -69,13 +68,13 @@ def _path(value: object) -> object:
 
 
 Integer = Annotated[int, BeforeValidator(_no_boolean)]
+Index = Annotated[Integer, Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_no_boolean)]
-Index = Annotated[int, BeforeValidator(_no_boolean), Field(ge=0)]
 _HOST = re.compile(r"[^\s/:]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*")
 
 
 class Settings(BaseModel):
-    """What a launch does. Frozen; None means that the machine or the cluster decides."""
+    """Settings of a launch. Frozen; None lets the machine or the cluster decide."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -148,7 +147,7 @@ class Settings(BaseModel):
 
 
 def _conflicts(settings: Settings) -> Iterator[Mistake]:
-    """What no machine could do."""
+    """Find settings that no machine could satisfy together."""
     num_machines = settings.num_machines or 1
     processes, rank, ids = settings.num_processes, settings.machine_rank, settings.gpu_ids
     if settings.cpu and ids is not None:
@@ -168,59 +167,27 @@ def _listed(ids: tuple[int, ...]) -> str:
     return ",".join(map(str, ids))
 
 
-_RULES: Mapping[object, str] = MappingProxyType(
+RULES: Mapping[str, str] = MappingProxyType(
     {
-        int: "be an integer",
-        float: "be a finite number",
-        bool: "be true or false",
-        str: "be a host name or an IP address, without a port",
-        Path: "be a path",
-        tuple: "be 'all' or indices of devices, each once, such as 0,1",
+        **dict.fromkeys(("num_processes", "num_machines"), "be an integer >= 1"),
+        **dict.fromkeys(("num_microbatches", "threads_per_process"), "be an integer >= 1"),
+        **dict.fromkeys(("machine_rank", "max_restarts"), "be an integer >= 0"),
+        "main_process_ip": "be a host name or an IP address, without a port",
+        "main_process_port": "be an integer in 0 .. 65535",
+        **dict.fromkeys(("cpu", "tee"), "be true or false"),
+        "gpu_ids": "be 'all' or indices of devices, each once, such as 0,1",
+        "mixed_precision": "be one of no, fp16, bf16",
+        "wrap": "be one of ddp, fsdp",
+        "rdzv_backend": "be one of static, c10d, etcd-v2",
+        "timeout_s": "be a finite number > 0",
+        "log_dir": "be a path",
     }
 )
-
-
-def rule(name: str) -> str:
-    """What a value of this setting must be, in words."""
-    field = Settings.model_fields[name]
-    kind = _kind(field.annotation)
-    if get_args(kind):
-        return f"be one of {', '.join(get_args(kind))}"
-    words = _RULES[kind]
-    bounds = {
-        key: getattr(each, key)
-        for each in field.metadata
-        for key in ("ge", "gt", "le")
-        if hasattr(each, key)
-    }
-    if "le" in bounds:
-        return f"{words} in {bounds['ge']} .. {bounds['le']}"
-    if "ge" in bounds:
-        return f"{words} >= {bounds['ge']}"
-    return f"{words} > {bounds['gt']}" if "gt" in bounds else words
-
-
-def _kind(annotation: Any) -> Any:
-    """The type in an annotation, without None and what pydantic adds; tuple for tuples."""
-    while True:
-        inner = [each for each in get_args(annotation) if each is not type(None)]
-        if annotation in _RULES or getattr(annotation, "__origin__", None) is Literal:
-            return annotation
-        if getattr(annotation, "__origin__", None) is tuple:
-            return tuple
-        annotation = inner[0]
-
-
-def is_on(name: str, value: object) -> bool:
-    """Does this value ask for something? A wrong one is told later."""
-    try:
-        return bool(getattr(Settings.model_validate({name: value}), name))
-    except ValidationError:
-        return False
+"""What a value of each setting must be."""
 
 
 def check_settings(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
-    """Settings of these values, or an error with a line for each mistake; `where` says who gave each."""
+    """Make settings, or raise an error with a line for each mistake; `where` names each source."""
     try:
         return Settings.model_validate(dict(values))
     except ValidationError as error:
@@ -231,5 +198,13 @@ def check_settings(values: Mapping[str, object], where: Mapping[str, str]) -> Se
                 mistakes |= {each.rule: each for each in conflict.mistakes}
             else:
                 name = str(detail["loc"][0])
-                mistakes[name] = Mistake(name, rule(name), values[name])
-    raise SettingsError("\n".join(each.told(where[each.name]) for each in mistakes.values()))
+                mistakes[name] = Mistake(name, RULES[name], values[name])
+    raise SettingsError("\n".join(each.message(where[each.name]) for each in mistakes.values()))
+
+
+def is_on(name: str, value: object) -> bool:
+    """Does this value turn the setting on? A wrong one is reported later."""
+    try:
+        return bool(getattr(Settings.model_validate({name: value}), name))
+    except ValidationError:
+        return False

@@ -1,4 +1,4 @@
-"""Settings out of everything that may say one: flags, variables, files; and who said it."""
+"""Resolve settings from flags, variables and files, with the source of each."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PREFIX = "ACCEL_FN_"
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Settings, and for each of them where it came from, in words."""
+    """Settings, and a description of the source of each."""
 
     settings: Settings
     sources: Mapping[str, str]
 
     def is_given(self, name: str) -> bool:
-        """Did somebody say it (else it is the default, or was detected)?"""
+        """Was it given (not a default, nor detected)?"""
         return not self.sources[name].startswith(("default", "detected"))
 
 
@@ -38,22 +38,22 @@ def resolve(
     folder: Path | None = None,
     machine: Machine | None = None,
 ) -> Resolved:
-    """The settings of a launch: the flag, else the variable, else a file, else the default.
+    """Resolve each setting: the flag, else the variable, else a file, else the default.
 
     Args:
         flags: by the setting's name; None is a flag that was not given.
         config: the file to read; default: the nearest `accel_fn.yaml`, or
-            `[tool.accel_fn]` of a pyproject.toml, in or above `folder`. The
-            user's own file fills what it leaves open.
+            `[tool.accel_fn]` of a pyproject.toml, in or above `folder`. Settings
+            that it leaves open are read from the user's own file.
         environment: of this process.
-        folder: where to look; default: the working folder.
-        machine: default: this one, looked at.
+        folder: where the search starts; default: the working folder.
+        machine: default: this one, detected.
 
     Returns:
         Settings that fit each other and the machine, with `num_processes` filled in.
 
     Raises:
-        SettingsError: a name is unknown, a value is of no use, or two conflict.
+        SettingsError: a name is unknown, a value is wrong, or two conflict.
 
     Cost: reads files; asks the driver for its devices.
     """
@@ -62,8 +62,8 @@ def resolve(
     given, sources = _merged(layers)
     where = {name: each.where for name, each in given.items()}
     settings = check_settings({name: each.value for name, each in given.items()}, where)
-    asked = next((layer.accelerators for layer in layers if layer.accelerators), None)
-    check_machine(settings, where, environment, machine, accelerators=asked)
+    accelerators = next((layer.accelerators for layer in layers if layer.accelerators), None)
+    check_machine(settings, where, environment, machine, accelerators=accelerators)
     if settings.num_processes is None:
         count, source = default_processes(settings, machine)
         settings = settings.model_copy(update={"num_processes": count})
@@ -72,9 +72,9 @@ def resolve(
 
 
 def _merged(layers: list[Layer]) -> tuple[dict[str, Given], dict[str, str]]:
-    """The strongest value of each setting, and the sources of all.
+    """Take the strongest value of each setting, and its source.
 
-    `cpu` and `gpu_ids` answer one question: a stronger answer sets a weaker one aside.
+    `cpu` and `gpu_ids` both choose the devices: the stronger source of either overrides the other.
     """
     given: dict[str, Given] = {}
     sources = dict.fromkeys(Settings.model_fields, "default")
@@ -89,7 +89,7 @@ def _merged(layers: list[Layer]) -> tuple[dict[str, Given], dict[str, str]]:
 
 
 def default_processes(settings: Settings, machine: Machine) -> tuple[int, str]:
-    """One for each accelerator that may be used, else one; and why."""
+    """One process for each accelerator that may be used, else one; and why."""
     if settings.cpu:
         count, why = 1, "default"
     elif settings.gpu_ids is not None:
@@ -103,7 +103,7 @@ def default_processes(settings: Settings, machine: Machine) -> tuple[int, str]:
 def _layers(
     flags: Mapping[str, object], config: Path | None, environment: Mapping[str, str], folder: Path
 ) -> Iterator[Layer]:
-    """What each source says, the strongest first."""
+    """Read each source, the strongest first."""
     yield _from_flags(flags)
     yield _from_variables(environment)
     nearest_file = _read_yaml(config) if config is not None else _nearest_file(folder)
@@ -125,8 +125,8 @@ def _from_flags(flags: Mapping[str, object]) -> Layer:
 
 
 def _from_variables(environment: Mapping[str, str]) -> Layer:
-    """An empty variable is none. A name that is near a setting's is a slip; others are not ours to judge."""
-    values, slips = {}, {}
+    """Read variables that are not empty. A name close to a setting's is a mistake; others are not ours."""
+    values, mistyped = {}, {}
     for variable, value in environment.items():
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or not value:
@@ -134,8 +134,8 @@ def _from_variables(environment: Mapping[str, str]) -> Layer:
         if name in Settings.model_fields:
             values[name] = Given(value, variable)
         elif nearest(name, Settings.model_fields):
-            slips[name] = variable
-    check_names(slips, Settings.model_fields)
+            mistyped[name] = variable
+    check_names(mistyped, Settings.model_fields)
     return Layer(values)
 
 
@@ -169,7 +169,7 @@ def _nearest_file(folder: Path) -> Layer | None:
 
 
 def user_file(environment: Mapping[str, str]) -> Path | None:
-    """The user's own file, there or not; None where there is no home."""
+    """The path of the user's own file; None if there is no home."""
     base, home = environment.get("XDG_CONFIG_HOME", ""), environment.get("HOME", "")
     if os.path.isabs(base):
         return Path(base, "accel_fn", "config.yaml")
@@ -177,7 +177,7 @@ def user_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def _is_file(path: Path) -> bool:
-    """A folder that cannot be searched has no file for us."""
+    """Is it a file in a folder that can be read?"""
     try:
         return path.is_file()
     except OSError:

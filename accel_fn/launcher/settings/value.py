@@ -1,4 +1,4 @@
-"""A setting as somebody gave it: its value, who, and on which line."""
+"""Values of settings, with the source and the line of each."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class Given:
 
     @property
     def where(self) -> str:
-        """The source, with the line where there is one."""
+        """The source, with the line if there is one."""
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one source says."""
+    """The settings of one source."""
 
     values: Mapping[str, Given]
     accelerators: Given | None = None
-    """The value that asks for accelerators, where the source does without naming them."""
+    """The value that needs accelerators, if the source does not name them."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that was probably meant; empty where none is near."""
+    """The known name that was probably meant; empty if none is near."""
     found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
     return found[0] if found else ""
 
 
 def check_names(names: Mapping[str, str], known: Iterable[str]) -> None:
-    """Refuse names that are not known, a line for each; `names` says where each stands."""
+    """Refuse unknown names, a line for each; `names` maps each to its place."""
     known = list(known)
     unknown = [
         f"{where}: {_unknown(name, known)}" for name, where in names.items() if name not in known

@@ -1,4 +1,4 @@
-"""Settings as a commented YAML file, which read back gives the same settings."""
+"""Write settings as a commented YAML file, which reads back as the same settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from accel_fn.launcher.settings.settings import Settings, rule
+from accel_fn.launcher.settings.settings import RULES, Settings
 
 _HEAD = """\
 # Settings of `accel-fn launch` in this folder and below. A flag or a variable, such as
@@ -16,12 +16,12 @@ _HEAD = """\
 
 
 def render(settings: Settings) -> str:
-    """The text of a file: a line for what was set, a commented line for what was left open."""
+    """The text of a file: a line for each setting, commented out if it was not set."""
     return "\n".join([_HEAD, *(_entry(settings, name) for name in Settings.model_fields)])
 
 
 def _entry(settings: Settings, name: str) -> str:
-    about = f"# {Settings.model_fields[name].description} ({rule(name).removeprefix('be ')})"
+    about = f"# {Settings.model_fields[name].description} ({RULES[name].removeprefix('be ')})"
     mark = "" if name in settings.model_fields_set else "# "
     return f"{about}\n{mark}{_line(name, getattr(settings, name))}"
 
