@@ -7,7 +7,8 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,7 +114,7 @@ def launch(
     kind: Literal["script", "module", "program"]
     kind = "module" if module else "program" if no_python else "script"
     resolved = resolve_settings(flags, config_file)
-    from accel_fn.launcher.plan_launch import plan_launch, start
+    from accel_fn.launcher.plan_launch import plan_launch
 
     with one_line_errors():
         plan = plan_launch(resolved, kind, script, arguments)
@@ -121,9 +122,26 @@ def launch(
             _show(plan, as_json=as_json)
             return
         logging.getLogger("accel_fn.launcher").addHandler(_TerminalHandler())
-        exit_code, report = start(plan)
+        with _quiet_stores():
+            from accel_fn.launcher.processes.run import run
+        gc.enable()
+        exit_code, report = run(plan)
     _print_error(report)
     sys.exit(exit_code)
+
+
+@contextmanager
+def _quiet_stores() -> Iterator[None]:
+    """If torch is imported in here, its stores do not warn of machines that are gone."""
+    variable = "TORCH_CPP_LOG_LEVEL"
+    if variable in os.environ:
+        yield
+        return
+    os.environ[variable] = "ERROR"
+    try:
+        yield
+    finally:
+        del os.environ[variable]
 
 
 class _TerminalHandler(logging.Handler):

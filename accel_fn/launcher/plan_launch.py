@@ -1,11 +1,9 @@
-"""Plan a launch from settings, and start it."""
+"""Plan a launch on this machine from settings."""
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from accel_fn.launcher.machines.cpus import bind_ranks, read_processors
@@ -54,34 +52,3 @@ def plan_launch(
         variables=launch_variables(settings, machines, processors, environment),
         cpus=cpus,
     )
-
-
-def start(plan: LaunchPlan) -> tuple[int, str]:
-    """Start the ranks and wait for them; return the exit code and the report of failed ranks."""
-    with _quiet_stores():
-        from accel_fn.launcher.processes.run import Job, run
-    gc.enable()  # the command has switched it off for its imports
-    command = plan.command
-    job = Job(
-        command=[command.kind, command.target, *command.arguments],
-        variables={each.name: each.value for each in plan.variables if each.value is not None},
-        cpus=";".join(",".join(map(str, each)) for each in plan.cpus or ()),
-        max_restarts=plan.settings.max_restarts,
-        log_dir=plan.settings.log_dir,
-        tee=plan.settings.tee,
-    )
-    return run(job, plan.machines)
-
-
-@contextmanager
-def _quiet_stores() -> Iterator[None]:
-    """If torch is imported in here, its stores do not warn of machines that are gone."""
-    variable = "TORCH_CPP_LOG_LEVEL"
-    if variable in os.environ:
-        yield
-        return
-    os.environ[variable] = "ERROR"
-    try:
-        yield
-    finally:
-        del os.environ[variable]

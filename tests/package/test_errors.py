@@ -97,4 +97,4 @@ def test_no_class_of_errors_stands_anywhere_else():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         if any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
     }
-    assert found == {"launcher/function/reraise.py RankTraceback"}  # never raised: the cause of one
+    assert found == {"launcher/function/wait.py RankTraceback"}  # never raised: the cause of one

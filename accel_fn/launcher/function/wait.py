@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fn.launcher.function.child import CALL, RAISED, VALUE
-from accel_fn.launcher.function.reraise import error_of, failure_of
+from accel_fn.errors import RankError
+from accel_fn.launcher.function.child import CALL, CRASH, RAISED, VALUE, Raised
+from accel_fn.launcher.processes.failures import Failure, cause
 from accel_fn.launcher.processes.reaper import Reaper, kill_left
 
 _POLL_S, _SETTLE_S, _STOP_WITHIN_S = 0.02, 0.5, 3.0
@@ -49,6 +50,21 @@ class Rank:
     def has_failed(self) -> bool:
         """Has it ended without a result?"""
         return self.has_ended() and not (self.folder / VALUE).exists()
+
+    def raised(self) -> Raised | None:
+        """What it raised; None if it was killed or exited."""
+        try:
+            found: Raised = pickle.loads((self.folder / RAISED).read_bytes())
+        except FileNotFoundError:
+            return None
+        return found
+
+
+class RankTraceback(Exception):  # noqa: N818 - it is the cause of an error, and none itself
+    """The traceback of an error in the rank that raised it."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
 
 
 def run_ranks(call: bytes, places: Sequence[Place], listener: socket.socket) -> list[Any]:
@@ -122,22 +138,42 @@ def _serve(listener: socket.socket) -> Any:
 
 
 def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
-    """Stop all ranks; return the error to raise for those that failed."""
+    """Stop all ranks; return the error of the rank whose failure caused the others'."""
     running = {rank.number for rank in ranks if not rank.has_ended()}
     _stop(ranks)
-    failures = [
-        failure_of(
-            rank.folder,
-            rank=rank.number,
-            pid=rank.process.pid,
-            exit_code=rank.process.returncode,
-            failed_at=failed_at,
-            stopped=rank.number in running,
-        )
-        for rank in ranks
-        if rank.has_failed()
-    ]
-    return error_of(failures, {rank.number: rank.folder for rank in ranks})
+    failures = []
+    for rank in ranks:
+        if rank.has_failed():
+            raised, crash = rank.raised(), rank.folder / CRASH
+            failures.append(
+                Failure(
+                    rank=rank.number,
+                    host=socket.gethostname(),
+                    pid=rank.process.pid,
+                    exit_code=rank.process.returncode,
+                    time=raised.time if raised else failed_at,
+                    stack=crash.read_text(errors="replace") if crash.is_file() else "",
+                    exception=raised.last_line if raised else "",
+                    stopped=rank.number in running and not raised,
+                )
+            )
+    first = cause(failures)
+    where = f"rank {first.rank} of {len(ranks)} ({first.host}, pid {first.pid})"
+    raised = ranks[first.rank].raised()
+    if raised is None:
+        how = f"ended before fn returned, with {first.last_line}; what it printed may say why"
+        if first.signal_name:
+            how = f"was killed by {first.last_line}"
+        killed = RankError(f"launch: {where} {how}")
+        killed.__cause__ = RankTraceback(first.stack) if first.stack else None
+        return killed
+    try:
+        error: Exception = pickle.loads(raised.error)
+    except Exception:  # its type can only be loaded in a rank
+        error = RankError(raised.last_line)
+    error.__cause__ = RankTraceback(raised.traceback)
+    error.add_note(f"on {where}")
+    return error
 
 
 def _result(rank: Rank) -> Any:

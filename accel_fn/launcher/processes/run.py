@@ -9,8 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -26,6 +25,7 @@ from accel_fn.errors import WorldError
 from accel_fn.launcher.machines.machines import Machines
 from accel_fn.launcher.machines.network import own_address
 from accel_fn.launcher.machines.store_rendezvous import StoreRendezvous
+from accel_fn.launcher.plan_launch import LaunchPlan
 from accel_fn.launcher.processes import worker
 from accel_fn.launcher.processes.agent import Agent, RankFolders
 from accel_fn.launcher.processes.environment import ROLE
@@ -37,47 +37,30 @@ _MEET_WITHIN_S = 600
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What each rank of this machine runs, and how."""
-
-    command: Sequence[str]
-    """Kind (script, module or program), target and arguments."""
-    variables: Mapping[str, str]
-    """On top of those of the launcher, and of what torch's agent gives each rank."""
-    cpus: str
-    """Processors by local rank, such as `0-3;4-7`; empty: any."""
-    max_restarts: int
-    log_dir: Path | None
-    tee: bool
-
-
-def run(job: Job, machines: Machines) -> tuple[int, str]:
+def run(plan: LaunchPlan) -> tuple[int, str]:
     """Start the ranks of this machine and wait for them.
 
-    Args:
-        job: what they run.
-        machines: where they run.
-
-    Returns:
-        The exit code (0, the cause's, or 128 + the signal that stopped the launcher), and
-        the report of the ranks that failed.
+    Returns the exit code (0, the cause's, or 128 + the signal that stopped the launcher), and
+    the report of the ranks that failed.
     """
+    machines, settings, command = plan.machines, plan.settings, plan.command
     run_id = machines.job or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     reaper = Reaper(run_id)
-    os.environ.update(job.variables)
+    os.environ.update({each.name: each.value for each in plan.variables if each.value is not None})
     _quieten_torch()
-    redirects = Std.ALL if job.log_dir or job.tee else Std.NONE
+    redirects = Std.ALL if settings.log_dir or settings.tee else Std.NONE
     folders = RankFolders(
-        _folder(job.log_dir, reaper),
+        _folder(settings.log_dir, reaper),
         redirects=redirects,
-        tee=Std.ALL if job.tee else Std.NONE,
+        tee=Std.ALL if settings.tee else Std.NONE,
         world_size=machines.num_processes,
         on_start=reaper.watch,
     )
     handler = _handler(machines, run_id)
+    cpus = ";".join(",".join(map(str, each)) for each in plan.cpus or ())
     show = "1" if redirects else ""
-    arguments = ["-u", worker.__file__, str(os.getpid()), job.cpus, show, *job.command]
+    arguments = ["-u", worker.__file__, str(os.getpid()), cpus, show]
+    arguments += [command.kind, command.target, *command.arguments]
     agent = Agent(
         WorkerSpec(
             role=ROLE,
@@ -85,7 +68,7 @@ def run(job: Job, machines: Machines) -> tuple[int, str]:
             entrypoint=sys.executable,
             args=tuple(each.replace("$", "$$") for each in arguments),  # torch fills in ${...}
             rdzv_handler=handler,
-            max_restarts=job.max_restarts,
+            max_restarts=settings.max_restarts,
             local_addr=machines.host,
         ),
         folders,
