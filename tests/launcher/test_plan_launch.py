@@ -185,7 +185,7 @@ def test_where_the_system_cannot_be_asked_a_rank_watches_its_launcher(tmp_path):
         "if os.fork() == 0:\n"
         "    launcher = os.getppid()\n"
         "    os.write(1, b'up ')\n"
-        "    worker.watch(launcher)\n"
+        "    worker._die_after(launcher)\n"
         "time.sleep(0.5)\n"
     )
     done = run_python(tmp_path, "-c", code, timeout_s=10)  # the pipe is open while the rank lives

@@ -12,18 +12,6 @@ from accel_fn.launcher.settings.write_yaml import render
 from tests.settings import refused, resolved, written
 
 
-def test_an_unknown_key_names_its_line_and_the_nearest_name(tmp_path):
-    file = written(tmp_path, "# mine\nnum_proceses: 2\n")
-    text = refused(folder=tmp_path)
-    assert text.startswith(f"{file}:2: ")
-    assert "num_proceses: did you mean num_processes?" in text
-
-
-def test_an_unknown_key_that_is_near_nothing_gets_the_list(tmp_path):
-    written(tmp_path, "colour: red\n")
-    assert "got colour; there are num_processes, num_machines, " in refused(folder=tmp_path)
-
-
 @pytest.mark.parametrize(
     ("context", "where"),
     [
@@ -37,16 +25,14 @@ def test_flags_and_variables_are_held_to_the_names_too(context, where):
     assert "num_proceses: did you mean num_processes?" in text
 
 
-def test_dashes_in_a_file_get_the_name_with_underscores(tmp_path):
-    written(tmp_path, "num-processes: 2\n")
-    assert "num-processes: did you mean num_processes?" in refused(folder=tmp_path)
-
-
 def test_a_variable_that_is_near_no_setting_is_not_ours_to_judge():
     assert resolved(environment={"ACCEL_FN_DEMO": "x"}).settings.num_processes == 1
 
 
 FILES = [
+    ("# mine\nnum_proceses: 2\n", ":2: key must be a setting, got num_proceses: did you mean num_processes?"),
+    ("num-processes: 2\n", "num-processes: did you mean num_processes?"),
+    ("colour: red\n", "got colour; there are num_processes, num_machines, "),
     ("", "file must hold settings, got 'an empty file'"),
     ("  \n\n", "file must hold settings, got 'an empty file'"),
     ("num_processes: [1\n", ":2:1: file must be YAML, got: expected ',' or ']'"),
@@ -59,15 +45,28 @@ FILES = [
     ("cpu: null\n", ":1: cpu must be true or false, got None"),
     ("cpu: !!python/name:os.system\n", ":1:6: file must be YAML, got: could not determine"),
     ("a: 1\n---\nb: 2\n", ":2:1: file must be YAML, got: but found another document"),
+]  # fmt: skip
+PYPROJECTS = [
+    ("[tool.accel_fn]\ntee = true\nnum_proceses = 2\n", ":3: key must be a setting, got num_"),
+    ("[a]\ntee = 1\n[tool.accel_fn]\ntee = 7\n", ":4: tee must be true or false, got 7"),
+    ("[tool.accel_fn]\ntee = \n", "file must be TOML, got: Invalid value (at line 2, column 7)"),
+    ("[tool.accel-fn]\ntee = true\n", "section must be [tool.accel_fn], got [tool.accel-fn]"),
+    ("[tool]\naccel_fn = 3\n", "tool.accel_fn must be a section, got 3"),
 ]
 
 
-@pytest.mark.parametrize(("text", "told"), FILES)
-def test_a_mistake_in_a_file_is_told_with_its_place(tmp_path, text, told):
-    file = written(tmp_path, text)
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        *(("accel_fn.yaml", *each) for each in FILES),
+        *(("pyproject.toml", *each) for each in PYPROJECTS),
+    ],
+)
+def test_the_error_names_the_place_of_a_mistake_in_a_file(tmp_path, name, text, error):
+    file = written(tmp_path, text, name)
     message = refused(folder=tmp_path)
     assert message.startswith(str(file))
-    assert told in message
+    assert error in message
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
@@ -81,26 +80,6 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
 def test_a_file_of_comments_says_nothing(tmp_path):
     written(tmp_path, "# nothing yet\n")
     assert not any(map(resolved(folder=tmp_path).is_given, Settings.model_fields))
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("[tool.accel_fn]\ntee = true\nnum_proceses = 2\n", ":3: key must be a setting, got num_"),
-        ("[a]\ntee = 1\n[tool.accel_fn]\ntee = 7\n", ":4: tee must be true or false, got 7"),
-        (
-            "[tool.accel_fn]\ntee = \n",
-            "file must be TOML, got: Invalid value (at line 2, column 7)",
-        ),
-        ("[tool.accel-fn]\ntee = true\n", "section must be [tool.accel_fn], got [tool.accel-fn]"),
-        ("[tool]\naccel_fn = 3\n", "tool.accel_fn must be a section, got 3"),
-    ],
-)
-def test_a_mistake_in_pyproject_is_told_with_its_place(tmp_path, text, told):
-    file = written(tmp_path, text, "pyproject.toml")
-    message = refused(folder=tmp_path)
-    assert message.startswith(str(file))
-    assert told in message
 
 
 def test_two_files_in_one_folder_are_refused(tmp_path):
