@@ -1,9 +1,6 @@
 """`accel-fn config`, started as a user would."""
 
 import json
-import os
-import pty
-import select
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cli import commands
+from tests.cli.terminal import Terminal
 from tests.settings import written
 
 WRITTEN = Path(__file__).parent / "accelerate"
@@ -20,19 +19,13 @@ COMMAND = [sys.executable, "-m", "accel_fn.cli", "config"]
 @pytest.fixture
 def place(tmp_path):
     """An empty folder to work in, beside an empty home."""
-    (tmp_path / "home").mkdir()
     (tmp_path / "work").mkdir()
     return tmp_path / "work"
 
 
 def surroundings(place, **variables):
     """No accelerator is visible, and no variable of ours is set, but those given."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ACCEL_FN_", "XDG_CONFIG", "CUDA_VISIBLE"))
-    }
-    return {**kept, "HOME": str(place.parent / "home"), "CUDA_VISIBLE_DEVICES": "", **variables}
+    return commands.surroundings(place.parent, CUDA_VISIBLE_DEVICES="", **variables)
 
 
 def config(place, *arguments, code=0, **variables):
@@ -56,63 +49,9 @@ def shown(place, *arguments, **variables):
     return json.loads(out)
 
 
-class Terminal:
-    """The command in a terminal: what it prints, and what is typed. Gone at the end of the block."""
-
-    def __init__(self, place, *arguments):
-        self.screen, inside = pty.openpty()
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            cwd=place,
-            env=surroundings(place, TERM="xterm", COLUMNS="200"),
-            preexec_fn=lambda: os.login_tty(inside),
-        )
-        os.close(inside)
-        self.text, self.seen = "", 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.process.kill()
-        self.process.wait(timeout=120)
-        os.close(self.screen)
-
-    def read_until(self, words):
-        """Fail where the words do not come next or later."""
-        while words not in self.text[self.seen :]:
-            assert self._read(), f"{words!r} did not come:\n{self.text}"
-        self.seen = self.text.index(words, self.seen) + len(words)
-        return self
-
-    def type(self, text):
-        os.write(self.screen, text.encode())
-        return self
-
-    def interrupt(self):
-        """Ctrl-C, again where the first came just before the program waits, which Python loses."""
-        for _ in range(10):
-            self.type("\x03")
-            try:
-                return self.process.wait(timeout=2)
-            except subprocess.TimeoutExpired:
-                continue
-        return None
-
-    def end(self):
-        """The exit code, when all is said."""
-        while self._read():
-            pass
-        return self.process.wait(timeout=120)
-
-    def _read(self):
-        ready, _, _ = select.select([self.screen], [], [], 120)
-        try:
-            got = os.read(self.screen, 4096).decode() if ready else ""
-        except OSError:  # Linux's way to say that the other side is closed
-            return False
-        self.text += got.replace("\r", "")
-        return bool(got)
+def terminal(place, *arguments):
+    environment = surroundings(place, TERM="xterm", COLUMNS="200")
+    return Terminal([*COMMAND, *arguments], place, environment)
 
 
 # writing
@@ -171,7 +110,7 @@ def test_options_that_do_not_go_together_are_refused(place, arguments, told):
 
 
 def test_the_answers_are_what_is_written(place):
-    with Terminal(place) as terminal:
+    with terminal(place) as screen:
         for question, answer in (
             ("How many machines (this one included) [1]: ", "2"),
             ("Which of them is this one, from 0 [0]: ", "2"),
@@ -187,10 +126,10 @@ def test_the_answers_are_what_is_written(place):
             ("Replicas of the model on all ranks, or shards (ddp, fsdp) [ddp]: ", "fsdp"),
             ("In how many micro-batches each rank computes its part [1]: ", "4"),
         ):
-            terminal.read_until(question)
+            screen.read_until(question)
             if answer is not None:
-                terminal.type(f"{answer}\n")
-        assert terminal.end() == 0, terminal.text
+                screen.type(f"{answer}\n")
+        assert screen.end() == 0, screen.text
     assert yaml.safe_load((place / "accel_fn.yaml").read_text()) == {
         "num_processes": 6,
         "num_machines": 2,
@@ -205,10 +144,10 @@ def test_the_answers_are_what_is_written(place):
 
 
 def test_enter_all_the_way_is_default(place):
-    with Terminal(place, "--output", "asked.yaml") as terminal:
+    with terminal(place, "--output", "asked.yaml") as screen:
         for words in ("machines (", "Train on", "processes, over", "precision (", "micro-batches"):
-            terminal.read_until(words).type("\n")
-        assert terminal.end() == 0, terminal.text
+            screen.read_until(words).type("\n")
+        assert screen.end() == 0, screen.text
     config(place, "--default", "--output", "default.yaml")
     assert (place / "asked.yaml").read_text() == (place / "default.yaml").read_text()
 
@@ -216,15 +155,15 @@ def test_enter_all_the_way_is_default(place):
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("key", ["Ctrl-C", "Ctrl-D"])
 def test_an_interrupt_ends_quietly_and_writes_nothing(place, key):
-    with Terminal(place) as terminal:
-        terminal.read_until("How many machines (this one included) [1]: ").type("1\n")
-        terminal.read_until("Train on the CPU, whatever accelerators there are [y/N]: ")
+    with terminal(place) as screen:
+        screen.read_until("How many machines (this one included) [1]: ").type("1\n")
+        screen.read_until("Train on the CPU, whatever accelerators there are [y/N]: ")
         if key == "Ctrl-C":
-            terminal.interrupt()
+            screen.interrupt()
         else:
-            terminal.type("\x04")
-        assert terminal.end() == 130
-        after = terminal.text[terminal.seen :]
+            screen.type("\x04")
+        assert screen.end() == 130
+        after = screen.text[screen.seen :]
     for echo in ("^C", "^D", "\b"):
         after = after.replace(echo, "")
     assert after.strip() == ""
@@ -248,10 +187,10 @@ def test_each_setting_is_shown_with_its_source(place):
 
 
 def test_in_a_terminal_it_is_a_table(place):
-    with Terminal(place, "--show") as terminal:
-        assert terminal.end() == 0
-        assert "\x1b[2mnum_processes" in terminal.text
-        assert "detected: no accelerator" in terminal.text
+    with terminal(place, "--show") as screen:
+        assert screen.end() == 0
+        assert "\x1b[2mnum_processes" in screen.text
+        assert "detected: no accelerator" in screen.text
 
 
 def test_a_mistake_is_one_line_and_an_exit_code(place):

@@ -1,7 +1,6 @@
 """accel-fn launch: however it is ended, its ranks end with it, and are told once."""
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 
 from tests.cli.commands import surroundings
 from tests.cli.launchers import gone, is_running, until
+from tests.cli.terminal import Terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ctrl_c")]
 
@@ -121,26 +121,28 @@ def test_what_a_killed_rank_started_is_gone_before_the_next_attempt(launchers, t
     assert ended.exit_code == 0, ended
 
 
+_UP = "import os, time\nos.write(1, b'up\\n')\nassert os.isatty(1)\ntime.sleep(600)\n"
+
+
+def on_a_terminal(folder):
+    (folder / "script.py").write_text(_UP)
+    command = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "script.py"]
+    return Terminal(command, folder, surroundings(folder))
+
+
 def test_ctrl_c_on_a_terminal_is_one_line(tmp_path):
     """The command itself, on a terminal of its own, where Ctrl-C is a key."""
-    (tmp_path / "script.py").write_text(
-        "import os, time\nos.write(1, b'up\\n')\nassert os.isatty(1)\ntime.sleep(600)\n"
-    )
-    pid, terminal = on_a_terminal(tmp_path)
-    seen = read_until(terminal, b"up\r\n", 2)
-    os.write(terminal, b"\x03")
-    seen += read_until(terminal, b"Ctrl-C", 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    assert seen == b"up\r\nup\r\n^Caccel-fn launch: stopped by Ctrl-C"
+    with on_a_terminal(tmp_path) as screen:
+        screen.read_until("up\n").read_until("up\n").type("\x03")
+        assert screen.end() == 130
+        assert screen.text == "up\nup\n^Caccel-fn launch: stopped by Ctrl-C\n"
 
 
 def test_a_terminal_that_is_closed_ends_a_launch_as_its_signal_does(tmp_path):
-    """Nobody hears the last words then: that changes nothing."""
-    (tmp_path / "script.py").write_text("import os, time\nos.write(1, b'up\\n')\ntime.sleep(600)\n")
-    pid, terminal = on_a_terminal(tmp_path)
-    read_until(terminal, b"up\r\n", 2)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
+    """Nobody reads the last lines then: that changes nothing."""
+    with on_a_terminal(tmp_path) as screen:
+        screen.read_until("up\n").read_until("up\n").close()
+        assert screen.process.wait(timeout=120) == 128 + signal.SIGHUP
 
 
 @pytest.mark.parametrize(("arguments", "exit_code"), [(["--max-restarts", "1"], 0), ([], 7)])
@@ -156,20 +158,3 @@ def test_a_launch_whose_words_nobody_reads_goes_on(tmp_path, arguments, exit_cod
     )
     os.close(said)
     assert ended.returncode == exit_code
-
-
-def on_a_terminal(folder):
-    """The command itself, on a terminal of its own: its number, and the terminal's other end."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        command = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "script.py"]
-        os.chdir(folder)
-        os.execve(sys.executable, command, surroundings(folder))
-    return pid, terminal
-
-
-def read_until(terminal, words, count):
-    seen = b""
-    while seen.count(words) < count:
-        seen += os.read(terminal, 1000)
-    return seen.rstrip() if words == b"Ctrl-C" else seen

@@ -20,6 +20,7 @@ import torch
 import accel_fn as af
 from accel_fn.launcher.function.child import dumps
 from tests.cli.commands import run_python, surroundings
+from tests.cli.launchers import gone, is_running, until
 
 LOCK = threading.Lock()
 
@@ -449,31 +450,12 @@ def waiting(tmp_path, ctrl_c):
         start_new_session=True,
     )
     files = [tmp_path / f"pids-{number}.whole" for number in range(2)]
-    deadline = time.monotonic() + 120
-    while not all(map(Path.exists, files)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: all(map(Path.exists, files)) or None, lambda: "two ranks", 120)
     pids = [int(pid) for file in files for pid in file.read_text().split()]
-    assert all(map(runs, pids))
+    assert all(map(is_running, pids))
     yield caller, pids, tmp_path
     caller.kill()
     caller.communicate()
-
-
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def all_gone(pids, within_s):
-    deadline = time.monotonic() + within_s
-    while any(map(runs, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def test_an_interrupt_stops_the_ranks_at_once_and_goes_on_as_an_interrupt(waiting):
@@ -483,7 +465,7 @@ def test_an_interrupt_stops_the_ranks_at_once_and_goes_on_as_an_interrupt(waitin
     _, errors = caller.communicate(timeout=10)
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1  # the caller's: ranks have nothing to say
-    assert not any(map(runs, pids))
+    assert not any(map(is_running, pids))
     assert len(list(folder.glob("saved-*"))) == 2  # they were asked before they were ended
     assert list(folder.glob("accel_fn_*")) == []
 
@@ -491,8 +473,5 @@ def test_an_interrupt_stops_the_ranks_at_once_and_goes_on_as_an_interrupt(waitin
 def test_no_process_outlives_its_caller(waiting):
     caller, pids, folder = waiting
     caller.kill()
-    assert all_gone(pids, within_s=5)
-    deadline = time.monotonic() + 5
-    while list(folder.glob("accel_fn_*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert list(folder.glob("accel_fn_*")) == []
+    gone(pids)
+    until(lambda: not list(folder.glob("accel_fn_*")) or None, lambda: "an empty folder", 5)

@@ -1,7 +1,5 @@
 """How commands print: for people on a terminal, for other programs anywhere else."""
 
-import os
-import subprocess
 import sys
 
 import click
@@ -10,6 +8,7 @@ import pytest
 from accel_fn.cli.output import one_line_errors, print_table
 from accel_fn.errors import ArgumentError
 from tests.cli.commands import run_command, surroundings
+from tests.cli.terminal import Terminal
 
 HEADINGS = ["name", "verdict"]
 ROWS = [["first", ("holds", "green")], ["the second [of two]", ("broken", "bold red")]]
@@ -18,23 +17,10 @@ PROGRAM = f"from accel_fn.cli.output import print_table; print_table({HEADINGS},
 
 def on_a_terminal(folder, **variables):
     """What the program prints on one of 80 columns."""
-    ours, theirs = os.openpty()
     environment = surroundings(folder, TERM="xterm-256color", COLUMNS="80", **variables)
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM], stdout=theirs, env=environment, check=True, timeout=150
-    )
-    os.close(theirs)
-    found = b""
-    while True:
-        try:
-            more = os.read(ours, 4096)
-        except OSError:  # Linux says so at the end
-            break
-        if not more:
-            break
-        found += more
-    os.close(ours)
-    return found.decode()
+    with Terminal([sys.executable, "-c", PROGRAM], folder, environment) as screen:
+        assert screen.end() == 0
+        return screen.text
 
 
 def test_a_terminal_gets_a_table_in_colours(tmp_path):

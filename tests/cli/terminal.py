@@ -1,0 +1,69 @@
+"""A program in a terminal: what it prints, and what is typed."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+
+
+class Terminal:
+    """A command that runs in a terminal; it is killed at the end of the block."""
+
+    def __init__(self, command, folder, environment):
+        self.screen, inside = pty.openpty()
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, preexec_fn=lambda: os.login_tty(inside)
+        )
+        os.close(inside)
+        self.text, self.seen = "", 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.wait(timeout=120)
+        if self.screen is not None:
+            self.close()
+
+    def close(self):
+        os.close(self.screen)
+        self.screen = None
+
+    def read_until(self, words):
+        """Fail where the words do not come next or later."""
+        while words not in self.text[self.seen :]:
+            assert self._read(), f"{words!r} did not come:\n{self.text}"
+        self.seen = self.text.index(words, self.seen) + len(words)
+        return self
+
+    def type(self, text):
+        os.write(self.screen, text.encode())
+        return self
+
+    def interrupt(self):
+        """Ctrl-C, again where the first came just before the program waits, which Python loses."""
+        for _ in range(10):
+            self.type("\x03")
+            try:
+                return self.process.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                continue
+        return None
+
+    def end(self):
+        """Read to the end; return the exit code."""
+        while self._read():
+            pass
+        return self.process.wait(timeout=120)
+
+    def _read(self):
+        ready, _, _ = select.select([self.screen], [], [], 120)
+        try:
+            got = os.read(self.screen, 4096).decode() if ready else ""
+        except OSError:  # Linux's way to report that the other side is closed
+            return False
+        self.text += got.replace("\r", "")
+        return bool(got)
