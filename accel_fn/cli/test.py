@@ -6,9 +6,8 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -114,56 +113,46 @@ def _check_new_world(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The outcomes of one promise on all ranks. `largest` is None if a check did not finish."""
-
-    promise: str
-    holds: bool
-    largest: float | None
-    bound: float
-    error: str
-    traceback: str
-
-
-def merge(ranks: Sequence[Outcome]) -> Verdict:
-    """Merge the outcomes of one promise on all ranks."""
+def merge(ranks: Sequence[Outcome]) -> Outcome:
+    """Merge the outcomes of one promise on all ranks; the error is that of the rank that caused it."""
     failed = {rank: outcome for rank, outcome in enumerate(ranks) if outcome.error}
-    found = [outcome.largest for outcome in ranks if outcome.largest is not None]
-    first = None
     if failed:
         failures = [
             Failure(rank, "", 0, 1, outcome.time, exception=outcome.error)
             for rank, outcome in failed.items()
         ]
-        first = failed[cause(failures).rank]
-    return Verdict(
-        promise=ranks[0].promise,
-        holds=all(outcome.holds for outcome in ranks),
-        largest=None if failed else math.nan if any(map(math.isnan, found)) else max(found),
-        bound=ranks[0].bound,
-        error=first.error if first else "",
-        traceback=first.traceback if first else "",
-    )
+        return failed[cause(failures).rank]
+    found = [outcome.largest for outcome in ranks if outcome.largest is not None]
+    largest = math.nan if any(map(math.isnan, found)) else max(found)
+    return replace(ranks[0], largest=largest)
 
 
-def _print_as_json(report: RankReport, verdicts: Sequence[Verdict]) -> None:
+def _print_as_json(report: RankReport, verdicts: Sequence[Outcome]) -> None:
     def number(value: float | None) -> float | str | None:  # JSON has no infinity and no NaN
         return value if value is None or math.isfinite(value) else str(value)
 
-    found: dict[str, Any] = {
-        "holds": all(verdict.holds for verdict in verdicts),
-        "num_processes": report.world_size,
-        "device": report.device,
-        "backend": report.backend,
-        "promises": [
-            {**asdict(verdict), "largest": number(verdict.largest)} for verdict in verdicts
-        ],
-    }
-    print_json(found)
+    print_json(
+        {
+            "holds": all(verdict.holds for verdict in verdicts),
+            "num_processes": report.world_size,
+            "device": report.device,
+            "backend": report.backend,
+            "promises": [
+                {
+                    "promise": each.promise,
+                    "holds": each.holds,
+                    "largest": number(each.largest),
+                    "bound": each.bound,
+                    "error": each.error,
+                    "traceback": each.traceback,
+                }
+                for each in verdicts
+            ],
+        }
+    )
 
 
-def _print(report: RankReport, verdicts: Sequence[Verdict]) -> None:
+def _print(report: RankReport, verdicts: Sequence[Outcome]) -> None:
     ranks = f"{report.world_size} ranks" if report.world_size > 1 else "1 rank"
     print(f"{len(verdicts)} promises on {ranks}, {report.device}, backend {report.backend}")
     print_table(
@@ -181,7 +170,7 @@ def _print(report: RankReport, verdicts: Sequence[Verdict]) -> None:
         print("One rank has nobody to differ from: -n 2 --cpu checks what ranks share.")
 
 
-def _verdict_cell(verdict: Verdict) -> Cell:
+def _verdict_cell(verdict: Outcome) -> Cell:
     if verdict.holds:
         return "holds", "green"
     return verdict.error.splitlines()[-1] if verdict.error else "broken", "bold red"

@@ -7,12 +7,16 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
+
+
+class _TargetError(Exception):
+    """The rule that a target breaks, its value and the repair."""
 
 
 def load_target(target: str, function: str, parameter: str = "target") -> Any:
@@ -22,19 +26,13 @@ def load_target(target: str, function: str, parameter: str = "target") -> Any:
     `if __name__ == "__main__"` does not run. `function` and `parameter` are named in errors.
     """
     place, _, name = target.rpartition(":")
-    if not place or not name:
-        rule = "be FILE.py:NAME or MODULE:NAME"
-        raise ArgumentError(message(function, parameter, rule, target))
-    if place.endswith(".py"):
-        module = _load_file(Path(place), function, parameter)
-    else:
-        module = _load_module(place, function, parameter)
-    found: Any = reduce(
-        lambda inner, part: _attribute(inner, part, place, function, parameter),
-        name.split("."),
-        module,
-    )
-    return found
+    try:
+        if not place or not name:
+            raise _TargetError("be FILE.py:NAME or MODULE:NAME", target)
+        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        return reduce(partial(_attribute, place), name.split("."), module)
+    except _TargetError as error:
+        raise ArgumentError(message(function, parameter, *error.args)) from None
 
 
 def call_target(found: Any, target: str, function: str, parameter: str = "target") -> Any:
@@ -47,10 +45,9 @@ def call_target(found: Any, target: str, function: str, parameter: str = "target
     return found()
 
 
-def _load_file(path: Path, function: str, parameter: str) -> ModuleType:
+def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        rule = "name a file that is there"
-        raise ArgumentError(message(function, parameter, rule, str(path)))
+        raise _TargetError("name a file that is there", str(path))
     _search_first(str(path.resolve().parent))
     name = path.stem if path.stem not in sys.modules else f"{path.stem} at {path.resolve()}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -62,7 +59,7 @@ def _load_file(path: Path, function: str, parameter: str) -> ModuleType:
     return module
 
 
-def _load_module(name: str, function: str, parameter: str) -> ModuleType:
+def _load_module(name: str) -> ModuleType:
     _search_first(str(Path.cwd()))
     if all(map(str.isidentifier, name.split("."))):
         try:
@@ -70,19 +67,17 @@ def _load_module(name: str, function: str, parameter: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module is there, and misses another
-    rule = "name a module that can be imported from here"
     repair = f"{name}.py is a file: write {name}.py:NAME" if Path(f"{name}.py").is_file() else ""
-    raise ArgumentError(message(function, parameter, rule, name, repair))
+    raise _TargetError("name a module that can be imported from here", name, repair)
 
 
-def _attribute(inner: Any, part: str, place: str, function: str, parameter: str) -> Any:
+def _attribute(place: str, inner: Any, part: str) -> Any:
     try:
         return getattr(inner, part)
     except AttributeError:
         near = difflib.get_close_matches(part, dir(inner), n=1)
         repair = f"did you mean {near[0]}?" if near else ""
-        rule = f"name something in {place}"
-        raise ArgumentError(message(function, parameter, rule, part, repair)) from None
+        raise _TargetError(f"name something in {place}", part, repair) from None
 
 
 def _search_first(folder: str) -> None:
