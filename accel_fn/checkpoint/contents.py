@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +21,21 @@ from accel_fn.transforms.schedule.advance import Schedule
 
 Steps = Mapping[str, Step]
 HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Options of a group that say how it is computed: those of the running program stay."""
-_TELLING = ("contexts", "grad_fns", "verdicts", "gradients", "starts", "after")
-"""The slots that decide what is computed; the others decide where, and in how many parts."""
-_KEEPING = (*_TELLING, "split")
-"""The slots whose functions may keep something: in how many parts is no difference, but goes on."""
+"""Options of a group that choose an implementation: those of the running program stay."""
+_RESULT_SLOTS = ("contexts", "grad_fns", "verdicts", "gradients", "starts", "after")
+"""The slots that decide what is computed; the others decide where, and in how many micro-batches."""
+_STATE_SLOTS = (*_RESULT_SLOTS, "split")
+"""The slots whose functions may have state."""
+_Value = TypeVar("_Value")
 
 
 def named_steps(step: Step | Steps) -> Steps:
-    """One step is a dict of one, without a name."""
+    """Make one step a dict of one, without a name."""
     return {"": step} if isinstance(step, Step) else step
 
 
 def notes_of(steps: Steps) -> dict[str, Any]:
-    """What saving and loading have to remember of a run of these steps, however they are listed."""
+    """Return what save and load remember of a run of these steps, in whatever order they are listed."""
     return steps[min(steps)].notes
 
 
@@ -49,43 +50,56 @@ class Contents:
     """By step: what of model, optimizer and transforms is no tensor of a parameter."""
     tied: dict[str, str]
     plans: dict[str, dict[str, Any]]
-    kept: dict[str, str]
-    """How the entries of a function in the plan begin, and what to call it."""
+    stateful: dict[str, str]
+    """How the entries of a function in the plan begin -> its name in messages."""
     buffers: list[str]
     """Entries that are no replicas: DDP lets running statistics differ between ranks."""
 
 
 def contents_of(steps: Steps) -> Contents:
-    """What is to be saved, or compared with what was. Tensors are not copied."""
+    """Collect what is to be saved, or compared with what was. Tensors are not copied."""
     found = Contents({}, {}, {}, {}, {}, [])
     for name, step in steps.items():
         plan = step.plan
-        extra = _add_model(found, place_of("model", name), unwrapped(plan.model))
-        # First, as a schedule may hear now of what moves the optimizer's learning rate.
-        kept = {where: _add_part(found, place, part) for place, where, part in _parts(plan, name)}
-        states, rest = _optimizer_state(plan)
-        for parameter, key, value in states:
-            found.tensors[f"{place_of('optimizer', name)}{parameter}/{key}"] = value
-        for place, where, _ in _parts(plan, name):
-            found.kept[place] = f"{where} of step {name!r}" if name else where
-        found.rest[name] = {"model": extra, "optimizer": rest, "transforms": kept}
+        extra_state = _add_model(found, place_of("model", name), unwrapped(plan.model))
+        transforms = {}
+        for place, where, function in _stateful_functions(plan, name):
+            # Before the optimizer: a schedule may notice here that its learning rate was changed.
+            saved = function.state_dict()
+            tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
+            found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})
+            found.stateful[place] = f"{where} of step {name!r}" if name else where
+            transforms[where] = {key: saved[key] for key in saved if key not in tensors}
+        optimizer = _add_optimizer(found, place_of("optimizer", name), plan)
+        found.rest[name] = {
+            "model": extra_state,
+            "optimizer": optimizer,
+            "transforms": transforms,
+        }
         found.plans[name] = signature(plan)
     return found
 
 
 def place_of(kind: str, step: str) -> str:
-    """How the names of a step's entries begin."""
+    """Return how the names of a step's entries begin."""
     return f"{kind}@{step}/" if step else f"{kind}/"
 
 
+def under(place: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Select the values whose names begin with `place`, by the rest of the name."""
+    return {
+        name.removeprefix(place): value for name, value in values.items() if name.startswith(place)
+    }
+
+
 def signature(plan: Plan) -> dict[str, Any]:
-    """What must be the same where a run goes on: not how many ranks, micro-batches or which device."""
-    slots = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _TELLING}
+    """Describe what must be the same in a run that resumes: no world size, micro-batches or device."""
+    slots = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _RESULT_SLOTS}
     names = {id(parameter): name for name, parameter in unwrapped(plan.model).named_parameters()}
     num_slots = next(filter(None, map(num_slots_of, plan.own_parameters)), None)
     return {
         "weight_fn": describe(plan.weight_fn),
-        **{slot: told for slot, told in slots.items() if told},
+        **{slot: functions for slot, functions in slots.items() if functions},
         **({"num_slots": num_slots} if num_slots else {}),
         "optimizer": type(plan.optimizer).__name__,
         "groups": [
@@ -94,68 +108,58 @@ def signature(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _parts(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
-    """The functions of the plan that keep something: how their entries begin, where they stand, they."""
-    for slot in _KEEPING:
+def _name(function: Any) -> str:
+    text = describe(function)
+    return text if isinstance(function, Schedule) else text.partition("(")[0]
+
+
+def _stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield functions of the plan that have state: how their entries begin, slot and name, function."""
+    for slot in _STATE_SLOTS:
         for index, each in enumerate(getattr(plan, slot)):
             if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
                 where = f"{slot}/{index} {_name(each)}"
                 yield f"{place_of('transforms', step)}{where}/", where, each
 
 
-def _add_part(found: Contents, place: str, part: Any) -> dict[str, Any]:
-    """Tensors of what it keeps under their names; gives back the rest."""
-    kept = part.state_dict()
-    tensors = {key: value for key, value in kept.items() if isinstance(value, Tensor)}
-    found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})
-    return {key: value for key, value in kept.items() if key not in tensors}
-
-
 def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:
-    """The loss scale in plain data."""
+    """Convert the loss scale to plain data."""
     if scaler is None:
         return None
-    return {
-        "scale": scaler.scale.cpu(),
-        "good_steps": scaler.good_steps.cpu(),
-        "skipped": scaler.skipped.cpu(),
-        "growth_factor": scaler.growth_factor,
-        "backoff_factor": scaler.backoff_factor,
-        "growth_interval": scaler.growth_interval,
-    }
+    values = {field.name: getattr(scaler, field.name) for field in fields(scaler)}
+    return _moved(values, torch.device("cpu"))
 
 
 def scale_from_dict(saved: Mapping[str, Any] | None, state: DistState) -> LossScale | None:
-    """The loss scale, on the device of the run."""
-    if saved is None:
-        return None
-    moved: dict[str, Any] = {
-        name: value.to(state.device) if isinstance(value, Tensor) else value
-        for name, value in saved.items()
+    """Make the loss scale, on the device of the run."""
+    return None if saved is None else LossScale(**_moved(saved, state.device))
+
+
+def _moved(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in values.items()
     }
-    return LossScale(**moved)
 
 
-def room_for(
+def targets_for(
     kind: str, plan: Plan, step: str, there: Mapping[str, Tensor], entries: Mapping[str, Entry]
 ) -> dict[str, Tensor]:
-    """A tensor for each of these entries of a kind: the one that is there, or a new one."""
+    """Return a tensor to read each entry of a kind into: the one that is there, or a new one."""
     prefix = place_of(kind, step)
     parameters = dict(unwrapped(plan.model).named_parameters())
     found = {}
-    for entry_name, entry in entries.items():
-        if not entry_name.startswith(prefix):
-            continue
-        parameter = parameters.get(entry_name.removeprefix(prefix).rpartition("/")[0])
+    for name, entry in under(prefix, entries).items():
+        parameter = parameters.get(name.rpartition("/")[0])
         dtype, shape = getattr(torch, entry.dtype), entry.shape
-        old = there.get(entry_name)
-        if old is None or old.dtype != dtype or tuple(old.shape) != shape:
+        target = there.get(f"{prefix}{name}")
+        if target is None or target.dtype != dtype or tuple(target.shape) != shape:
             if parameter is not None and is_sharded(parameter) and tuple(parameter.shape) == shape:
-                old = torch.empty_like(parameter.detach(), dtype=dtype)
+                target = torch.empty_like(parameter.detach(), dtype=dtype)
             else:
                 device = parameter.device if parameter is not None and shape else "cpu"
-                old = torch.empty(shape, dtype=dtype, device=device)
-        found[entry_name] = old
+                target = torch.empty(shape, dtype=dtype, device=device)
+        found[f"{prefix}{name}"] = target
     return found
 
 
@@ -168,130 +172,133 @@ def put_back(
     optimizer: bool,
     fresh: Collection[str],
 ) -> None:
-    """Give the model, the transforms and the optimizer what was saved; tensors are read.
+    """Load what was saved into the model, the transforms and the optimizer; tensors are read already.
 
-    Not the transforms whose entries begin with one of `fresh`.
+    Transforms whose entries begin with one of `fresh` stay as they are.
     """
-    _put_back_model(unwrapped(plan.model), _under(place_of("model", step), tensors), rest["model"])
+    _put_back_model(unwrapped(plan.model), under(place_of("model", step), tensors), rest["model"])
     if optimizer:
-        _put_back_optimizer(plan, place_of("optimizer", step), tensors, rest["optimizer"])
-    for place, where, part in _parts(plan, step):
+        _put_back_optimizer(plan, under(place_of("optimizer", step), tensors), rest["optimizer"])
+    for place, where, function in _stateful_functions(plan, step):
         if where in rest["transforms"] and place not in fresh:
-            part.load_state_dict({**rest["transforms"][where], **_under(place, tensors)})
+            function.load_state_dict({**rest["transforms"][where], **under(place, tensors)})
+
+
+# The model.
+
+
+def split_tied(
+    saved: Mapping[str, Tensor], model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Split a `state_dict` into tensors under their first names, and other name -> first name."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    firsts: dict[object, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in saved.items():
+        # A rank may hold no element of two tensors in shards.
+        key = parameters.get(name) if is_sharded(value) else view_key(value)
+        first = firsts.setdefault(key, name) if value.numel() else name
+        if first == name:
+            tensors[name] = value
+        else:
+            tied[name] = first
+    return tensors, tied
+
+
+def view_key(tensor: Tensor) -> object:
+    """Return a key that is equal for two tensors that read the same elements in the same way."""
+    tensor = local(tensor)
+    strides = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), tensor.shape, tuple(strides), *marks
+
+
+def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]:
+    """Add tensors and ties; return what is no tensor."""
+    saved = model.state_dict()
+    extra_state = {key: each for key, each in saved.items() if not isinstance(each, Tensor)}
+    tensors, tied = split_tied(
+        {key: each for key, each in saved.items() if key not in extra_state}, model
+    )
+    found.tensors.update({f"{prefix}{key}": each for key, each in tensors.items()})
+    found.tied.update({f"{prefix}{key}": f"{prefix}{first}" for key, first in tied.items()})
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found.buffers.extend(f"{prefix}{key}" for key in tensors if key not in parameters)
+    return extra_state
 
 
 def _put_back_model(
-    model: nn.Module, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]
+    model: nn.Module, tensors: Mapping[str, Tensor], extra_state: Mapping[str, Any]
 ) -> None:
-    """Extra state, and tensors that a `state_dict` of its own gave as copies; others were read in place."""
-    mine = {_memory(each) for each in (*model.parameters(), *model.buffers())}
-    copies = {key: each for key, each in tensors.items() if _memory(each) not in mine}
-    own = model.state_dict()
-    found = {key: value for key, value in {**extra, **copies}.items() if key in own}
+    """Load extra state, and tensors that a `state_dict` gave as copies; others were read in place."""
+    own = {_address(each) for each in (*model.parameters(), *model.buffers())}
+    copies = {key: each for key, each in tensors.items() if _address(each) not in own}
+    here = model.state_dict()
+    found = {key: value for key, value in {**extra_state, **copies}.items() if key in here}
     if not found:
         return
     if type(model).load_state_dict is not nn.Module.load_state_dict:
-        model.load_state_dict({**own, **found})
+        model.load_state_dict({**here, **found})
         return
-    lost = model.load_state_dict({**own, **found}, strict=False).unexpected_keys
+    lost = model.load_state_dict({**here, **found}, strict=False).unexpected_keys
     if found.keys() & set(lost):  # it may leave something out, but takes back what it gives
         raise CheckpointError(f"load: model must take back what its state_dict gives, got {lost}")
 
 
-def _memory(tensor: Tensor) -> tuple[torch.device, int]:
-    """Where a tensor begins."""
+def _address(tensor: Tensor) -> tuple[torch.device, int]:
     held = local(tensor)
     return held.device, held.data_ptr()
 
 
-def _put_back_optimizer(
-    plan: Plan, prefix: str, tensors: Mapping[str, Tensor], rest: dict[str, Any]
-) -> None:
-    kept = {name: dict(values) for name, values in rest["state"].items()}
-    for where, value in _under(prefix, tensors).items():
-        name, _, key = where.rpartition("/")
-        kept.setdefault(name, {})[key] = value
-    order = _order(plan)
-    state = {number: kept[name] for number, name in enumerate(order) if name in kept}
-    load_optimizer(plan, {**rest["others"], "state": state})
+# The optimizer.
 
 
 def load_optimizer(plan: Plan, saved: Mapping[str, Any]) -> None:
-    """Give the optimizer a `state_dict` back, but how it computes; tensors in the dtypes that were saved.
+    """Load an optimizer's `state_dict`, but for `HOW`; tensors keep the dtypes that were saved.
 
-    Torch turns what is kept of a float64 parameter into float64, float32 counters too.
+    Torch turns state of a float64 parameter into float64, float32 counters too.
     """
-    theirs, ours = saved["param_groups"], plan.optimizer.param_groups
+    optimizer = plan.optimizer
     groups = [
-        {**their, **{key: our[key] for key in HOW if key in our}}
-        for their, our in zip(theirs, ours, strict=True)
+        {**theirs, **{key: ours[key] for key in HOW if key in ours}}
+        for theirs, ours in zip(saved["param_groups"], optimizer.param_groups, strict=True)
     ]
-    plan.optimizer.load_state_dict({**saved, "param_groups": groups})
-    groups = plan.optimizer.param_groups
-    order = list(dict.fromkeys(each for group in groups for each in group["params"]))
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+    order = list(
+        dict.fromkeys(each for group in optimizer.param_groups for each in group["params"])
+    )
     for number, values in saved["state"].items():
-        loaded = plan.optimizer.state[order[number]]
+        loaded = optimizer.state[order[number]]
         for key, value in values.items():
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
 
 
-def _under(place: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose names begin so, without that."""
-    return {
-        name.removeprefix(place): value for name, value in tensors.items() if name.startswith(place)
-    }
-
-
-def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]:
-    """Tensors under their first name; gives back what is no tensor."""
-    first: dict[tuple[Any, ...], str] = {}
-    trained = dict(model.named_parameters(remove_duplicate=False))
-    extra = {}
-    for key, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            extra[key] = value
-            continue
-        name = f"{prefix}{key}"
-        place = _place(value, trained.get(key))
-        if value.numel() and place in first:
-            found.tied[name] = first[place]
-        else:
-            first[place] = name
-            found.tensors[name] = value
-            if key not in trained:
-                found.buffers.append(name)
-    return extra
-
-
-def _place(value: Tensor, parameter: nn.Parameter | None) -> tuple[Any, ...]:
-    """Equal for what is one tensor; a rank may hold nothing of one in shards."""
-    if is_sharded(value):
-        return (id(parameter),)
-    return value.device, value.data_ptr(), value.shape, value.stride()
-
-
-def _optimizer_state(plan: Plan) -> tuple[list[tuple[str, str, Tensor]], dict[str, Any]]:
-    """Tensors by parameter and key; the rest of the optimizer's `state_dict`."""
+def _add_optimizer(found: Contents, prefix: str, plan: Plan) -> dict[str, Any]:
+    """Add tensors by parameter and key; return the rest of the optimizer's `state_dict`."""
     saved = plan.optimizer.state_dict()
     order = _order(plan)
-    tensors, rest = [], dict[str, dict[str, Any]]()
+    rest: dict[str, dict[str, Any]] = {}
     for number, values in saved["state"].items():
-        name = order[number]
         for key, value in values.items():
             if isinstance(value, Tensor):
-                tensors.append((name, key, value))
+                found.tensors[f"{prefix}{order[number]}/{key}"] = value
             else:
-                rest.setdefault(name, {})[key] = value
+                rest.setdefault(order[number], {})[key] = value
     others = {key: value for key, value in saved.items() if key != "state"}
-    return tensors, {"state": rest, "others": others}
+    return {"state": rest, "others": others}
+
+
+def _put_back_optimizer(plan: Plan, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+    saved = {name: dict(values) for name, values in rest["state"].items()}
+    for place, value in tensors.items():
+        name, _, key = place.rpartition("/")
+        saved.setdefault(name, {})[key] = value
+    state = {number: saved[name] for number, name in enumerate(_order(plan)) if name in saved}
+    load_optimizer(plan, {**rest["others"], "state": state})
 
 
 def _order(plan: Plan) -> list[str]:
-    """Names of the optimizer's parameters, by the numbers that its `state_dict` gives them."""
+    """Name the optimizer's parameters, in the order of the numbers in its `state_dict`."""
     return list(dict.fromkeys(name for group in signature(plan)["groups"] for name in group))
-
-
-def _name(function: Any) -> str:
-    told = describe(function)
-    return told if isinstance(function, Schedule) else told.partition("(")[0]

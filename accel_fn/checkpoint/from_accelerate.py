@@ -1,4 +1,4 @@
-"""load_accelerate: a run that was saved by accelerate's `save_state` goes on here."""
+"""load_accelerate: resume a run that accelerate's `save_state` saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_fn.base.state import DistState, LossScale, check_state
-from accel_fn.checkpoint.argument_checks import ask_plan, check_same
+from accel_fn.checkpoint.argument_checks import check_plan, check_same
 from accel_fn.checkpoint.compare import listed
 from accel_fn.checkpoint.contents import HOW, load_optimizer
 from accel_fn.checkpoint.format.plain_data import from_plain
@@ -27,7 +27,7 @@ from accel_fn.comm.dtensor import is_sharded, shard_like
 from accel_fn.errors import ArgumentTypeError, CheckpointError, check_folder, message
 from accel_fn.step.step import Step
 
-_MOST_TOLD = 12
+_MOST_NAMED = 12
 _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _OPTIMIZER, _SCALER = "optimizer.bin", "scaler.pt"
 _OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *HOW}
@@ -43,24 +43,23 @@ def load_accelerate(
     *,
     schedulers: Sequence[Any] = (),
 ) -> DistState:
-    """Go on from a folder that accelerate's `save_state` wrote. Called on every rank.
+    """Resume from a folder that accelerate's `save_state` wrote. Called on every rank.
 
     Read are the weights, the optimizer, the schedulers and the scale of float16. Everything
     is checked against the program before anything is overwritten; nothing in the folder can
-    run code. Random generators are left as they are; files that are not read are named on stderr.
-    A model in shards is filled, too, and its optimizer.
+    run code. Random generators stay as they are; files that are not read are named on stderr.
+    With `wrap_fsdp`, each rank fills its shards.
 
     Args:
         folder: with `model.safetensors`, or its shards and index, and `optimizer.bin`; of one model.
-        step: over the same model and optimizer, as `build` gave it.
-        state: as `build` gave it.
-        schedulers: to be given `scheduler.bin`, `scheduler_1.bin` and so on: anything with
-            `load_state_dict`. accelerate advances them once for each rank at each update,
-            unless told otherwise.
+        step: over the same model and optimizer, as `build` returned it.
+        state: as `build` returned it.
+        schedulers: to load `scheduler.bin`, `scheduler_1.bin` and so on: anything with
+            `load_state_dict`. By default, accelerate advances them once for each rank at each update.
 
     Returns:
         The state; its `step` is the number of updates that the optimizer has counted (0 if it
-        counts none), so that `epochs(since=state)` goes on after them.
+        counts none), so that `epochs(since=state)` continues after them.
 
     Raises:
         RuntimeError: on every rank: a file is missing or broken, or of another optimizer.
@@ -83,7 +82,7 @@ def load_accelerate(
     check_same(given, state, "load_accelerate")
     all_or_none(lambda: _fill(saved, step, schedulers), state, "load_accelerate")
     if state.is_main:
-        for line in _left_out(saved, state.scaler, schedulers):
+        for line in _unused(saved, state.scaler, schedulers):
             print(f"accel_fn: load_accelerate: {line}", file=sys.stderr)
     return replace(state, step=saved.num_updates, scaler=saved.scaler)
 
@@ -95,7 +94,6 @@ class _Saved:
     path: Path
     optimizer: Mapping[str, Any]
     num_updates: int
-    """What the optimizer has counted."""
     schedulers: Sequence[Any]
     has_scale: bool
     scaler: LossScale | None
@@ -112,7 +110,7 @@ def _read(
     path = Path(check_folder("load_accelerate", folder))
     if not isinstance(step, Step):
         raise ArgumentTypeError(message("load_accelerate", "step", "be a Step", step))
-    ask_plan(step.plan, "check_loaded")
+    check_plan(step.plan, "check_loaded")
     if not isinstance(schedulers, Sequence):
         rule = "be a list of schedulers"
         raise ArgumentTypeError(message("load_accelerate", "schedulers", rule, schedulers))
@@ -127,7 +125,7 @@ def _read(
         _check_scheduler(path / name, scheduler, each)
     has_scale = (path / _SCALER).exists()
     scale = from_plain(path / _SCALER, "load_accelerate") if has_scale else {}
-    with _made_of(path / _OPTIMIZER, "an optimizer's state_dict"):
+    with _expecting(path / _OPTIMIZER, "an optimizer's state_dict"):
         differences = _differences(optimizer, step.plan.optimizer)
         num_updates = _num_updates(optimizer)
     if differences:
@@ -135,13 +133,13 @@ def _read(
             f"load_accelerate: {path / _OPTIMIZER} must be of this program, got differences:\n"
             f"{listed(differences)}"
         )
-    with _made_of(path / _SCALER, "a scaler's state_dict"):
+    with _expecting(path / _SCALER, "a scaler's state_dict"):
         scaler = _scale(scale, state.scaler) if state.scaler and scale else state.scaler
     return _Saved(path, optimizer, num_updates, others, bool(scale), scaler)
 
 
 def _check_folder(path: Path, names: Sequence[str]) -> None:
-    """Refuse one without these files and a model, and one of several models."""
+    """Refuse a folder without these files and a model, and one of several models."""
     model = INDEX if (path / INDEX).exists() else SINGLE
     for name in (model, *names):
         if not (path / name).exists():
@@ -156,7 +154,7 @@ def _check_folder(path: Path, names: Sequence[str]) -> None:
 
 
 def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
-    """Refuse what is no `state_dict` of it, but for what versions of torch keep for themselves."""
+    """Refuse what is no `state_dict` of it, but for private keys of torch's versions."""
     if not hasattr(scheduler, "state_dict"):
         return
     names = [
@@ -173,66 +171,66 @@ def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
 
 
 @contextmanager
-def _made_of(path: Path, what: str) -> Iterator[None]:
-    """Tell of a file in which something is not where it should be."""
+def _expecting(path: Path, content: str) -> Iterator[None]:
+    """Name a file in which something is not where it should be."""
     try:
         yield
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"load_accelerate: {path} must hold {what}, got something else; {error!r}"
+            f"load_accelerate: {path} must hold {content}, got something else; {error!r}"
         ) from error
 
 
 def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
-    """What of the optimizer's groups and tensors does not fit, in lines."""
+    """Describe what of the optimizer's groups and tensors does not fit."""
     found = []
     theirs, ours = saved["param_groups"], optimizer.param_groups
     sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
     if sizes[0] != sizes[1]:
         return [f"parameters in each group: {sizes[0]} saved, {sizes[1]} here"]
-    for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
-        keys = [sorted(set(group) - _OPTIONAL) for group in (their, our)]
+    for number, groups in enumerate(zip(theirs, ours, strict=True)):
+        keys = [sorted(set(group) - _OPTIONAL) for group in groups]
         if keys[0] != keys[1]:
             found.append(f"options of group {number}: {keys[0]} saved, {keys[1]} here")
-    parameters = [each for group in ours for each in group["params"]]
-    numbers = [number for group in theirs for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in saved["state"].get(number, {}).items():
-            if key in _LIKE and isinstance(value, Tensor):
-                shapes = [list(each.shape) for each in (value, parameter)]
-                if shapes[0] != shapes[1]:
-                    line = f"{key} of parameter {number}: {shapes[0]} saved, {shapes[1]} here"
-                    found.append(line)
+    for number, parameter, values in _by_parameter(saved, optimizer):
+        for key, value in values.items():
+            if key in _LIKE and isinstance(value, Tensor) and value.shape != parameter.shape:
+                shapes = f"{list(value.shape)} saved, {list(parameter.shape)} here"
+                found.append(f"{key} of parameter {number}: {shapes}")
     return found
+
+
+def _by_parameter(
+    saved: Mapping[str, Any], optimizer: Optimizer
+) -> Iterator[tuple[int, Tensor, Mapping[str, Any]]]:
+    """Yield the number of each parameter, the parameter, and what was saved of it."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        yield number, parameter, saved["state"].get(number, {})
 
 
 def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any]) -> None:
     """Overwrite: the weights come first, since they may be refused."""
     load_model(step.plan.model, saved.path)
-    theirs, ours = saved.optimizer["param_groups"], step.plan.optimizer.param_groups
-    numbers = [number for group in theirs for number in group["params"]]
-    parameters = [each for group in ours for each in group["params"]]
     state = {
-        number: {
-            key: _cut(value, parameter)
-            for key, value in saved.optimizer["state"].get(number, {}).items()
-        }
-        for number, parameter in zip(numbers, parameters, strict=True)
+        number: {key: _shard(value, parameter) for key, value in values.items()}
+        for number, parameter, values in _by_parameter(saved.optimizer, step.plan.optimizer)
+        if values
     }
-    kept = {number: values for number, values in state.items() if values}
-    load_optimizer(step.plan, {**saved.optimizer, "state": kept})
+    load_optimizer(step.plan, {**saved.optimizer, "state": state})
     for scheduler, each in zip(schedulers, saved.schedulers, strict=True):
         scheduler.load_state_dict(each)
 
 
-def _cut(value: Any, parameter: Tensor) -> Any:
-    """This rank's part of what an optimizer keeps of a parameter in shards."""
+def _shard(value: Any, parameter: Tensor) -> Any:
+    """Cut this rank's part of what an optimizer keeps of a parameter in shards."""
     is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
     return shard_like(value, parameter) if is_alike and is_sharded(parameter) else value
 
 
 def _scale(saved: Mapping[str, Any], scaler: LossScale) -> LossScale:
-    """Torch's GradScaler as a loss scale."""
+    """Make a loss scale of what torch's GradScaler saved."""
     return replace(
         scaler,
         scale=torch.full_like(scaler.scale, saved["scale"]),
@@ -244,18 +242,18 @@ def _scale(saved: Mapping[str, Any], scaler: LossScale) -> LossScale:
 
 
 def _num_updates(saved: Mapping[str, Any]) -> int:
-    """What the optimizer has counted."""
+    """Return how many updates the optimizer has counted."""
     return max((int(each["step"]) for each in saved["state"].values() if "step" in each), default=0)
 
 
-def _left_out(saved: _Saved, scaler: LossScale | None, schedulers: Sequence[Any]) -> list[str]:
-    """What was there and is not used, or was not there."""
+def _unused(saved: _Saved, scaler: LossScale | None, schedulers: Sequence[Any]) -> list[str]:
+    """Describe what is in the folder and not used, or not in it."""
     read = {_OPTIMIZER, _SCALER, *map(_scheduler, range(len(schedulers)))}
     names = {path.name for path in saved.path.iterdir() if not _WEIGHTS.fullmatch(path.name)}
     rest = sorted(names - read)
-    lines = [f"{name} is left out" for name in rest[:_MOST_TOLD]]
-    if len(rest) > _MOST_TOLD:
-        lines.append(f"so are {len(rest) - _MOST_TOLD} more files")
+    lines = [f"{name} is left out" for name in rest[:_MOST_NAMED]]
+    if len(rest) > _MOST_NAMED:
+        lines.append(f"so are {len(rest) - _MOST_NAMED} more files")
     if _scheduler(len(schedulers)) in rest:
         lines.append("give schedulers=[...] to have them filled")
     if scaler is None and saved.has_scale:

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds."""
+"""list_checkpoints and latest: which checkpoints a folder holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from accel_fn.checkpoint.format.hashing import cannot_read
-from accel_fn.checkpoint.format.manifest import NAME, Manifest, read_manifest
+from accel_fn.checkpoint.format.manifest import NAME, read_manifest
 from accel_fn.checkpoint.format.names import name_of, steps_in
+from accel_fn.checkpoint.format.read import check_sizes
 from accel_fn.errors import CheckpointError
 
 
@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
-    """The checkpoints of a folder, oldest first; what is being written is not one yet.
+    """List the checkpoints of a folder, oldest first; what is being written is not one yet.
 
     Args:
         folder: where `save` writes; need not be there.
@@ -56,7 +56,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint of a folder.
+    """Find the newest whole checkpoint of a folder.
 
     Args:
         folder: where `save` writes; need not be there.
@@ -77,24 +77,8 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint of which a file is missing, or of another size."""
-    for name, mark in manifest.files.items():
-        path = checkpoint / name
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"load: a file of the checkpoint is missing: {path}") from None
-        except OSError as error:
-            raise cannot_read(path, error) from error
-        if size != mark.size:
-            raise CheckpointError(
-                f"load: {path} is damaged: it must have {mark.size} bytes, got {size}"
-            )
-
-
 def _look(path: Path, step: int) -> Checkpoint | None:
-    """None: it is gone, removed by the run that saves here."""
+    """Describe a checkpoint; None if the run that saves here has removed it."""
     damage, size, world_size = "", 0, 0
     try:
         manifest = read_manifest(path)

@@ -1,4 +1,4 @@
-"""load: a run goes on from a checkpoint, at any world size."""
+"""load: resume a run from a checkpoint, at any world size."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from accel_fn.base.rng import derive_random, restore_random
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint.argument_checks import (
-    ask_plan,
     check_at,
     check_extras,
     check_model,
+    check_plan,
     check_same,
     check_steps,
 )
@@ -36,22 +36,21 @@ from accel_fn.checkpoint.contents import (
     named_steps,
     notes_of,
     put_back,
-    room_for,
     scale_from_dict,
+    targets_for,
+    under,
 )
 from accel_fn.checkpoint.format.manifest import Manifest, read_manifest
-from accel_fn.checkpoint.format.names import COMMON, OF_ALL, file_of, name_of, steps_in
+from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS, file_of, name_of, steps_in
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
-from accel_fn.checkpoint.format.read import check_files, read_tensors
-from accel_fn.checkpoint.listing import check_sizes
+from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.save import EXTRA
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import CheckpointError, check_flag, check_folder
 from accel_fn.step.step import Step
 
-_OF_RANK = {"buffers", "random"}
-"""What a rank's file of plain data holds at least."""
+_RANK_KEYS = {"buffers", "random"}
 
 
 def load(
@@ -63,7 +62,7 @@ def load(
     at: str | int = "latest",
     strict: bool = True,
 ) -> DistState:
-    """Go on from a checkpoint. Called on every rank, of a world of any size.
+    """Resume from a checkpoint. Called on every rank, of a world of any size.
 
     The program is built as for a new run; then its model, optimizer, transforms, extras
     and random generators are filled in place. Everything is checked before anything is
@@ -71,23 +70,21 @@ def load(
 
     Args:
         folder: that was given to `save`.
-        state: as `build` gave it.
+        state: as `build` returned it.
         step: the step, or a dict of steps by name, as it was saved.
-        extras: by the names that they were saved under. One that has `differences_from(saved)`, as a
-            sharded loader has, gives lines there that are told with all other differences.
+        extras: by the names that they were saved under. If one has `differences_from(saved)`, as a
+            sharded loader has, the lines that it returns are listed with all other differences.
         at: "latest", the number of a step, or a checkpoint's name.
-        strict: False: where the program is another one, fill what fits, leave the rest as
-            it is, and say on stderr what that is.
+        strict: False: if the program differs, fill what fits, leave the rest as
+            it is, and list the differences on stderr.
 
     Returns:
         The state: `state` with the checkpoint's `step` and loss scale.
 
     Raises:
         RuntimeError: on every rank: there is no such checkpoint, a file is missing or damaged
-            (it is named), or the program is another one (differences are listed,
-            with both values).
-        ValueError: on every rank, an argument is outside its rule, or another one than on other
-            ranks, or an extra cannot take anything back.
+            (it is named), or the program differs (all differences are listed, with both values).
+        ValueError: on every rank: an argument breaks its rule or differs between ranks.
 
     Cost: reads the checkpoint, each rank what it needs, and together once more to check
         hashes; no memory for tensors that lie on the host as they were saved, else that of the
@@ -129,20 +126,19 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What was saved but its tensors, as a rank has read it, beside what the program holds."""
+    """What was saved but its tensors, as a rank has read it, and what the program holds."""
 
     path: Path
     manifest: Manifest
     contents: Contents
     common: dict[str, Any]
-    mine: dict[str, Any]
-    """Of this rank; of the first where this one was not there."""
+    of_rank: dict[str, Any]
+    """Of this rank; of rank 0 if the saved run did not have this one."""
 
     @property
     def extras(self) -> dict[str, Any]:
-        """By name."""
-        names = [name for name in self.mine if name.startswith(EXTRA)]
-        return {name.removeprefix(EXTRA): self.mine[name] for name in names}
+        """Extras by name."""
+        return under(EXTRA, self.of_rank)
 
 
 def _check(
@@ -158,11 +154,11 @@ def _check(
     check_at(at, "load")
     check_flag("load", "strict", strict)
     for each in steps.values():
-        ask_plan(each.plan, "check_loaded")
+        check_plan(each.plan, "check_loaded")
 
 
 def _choose(folder: Path, at: str | int) -> Path:
-    """The checkpoint that is meant; the newest by name, so that a damaged one is not passed over."""
+    """Find the checkpoint; "latest" is the highest name, so that a damaged one is not skipped."""
     steps = steps_in(folder)
     if at == "latest" and steps:
         return folder / name_of(steps[-1])
@@ -174,22 +170,23 @@ def _choose(folder: Path, at: str | int) -> Path:
 
 
 def _read(path: Path, contents: Contents, state: DistState) -> _Saved:
-    """The files of plain data that this rank needs, checked."""
+    """Read and check the files of plain data that this rank needs."""
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     number = state.rank if state.rank < manifest.world_size else 0
-    keys = {COMMON: OF_ALL, file_of("rank", number, "pt"): _OF_RANK}
+    keys = {COMMON: COMMON_KEYS, file_of("rank", number, "pt"): _RANK_KEYS}
     check_files(path, manifest, keys)
-    common, mine = (dict_from_plain(path / name, keys[name], "load") for name in keys)
-    return _Saved(path, manifest, contents, common, mine)
+    common, of_rank = (dict_from_plain(path / name, keys[name], "load") for name in keys)
+    return _Saved(path, manifest, contents, common, of_rank)
 
 
 def _compare(saved: _Saved, extras: Mapping[str, Any], state: DistState, *, strict: bool) -> None:
-    found = [
-        f"{told} starts fresh: what it keeps was saved of other shapes"
-        for told in misfits(saved.manifest, saved.contents).values()
-        if not strict
-    ]
+    found = []
+    if not strict:
+        found = [
+            f"{function} starts fresh: its state was saved in other shapes"
+            for function in misfits(saved.manifest, saved.contents).values()
+        ]
     found += differences(saved.manifest, saved.contents, state)
     found += extra_state_differences(saved.common["steps"], saved.contents.rest)
     found += extra_differences(saved.extras, extras)
@@ -197,7 +194,7 @@ def _compare(saved: _Saved, extras: Mapping[str, Any], state: DistState, *, stri
         raise CheckpointError(
             f"load: {saved.path} must be of this program, got differences:\n{listed(found)}"
         )
-    if found and not strict and state.is_main:
+    if found and state.is_main:
         print(f"accel_fn: {saved.path} is of another program:\n{listed(found)}", file=sys.stderr)
 
 
@@ -207,8 +204,8 @@ def _load_extras(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
 
 
 def _fill(saved: _Saved, steps: Mapping[str, Step], state: DistState, *, strict: bool) -> DistState:
-    """Overwrite what fits: where the program must be the one that was saved, that is all."""
-    manifest, contents, mine = saved.manifest, saved.contents, saved.mine
+    """Overwrite what fits: all of it, if `strict`."""
+    manifest, contents, of_rank = saved.manifest, saved.contents, saved.of_rank
     fits = fitting(manifest, contents)
     optimizers = {name for name in steps if strict or has_optimizer(manifest, contents, fits, name)}
     fresh = {} if strict else misfits(manifest, contents)
@@ -218,23 +215,23 @@ def _fill(saved: _Saved, steps: Mapping[str, Step], state: DistState, *, strict:
     tensors = dict(fits)
     for name, each in steps.items():
         for kind in ["transforms", "optimizer"] if name in optimizers else ["transforms"]:
-            tensors |= room_for(kind, each.plan, name, contents.tensors, entries)
+            tensors |= targets_for(kind, each.plan, name, contents.tensors, entries)
     read_tensors(saved.path, tensors, entries)
     if manifest.world_size == state.world_size:
-        for name in mine["buffers"].keys() & tensors.keys():
-            tensors[name].copy_(mine["buffers"][name])
+        for name in of_rank["buffers"].keys() & tensors.keys():
+            tensors[name].copy_(of_rank["buffers"][name])
     for name in steps.keys() & saved.common["steps"].keys():
         rest = saved.common["steps"][name]
         put_back(steps[name].plan, name, tensors, rest, optimizer=name in optimizers, fresh=fresh)
     scaler = state.scaler and (scale_from_dict(saved.common["scaler"], state) or state.scaler)
     loaded = replace(state, step=manifest.step, scaler=scaler)
-    _load_random(mine, manifest, loaded)
+    _load_random(of_rank, manifest, loaded)
     return loaded
 
 
-def _load_random(mine: Mapping[str, Any], manifest: Manifest, state: DistState) -> None:
+def _load_random(of_rank: Mapping[str, Any], manifest: Manifest, state: DistState) -> None:
     if state.rank < manifest.world_size:
-        restore_random(mine["random"], state.device)
+        restore_random(of_rank["random"], state.device)
     else:
         derive_random(state)
     if state.is_main and state.world_size > manifest.world_size:

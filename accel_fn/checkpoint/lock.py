@@ -1,4 +1,4 @@
-"""One run at a time saves to a folder."""
+"""FolderLock: one run at a time saves to a folder."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _TRIES, _WAIT_S = 60, 0.05
 
 
 class FolderLock:
-    """Holds a folder until it is let go of, by whatever end of this process at the latest."""
+    """Lock a folder until this is closed or deleted, or the process ends in whatever way."""
 
-    __slots__ = ("__weakref__", "_close", "_number")
+    __slots__ = ("__weakref__", "_close", "_file")
 
     def __init__(self, folder: Path) -> None:
-        self._number = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
-        self._close = finalize(self, os.close, self._number)
+        self._file = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        self._close = finalize(self, os.close, self._file)
         # A worker that outlives a killed run would hold its folder.
         register_after_fork(self, FolderLock.close)
-        if not self._takes():
-            owner = os.pread(self._number, 200, 0).decode(errors="replace") or "another process"
+        if not self._acquire():
+            owner = os.pread(self._file, 200, 0).decode(errors="replace") or "another process"
             if owner == _own_name():
                 owner = f"another step of this process ({owner})"
             raise CheckpointError(
@@ -36,28 +36,28 @@ class FolderLock:
             )
 
     def holds(self, folder: Path) -> bool:
-        """Is it that folder's? One that was removed and made again has another lock."""
+        """Return whether this locks that folder. One that was removed and made again has another lock."""
         try:
-            return os.path.samestat(os.fstat(self._number), os.stat(folder / _NAME))
+            return os.path.samestat(os.fstat(self._file), os.stat(folder / _NAME))
         except OSError:
             return False
 
     def close(self) -> None:
-        """Let go of it in this process."""
+        """Unlock it, as far as this process holds it."""
         self._close()
 
-    def _takes(self) -> bool:
+    def _acquire(self) -> bool:
         for left in reversed(range(_TRIES)):  # a run that was killed may still be ending
             try:
-                fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if left:
                     time.sleep(_WAIT_S)
             except OSError:
                 return True  # a file system without locks
             else:
-                os.truncate(self._number, 0)
-                os.pwrite(self._number, _own_name().encode(), 0)
+                os.truncate(self._file, 0)
+                os.pwrite(self._file, _own_name().encode(), 0)
                 return True
         return False
 

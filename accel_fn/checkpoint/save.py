@@ -1,4 +1,4 @@
-"""save: a checkpoint of the whole world, there when it is whole."""
+"""save: a checkpoint of the whole world, which exists once it is whole."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch import Tensor
 from accel_fn.base.rng import random_state
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint.argument_checks import (
-    ask_plan,
     check_extras,
     check_keep,
     check_model,
+    check_plan,
     check_same,
     check_steps,
 )
 from accel_fn.checkpoint.background.background import Background, finish_writing
-from accel_fn.checkpoint.background.commit import Draft
 from accel_fn.checkpoint.contents import (
     Contents,
     contents_of,
@@ -30,12 +29,13 @@ from accel_fn.checkpoint.contents import (
     notes_of,
     scale_to_dict,
 )
+from accel_fn.checkpoint.draft import Draft
 from accel_fn.checkpoint.format.hashing import check_hashing, hash_of, memory_of, sync
 from accel_fn.checkpoint.format.manifest import Manifest
 from accel_fn.checkpoint.format.names import COMMON, file_of
 from accel_fn.checkpoint.format.plain_data import to_plain
 from accel_fn.checkpoint.format.shard_plan import plan_parts, to_entries
-from accel_fn.checkpoint.format.write import Share, cannot_write
+from accel_fn.checkpoint.format.write import Share, write_error
 from accel_fn.checkpoint.lock import FolderLock
 from accel_fn.checkpoint.retention import tidy
 from accel_fn.comm.collectives import all_or_none
@@ -59,35 +59,33 @@ def save(
 ) -> Path:
     """Save the run as the checkpoint `step_NNNNNNNN` of a folder. Called on every rank.
 
-    Saved are parameters and buffers, the optimizer, the loss scale, what transforms
-    keep, `state.step` and seed, every rank's random generators, and the extras. The
-    checkpoint has its name once all of it is on the disk: killed at any instant, a
-    reader sees it whole or not at all.
+    Saved are parameters and buffers, the optimizer, the loss scale, the state of
+    transforms, `state.step` and seed, every rank's random generators, and the extras. The
+    checkpoint has its name once all of it is on the disk: whenever the run is killed, a
+    reader finds it whole or not at all.
 
     Args:
         folder: of this run's checkpoints, on a file system that all machines share; made if needed.
         state: after the last step.
         step: the step, or a dict of steps by name.
-        extras: anything with `state_dict` and `load_state_dict`, by name; saved of every rank,
-            under the same names on all.
+        extras: anything with `state_dict` and `load_state_dict`, by name, the same names on all
+            ranks; saved of every rank.
         keep: how many whole checkpoints stay, >= 1; None: all. The one that this run
             was resumed from stays.
         keep_every: checkpoints at multiples of so many steps stay, too.
-        wait: False: return once this rank's share is copied, and write it in a thread while the
-            run goes on. The next `save` or `load` of the step waits for it, and so does the
-            end of the process.
+        wait: False: return once this rank's share is copied, and write it in a thread. The next
+            `save` or `load` of the step waits for it, and so does the end of the process.
 
     Returns:
         The checkpoint's folder, as an absolute path; with `wait=False`, where it will be.
 
     Raises:
-        ValueError: on every rank, an argument is outside its rule, or another one than on other
-            ranks, or extras hold more than tensors and plain data, or the model a tensor that was
-            expanded.
+        ValueError: on every rank: an argument breaks its rule or differs between ranks, extras
+            hold more than tensors and plain data, or the model has a tensor that was expanded.
         RuntimeError: on every rank: the folder cannot be written, or another run saves to it. The
-            checkpoints that are there stay as they are. What goes wrong in the background is
-            raised by the next `save` or `load` of the step; where none comes, the process
-            says it at its end, and its exit code is 1.
+            checkpoints that are there stay as they are. A failure in the background is
+            raised by the next `save` or `load` of the step; if there is none, it is
+            printed at the end of the process, whose exit code is then 1.
 
     Cost: writes the state once, each rank its share; a few small collectives. With `wait=False`,
         one copy of the share, into host memory that is kept for the next time (pinned for an
@@ -127,9 +125,10 @@ def save(
             )
             all_or_none(lambda: background.start(writing), state, "save")
             return draft.final
-        mine = all_or_none(lambda: share.write(draft.path), state, "save")
-        written = exchange(mine, state, "save")
-        all_or_none(lambda: draft.publish(written) if state.is_main else None, state, "save")
+        written = exchange(
+            all_or_none(lambda: share.write(draft.path), state, "save"), state, "save"
+        )
+        all_or_none(lambda: draft.commit(written) if state.is_main else None, state, "save")
     except BaseException:
         if state.is_main:
             draft.discard()
@@ -147,7 +146,7 @@ def _check(
     keep_every: int | None,
     wait: object,
 ) -> tuple[Path, Contents]:
-    """The folder, wherever the program goes from here, and what is to be saved."""
+    """Return the absolute folder and what is to be saved."""
     home = Path(check_folder("save", folder)).absolute()
     check_hashing("save")
     check_steps(steps, "save")
@@ -155,7 +154,7 @@ def _check(
     check_flag("save", "wait", wait)
     check_extras(extras, "save")
     for each in steps.values():
-        ask_plan(each.plan, "check_saved")
+        check_plan(each.plan, "check_saved")
     contents = contents_of(steps)
     check_model(contents.tensors, "save")
     return home, contents
@@ -175,46 +174,42 @@ def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:
         tidy(home)
         draft.path.mkdir()
     except OSError as error:
-        raise cannot_write(draft.path, error) from error
+        raise write_error(draft.path, error) from error
 
 
 def _share(state: DistState, contents: Contents, extras: Mapping[str, Any]) -> Share:
-    """What this rank has to write."""
+    """Choose what this rank writes."""
     own = _own_buffers(contents, state)
     shared = contents.tensors
     if not state.is_main:  # what is no replica is saved as rank 0 has it
         buffers = set(contents.buffers)
-        shared = {name: each for name, each in shared.items() if name not in buffers}
+        shared = {name: shared[name] for name in shared if name not in buffers}
     parts = plan_parts(shared, state)
-    files = all_or_none(lambda: _files(state, contents, own, extras), state, "save")
-    return Share(state.rank, files, parts)
 
+    def files() -> dict[str, bytes]:
+        data = {"buffers": own, "random": random_state(state.device)}
+        data |= {f"{EXTRA}{name}": extra.state_dict() for name, extra in extras.items()}
+        packed = {file_of("rank", state.rank, "pt"): to_plain(data, "save")}
+        if state.is_main:
+            common = {"scaler": scale_to_dict(state.scaler), "steps": contents.rest}
+            packed[COMMON] = to_plain(common, "save")
+        return packed
 
-def _files(
-    state: DistState, contents: Contents, own: Mapping[str, Tensor], extras: Mapping[str, Any]
-) -> dict[str, bytes]:
-    """What is no tensor of all ranks, by the name of its file."""
-    data = {"buffers": own, "random": random_state(state.device)}
-    data |= {f"{EXTRA}{name}": extra.state_dict() for name, extra in extras.items()}
-    files = {file_of("rank", state.rank, "pt"): to_plain(data, "save")}
-    if state.is_main:
-        rest = {"scaler": scale_to_dict(state.scaler), "steps": contents.rest}
-        files[COMMON] = to_plain(rest, "save")
-    return files
+    return Share(state.rank, all_or_none(files, state, "save"), parts)
 
 
 def _own_buffers(contents: Contents, state: DistState) -> dict[str, Tensor]:
-    """Buffers that are not what rank 0 has, bit for bit."""
+    """Select buffers that differ from those of rank 0 in some bit."""
     if state.world_size == 1 or not contents.buffers:
         return {}
     buffers = {name: contents.tensors[name].cpu().contiguous() for name in contents.buffers}
     hashes = {name: hash_of(memory_of(buffer)) for name, buffer in buffers.items()}
-    theirs = exchange(hashes, state, "save")[0]
-    return {name: buffers[name] for name in buffers if hashes[name] != theirs.get(name)}
+    of_main = exchange(hashes, state, "save")[0]
+    return {name: buffers[name] for name in buffers if hashes[name] != of_main.get(name)}
 
 
 def _head(state: DistState, steps: Mapping[str, Step], contents: Contents) -> Manifest:
-    """The manifest before anything is written."""
+    """Make the manifest before anything is written."""
     return Manifest(
         step=state.step,
         seed=state.seed,

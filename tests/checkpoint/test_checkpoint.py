@@ -774,7 +774,7 @@ def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, cap
     state, other = make(model=model, recipe=recipe)
     state = af.load(tmp_path, state, other, strict=False)
     told = capsys.readouterr().err
-    assert "  after/0 moving_average starts fresh: what it keeps was saved of other shapes" in told
+    assert "  after/0 moving_average starts fresh: its state was saved in other shapes" in told
     assert other.plan.after[0].state_dict()["num_updates"] == 0
     assert other.plan.after[1].state_dict() == step.plan.after[1].state_dict()
     advance(state, other)

@@ -26,7 +26,7 @@ import accel_fn as af
 from accel_fn.checkpoint import lock as lock_module
 from accel_fn.checkpoint.format.hashing import FileMark, hash_of
 from accel_fn.checkpoint.format.manifest import read_manifest
-from accel_fn.checkpoint.format.names import publish
+from accel_fn.checkpoint.format.names import rename_draft
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
@@ -904,7 +904,7 @@ def test_a_name_that_cannot_be_had_is_an_error(tmp_path):
     shutil.copytree(tmp_path / "step_00000001", tmp_path / ".old_step_00000001")
     shutil.copytree(tmp_path / "step_00000001", tmp_path / ".new_step_00000001")
     with pytest.raises(OSError, match="not empty"):
-        publish(tmp_path / ".new_step_00000001", tmp_path / "step_00000001")
+        rename_draft(tmp_path / ".new_step_00000001", tmp_path / "step_00000001")
     loads(tmp_path, 1)
 
 
@@ -926,7 +926,7 @@ _DYING = """
     import os, shutil, signal, sys
     from itertools import count
     from pathlib import Path
-    from accel_fn.checkpoint.background import commit
+    from accel_fn.checkpoint import draft as draft_module
     from accel_fn.checkpoint import save as save_module
     from accel_fn.checkpoint.format import write as write_module
     from accel_fn.checkpoint.background.background import finish_writing
@@ -948,9 +948,9 @@ _DYING = """
         shutil.copytree(first, folder)
         for module, names in {{
             os: ["fsync", "mkdir", "rename", "rmdir", "unlink"],
-            _saving: ["sync", "tidy"],
-            _writing: ["write_file"],
-            _publishing: ["write_file", "sync", "publish", "tidy", "retain"],
+            save_module: ["sync", "tidy"],
+            write_module: ["write_file"],
+            draft_module: ["write_file", "sync", "rename_draft", "tidy", "retain"],
         }}.items():
             for name in names:
                 setattr(module, name, dying(getattr(module, name)))

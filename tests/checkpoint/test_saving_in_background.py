@@ -253,7 +253,7 @@ def test_a_rank_that_has_no_thread_is_one_of_all_at_once(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(acknowledge, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(acknowledge, "_TIMEOUT_S", 0.3)
     write = Share.write
 
     def late(share, draft):
@@ -354,7 +354,7 @@ def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
         from accel_fn.checkpoint.background import acknowledge
         from accel_fn.checkpoint.format.write import Share
         import accel_fn as af
-        acknowledge._PATIENCE_WITH_THE_DEAD_S = 0.1
+        acknowledge._TIMEOUT_AFTER_LOSS_S = 0.1
         state, step = make(af.init(device="cpu", timeout_s=60))
         through = Path({str(tmp_path / "through")!r})
         def die(share, draft):

@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import accel_fn as af
-from accel_fn.checkpoint.weights import entries as entries_module
+from accel_fn.checkpoint.contents import view_key
 from accel_fn.checkpoint.weights import files as files_module
 from accel_fn.checkpoint.weights import open_files
 from accel_fn.checkpoint.weights.save_load_model import load_model, save_model
@@ -954,4 +954,4 @@ def test_what_safetensors_saves_is_read(tmp_path):
 def test_a_view_is_known_by_what_it_reads():
     flat = floats(5).reshape(1, 5)
     same = flat.as_strided((1, 5), (99, 1))
-    assert entries_module._view(flat) == entries_module._view(same)
+    assert view_key(flat) == view_key(same)

@@ -24,9 +24,9 @@ from hypothesis.stateful import (
 )
 
 import accel_fn as af
-from accel_fn.checkpoint.background import commit
+from accel_fn.checkpoint import draft as draft_module
 from accel_fn.checkpoint.background.background import finish_writing
-from accel_fn.checkpoint.background.commit import Draft
+from accel_fn.checkpoint.draft import Draft
 from accel_fn.checkpoint.format import write as write_module
 from accel_fn.testing import simulate
 from tests import reference
@@ -133,7 +133,7 @@ def killed_after(num_files):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_module, "write_file", writing)
-        patch.setattr(commit, "write_file", writing)
+        patch.setattr(draft_module, "write_file", writing)
         patch.setattr(Draft, "discard", lambda draft: None)
         yield
 

@@ -82,6 +82,10 @@ DISTRIBUTED = {
         "torch._C._distributed_c10d",
         "torch.distributed.device_mesh",
     },
+    "checkpoint/format/shard_plan.py": {
+        "torch.distributed.checkpoint.default_planner",
+        "torch.distributed.checkpoint.metadata",
+    },
     "comm/dtensor.py": {"torch.distributed.tensor"},
     "transforms/ddp/ddp.py": {"torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel"},
     "transforms/fsdp/fsdp.py": {"torch.distributed.fsdp"},

@@ -1,7 +1,7 @@
 """Writing a checkpoint while the run goes on: from a copy, in a thread of each rank.
 
-The threads enter no collective, which would meet those of the run: each tells in a file of the
-draft what it has written, and rank 0's gives the checkpoint its name when it has heard of all.
+The threads enter no collective, which could meet those of the run: each acknowledges in a file of the
+draft what it has written, and rank 0's commits the checkpoint when all have.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from accel_fn.base.state import DistState
-from accel_fn.checkpoint.background.acknowledge import hear, tell_failure, tell_written
-from accel_fn.checkpoint.background.commit import Draft
+from accel_fn.checkpoint.background.acknowledge import acknowledge, report_failure, wait_for_ranks
+from accel_fn.checkpoint.draft import Draft
 from accel_fn.checkpoint.format.shard_plan import Part
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.comm.primitives import exchange
@@ -27,45 +27,45 @@ from accel_fn.errors import CheckpointError
 
 _PINS = ("cuda", "xpu")
 """Devices that copy to pinned memory of the host without waiting."""
-Room = dict[tuple[str, tuple[int, ...]], Tensor]
+Buffers = dict[tuple[str, tuple[int, ...]], Tensor]
 """Host memory for the parts that this rank writes, kept from save to save."""
 
 
 class Background:
-    """What saving in the background keeps of a run, on one rank: room for a copy, and the writing."""
+    """Saving in the background of one run, on one rank: buffers for a copy, and what is being written."""
 
     def __init__(self) -> None:
-        self._room: Room = {}
+        self._buffers: Buffers = {}
         self._writing: Writing | None = None
 
-    def copy(self, share: Share, draft: Draft, state: DistState, held: object) -> Writing:
-        """The writing of a copy of this share, not started yet: another rank may fail to copy its own.
+    def copy(self, share: Share, draft: Draft, state: DistState, locks: object) -> Writing:
+        """Copy this share, and do not write it yet: another rank may fail to copy its own.
 
-        `held` lives as long as the writing takes.
+        `locks` lives as long as the writing takes.
         """
-        self._room = _room_for(share.parts, self._room)
-        parts, ready = _copied(share.parts, self._room)
-        return Writing(replace(share, parts=parts), draft, state, ready, held)
+        self._buffers = _fitting_buffers(share.parts, self._buffers)
+        parts, copied = _copied(share.parts, self._buffers)
+        return Writing(replace(share, parts=parts), draft, state, copied, locks)
 
     def start(self, writing: Writing) -> None:
-        """Have it written."""
+        """Write it in a thread."""
         writing.start()
         self._writing = writing
 
     def drop(self) -> None:
-        """Wait for what was just started to come to nothing: another rank could not start its own."""
+        """Wait for what was just started, whose draft is gone: another rank could not start its own."""
         if self._writing is not None:
             self._writing.finish()
             self._writing = None
 
     def finish(self, state: DistState, function: str) -> None:
-        """Wait for what is being written; where that failed on one rank, all raise."""
+        """Wait for what is being written; if that failed on one rank, all raise."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
         failure = writing.finish()
-        said = exchange(failure and (str(failure) or repr(failure)), state, function)
-        failed = [f"on rank {rank}: {words}" for rank, words in enumerate(said) if words]
+        failures = exchange(failure and (str(failure) or repr(failure)), state, function)
+        failed = [f"on rank {rank}: {each}" for rank, each in enumerate(failures) if each]
         if failed:
             if state.is_main:
                 writing.draft.discard()  # others may have written into it until now
@@ -76,28 +76,28 @@ class Background:
 
 
 def finish_writing(notes: Mapping[str, Any], state: DistState, function: str) -> None:
-    """Wait for what a run has in the background, if anything. Called on every rank."""
+    """Wait for what a run writes in the background, if anything. Called on every rank."""
     if "background" in notes:
         notes["background"].finish(state, function)
 
 
 class Writing:
-    """A share that a thread writes. A process that ends waits for it, and says if it failed."""
+    """A share that a thread writes. The end of the process waits for it, and reports a failure."""
 
     def __init__(
         self,
         share: Share,
         draft: Draft,
         state: DistState,
-        ready: Sequence[torch.Event],
-        held: object,
+        copied: Sequence[torch.Event],
+        locks: object,
     ) -> None:
         self._share = share
         self.draft = draft
         self._world_size = state.world_size
-        self._watch = state.watchdog
-        self._ready = ready
-        self._held = held
+        self._watchdog = state.watchdog
+        self._copied = copied
+        self._locks = locks
         self._failure: Exception | None = None
         self._owner = os.getpid()
         # No daemon: Python waits for such a thread before anything at exit.
@@ -108,33 +108,34 @@ class Writing:
         self._thread.start()
 
     def finish(self) -> Exception | None:
-        """Wait until it is written; what went wrong."""
+        """Wait until it is written; return what went wrong."""
         self._thread.join()
-        atexit.unregister(self._say_at_exit)
+        atexit.unregister(self._report_at_exit)
         return self._failure
 
     def _run(self) -> None:
+        draft, rank = self.draft, self._share.rank
         try:
-            for copied in self._ready:
-                copied.synchronize()
-            written = self._share.write(self.draft.path)
-            if self._share.rank:
-                tell_written(self.draft.path, self._share.rank, written)
+            for event in self._copied:
+                event.synchronize()
+            written = self._share.write(draft.path)
+            if rank:
+                acknowledge(draft.path, rank, written)
             else:
-                others = hear(self.draft.path, range(1, self._world_size), self._watch)
-                self.draft.publish([written, *others])
+                others = wait_for_ranks(draft.path, range(1, self._world_size), self._watchdog)
+                draft.commit([written, *others])
         except Exception as error:
             self._failure = error
-            atexit.register(self._say_at_exit)
-            if self._share.rank:
-                tell_failure(self.draft.path, self._share.rank, error)
+            atexit.register(self._report_at_exit)
+            if rank:
+                report_failure(draft.path, rank, error)
             else:
-                self.draft.discard()
+                draft.discard()
         finally:
-            self._held = None
+            self._locks = None
 
-    def _say_at_exit(self) -> None:
-        """The last chance to tell of a failure: no later call has. The exit code is then 1."""
+    def _report_at_exit(self) -> None:
+        """Print a failure that no later call has raised; the exit code is then 1."""
         if os.getpid() != self._owner:  # a fork of it, which may end as it likes
             return
         failure = str(self._failure) or repr(self._failure)
@@ -144,28 +145,28 @@ class Writing:
 
 
 class _ExitCode:
-    """Ends the process with exit code 1 where it is let go of: handlers have run, files are closed."""
+    """Ends the process with exit code 1 when it is deleted: handlers have run, files are closed."""
 
     def __del__(self, end: Callable[[int], None] = os._exit) -> None:
         end(1)
 
 
-def _room_for(parts: Sequence[Part], room: Room) -> Room:
-    """The room that is there where it fits, new memory where it does not."""
-    found: Room = {}
+def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
+    """Keep the buffers that fit, and allocate the others."""
+    found: Buffers = {}
     for part in parts:
         key, tensor = (part.name, part.offsets), part.tensor
-        old = room.get(key)
-        if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+        buffer = buffers.get(key)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
             pinned = tensor.device.type in _PINS
-            old = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        found[key] = old
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        found[key] = buffer
     return found
 
 
-def _copied(parts: Sequence[Part], room: Room) -> tuple[list[Part], list[torch.Event]]:
-    """The parts in host memory, and the events after which they are there."""
-    copies = [replace(part, tensor=room[part.name, part.offsets]) for part in parts]
+def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[torch.Event]]:
+    """Copy the parts to host memory; return them, and the events after which they are there."""
+    copies = [replace(part, tensor=buffers[part.name, part.offsets]) for part in parts]
     with torch.no_grad():
         for part, copy in zip(parts, copies, strict=True):
             copy.tensor.copy_(part.tensor, non_blocking=True)

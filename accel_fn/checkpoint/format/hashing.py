@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from accel_fn.base.raw_bytes import bytes_of
-from accel_fn.checkpoint.weights.entries import extra
+from accel_fn.checkpoint.extra import extra
 from accel_fn.errors import CheckpointError
 
 _BLOCK = 1 << 24
@@ -32,26 +33,36 @@ class FileMark:
     size: int
     hash: str
 
+    def check_size(self, path: Path, size: int) -> None:
+        """Refuse a file of another size."""
+        if size != self.size:
+            raise CheckpointError(
+                f"load: {path} is damaged: it must have {self.size} bytes, got {size}"
+            )
+
 
 def check_hashing(function: str) -> None:
-    """Is the library here that makes hashes?"""
-    extra(function, "xxhash")
+    """Refuse to begin where the library that makes hashes is missing."""
+    with extra(function):
+        import xxhash  # noqa: F401
 
 
 def new_hash() -> Any:
-    """An XXH3-128: it reads memory faster than a disk does; for damage, not against forgery."""
-    return extra("save", "xxhash").xxh3_128()
+    """Start an XXH3-128: it reads memory faster than a disk does; for damage, not against forgery."""
+    with extra("save"):
+        import xxhash
+    return xxhash.xxh3_128()
 
 
 def hash_of(data: bytes | memoryview) -> str:
-    """Of all of it."""
+    """Hash all of it at once."""
     running = new_hash()
     running.update(data)
     return str(running.hexdigest())
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileMark:
-    """Write a file, to the disk; give back its mark."""
+    """Write a new file, wait until it is on the disk, and return its mark."""
     size, digests, running = 0, [], new_hash()
     with path.open("xb", buffering=0) as file:
         for part in parts:
@@ -84,61 +95,65 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-def check_file(path: Path, mark: FileMark, pool: Executor) -> None:
-    """Read a file to its end, and refuse it if it is not what was written."""
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name the file of a checkpoint that is missing or cannot be read."""
     try:
-        number = os.open(path, os.O_RDONLY)
-        try:
-            size = os.fstat(number).st_size
-            starts, own = range(0, size, _BLOCK), _Own()
-            mapped = pool.map if len(starts) > 1 else map  # small files: without starting threads
-            digests = mapped(lambda start: _digest(number, start, own.room), starts)
-            found = hash_of(b"".join(digests))
-        finally:
-            os.close(number)
+        yield
     except FileNotFoundError:
         raise CheckpointError(f"load: a file of the checkpoint is missing: {path}") from None
     except OSError as error:
-        raise cannot_read(path, error) from error
-    if size != mark.size:
-        raise CheckpointError(
-            f"load: {path} is damaged: it must have {mark.size} bytes, got {size}"
-        )
+        raise read_error(path, error) from error
+
+
+def read_error(path: Path, error: OSError) -> CheckpointError:
+    """Make the error for a file of a checkpoint that is there and cannot be read."""
+    return CheckpointError(f"load: {path} must be a file that can be read ({error.strerror})")
+
+
+def check_file(path: Path, mark: FileMark, pool: Executor) -> None:
+    """Read a file to its end, and refuse it if it is not what was written."""
+    with reading(path):
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(opened).st_size
+            starts, buffers = range(0, size, _BLOCK), _Buffers()
+            mapped = pool.map if len(starts) > 1 else map  # small files: without starting threads
+            digests = mapped(lambda start: _digest(opened, start, buffers.piece), starts)
+            found = hash_of(b"".join(digests))
+        finally:
+            os.close(opened)
+    mark.check_size(path, size)
     if found != mark.hash:
         raise CheckpointError(f"load: {path} is damaged: its content is not what was written")
 
 
-def cannot_read(path: Path, error: OSError) -> CheckpointError:
-    """What to tell of a file of a checkpoint that is there and cannot be read."""
-    return CheckpointError(f"load: {path} must be a file that can be read ({error.strerror})")
-
-
-class _Own(threading.local):
-    """What each thread that hashes has to read into: whole pages.
+class _Buffers(threading.local):
+    """A buffer of whole pages for each thread that hashes.
 
     Some processors take five times as long to copy to a few bytes past the start of a page.
     """
 
     def __init__(self) -> None:
-        self.room = memoryview(mmap.mmap(-1, _PIECE))
+        self.piece = memoryview(mmap.mmap(-1, _PIECE))
 
 
-def _digest(number: int, start: int, room: memoryview) -> bytes:
-    """Of the block of an open file that starts there."""
+def _digest(opened: int, start: int, buffer: memoryview) -> bytes:
+    """Hash the block of an open file that starts there."""
     running = new_hash()
     for place in range(start, start + _BLOCK, _PIECE):
-        done = read_into(room, number, place)
-        running.update(room[:done])
+        done = read_into(buffer, opened, place)
+        running.update(buffer[:done])
         if done < _PIECE:
             break
     return running.digest()  # type: ignore[no-any-return]
 
 
-def read_into(room: memoryview, number: int, start: int) -> int:
-    """Fill it from an open file, from a place on; how many bytes there were."""
+def read_into(buffer: memoryview, opened: int, start: int) -> int:
+    """Fill a buffer from a place in an open file; return how many bytes there were."""
     done = 0
-    while done < len(room):
-        count = os.preadv(number, [room[done:]], start + done)
+    while done < len(buffer):
+        count = os.preadv(opened, [buffer[done:]], start + done)
         if not count:
             break
         done += count
@@ -146,7 +161,7 @@ def read_into(room: memoryview, number: int, start: int) -> int:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host."""
+    """View the bytes of a contiguous tensor on the host."""
     if not tensor.numel():
         return memoryview(b"")
     return memoryview(cast("Any", bytes_of(tensor).numpy()))

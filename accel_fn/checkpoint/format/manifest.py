@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what is in it, where, and how it must look."""
+"""Manifest: what is in a checkpoint, in which file, and with which hash."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fn.checkpoint.format.hashing import FileMark, cannot_read, check_hashing, hash_of
+from accel_fn.checkpoint.format.hashing import FileMark, check_hashing, hash_of, read_error
 from accel_fn.checkpoint.format.manifest_checks import check_manifest
 from accel_fn.errors import CheckpointError
 
@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All of a checkpoint but its numbers."""
+    """All of a checkpoint but the values of its tensors."""
 
     step: int
     seed: int
@@ -50,23 +50,23 @@ class Manifest:
     tied: Mapping[str, str]
     """Names of parameters that are another's, and that other's name."""
     explained: Mapping[str, str]
-    """Each step as `explain` tells it."""
+    """Each step as `explain` prints it."""
     entries: Mapping[str, Entry]
     files: Mapping[str, FileMark]
 
     @property
     def size(self) -> int:
-        """Bytes of all files but this one."""
+        """Sum the bytes of all files but this one."""
         return sum(mark.size for mark in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """JSON, the hash of the rest in its first line."""
+        """Write JSON, the hash of the rest in its first line."""
         body = json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
         return b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":\n' + body + b"}\n"
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint, checked."""
+    """Read the manifest of a checkpoint, and check it."""
     path = checkpoint / NAME
     check_hashing("load")
     try:
@@ -74,7 +74,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"load: {checkpoint} is no checkpoint: it has no {NAME}") from None
     except OSError as error:
-        raise cannot_read(path, error) from error
+        raise read_error(path, error) from error
     head, _, rest = data.partition(b"\n")
     body = rest.removesuffix(b"}\n")
     if head != b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":' or body == rest:
@@ -106,6 +106,6 @@ def _entry(dtype: str, shape: Sequence[int], chunks: Sequence[dict[str, Any]]) -
 
 
 def chunk_from(found: Mapping[str, Any]) -> Chunk:
-    """A chunk out of JSON, which has lists for tuples."""
+    """Make a chunk out of JSON, which has lists for tuples."""
     offsets, sizes = tuple(found["offsets"]), tuple(found["sizes"])
     return Chunk(**{**found, "offsets": offsets, "sizes": sizes})

@@ -13,23 +13,35 @@ from accel_fn.errors import ArgumentError, CheckpointError
 
 
 def to_plain(values: Mapping[str, Any], function: str) -> bytes:
-    """A file's content, refused where it could not be read back without running code."""
+    """Make a file's content; refuse what could not be read back without running code."""
     try:
-        buffer = io.BytesIO()
-        torch.save(dict(values), buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        return _pack(dict(values))
     except Exception as error:
-        culprits = [name for name, value in values.items() if not _is_plain(value)]
+        names = ", ".join(name for name, value in values.items() if not _is_plain(value))
         raise ArgumentError(
-            f"{function}: {', '.join(culprits) or 'state'} must hold tensors, numbers, strings and "
+            f"{function}: {names or 'state'} must hold tensors, numbers, strings and "
             f"containers of them, got something else; {_first_line(error)}"
         ) from None
+
+
+def _pack(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)
     return buffer.getvalue()
 
 
+def _is_plain(value: Any) -> bool:
+    try:
+        _pack(value)
+    except Exception:
+        return False
+    return True
+
+
 def from_plain(path: Path, function: str) -> Any:
-    """What such a file holds, on the host."""
+    """Read what such a file holds, onto the host."""
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
@@ -39,22 +51,11 @@ def from_plain(path: Path, function: str) -> Any:
 
 
 def dict_from_plain(path: Path, keys: Set[str], function: str) -> dict[str, Any]:
-    """What a file holds that is a dict of these at least."""
+    """Read a file that holds a dict with at least these keys."""
     found = from_plain(path, function)
     if not isinstance(found, dict) or not keys <= found.keys():
         raise CheckpointError(f"{function}: {path} must hold {', '.join(sorted(keys))}")
     return found
-
-
-def _is_plain(value: Any) -> bool:
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception:
-        return False
-    return True
 
 
 def _first_line(error: Exception) -> str:

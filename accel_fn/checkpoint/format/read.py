@@ -11,14 +11,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from accel_fn.checkpoint.format.hashing import check_file, memory_of, read_into
+from accel_fn.checkpoint.format.hashing import check_file, memory_of, read_into, reading
 from accel_fn.checkpoint.format.manifest import Entry, Manifest
 from accel_fn.checkpoint.format.shard_plan import Reading, plan_readings
 from accel_fn.errors import CheckpointError
 
 
+def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of which a file is missing, or of another size."""
+    for name, mark in manifest.files.items():
+        path = checkpoint / name
+        with reading(path):
+            size = path.stat().st_size
+        mark.check_size(path, size)
+
+
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Some of the files against their hashes."""
+    """Check some of the files against their hashes."""
     with _pool() as pool:
         for name in names:
             check_file(path / name, manifest.files[name], pool)
@@ -29,33 +38,34 @@ def read_tensors(path: Path, tensors: Mapping[str, Tensor], entries: Mapping[str
     readings = list(plan_readings(tensors, entries))
     with ExitStack() as files, _pool() as pool:
         opened: dict[str, int] = {}
-        for name in {reading.chunk.file for reading in readings}:
+        for name in {each.chunk.file for each in readings}:
             opened[name] = os.open(path / name, os.O_RDONLY)
             files.callback(os.close, opened[name])
-        for _ in pool.map(lambda reading: _read(reading, opened[reading.chunk.file]), readings):
+        for _ in pool.map(lambda each: _read(each, opened[each.chunk.file]), readings):
             pass  # an error of a thread is raised here
 
 
 def _pool() -> Executor:
-    """Threads that read: two at least, since one may wait for a disk."""
+    """Start threads that read: at least two, since one may wait for a disk."""
     return ThreadPoolExecutor(max(2, torch.get_num_threads()), thread_name_prefix="accel_fn load")
 
 
 @torch.no_grad()
-def _read(reading: Reading, file: int) -> None:
+def _read(reading: Reading, opened: int) -> None:
     """Fill a part of a tensor, in place where memory and file are laid out alike."""
     chunk, target = reading.chunk, reading.target
     alike = (
         target.is_cpu
         and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
         and tuple(target.shape) == chunk.sizes
         and target.dtype == reading.dtype
     )
     source = target if alike else torch.empty(chunk.sizes, dtype=reading.dtype)
     view = memory_of(source)
-    if read_into(view, file, chunk.start) < len(view):
+    if read_into(view, opened, chunk.start) < len(view):
         raise CheckpointError(f"load: {chunk.file} is damaged: it ends too early")
     if not alike:
-        for dimension, (start, length) in enumerate(zip(reading.start, target.shape, strict=True)):
-            source = source.narrow(dimension, start, length)
+        for dim, (start, length) in enumerate(zip(reading.start, target.shape, strict=True)):
+            source = source.narrow(dim, start, length)
         target.copy_(source)

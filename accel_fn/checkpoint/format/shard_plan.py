@@ -1,14 +1,13 @@
-"""Who writes and who reads which part of which tensor: torch's planners, with a manifest for their metadata.
+"""Which rank writes and reads which part of which tensor: torch's planners, over our manifest.
 
 The planners know whole and sharded tensors, cut what ranks hold alike into one part for each,
 and read a checkpoint of one world into the shards of another. Their own storage
-keeps its metadata as a pickle, which could run code; here it is in the manifest. Importing
-them takes half a second, so that happens when they are used.
+keeps its metadata as a pickle, which could run code. Importing them takes half a second, so
+that happens in the functions.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from accel_fn.comm.primitives import exchange
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank writes: a block of a tensor, and where in the whole it belongs."""
+    """A block of a tensor that this rank writes, and where in the whole it belongs."""
 
     name: str
     offsets: tuple[int, ...]
@@ -31,17 +30,18 @@ class Part:
 
 
 def plan_parts(tensors: Mapping[str, Any], state: DistState) -> list[Part]:
-    """This rank's share of the tensors that all ranks hold, together or alike.
+    """Choose this rank's share of the tensors that all ranks hold, together or alike.
 
     Cost: two small collectives.
     """
-    planner = _dcp("default_planner").DefaultSavePlanner(flatten_state_dict=False)
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), is_coordinator=state.is_main)
     plans = exchange(planner.create_local_plan(), state, "save")
     shared, _ = planner.create_global_plan(plans)
-    items = planner.finish_plan(shared[state.rank]).items
     found = []
-    for item in items:
+    for item in planner.finish_plan(shared[state.rank]).items:
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, Tensor)
         found.append(Part(item.index.fqn, tuple(item.index.offset or ()), tensor.detach()))
@@ -49,7 +49,7 @@ def plan_parts(tensors: Mapping[str, Any], state: DistState) -> list[Part]:
 
 
 def to_entries(tensors: Mapping[str, Any]) -> dict[str, Entry]:
-    """Dtype and shape of every tensor, without chunks."""
+    """Describe dtype and shape of every tensor, without chunks."""
     return {
         name: Entry(name_of_dtype(tensor.dtype), tuple(tensor.shape), ())
         for name, tensor in tensors.items()
@@ -59,7 +59,7 @@ def to_entries(tensors: Mapping[str, Any]) -> dict[str, Entry]:
 def with_chunks(
     entries: Mapping[str, Entry], chunks: Iterable[tuple[str, Chunk]]
 ) -> dict[str, Entry]:
-    """The entries with the chunks that were written of them, by name."""
+    """Add the chunks that were written to their entries, by name."""
     found: dict[str, list[Chunk]] = {name: [] for name in entries}
     for name, chunk in chunks:
         found[name].append(chunk)
@@ -69,7 +69,7 @@ def with_chunks(
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """`float32`."""
+    """Return `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -84,33 +84,37 @@ class Reading:
 
 
 def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> Iterator[Reading]:
-    """What this rank reads to fill these tensors."""
-    planner = _dcp("default_planner").DefaultLoadPlanner(flatten_state_dict=False)
-    index_of = _dcp("metadata").MetadataIndex
-    metadata = _dcp("metadata").Metadata({name: _metadata(entries[name]) for name in tensors})
+    """Choose what this rank reads to fill these tensors."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    metadata = Metadata({name: _metadata(entries[name]) for name in tensors})
     planner.set_up_planner(dict(tensors), metadata)
-    where = {
-        index_of(name, chunk.offsets): chunk for name in tensors for chunk in entries[name].chunks
+    chunks = {
+        MetadataIndex(name, chunk.offsets): chunk
+        for name in tensors
+        for chunk in entries[name].chunks
     }
     for item in planner.finish_plan(planner.create_local_plan()).items:
-        chunk = where[item.storage_index]
+        chunk = chunks[item.storage_index]
         dtype = getattr(torch, entries[item.storage_index.fqn].dtype)
         target = planner.resolve_tensor(item).detach()
         yield Reading(chunk, dtype, tuple(item.storage_offsets), target)
 
 
 def _metadata(entry: Entry) -> Any:
-    dcp = _dcp("metadata")
-    return dcp.TensorStorageMetadata(
-        dcp.TensorProperties(dtype=getattr(torch, entry.dtype)),
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    return TensorStorageMetadata(
+        TensorProperties(dtype=getattr(torch, entry.dtype)),
         torch.Size(entry.shape),
         [
-            dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
             for chunk in entry.chunks
         ],
     )
-
-
-def _dcp(module: str) -> Any:
-    """A module of torch's distributed checkpoints."""
-    return importlib.import_module(f"torch.distributed.checkpoint.{module}")

@@ -18,10 +18,9 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a rank has written."""
+    """What a rank has written: chunks by name of the tensor, and marks by name of the file."""
 
     chunks: Sequence[tuple[str, Chunk]]
-    """By name of the tensor."""
     files: Mapping[str, FileMark]
 
 
@@ -34,39 +33,36 @@ class Share:
     parts: Sequence[Part]
 
     def write(self, draft: Path) -> Written:
-        """Write all of it, to the disk."""
+        """Write all of it, and wait until it is on the disk."""
         file = file_of("tensors", self.rank, "bin")
         chunks: list[tuple[str, Chunk]] = []
         try:
             marks = {name: write_file(draft / name, [data]) for name, data in self.files.items()}
             if self.parts:
-                marks[file] = write_file(draft / file, _bytes_of(self.parts, file, chunks))
+                marks[file] = write_file(draft / file, self._tensor_bytes(file, chunks))
         except OSError as error:
-            raise cannot_write(draft, error) from error
+            raise write_error(draft, error) from error
         return Written(chunks, marks)
 
+    def _tensor_bytes(self, file: str, chunks: list[tuple[str, Chunk]]) -> Iterator[memoryview]:
+        """Yield the bytes of tensors, aligned as in memory, and append where each begins to `chunks`."""
+        start = 0
+        for part in self.parts:
+            gap = -start % _ALIGNMENT
+            if gap:
+                yield memoryview(bytes(gap))
+            start += gap
+            view = memory_of(part.tensor.cpu().resolve_conj().resolve_neg().contiguous())
+            shape = tuple(part.tensor.shape)
+            offsets = part.offsets or (0,) * len(shape)
+            chunks.append((part.name, Chunk(offsets, shape, file, start, len(view))))
+            start += len(view)
+            yield view
 
-def cannot_write(draft: Path, error: OSError) -> CheckpointError:
-    """What to tell of a folder in which a draft cannot be written."""
+
+def write_error(draft: Path, error: OSError) -> CheckpointError:
+    """Make the error for a folder in which a draft cannot be written."""
     return CheckpointError(
         f"save: folder must be one that can be written to, got {str(draft.parent)!r} "
         f"({error.strerror or error}); checkpoints that were there are as they were"
     )
-
-
-def _bytes_of(
-    parts: Sequence[Part], file: str, chunks: list[tuple[str, Chunk]]
-) -> Iterator[memoryview]:
-    """The bytes of tensors, one after another, aligned as in memory; notes where each begins."""
-    start = 0
-    for part in parts:
-        gap = -start % _ALIGNMENT
-        if gap:
-            yield memoryview(bytes(gap))
-        start += gap
-        view = memory_of(part.tensor.cpu().contiguous())
-        shape = tuple(part.tensor.shape)
-        offsets = part.offsets or (0,) * len(shape)
-        chunks.append((part.name, Chunk(offsets, shape, file, start, len(view))))
-        start += len(view)
-        yield view

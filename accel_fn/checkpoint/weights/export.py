@@ -1,4 +1,4 @@
-"""Weights alone out of a checkpoint, without the program that saved it."""
+"""export_model: weights alone out of a checkpoint, without the program that saved it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from accel_fn.checkpoint.contents import place_of
+from accel_fn.checkpoint.contents import place_of, under
 from accel_fn.checkpoint.format.manifest import read_manifest
-from accel_fn.checkpoint.format.names import COMMON, OF_ALL
+from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
-from accel_fn.checkpoint.format.read import check_files, read_tensors
-from accel_fn.checkpoint.listing import check_sizes
+from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.weights.entries import Entries, check_dense, check_storable
 from accel_fn.checkpoint.weights.files import write_set
 from accel_fn.errors import ArgumentError, CheckpointError, ExtraError, message
@@ -45,18 +44,17 @@ def export_model(
     Cost: reads the checkpoint to check it, then the model, which is held on the host.
     """
     path, prefix = Path(checkpoint), place_of("model", step)
-    with _told_by_export():
+    with _named_export():
         manifest = read_manifest(path)
-    if step not in manifest.plans:
-        names = ", ".join(name or "(no name)" for name in manifest.plans)
-        raise CheckpointError(
-            f"export: step must be one of {path}, got {step!r}; there are {names}"
-        )
-    with _told_by_export():
+        if step not in manifest.plans:
+            names = ", ".join(name or "(no name)" for name in manifest.plans)
+            raise CheckpointError(
+                f"export: step must be one of {path}, got {step!r}; there are {names}"
+            )
         check_sizes(path, manifest)
         check_files(path, manifest, manifest.files)
-    extra = dict_from_plain(path / COMMON, OF_ALL, "export")["steps"][step]["model"]
-    for name, value in extra.items():
+    extra_state = dict_from_plain(path / COMMON, COMMON_KEYS, "export")["steps"][step]["model"]
+    for name, value in extra_state.items():
         check_dense("export", name, value)
     tensors = {
         name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
@@ -64,27 +62,24 @@ def export_model(
         if name.startswith(prefix)
     }
     read_tensors(path, tensors, manifest.entries)
-    tied = {
-        name.removeprefix(prefix): other.removeprefix(prefix)
-        for name, other in manifest.tied.items()
-        if name.startswith(prefix)
-    }
-    plain = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    entries = Entries(plain, tied)
-    with _told_by_export():
+    entries = Entries(
+        under(prefix, tensors),
+        {name: first.removeprefix(prefix) for name, first in under(prefix, manifest.tied).items()},
+    )
+    with _named_export():
         check_storable(entries)
     try:
         write_set(Path(folder), entries, max_shard_size)
     except OSError as error:
         rule = "be one that can be written to"
-        why = error.strerror or str(error)
-        raise ArgumentError(message("export", "folder", rule, str(folder), why)) from error
-    return len(plain)
+        reason = error.strerror or str(error)
+        raise ArgumentError(message("export", "folder", rule, str(folder), reason)) from error
+    return len(tensors)
 
 
 @contextmanager
-def _told_by_export() -> Iterator[None]:
-    """What `load` reads and `save_model` checks names these in errors."""
+def _named_export() -> Iterator[None]:
+    """Name `export` in errors of what `load` reads and `save_model` checks."""
     try:
         yield
     except (ArgumentError, CheckpointError, ExtraError) as error:

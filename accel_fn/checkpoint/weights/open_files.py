@@ -1,4 +1,4 @@
-"""A set of weight files, opened: everything that they say is checked, and no tensor read."""
+"""A set of weight files, opened: all that they claim is checked, and no tensor is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from accel_fn.checkpoint.weights.entries import extra
+from accel_fn.checkpoint.extra import extra
 from accel_fn.checkpoint.weights.files import INDEX, SINGLE, TIED
 from accel_fn.errors import ArgumentError
 
@@ -27,25 +27,24 @@ class Stored:
     """Another name -> the key that holds its value."""
 
     def key_of(self, name: str) -> str | None:
-        """Under which key the value of a name lies."""
+        """Return the key under which the value of a name lies."""
         return name if name in self.handles else self.tied.get(name)
 
     def tensor(self, key: str) -> Tensor:
-        """A tensor [...] on the host, mapped from its file; what is not touched is not read."""
+        """Map a tensor [...] from its file onto the host; what is not touched is not read."""
         return cast("Tensor", self.handles[key].get_tensor(key))
 
 
 def open_set(folder: Path, stack: ExitStack) -> Stored:
     """Open the one file, or the files of the index; the stack closes them."""
     if (folder / SINGLE).exists():
-        files = {SINGLE: _open(folder, SINGLE, stack)}
-        return _stored(folder, files)
+        return _stored(folder, {SINGLE: _open(folder, SINGLE, stack)})
     if not (folder / INDEX).is_file():
         raise _refusal(folder, f"hold {SINGLE} or {INDEX}", "neither")
-    before = _mark(folder / INDEX)
+    before = _identity(folder / INDEX)
     index = _read_index(folder)
     files = {name: _open(folder, name, stack) for name in sorted(set(index.values()))}
-    if _mark(folder / INDEX) != before:  # a save puts a new index before it touches old shards
+    if _identity(folder / INDEX) != before:  # a save puts a new index before it touches old shards
         raise _refusal(folder, "stay as it is while it is read", "a new set; load again")
     stored = _stored(folder, files)
     for key, name in index.items():
@@ -58,18 +57,17 @@ def open_set(folder: Path, stack: ExitStack) -> Stored:
 
 
 def _refusal(path: Path, rule: str, found: object) -> ArgumentError:
-    what = found if isinstance(found, str) else repr(found)
-    return ArgumentError(f"load_model: {path} must {rule}, got {what}")
+    found = found if isinstance(found, str) else repr(found)
+    return ArgumentError(f"load_model: {path} must {rule}, got {found}")
 
 
-def _mark(path: Path) -> tuple[int, int]:
-    """Another one for every file that was put there."""
+def _identity(path: Path) -> tuple[int, int]:
     found = path.stat()
     return found.st_ino, found.st_mtime_ns
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Key -> file name."""
+    """Return the file name of each key."""
     path = _inside(folder, INDEX)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -91,7 +89,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a file that no link leads away from its folder."""
+    """Return the path of a file that no link leads away from its folder."""
     real, home = Path(os.path.realpath(folder / name)), Path(os.path.realpath(folder))
     homes = [home]
     if home.parent.name == "snapshots":  # the hub's cache: snapshots link to files in blobs
@@ -104,11 +102,12 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _open(folder: Path, name: str, stack: ExitStack) -> Any:
-    library = extra("load_model", "safetensors")
+    with extra("load_model"):
+        from safetensors import SafetensorError, safe_open
     path = _inside(folder, name)
     try:
-        return stack.enter_context(library.safe_open(path, framework="pt"))
-    except (library.SafetensorError, OSError) as error:
+        return stack.enter_context(safe_open(path, framework="pt"))
+    except (SafetensorError, OSError) as error:
         raise _refusal(path, "be a whole safetensors file", str(error)) from error
 
 
@@ -129,13 +128,13 @@ def _stored(folder: Path, files: Mapping[str, Any]) -> Stored:
 
 
 def _read_tied(path: Path, file: Any, keys: set[str]) -> dict[str, str]:
-    said = (file.metadata() or {}).get(TIED, "{}")
+    text = (file.metadata() or {}).get(TIED, "{}")
     try:
-        tied = json.loads(said)
+        tied = json.loads(text)
     except (ValueError, RecursionError):
         tied = None
     if not isinstance(tied, dict) or not all(
         isinstance(first, str) and first in keys for first in tied.values()
     ):
-        raise _refusal(path, f"tie names to its own keys in {TIED}", said)
+        raise _refusal(path, f"tie names to its own keys in {TIED}", text)
     return tied

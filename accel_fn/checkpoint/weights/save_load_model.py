@@ -1,4 +1,4 @@
-"""save_model and load_model: the weights of a model alone, as safetensors files that others read."""
+"""save_model and load_model: the weights of a model alone, as safetensors files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import DistState
+from accel_fn.checkpoint.extra import extra
 from accel_fn.checkpoint.weights.entries import (
     Entries,
     check_storable,
     check_writable,
-    extra,
     read_entries,
 )
 from accel_fn.checkpoint.weights.files import write_set
@@ -44,17 +44,15 @@ def save_model(
     `model-00001-of-0000N.safetensors` ... and `model.safetensors.index.json`. Keys are those
     of the model's `state_dict()`; a model in DDP or `torch.compile` is saved as the one inside. A
     tensor with several names (tied weights) is written once, under the first; the file's
-    metadata tell the others.
+    metadata list the other names.
 
-    Files are written beside the old ones and then renamed, so a process that is killed at
-    any moment leaves a set that loads: the old one (none, if there was none), or the new one.
-    Where the file system has no hard links, replacing a set by one of as many shards copies
-    its files. What earlier saves left, whole or in part, is removed at the end; no
-    other file of the folder is touched. One process at a time may write to a folder; one that
-    reads meanwhile gets one of the two sets, or an error.
+    A process that is killed at any moment leaves the old set or the new one, and a reader gets one of
+    the two, or an error. What earlier saves left is removed at the end; no other file of the
+    folder is touched. One process at a time may write to a folder. Without hard links,
+    replacing a set by one of as many shards copies its files.
 
-    Call it on one rank: `af.on_main(lambda: af.save_model(model, folder), state)`. A model in shards,
-    of `wrap_fsdp`, needs the call on every rank: the first gathers it on the host, and writes.
+    Call it on one rank: `af.on_main(lambda: af.save_model(model, folder), state)`. With `wrap_fsdp`,
+    call it on every rank: the first one gathers the model on the host, and writes.
 
     Args:
         model: with dense tensors of the dtypes that safetensors knows, on any device.
@@ -79,12 +77,13 @@ def save_model(
     """
     limit = parse_size("save_model", max_shard_size)
     path = _path("save_model", folder)
-    extra("save_model", "safetensors.torch")
+    with extra("save_model"):
+        import safetensors.torch  # noqa: F401
     entries = read_entries("save_model", model)
     check_storable(entries)
-    shards = [each for each in entries.tensors.values() if is_sharded(each)]
-    if shards:
-        _write_shards(path, entries, limit, axes_of(shards[0]))
+    sharded = next(filter(is_sharded, entries.tensors.values()), None)
+    if sharded is not None:
+        _write_gathered(path, entries, limit, axes_of(sharded))
     else:
         write_set(path, entries, limit)
 
@@ -93,14 +92,12 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Read what `save_model`, or a library of Hugging Face, wrote into a model, in place.
 
     Everything is checked before anything is overwritten: names, shapes, dtypes (none is cast), and
-    that the files are whole. Where both are there, `model.safetensors` goes before the
+    that the files are whole. If both are there, `model.safetensors` is read, and not the
     index, as elsewhere. A name that the file ties to another gets its value, tied
     in the model or not. Names that are tied in the model need one of them in the file; if there are
-    several, they must be equal to the bit. Devices, `requires_grad` and ties of the model stay. Of a model
-    in shards, a rank reads its part; call it on every rank.
-
-    An index names files in its folder only, and links must stay in it or lead to
-    the blobs of a hub's cache.
+    several, they must be equal to the bit. Devices, `requires_grad` and ties of the model stay. With
+    `wrap_fsdp`, call it on every rank, which reads its shards. An index names files in its folder
+    only, and links must stay in it or lead to the blobs of a hub's cache.
 
     Args:
         model: as it was when it was saved: same names, shapes and dtypes; on any device.
@@ -121,42 +118,42 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     True
     """
     path = _path("load_model", folder)
-    extra("load_model", "safetensors.torch")
+    with extra("load_model"):
+        import safetensors.torch  # noqa: F401
     entries = read_entries("load_model", model)
     check_writable(model, entries)
     with ExitStack() as stack:
         stored = open_set(path, stack)
         differences = _differences(entries, stored)
         if differences:
-            raise ArgumentError(_told(path, differences))
+            raise ArgumentError(_report(path, differences))
         for first, tensor in entries.tensors.items():  # detached: autograd does not see it
             fill(tensor, stored.tensor(_keys_of(first, entries, stored)[0]))
 
 
-def _write_shards(path: Path, entries: Entries, limit: int, axes: list[DistState]) -> None:
+def _write_gathered(path: Path, entries: Entries, limit: int, axes: list[DistState]) -> None:
     """Gather on all ranks, one tensor after another, and write on the first."""
     barrier(axes[0])
-    writes = all(axis.is_main for axis in axes)
+    is_writer = all(axis.is_main for axis in axes)
     tensors = {}
     for name, tensor in entries.tensors.items():
         gathered = whole(tensor)
-        if writes:
+        if is_writer:
             tensors[name] = gathered.cpu()
 
     def write() -> None:
-        if writes:
+        if is_writer:
             write_set(path, Entries(tensors, entries.tied), limit)
 
-    done = write
     for (
         axis
-    ) in axes:  # ranks along the first axis hear of the one that writes; then all others of those
-        done = partial(all_or_none, done, axis, "save_model")
-    done()
+    ) in axes:  # a failure reaches the writer's peers on the first axis, then theirs on the next
+        write = partial(all_or_none, write, axis, "save_model")
+    write()
 
 
 def parse_size(function: str, size: int | str) -> int:
-    """Bytes of "5GB", "512MiB" or a number."""
+    """Convert "5GB", "512MiB" or a number to bytes."""
     if not isinstance(size, str):
         return check_count(function, "max_shard_size", size, repair='or give "5GB"')
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", size)
@@ -176,33 +173,29 @@ def _path(function: str, folder: str | os.PathLike[str]) -> Path:
 
 
 def _keys_of(first: str, entries: Entries, stored: Stored) -> list[str]:
-    """Under which keys the files hold the value of a tensor of the model."""
+    """Return the keys under which the files hold the value of a tensor of the model."""
     keys = (stored.key_of(name) for name in entries.names_of(first))
     return list(dict.fromkeys(key for key in keys if key is not None))
 
 
 def _differences(entries: Entries, stored: Stored) -> list[str]:
-    """A line for every entry that is not the same in the model and in the files."""
+    """Describe each entry that is not the same in the model and in the files."""
     lines = []
     for first, tensor in entries.tensors.items():
-        keys = _keys_of(first, entries, stored)
+        keys, here = _keys_of(first, entries, stored), _spec(tensor)
         if not keys:
-            lines.append(f"{first}: {_spec(tensor)} in the model, nothing in the files")
-        others = [key for key in keys if _spec(stored.tensor(key)) != _spec(tensor)]
-        lines += [
-            f"{key}: {_spec(tensor)} in the model, {_spec(stored.tensor(key))} in the files"
-            for key in others
-        ]
+            lines.append(f"{first}: {here} in the model, nothing in the files")
+        there = {key: _spec(stored.tensor(key)) for key in keys}
+        others = [key for key in keys if there[key] != here]
+        lines += [f"{key}: {here} in the model, {there[key]} in the files" for key in others]
         if not others and not all(_same(stored, keys[0], key) for key in keys[1:]):
             lines.append(f"{', '.join(keys)}: one tensor in the model, several in the files")
     known = entries.tensors.keys() | entries.tied.keys()
-    for key in stored.handles:
-        if key not in known:
-            lines.append(f"{key}: nothing in the model, {_spec(stored.tensor(key))} in the files")
-    for name, key in stored.tied.items():
-        if name not in known:
-            lines.append(f"{name}: nothing in the model, tied to {key} in the files")
-    return lines
+    unknown = {key: _spec(stored.tensor(key)) for key in stored.handles if key not in known}
+    unknown |= {name: f"tied to {key}" for name, key in stored.tied.items() if name not in known}
+    return lines + [
+        f"{key}: nothing in the model, {there} in the files" for key, there in unknown.items()
+    ]
 
 
 def _spec(tensor: Tensor) -> str:
@@ -214,9 +207,9 @@ def _same(stored: Stored, one: str, other: str) -> bool:
     return torch.equal(bytes_of(first), bytes_of(second))
 
 
-def _told(path: Path, differences: list[str]) -> str:
+def _report(path: Path, differences: list[str]) -> str:
     shown = differences[:_MOST_SHOWN]
     if len(differences) > len(shown):
         shown.append(f"and {len(differences) - len(shown)} more")
-    what = f"{len(differences)} difference" + "s" * (len(differences) > 1)
-    return "\n  ".join([f"load_model: model must be the one saved in {path}, got {what}:", *shown])
+    count = f"{len(differences)} difference" + "s" * (len(differences) > 1)
+    return "\n  ".join([f"load_model: model must be the one saved in {path}, got {count}:", *shown])

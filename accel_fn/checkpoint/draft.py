@@ -1,4 +1,4 @@
-"""From a draft to a checkpoint: when all ranks have written, the manifest, and then the name."""
+"""Draft: a checkpoint that is being written, until all ranks have written and it gets its name."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from pathlib import Path
 
 from accel_fn.checkpoint.format.hashing import sync, write_file
 from accel_fn.checkpoint.format.manifest import NAME, Manifest
-from accel_fn.checkpoint.format.names import draft_of, name_of, publish
+from accel_fn.checkpoint.format.names import draft_of, name_of, rename_draft
 from accel_fn.checkpoint.format.shard_plan import with_chunks
-from accel_fn.checkpoint.format.write import Written, cannot_write
+from accel_fn.checkpoint.format.write import Written, write_error
 from accel_fn.checkpoint.retention import retain, tidy
 from accel_fn.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A checkpoint that is being written, and what becomes of it."""
+    """A checkpoint that is being written.
+
+    `head` lacks what the ranks write: it has no files, and entries without chunks.
+    """
 
     home: Path
     head: Manifest
-    """Without what the ranks write: no files, and entries without chunks."""
     keep: int | None
     keep_every: int | None
     resumed_from: int | None
@@ -38,12 +40,11 @@ class Draft:
         """Where it will be."""
         return self.home / name_of(self.head.step)
 
-    def publish(self, written: Sequence[Written]) -> None:
-        """Give it its name, and let go of older ones. On the main rank, once all ranks have written."""
-        chunks = chain.from_iterable(each.chunks for each in written)
+    def commit(self, written: Sequence[Written]) -> None:
+        """Give it its name, and remove older ones. On the main rank, once all ranks have written."""
         files = {name: mark for each in written for name, mark in each.files.items()}
-        entries = with_chunks(self.head.entries, chunks)
-        manifest = replace(self.head, entries=entries, files=files)
+        chunks = chain.from_iterable(each.chunks for each in written)
+        manifest = replace(self.head, entries=with_chunks(self.head.entries, chunks), files=files)
         try:
             if not self.path.is_dir():
                 raise CheckpointError(
@@ -59,10 +60,10 @@ class Draft:
                     )
             write_file(self.path / NAME, [manifest.to_bytes()])
             sync(self.path)
-            publish(self.path, self.final)
+            rename_draft(self.path, self.final)
             tidy(self.home)
         except OSError as error:
-            raise cannot_write(self.path, error) from error
+            raise write_error(self.path, error) from error
         if self.keep is not None:
             retain(self.home, self.head.step, self.keep, self.keep_every, self.resumed_from)
 
