@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +27,7 @@ from accel_fn.comm.dtensor import is_sharded, shard_like
 from accel_fn.errors import ArgumentTypeError, CheckpointError, check_folder, message
 from accel_fn.step.step import Step
 
+_LOG = logging.getLogger(__name__)
 _MOST_NAMED = 12
 _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _OPTIMIZER, _SCALER = "optimizer.bin", "scaler.pt"
@@ -83,7 +84,7 @@ def load_accelerate(
     all_or_none(lambda: _fill(saved, step, schedulers), state, "load_accelerate")
     if state.is_main:
         for line in _unused(saved, state.scaler, schedulers):
-            print(f"accel_fn: load_accelerate: {line}", file=sys.stderr)
+            _LOG.warning("load_accelerate: %s", line)
     return replace(state, step=saved.num_updates, scaler=saved.scaler)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,25 +11,9 @@ from typing import Any
 
 from accel_fn.base.rng import derive_random, restore_random
 from accel_fn.base.state import DistState, check_state
-from accel_fn.checkpoint.argument_checks import (
-    check_at,
-    check_extras,
-    check_model,
-    check_plan,
-    check_same,
-    check_steps,
-)
+from accel_fn.checkpoint import argument_checks as checks
+from accel_fn.checkpoint import compare
 from accel_fn.checkpoint.background.background import finish_writing
-from accel_fn.checkpoint.compare import (
-    differences,
-    extra_differences,
-    extra_state_differences,
-    fitting,
-    fitting_extras,
-    has_optimizer,
-    listed,
-    misfits,
-)
 from accel_fn.checkpoint.contents import (
     Contents,
     contents_of,
@@ -50,6 +34,7 @@ from accel_fn.comm.primitives import exchange
 from accel_fn.errors import CheckpointError, check_flag, check_folder
 from accel_fn.step.step import Step
 
+_LOG = logging.getLogger(__name__)
 _RANK_KEYS = {"buffers", "random"}
 
 
@@ -102,14 +87,14 @@ def load(
     steps, extras = named_steps(step), {} if extras is None else extras
     all_or_none(lambda: _check(folder, steps, extras, at, strict), state, "load")
     given = {"folder": os.fspath(folder), "step": sorted(steps), "extras": sorted(extras)}
-    check_same(given | {"at": at, "strict": strict}, state, "load")
+    checks.check_same(given | {"at": at, "strict": strict}, state, "load")
     finish_writing(notes_of(steps), state, "load")
     path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
     path = exchange(path, state, "load")[0]
 
     def check() -> _Saved:
         contents = contents_of(steps)
-        check_model(contents.tensors, "load")
+        checks.check_model(contents.tensors, "load")
         saved = _read(path, contents, state)
         _compare(saved, extras, state, strict=strict)
         return saved
@@ -149,12 +134,12 @@ def _check(
     strict: object,
 ) -> None:
     check_folder("load", folder)
-    check_steps(steps, "load")
-    check_extras(extras, "load")
-    check_at(at, "load")
+    checks.check_steps(steps, "load")
+    checks.check_extras(extras, "load")
+    checks.check_at(at, "load")
     check_flag("load", "strict", strict)
     for each in steps.values():
-        check_plan(each.plan, "check_loaded")
+        checks.check_plan(each.plan, "check_loaded")
 
 
 def _choose(folder: Path, at: str | int) -> Path:
@@ -185,30 +170,32 @@ def _compare(saved: _Saved, extras: Mapping[str, Any], state: DistState, *, stri
     if not strict:
         found = [
             f"{function} starts fresh: its state was saved in other shapes"
-            for function in misfits(saved.manifest, saved.contents).values()
+            for function in compare.misfits(saved.manifest, saved.contents).values()
         ]
-    found += differences(saved.manifest, saved.contents, state)
-    found += extra_state_differences(saved.common["steps"], saved.contents.rest)
-    found += extra_differences(saved.extras, extras)
+    found += compare.differences(saved.manifest, saved.contents, state)
+    found += compare.extra_state_differences(saved.common["steps"], saved.contents.rest)
+    found += compare.extra_differences(saved.extras, extras)
     if found and strict:
         raise CheckpointError(
-            f"load: {saved.path} must be of this program, got differences:\n{listed(found)}"
+            f"load: {saved.path} must be of this program, got differences:\n{compare.listed(found)}"
         )
     if found and state.is_main:
-        print(f"accel_fn: {saved.path} is of another program:\n{listed(found)}", file=sys.stderr)
+        _LOG.warning("%s is of another program:\n%s", saved.path, compare.listed(found))
 
 
 def _load_extras(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
-    for name in fitting_extras(saved, extras):
+    for name in compare.fitting_extras(saved, extras):
         extras[name].load_state_dict(saved[name])
 
 
 def _fill(saved: _Saved, steps: Mapping[str, Step], state: DistState, *, strict: bool) -> DistState:
     """Overwrite what fits: all of it, if `strict`."""
     manifest, contents, of_rank = saved.manifest, saved.contents, saved.of_rank
-    fits = fitting(manifest, contents)
-    optimizers = {name for name in steps if strict or has_optimizer(manifest, contents, fits, name)}
-    fresh = {} if strict else misfits(manifest, contents)
+    fits = compare.fitting(manifest, contents)
+    optimizers = {
+        name for name in steps if strict or compare.has_optimizer(manifest, contents, fits, name)
+    }
+    fresh = {} if strict else compare.misfits(manifest, contents)
     entries = {
         name: entry for name, entry in manifest.entries.items() if not name.startswith(tuple(fresh))
     }
@@ -235,8 +222,9 @@ def _load_random(of_rank: Mapping[str, Any], manifest: Manifest, state: DistStat
     else:
         derive_random(state)
     if state.is_main and state.world_size > manifest.world_size:
-        print(
-            f"accel_fn: saved in a world of {manifest.world_size}, loaded in one of {state.world_size}: "
-            "random generators of the new ranks are derived from seed, rank and step",
-            file=sys.stderr,
+        _LOG.warning(
+            "saved in a world of %d, loaded in one of %d: random generators of the new ranks are "
+            "derived from seed, rank and step",
+            manifest.world_size,
+            state.world_size,
         )

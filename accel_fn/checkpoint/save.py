@@ -13,14 +13,7 @@ from torch import Tensor
 
 from accel_fn.base.rng import random_state
 from accel_fn.base.state import DistState, check_state
-from accel_fn.checkpoint.argument_checks import (
-    check_extras,
-    check_keep,
-    check_model,
-    check_plan,
-    check_same,
-    check_steps,
-)
+from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint.background.background import Background, finish_writing
 from accel_fn.checkpoint.contents import (
     Contents,
@@ -109,7 +102,7 @@ def save(
         "wait": wait,
     }
     given |= {"state.step": state.step, "keep": keep, "keep_every": keep_every}
-    check_same(given, state, "save")
+    checks.check_same(given, state, "save")
     notes = notes_of(steps)
     finish_writing(notes, state, "save")
     head = _head(state, steps, contents)
@@ -149,14 +142,14 @@ def _check(
     """Return the absolute folder and what is to be saved."""
     home = Path(check_folder("save", folder)).absolute()
     check_hashing("save")
-    check_steps(steps, "save")
-    check_keep(keep, keep_every, "save")
+    checks.check_steps(steps, "save")
+    checks.check_keep(keep, keep_every, "save")
     check_flag("save", "wait", wait)
-    check_extras(extras, "save")
+    checks.check_extras(extras, "save")
     for each in steps.values():
-        check_plan(each.plan, "check_saved")
+        checks.check_plan(each.plan, "check_saved")
     contents = contents_of(steps)
-    check_model(contents.tensors, "save")
+    checks.check_model(contents.tensors, "save")
     return home, contents
 
 

@@ -187,7 +187,7 @@ def test_the_generator_of_the_device_goes_on_where_it_stood(tmp_path):
     assert torch.equal(torch.rand(2, device=device), drawn)
 
 
-def test_generators_of_new_ranks_are_derived_and_that_is_said(tmp_path, capsys):
+def test_generators_of_new_ranks_are_derived_and_that_is_logged(tmp_path, caplog):
     state, step = make(recipe=af.wrap_ddp())
     af.save(tmp_path, state, step)
 
@@ -196,10 +196,10 @@ def test_generators_of_new_ranks_are_derived_and_that_is_said(tmp_path, capsys):
         af.load(tmp_path, state, step)
 
     simulate(run, world_size=2)
-    assert capsys.readouterr().err == (
-        "accel_fn: saved in a world of 1, loaded in one of 2: random generators of the new ranks "
-        "are derived from seed, rank and step\n"
-    )
+    assert caplog.messages == [
+        "saved in a world of 1, loaded in one of 2: random generators of the new ranks are derived "
+        "from seed, rank and step"
+    ]
 
 
 @pytest.mark.slow
@@ -742,7 +742,7 @@ def test_arguments_of_a_transform_are_those_of_the_program_and_no_difference(tmp
     assert before != af.explain(step.plan, state)
 
 
-def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, capsys):
+def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, caplog):
     counter = Counting(5)
     state, step = make()
     af.save(tmp_path, advance(state, step), step)
@@ -758,14 +758,14 @@ def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, 
         step.plan.model.state_dict(),
     )
     assert new.plan.optimizer.state_dict()["state"] == {}
-    told = capsys.readouterr().err
-    assert told.startswith(f"accel_fn: {tmp_path / 'step_00000002'} is of another program:\n")
-    assert "  model/3.weight: nothing saved, float64 [1, 1] here\n" in told
-    assert "  after: nothing saved, ['Counting'] here\n" in told
+    (text,) = caplog.messages
+    assert text.startswith(f"{tmp_path / 'step_00000002'} is of another program:\n")
+    assert "  model/3.weight: nothing saved, float64 [1, 1] here\n" in text
+    assert "  after: nothing saved, ['Counting'] here\n" in text
 
 
 @pytest.mark.parametrize("widths", [(3, 4, 1), (3, 5, 1, 1)], ids=["shape", "more"])
-def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, capsys, widths):
+def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, caplog, widths):
     """Such as the average of a layer that is another now."""
     recipe = af.compose(af.average(0.5), af.schedule(lambda _: 1.0))
     state, step = make(recipe=recipe)
@@ -773,8 +773,8 @@ def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, cap
     model = nn.Sequential(*(nn.Linear(*each) for each in pairwise(widths))).double()
     state, other = make(model=model, recipe=recipe)
     state = af.load(tmp_path, state, other, strict=False)
-    told = capsys.readouterr().err
-    assert "  after/0 moving_average starts fresh: its state was saved in other shapes" in told
+    (text,) = caplog.messages
+    assert "  after/0 moving_average starts fresh: its state was saved in other shapes" in text
     assert other.plan.after[0].state_dict()["num_updates"] == 0
     assert other.plan.after[1].state_dict() == step.plan.after[1].state_dict()
     advance(state, other)
@@ -796,16 +796,16 @@ def test_what_a_transform_keeps_in_other_shapes_is_a_difference(tmp_path):
     advance(af.load(tmp_path, state, other, strict=False), other)
 
 
-def test_extras_that_do_not_fit_are_left_and_told(tmp_path, capsys):
+def test_extras_that_do_not_fit_are_left_and_logged(tmp_path, caplog):
     state, step = make()
     extras = {"counter": Counter(4), "data": shared(), "old": Counter()}
     af.save(tmp_path, advance(state, step), step, extras=extras)
     extras = {"counter": Counter(9), "data": shared(48), "new": Counter(7)}
     assert af.load(tmp_path, state, step, extras=extras, strict=False).step == 2
     assert (extras["counter"].number, extras["new"].number) == (4, 7)
-    told = capsys.readouterr().err
-    assert "  extras: ['counter', 'data', 'old'] saved, ['counter', 'data', 'new'] here\n" in told
-    assert "  extras/data: num_samples: 40 saved, 48 here\n" in told
+    (text,) = caplog.messages
+    assert "  extras: ['counter', 'data', 'old'] saved, ['counter', 'data', 'new'] here\n" in text
+    assert "  extras/data: num_samples: 40 saved, 48 here" in text
 
 
 def test_ranks_micro_batches_and_wrapping_are_not_another_program(tmp_path):

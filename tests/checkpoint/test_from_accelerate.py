@@ -135,17 +135,17 @@ def test_how_updates_are_computed_stays_that_of_the_program(saved):
     step(state, batches()[0])
 
 
-def test_what_is_left_out_is_said(saved, capsys):
+def test_what_is_left_out_is_logged(saved, caplog):
     state, step, _ = built()
     af.load_accelerate(saved[0] / "AdamW", step, state)
-    assert capsys.readouterr().err.splitlines() == [
-        "accel_fn: load_accelerate: random_states_0.pkl is left out",
-        "accel_fn: load_accelerate: scheduler.bin is left out",
-        "accel_fn: load_accelerate: give schedulers=[...] to have them filled",
+    assert caplog.messages == [
+        "load_accelerate: random_states_0.pkl is left out",
+        "load_accelerate: scheduler.bin is left out",
+        "load_accelerate: give schedulers=[...] to have them filled",
     ]
 
 
-def test_what_accelerate_kept_for_others_is_named(saved, tmp_path, capsys):
+def test_what_accelerate_kept_for_others_is_named(saved, tmp_path, caplog):
     """Of many files, some."""
     shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
     (tmp_path / "copy" / "custom_checkpoint_0.pkl").touch()
@@ -153,10 +153,9 @@ def test_what_accelerate_kept_for_others_is_named(saved, tmp_path, capsys):
         (tmp_path / "copy" / f"random_states_{rank}.pkl").touch()
     state, step, schedule = built()
     af.load_accelerate(tmp_path / "copy", step, state, schedulers=[schedule])
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == "accel_fn: load_accelerate: custom_checkpoint_0.pkl is left out"
-    assert told[-1] == "accel_fn: load_accelerate: so are 4 more files"
-    assert len(told) == 13
+    assert caplog.messages[0] == "load_accelerate: custom_checkpoint_0.pkl is left out"
+    assert caplog.messages[-1] == "load_accelerate: so are 4 more files"
+    assert len(caplog.messages) == 13
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -313,7 +313,7 @@ def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_co
         runs = [make() for _ in range(2)]
         for number, (state, step) in enumerate(runs):
             af.save({str(tmp_path)!r} + f"/run{{number}}", state, step, wait=False)
-            step.notes["background"]._writing._thread.join()
+            step.notes["background"]._writing.join()
         atexit.register(say, "last handler")
         sys.log = open({str(tmp_path / "log")!r}, "w")  # Python lets go of what is there
         print("last line", file=sys.log)
@@ -386,7 +386,7 @@ def test_a_failure_without_words_is_told_by_its_name(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Share, "write", failing)
         af.save(tmp_path, state, step, wait=False)
-        step.notes["background"]._writing._thread.join()
+        step.notes["background"]._writing.join()
     with pytest.raises(CheckpointError, match=r"on rank 0: MemoryError\(\)"):
         af.save(tmp_path, state, step)
 

@@ -7,6 +7,7 @@ draft what it has written, and rank 0's commits the checkpoint when all have.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -25,6 +26,7 @@ from accel_fn.checkpoint.format.write import Share
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import CheckpointError
 
+_LOG = logging.getLogger(__name__)
 _PINS = ("cuda", "xpu")
 """Devices that copy to pinned memory of the host without waiting."""
 Buffers = dict[tuple[str, tuple[int, ...]], Tensor]
@@ -81,8 +83,8 @@ def finish_writing(notes: Mapping[str, Any], state: DistState, function: str) ->
         notes["background"].finish(state, function)
 
 
-class Writing:
-    """A share that a thread writes. The end of the process waits for it, and reports a failure."""
+class Writing(threading.Thread):
+    """Writes a share. The end of the process waits for it, since it is no daemon, and reports a failure."""
 
     def __init__(
         self,
@@ -92,28 +94,19 @@ class Writing:
         copied: Sequence[torch.Event],
         locks: object,
     ) -> None:
-        self._share = share
+        super().__init__(name="accel_fn save")
         self.draft = draft
-        self._world_size = state.world_size
-        self._watchdog = state.watchdog
-        self._copied = copied
-        self._locks = locks
+        self._share, self._state, self._copied, self._locks = share, state, copied, locks
         self._failure: Exception | None = None
         self._owner = os.getpid()
-        # No daemon: Python waits for such a thread before anything at exit.
-        self._thread = threading.Thread(target=self._run, name="accel_fn save")
-
-    def start(self) -> None:
-        """Begin to write."""
-        self._thread.start()
 
     def finish(self) -> Exception | None:
         """Wait until it is written; return what went wrong."""
-        self._thread.join()
+        self.join()
         atexit.unregister(self._report_at_exit)
         return self._failure
 
-    def _run(self) -> None:
+    def run(self) -> None:
         draft, rank = self.draft, self._share.rank
         try:
             for event in self._copied:
@@ -122,7 +115,8 @@ class Writing:
             if rank:
                 acknowledge(draft.path, rank, written)
             else:
-                others = wait_for_ranks(draft.path, range(1, self._world_size), self._watchdog)
+                ranks = range(1, self._state.world_size)
+                others = wait_for_ranks(draft.path, ranks, self._state.watchdog)
                 draft.commit([written, *others])
         except Exception as error:
             self._failure = error
@@ -135,11 +129,11 @@ class Writing:
             self._locks = None
 
     def _report_at_exit(self) -> None:
-        """Print a failure that no later call has raised; the exit code is then 1."""
+        """Log a failure that no later call has raised; the exit code is then 1."""
         if os.getpid() != self._owner:  # a fork of it, which may end as it likes
             return
         failure = str(self._failure) or repr(self._failure)
-        print(f"accel_fn: save: {self.draft.final} was not written: {failure}", file=sys.stderr)
+        _LOG.error("save: %s was not written: %s", self.draft.final, failure)
         if __name__ not in vars(sys):  # which Python clears last of all
             vars(sys)[__name__] = _ExitCode()
 
