@@ -178,8 +178,10 @@ def test_sizes_have_units(size, num_bytes):
 
 @pytest.mark.parametrize(
     "size",
-    ["5", "GB", "5Gb", "5gb", "-5GB", "0GB", "0.1B", "5 G", "", "5GB\n", "\u0665GB", 0, -1]
-    + [True, 1.5, None],
+    [
+        *("5", "GB", "5Gb", "5gb", "-5GB", "0GB", "0.1B", "5 G", "", "5GB\n", "\u0665GB", 0, -1),
+        *(True, 1.5, None),
+    ],
 )
 def test_what_is_no_size_is_refused(tmp_path, size):
     kind = ValueError if type(size) in (int, str) else TypeError
