@@ -85,25 +85,40 @@ def load(
     """
     check_state("load", state)
     steps, extras = named_steps(step), {} if extras is None else extras
-    all_or_none(lambda: _check(folder, steps, extras, at, strict), state, "load")
+
+    def check_arguments() -> None:
+        check_folder("load", folder)
+        checks.check_steps(steps, "load")
+        checks.check_extras(extras, "load")
+        checks.check_at(at, "load")
+        check_flag("load", "strict", strict)
+        for each in steps.values():
+            checks.check_plan(each.plan, "check_loaded")
+
+    all_or_none(check_arguments, state, "load")
     given = {"folder": os.fspath(folder), "step": sorted(steps), "extras": sorted(extras)}
     checks.check_same(given | {"at": at, "strict": strict}, state, "load")
     finish_writing(notes_of(steps), state, "load")
     path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
     path = exchange(path, state, "load")[0]
 
-    def check() -> _Saved:
+    def read_and_compare() -> _Saved:
         contents = contents_of(steps)
         checks.check_model(contents.tensors, "load")
         saved = _read(path, contents, state)
         _compare(saved, extras, state, strict=strict)
         return saved
 
-    saved = all_or_none(check, state, "load")
+    saved = all_or_none(read_and_compare, state, "load")
     files = saved.manifest.files
     share = sorted(files)[state.rank :: state.world_size]
     all_or_none(lambda: check_files(path, saved.manifest, share), state, "load")
-    all_or_none(lambda: _load_extras(saved.extras, extras), state, "load")
+
+    def load_extras() -> None:
+        for name in compare.fitting_extras(saved.extras, extras):
+            extras[name].load_state_dict(saved.extras[name])
+
+    all_or_none(load_extras, state, "load")
     loaded = all_or_none(lambda: _fill(saved, steps, state, strict=strict), state, "load")
     notes_of(steps)["resumed_from"] = saved.manifest.step
     return loaded
@@ -124,22 +139,6 @@ class _Saved:
     def extras(self) -> dict[str, Any]:
         """Extras by name."""
         return under(EXTRA, self.of_rank)
-
-
-def _check(
-    folder: str | os.PathLike[str],
-    steps: Mapping[str, Step],
-    extras: Mapping[str, Any],
-    at: str | int,
-    strict: object,
-) -> None:
-    check_folder("load", folder)
-    checks.check_steps(steps, "load")
-    checks.check_extras(extras, "load")
-    checks.check_at(at, "load")
-    check_flag("load", "strict", strict)
-    for each in steps.values():
-        checks.check_plan(each.plan, "check_loaded")
 
 
 def _choose(folder: Path, at: str | int) -> Path:
@@ -181,11 +180,6 @@ def _compare(saved: _Saved, extras: Mapping[str, Any], state: DistState, *, stri
         )
     if found and state.is_main:
         _LOG.warning("%s is of another program:\n%s", saved.path, compare.listed(found))
-
-
-def _load_extras(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
-    for name in compare.fitting_extras(saved, extras):
-        extras[name].load_state_dict(saved[name])
 
 
 def _fill(saved: _Saved, steps: Mapping[str, Step], state: DistState, *, strict: bool) -> DistState:

@@ -92,16 +92,24 @@ def save(
     """
     check_state("save", state)
     steps, extras = named_steps(step), {} if extras is None else extras
-    home, contents = all_or_none(
-        lambda: _check(folder, steps, extras, keep, keep_every, wait), state, "save"
-    )
-    given = {
-        "folder": os.fspath(folder),
-        "step": sorted(steps),
-        "extras": sorted(extras),
-        "wait": wait,
-    }
-    given |= {"state.step": state.step, "keep": keep, "keep_every": keep_every}
+
+    def check() -> tuple[Path, Contents]:
+        home = Path(check_folder("save", folder)).absolute()
+        check_hashing("save")
+        checks.check_steps(steps, "save")
+        checks.check_keep(keep, keep_every, "save")
+        check_flag("save", "wait", wait)
+        checks.check_extras(extras, "save")
+        for each in steps.values():
+            checks.check_plan(each.plan, "check_saved")
+        contents = contents_of(steps)
+        checks.check_model(contents.tensors, "save")
+        return home, contents
+
+    home, contents = all_or_none(check, state, "save")
+    given: dict[str, object] = {"folder": os.fspath(folder), "step": sorted(steps)}
+    given |= {"extras": sorted(extras)}
+    given |= {"state.step": state.step, "keep": keep, "keep_every": keep_every, "wait": wait}
     checks.check_same(given, state, "save")
     notes = notes_of(steps)
     finish_writing(notes, state, "save")
@@ -129,28 +137,6 @@ def save(
             notes["background"].drop()
         raise
     return draft.final
-
-
-def _check(
-    folder: str | os.PathLike[str],
-    steps: Mapping[str, Step],
-    extras: Mapping[str, Any],
-    keep: int | None,
-    keep_every: int | None,
-    wait: object,
-) -> tuple[Path, Contents]:
-    """Return the absolute folder and what is to be saved."""
-    home = Path(check_folder("save", folder)).absolute()
-    check_hashing("save")
-    checks.check_steps(steps, "save")
-    checks.check_keep(keep, keep_every, "save")
-    check_flag("save", "wait", wait)
-    checks.check_extras(extras, "save")
-    for each in steps.values():
-        checks.check_plan(each.plan, "check_saved")
-    contents = contents_of(steps)
-    checks.check_model(contents.tensors, "save")
-    return home, contents
 
 
 def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
-"""load_accelerate: runs that accelerate saved go on as they would have there."""
+"""load_accelerate: runs that accelerate saved end as they would have ended there."""
 
 from __future__ import annotations
 
 import json
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +73,12 @@ def saved(tmp_path_factory):
     return folder, json.loads((folder / "ends.json").read_text())
 
 
+@pytest.fixture
+def copied(saved, tmp_path):
+    """The folder of AdamW, to change."""
+    return Path(shutil.copytree(saved[0] / "AdamW", tmp_path / "copied"))
+
+
 def built(state=None, recipe=None, **options):
     model, optimizer = make(seed=5, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -94,34 +101,37 @@ def test_a_run_ends_where_it_would_have_ended_there(saved, name):
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_two_ranks_go_on_from_one(saved):
-    """Batches are cut in half; BatchNorm alone would see that."""
-    folder, _ = saved
+def trained(state, recipe, folder):
+    """Parameters at the end of a run; batches are cut, which BatchNorm alone would notice."""
+    state, step, _ = built(state, recipe)
+    step.plan.model.eval()
+    state = af.load_accelerate(folder, step, state)
+    for batch in batches()[NUM_BEFORE:]:
+        state, _ = step(state, batch[state.rank :: state.world_size])
+    return [whole(each).clone() for each in step.plan.model.parameters()]
 
+
+def test_two_ranks_resume_from_one(saved):
     def run(state):
-        state, step, _ = built(state, af.wrap_ddp())
-        step.plan.model.eval()
-        state = af.load_accelerate(folder / "AdamW", step, state)
-        for batch in batches()[NUM_BEFORE:]:
-            state, _ = step(state, batch[state.rank :: state.world_size])
-        return [each.detach().clone() for each in step.plan.model.parameters()]
+        return trained(state, af.wrap_ddp(), saved[0] / "AdamW")
 
     (one,), (two, other) = simulate(run, world_size=1), simulate(run, world_size=2)
     torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(two, other, rtol=0, atol=0)
 
 
-def test_the_scale_of_float16_goes_on(saved, tmp_path):
-    """As accelerate writes it: the state_dict of torch's own scaler."""
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "fp16")
-    scaler = torch.amp.GradScaler(device="cpu", init_scale=512.0, growth_interval=7)
-    torch.save(scaler.state_dict() | {"_growth_tracker": 5}, tmp_path / "fp16" / "scaler.pt")
-    model, optimizer = make()
-    plan = af.with_amp("fp16")(af.Plan(loss_fn, model, optimizer))
-    state, step = af.build(af.DistState(), plan)
-    state = af.load_accelerate(tmp_path / "fp16", step, state)
-    assert (float(state.scaler.scale), int(state.scaler.good_steps)) == (512.0, 5)
-    assert (state.scaler.growth_interval, int(state.scaler.skipped)) == (7, 0)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_scale_of_float16_is_loaded_if_there_was_one(copied, enabled):
+    """As accelerate writes it: the state_dict of torch's own scaler, which is empty if it was off."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=7, enabled=enabled)
+    content = scaler.state_dict() | ({"_growth_tracker": 5} if enabled else {})
+    torch.save(content, copied / "scaler.pt")
+    recipe = af.with_amp("fp16", init_scale=256.0, growth_interval=9)
+    state, step, _ = built(recipe=recipe)
+    scaler = af.load_accelerate(copied, step, state).scaler
+    found = (float(scaler.scale), int(scaler.good_steps), scaler.growth_interval)
+    assert found == ((512.0, 5, 7) if enabled else (256.0, 0, 9))
+    assert int(scaler.skipped) == 0
 
 
 def test_how_updates_are_computed_stays_that_of_the_program(saved):
@@ -135,49 +145,38 @@ def test_how_updates_are_computed_stays_that_of_the_program(saved):
     step(state, batches()[0])
 
 
-def test_what_is_left_out_is_logged(saved, caplog):
+def test_what_is_left_out_is_logged(saved, capsys):
     state, step, _ = built()
     af.load_accelerate(saved[0] / "AdamW", step, state)
-    assert caplog.messages == [
+    assert capsys.readouterr().err.splitlines() == [
         "load_accelerate: random_states_0.pkl is left out",
         "load_accelerate: scheduler.bin is left out",
         "load_accelerate: give schedulers=[...] to have them filled",
     ]
 
 
-def test_what_accelerate_kept_for_others_is_named(saved, tmp_path, caplog):
-    """Of many files, some."""
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
-    (tmp_path / "copy" / "custom_checkpoint_0.pkl").touch()
+def test_of_many_files_that_are_not_read_some_are_named(copied, capsys):
+    (copied / "custom_checkpoint_0.pkl").touch()
     for rank in range(1, 15):
-        (tmp_path / "copy" / f"random_states_{rank}.pkl").touch()
+        (copied / f"random_states_{rank}.pkl").touch()
     state, step, schedule = built()
-    af.load_accelerate(tmp_path / "copy", step, state, schedulers=[schedule])
-    assert caplog.messages[0] == "load_accelerate: custom_checkpoint_0.pkl is left out"
-    assert caplog.messages[-1] == "load_accelerate: so are 4 more files"
-    assert len(caplog.messages) == 13
+    af.load_accelerate(copied, step, state, schedulers=[schedule])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "load_accelerate: custom_checkpoint_0.pkl is left out"
+    assert lines[-1] == "load_accelerate: so are 4 more files"
+    assert len(lines) == 13
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_weights_in_several_files_fill_a_model_in_shards(saved, tmp_path, world_size):
+def test_weights_in_several_files_fill_a_model_in_shards(saved, copied, world_size):
     """The optimizer as well; some ranks hold nothing of some parameters."""
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
     model, _ = make()
-    af.load_model(model, tmp_path / "copy")
-    af.save_model(model, tmp_path / "copy", max_shard_size=64)
-    assert not (tmp_path / "copy" / "model.safetensors").exists()
-
-    def run(state, recipe, folder):
-        state, step, _ = built(state, recipe)
-        step.plan.model.eval()
-        state = af.load_accelerate(folder, step, state)
-        for batch in batches()[NUM_BEFORE:]:
-            state, _ = step(state, batch[state.rank :: state.world_size])
-        return [whole(each).clone() for each in step.plan.model.parameters()]
-
-    (one,) = simulate(lambda state: run(state, af.compose(), saved[0] / "AdamW"), world_size=1)
+    af.load_model(model, copied)
+    af.save_model(model, copied, max_shard_size=64)
+    assert not (copied / "model.safetensors").exists()
+    (one,) = simulate(lambda state: trained(state, af.compose(), saved[0] / "AdamW"), world_size=1)
     for each in simulate(
-        lambda state: run(state, af.wrap_fsdp(), tmp_path / "copy"), world_size=world_size
+        lambda state: trained(state, af.wrap_fsdp(), copied), world_size=world_size
     ):
         torch.testing.assert_close(each, one, rtol=1e-12, atol=1e-12)
 
@@ -185,129 +184,121 @@ def test_weights_in_several_files_fill_a_model_in_shards(saved, tmp_path, world_
 # What does not fit changes nothing.
 
 
-def refused(folder, words, error=CheckpointError, schedulers=(), **options):
+def refused(folder, match, error=CheckpointError, schedulers=(), **options):
     state, step, _ = built(**options)
     before = {key: value.clone() for key, value in step.plan.model.state_dict().items()}
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=match):
         af.load_accelerate(folder, step, state, schedulers=schedulers)
     torch.testing.assert_close(dict(step.plan.model.state_dict()), before, rtol=0, atol=0)
     assert not step.plan.optimizer.state
 
 
-def test_another_optimizer_is_refused(saved):
-    refused(
-        saved[0] / "AdamW",
+OTHER_PROGRAMS = {
+    "optimizer": (
+        {"optimizer": "SGD"},
         r"options of group 0: .*'betas'.* saved, .*'momentum'.* here",
-        optimizer="SGD",
-    )
+    ),
+    "model": ({"width": 5}, r"exp_avg of parameter 0: \[4, 3\] saved, \[5, 3\] here"),
+}
 
 
-def test_another_model_is_refused(saved):
-    refused(saved[0] / "AdamW", r"exp_avg of parameter 0: \[4, 3\] saved, \[5, 3\] here", width=5)
+@pytest.mark.parametrize(("options", "match"), OTHER_PROGRAMS.values(), ids=OTHER_PROGRAMS)
+def test_another_program_is_refused(saved, options, match):
+    refused(saved[0] / "AdamW", match, **options)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
-def test_a_missing_file_is_named(saved, tmp_path, name):
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
-    (tmp_path / "copy" / name).unlink()
-    refused(tmp_path / "copy", f"save_state wrote, got .* without {name}")
+def test_a_missing_file_is_named(copied, name):
+    (copied / name).unlink()
+    refused(copied, f"save_state wrote, got .* without {name}")
 
 
-def test_several_models_are_refused(saved, tmp_path):
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
-    (tmp_path / "copy" / "model_1.safetensors").touch()
-    refused(tmp_path / "copy", "must be of one model and one optimizer, got model_1.safetensors")
+def test_several_models_are_refused(copied):
+    (copied / "model_1.safetensors").touch()
+    refused(copied, "must be of one model and one optimizer, got model_1.safetensors")
+
+
+def one_scheduler():
+    return [torch.optim.lr_scheduler.StepLR(make()[1], 2, 0.5)]
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "scheduler.bin", "scaler.pt"])
-def test_a_pickle_runs_nothing(saved, tmp_path, name):
+def test_a_pickle_runs_nothing(copied, tmp_path, name):
     class Bomb:
         def __reduce__(self):
             return (tmp_path / "fuse").touch, ()
 
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
-    (tmp_path / "copy" / name).write_bytes(pickle.dumps(Bomb()))
-    schedulers = [torch.optim.lr_scheduler.StepLR(make()[1], 2, 0.5)]
-    refused(tmp_path / "copy", f"{name} must hold tensors and plain data", schedulers=schedulers)
+    (copied / name).write_bytes(pickle.dumps(Bomb()))
+    refused(copied, f"{name} must hold tensors and plain data", schedulers=one_scheduler())
     assert not (tmp_path / "fuse").exists()
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"state": {}}, {"state": {}, "param_groups": [{}]}])
-def test_a_file_that_is_no_optimizer_s_is_refused(saved, tmp_path, content):
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
-    torch.save(content, tmp_path / "copy" / "optimizer.bin")
-    refused(tmp_path / "copy", "optimizer.bin must hold an optimizer's state_dict, got something")
+def with_count(count):
+    def change(content):
+        content["state"][0]["step"] = count
+        return content
+
+    return change
 
 
-def test_the_scale_of_a_scaler_that_was_off_is_that_of_the_program(saved, tmp_path):
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
-    torch.save(torch.amp.GradScaler(enabled=False).state_dict(), tmp_path / "copy" / "scaler.pt")
-    model, optimizer = make()
-    plan = af.with_amp("fp16", init_scale=256.0)(af.Plan(loss_fn, model, optimizer))
-    state, step = af.build(af.DistState(), plan)
-    state = af.load_accelerate(tmp_path / "copy", step, state)
-    assert float(state.scaler.scale) == 256.0
-
-
-@pytest.mark.parametrize("content", [[1], {"scale": 2.0}, {"scale": "much", "_growth_tracker": 1}])
-def test_a_file_that_is_no_scaler_s_is_refused(saved, tmp_path, content):
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
-    torch.save(content, tmp_path / "copy" / "scaler.pt")
-    refused(
-        tmp_path / "copy",
-        "scaler.pt must hold a scaler's state_dict, got something else",
-        recipe=af.with_amp("fp16"),
-    )
-
-
-@pytest.mark.parametrize("count", [torch.ones(2), "many", None])
-def test_a_count_that_is_none_is_refused(saved, tmp_path, count):
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
-    path = tmp_path / "copy" / "optimizer.bin"
-    content = torch.load(path)
-    content["state"][0]["step"] = count
-    torch.save(content, path)
-    refused(tmp_path / "copy", "optimizer.bin must hold an optimizer's state_dict, got something")
-
-
-def test_what_is_no_step_or_folder_is_refused(saved):
-    state, step, _ = built()
-    with pytest.raises(TypeError, match="load_accelerate: step must be a Step, got "):
-        af.load_accelerate(saved[0] / "AdamW", {"a": step}, state)
-    with pytest.raises(TypeError, match="load_accelerate: folder must be the path of a folder"):
-        af.load_accelerate(3, step, state)
-
-
-def test_a_scheduler_that_is_none_is_refused(saved):
-    refused(saved[0] / "AdamW", "schedulers must have load_state_dict", TypeError, schedulers=[3])
-
-
-@pytest.mark.parametrize("schedulers", [None, 3, "one"])
-def test_what_is_no_list_of_schedulers_is_refused(saved, schedulers):
-    words = "load_accelerate: schedulers must be a list of schedulers, got "
-    if schedulers == "one":
-        schedulers = built()[2]
-    refused(saved[0] / "AdamW", words, TypeError, schedulers=schedulers)
-
-
-def test_arguments_in_another_order_are_told(saved):
-    state, step, _ = built()
-    with pytest.raises(TypeError, match="load_accelerate: state must be a DistState, got 'Step'"):
-        af.load_accelerate(saved[0] / "AdamW", state, step)
-
-
-def without_count(content):
+def without_epoch(content):
     del content["last_epoch"]
     return content
 
 
+OPTIMIZER = "an optimizer's state_dict, got something"
+SCALER = "a scaler's state_dict, got something else"
+SCHEDULER = "the state_dict of a StepLR, got "
+CONTENTS = [
+    *(
+        ("optimizer.bin", change, OPTIMIZER)
+        for change in [
+            lambda content: [1, 2],
+            lambda content: {"state": {}},
+            lambda content: {"state": {}, "param_groups": [{}]},
+            with_count(torch.ones(2)),
+            with_count("many"),
+            with_count(None),
+        ]
+    ),
+    *(
+        ("scheduler.bin", change, SCHEDULER)
+        for change in [without_epoch, lambda content: [1], lambda content: content | {"T_max": 3}]
+    ),
+    ("scaler.pt", lambda content: [1], SCALER),
+    ("scaler.pt", lambda content: {"scale": 2.0}, SCALER),
+    ("scaler.pt", lambda content: {"scale": "much", "_growth_tracker": 1}, SCALER),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "expected"), CONTENTS)
+def test_a_file_that_holds_something_else_is_refused(copied, name, change, expected):
+    path = copied / name
+    torch.save(change(torch.load(path) if path.exists() else None), path)
+    options = {"recipe": af.with_amp("fp16")} if name == "scaler.pt" else {}
+    refused(copied, f"{name} must hold {expected}", schedulers=one_scheduler(), **options)
+
+
 @pytest.mark.parametrize(
-    "change", [without_count, lambda content: [1], lambda content: content | {"T_max": 3}]
+    ("schedulers", "match"),
+    [
+        ([3], "schedulers must have load_state_dict"),
+        *((each, "schedulers must be a list of schedulers, got ") for each in (None, 3)),
+        (one_scheduler()[0], "schedulers must be a list of schedulers, got "),
+    ],
+    ids=["no scheduler", "none", "number", "no list"],
 )
-def test_a_file_that_is_not_of_the_scheduler_is_refused(saved, tmp_path, change):
-    shutil.copytree(saved[0] / "AdamW", tmp_path / "copy")
-    path = tmp_path / "copy" / "scheduler.bin"
-    torch.save(change(torch.load(path)), path)
-    schedule = torch.optim.lr_scheduler.StepLR(make()[1], 2, 0.5)
-    words = "scheduler.bin must hold the state_dict of a StepLR, got "
-    refused(tmp_path / "copy", words, schedulers=[schedule])
+def test_what_is_no_list_of_schedulers_is_refused(saved, schedulers, match):
+    refused(saved[0] / "AdamW", f"load_accelerate: {match}", TypeError, schedulers=schedulers)
+
+
+def test_other_arguments_are_checked(saved):
+    state, step, _ = built()
+    folder = saved[0] / "AdamW"
+    for given, match in (
+        ((folder, {"a": step}, state), "step must be a Step, got "),
+        ((3, step, state), "folder must be the path of a folder"),
+        ((folder, state, step), "state must be a DistState, got 'Step'"),
+    ):
+        with pytest.raises(TypeError, match=f"load_accelerate: {match}"):
+            af.load_accelerate(*given)
