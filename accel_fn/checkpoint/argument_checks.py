@@ -12,7 +12,7 @@ from torch import Tensor
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint.compare import is_model
 from accel_fn.checkpoint.format.names import is_name
-from accel_fn.checkpoint.weights.entries import is_expanded
+from accel_fn.checkpoint.ties import is_expanded
 from accel_fn.comm.dtensor import local
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, check_count, message

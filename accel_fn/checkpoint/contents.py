@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.format.manifest import Entry
+from accel_fn.checkpoint.ties import split_tied
 from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.errors import CheckpointError
 from accel_fn.step.plan import Plan, describe
@@ -185,33 +186,6 @@ def put_back(
 
 
 # The model.
-
-
-def split_tied(
-    saved: Mapping[str, Tensor], model: nn.Module
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Split a `state_dict` into tensors under their first names, and other name -> first name."""
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    firsts: dict[object, str] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, value in saved.items():
-        # A rank may hold no element of two tensors in shards.
-        key = parameters.get(name) if is_sharded(value) else view_key(value)
-        first = firsts.setdefault(key, name) if value.numel() else name
-        if first == name:
-            tensors[name] = value
-        else:
-            tied[name] = first
-    return tensors, tied
-
-
-def view_key(tensor: Tensor) -> object:
-    """Return a key that is equal for two tensors that read the same elements in the same way."""
-    tensor = local(tensor)
-    strides = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return tensor.device, tensor.data_ptr(), tensor.shape, tuple(strides), *marks
 
 
 def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.unwrap import unwrapped
-from accel_fn.checkpoint.contents import split_tied, view_key
 from accel_fn.checkpoint.extra import extra
+from accel_fn.checkpoint.ties import is_expanded, split_tied, view_key
 from accel_fn.comm.dtensor import local
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 
@@ -79,13 +79,6 @@ def check_writable(model: nn.Module, entries: Entries) -> None:
         if is_expanded(tensor):
             rule = "hold tensors that can be written, none that was expanded"
             raise _refusal("load_model", rule, name, f"strides {tensor.stride()}")
-
-
-def is_expanded(tensor: Tensor) -> bool:
-    """Return whether several elements share one place in memory by a stride of 0."""
-    return any(
-        not stride and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 def _refusal(function: str, rule: str, name: str, found: object) -> ArgumentError:
