@@ -1,4 +1,4 @@
-"""Draft: a checkpoint that is being written, until all ranks have written and it gets its name."""
+"""Draft: a checkpoint that is being written, until it gets its name and older ones are removed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from accel_fn.checkpoint.format.hashing import sync, write_file
 from accel_fn.checkpoint.format.manifest import NAME, Manifest
-from accel_fn.checkpoint.format.names import draft_of, name_of, rename_draft
+from accel_fn.checkpoint.format.names import draft_of, hide, name_of, recover, rename_draft
 from accel_fn.checkpoint.format.shard_plan import with_chunks
 from accel_fn.checkpoint.format.write import Written, write_error
-from accel_fn.checkpoint.retention import retain, tidy
+from accel_fn.checkpoint.listing import list_checkpoints
 from accel_fn.errors import CheckpointError
 
 
@@ -70,3 +70,25 @@ class Draft:
     def discard(self) -> None:
         """Remove what was written of it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what killed runs have left, and rename back what was set aside."""
+    for path in recover(folder):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def retain(
+    folder: Path, new: int, keep: int, keep_every: int | None, resumed_from: int | None
+) -> None:
+    """Remove all but the newest `keep` whole checkpoints; `new` is the step of the newest.
+
+    Multiples of `keep_every` stay, and so do the one that this run was resumed from, and
+    damaged ones. The others are sorted by the time of writing: a run that went back has a lower
+    step than what it left there. Clocks differ between machines, so `new` is the newest in any case.
+    """
+    whole = [each for each in list_checkpoints(folder) if not each.damage]
+    whole.sort(key=lambda each: (each.step == new, each.saved_at, each.step))
+    for each in whole[:-keep]:
+        if each.step != resumed_from and not (keep_every and each.step % keep_every == 0):
+            shutil.rmtree(hide(each.path), ignore_errors=True)

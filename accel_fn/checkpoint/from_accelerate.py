@@ -183,7 +183,6 @@ def _expecting(path: Path, content: str) -> Iterator[None]:
 
 
 def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
-    """Describe what of the optimizer's groups and tensors does not fit."""
     found = []
     theirs, ours = saved["param_groups"], optimizer.param_groups
     sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
@@ -225,13 +224,11 @@ def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any]) -> None:
 
 
 def _shard(value: Any, parameter: Tensor) -> Any:
-    """Cut this rank's part of what an optimizer keeps of a parameter in shards."""
     is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
     return shard_like(value, parameter) if is_alike and is_sharded(parameter) else value
 
 
 def _scale(saved: Mapping[str, Any], scaler: LossScale) -> LossScale:
-    """Make a loss scale of what torch's GradScaler saved."""
     return replace(
         scaler,
         scale=torch.full_like(scaler.scale, saved["scale"]),
@@ -243,7 +240,6 @@ def _scale(saved: Mapping[str, Any], scaler: LossScale) -> LossScale:
 
 
 def _num_updates(saved: Mapping[str, Any]) -> int:
-    """Return how many updates the optimizer has counted."""
     return max((int(each["step"]) for each in saved["state"].values() if "step" in each), default=0)
 
 

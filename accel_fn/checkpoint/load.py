@@ -13,7 +13,7 @@ from accel_fn.base.rng import derive_random, restore_random
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import compare
-from accel_fn.checkpoint.background.background import finish_writing
+from accel_fn.checkpoint.background import finish_writing
 from accel_fn.checkpoint.contents import (
     Contents,
     contents_of,
@@ -154,7 +154,6 @@ def _choose(folder: Path, at: str | int) -> Path:
 
 
 def _read(path: Path, contents: Contents, state: DistState) -> _Saved:
-    """Read and check the files of plain data that this rank needs."""
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     number = state.rank if state.rank < manifest.world_size else 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from accel_fn.base.rng import random_state
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
-from accel_fn.checkpoint.background.background import Background, finish_writing
+from accel_fn.checkpoint.background import Background, finish_writing
 from accel_fn.checkpoint.contents import (
     Contents,
     contents_of,
@@ -22,7 +22,7 @@ from accel_fn.checkpoint.contents import (
     notes_of,
     scale_to_dict,
 )
-from accel_fn.checkpoint.draft import Draft
+from accel_fn.checkpoint.draft import Draft, tidy
 from accel_fn.checkpoint.format.hashing import check_hashing, hash_of, memory_of, sync
 from accel_fn.checkpoint.format.manifest import Manifest
 from accel_fn.checkpoint.format.names import COMMON, file_of
@@ -30,7 +30,6 @@ from accel_fn.checkpoint.format.plain_data import to_plain
 from accel_fn.checkpoint.format.shard_plan import plan_parts, to_entries
 from accel_fn.checkpoint.format.write import Share, write_error
 from accel_fn.checkpoint.lock import FolderLock
-from accel_fn.checkpoint.retention import tidy
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import check_flag, check_folder
@@ -157,7 +156,6 @@ def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:
 
 
 def _share(state: DistState, contents: Contents, extras: Mapping[str, Any]) -> Share:
-    """Choose what this rank writes."""
     own = _own_buffers(contents, state)
     shared = contents.tensors
     if not state.is_main:  # what is no replica is saved as rank 0 has it
@@ -188,7 +186,6 @@ def _own_buffers(contents: Contents, state: DistState) -> dict[str, Tensor]:
 
 
 def _head(state: DistState, steps: Mapping[str, Step], contents: Contents) -> Manifest:
-    """Make the manifest before anything is written."""
     return Manifest(
         step=state.step,
         seed=state.seed,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import accel_fn as af
-from accel_fn.checkpoint.background.background import finish_writing
+from accel_fn.checkpoint.background import finish_writing
 from accel_fn.checkpoint.format.hashing import memory_of, read_into
 from tests.benchmarks.measuring import Block, Work, in_turns, time_block
 from tests.benchmarks.results import Row, Table, make_row

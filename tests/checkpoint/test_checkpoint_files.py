@@ -888,7 +888,7 @@ _DYING = """
     from accel_fn.checkpoint import draft as draft_module
     from accel_fn.checkpoint import save as save_module
     from accel_fn.checkpoint.format import write as write_module
-    from accel_fn.checkpoint.background.background import finish_writing
+    from accel_fn.checkpoint.background import finish_writing
     from tests.checkpoint.test_checkpoint_files import run
 
     def live_or_die():

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.checkpoint.background import acknowledge
-from accel_fn.checkpoint.background import background as background_module
+from accel_fn.checkpoint import background as background_module
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
@@ -253,7 +252,7 @@ def test_a_rank_that_has_no_thread_is_one_of_all_at_once(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(acknowledge, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(background_module, "_TIMEOUT_S", 0.3)
     write = Share.write
 
     def late(share, draft):
@@ -351,10 +350,10 @@ def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
         import os, signal, time
         from pathlib import Path
         from tests.checkpoint.test_saving_in_background import make
-        from accel_fn.checkpoint.background import acknowledge
+        from accel_fn.checkpoint import background
         from accel_fn.checkpoint.format.write import Share
         import accel_fn as af
-        acknowledge._TIMEOUT_AFTER_LOSS_S = 0.1
+        background._TIMEOUT_AFTER_LOSS_S = 0.1
         state, step = make(af.init(device="cpu", timeout_s=60))
         through = Path({str(tmp_path / "through")!r})
         def die(share, draft):

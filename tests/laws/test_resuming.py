@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 import accel_fn as af
 from accel_fn.checkpoint import draft as draft_module
-from accel_fn.checkpoint.background.background import finish_writing
+from accel_fn.checkpoint.background import finish_writing
 from accel_fn.checkpoint.draft import Draft
 from accel_fn.checkpoint.format import write as write_module
 from accel_fn.testing import simulate

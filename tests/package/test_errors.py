@@ -21,7 +21,7 @@ CLASSES = {
 FOREIGN = {
     "__init__.py AttributeError": "how a module answers for a name that it does not have",
     "testing/__init__.py AttributeError": "likewise",
-    "checkpoint/format/manifest_checks.py ValueError": "caught in manifest.py: a CheckpointError",
+    "checkpoint/format/manifest.py ValueError": "caught in read_manifest: a CheckpointError",
     "cli/*.py click": "the command line's own errors, which click prints",
     "comm/gather_items.py pickle.PicklingError": "caught by gather: a BatchError",
     "data/prefetch.py StopIteration": "the end of an iterator",

@@ -67,7 +67,6 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file name of each key."""
     path = _inside(folder, INDEX)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -173,13 +173,11 @@ def _path(function: str, folder: str | os.PathLike[str]) -> Path:
 
 
 def _keys_of(first: str, entries: Entries, stored: Stored) -> list[str]:
-    """Return the keys under which the files hold the value of a tensor of the model."""
     keys = (stored.key_of(name) for name in entries.names_of(first))
     return list(dict.fromkeys(key for key in keys if key is not None))
 
 
 def _differences(entries: Entries, stored: Stored) -> list[str]:
-    """Describe each entry that is not the same in the model and in the files."""
     lines = []
     for first, tensor in entries.tensors.items():
         keys, here = _keys_of(first, entries, stored), _spec(tensor)

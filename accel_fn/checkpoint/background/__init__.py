@@ -1,1 +1,0 @@
-"""Writing a checkpoint while the run goes on."""
