@@ -1,4 +1,4 @@
-"""What a bug report needs: versions, machine, devices, network, and what a launcher has set."""
+"""Collect what a bug report needs: versions, machine, devices, network, variables of launchers."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 
 
 def collect(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Everything, as JSON could hold it. A part that cannot be found out is its error.
+    """Collect all parts, in types of JSON; a part that fails is its error.
 
-    Cost: about the import of torch, in a process of its own: a torch that is
-    broken, or crashes, is a line of the report.
+    Torch is imported in another process, so that one that crashes is a line of the report.
     """
     parts: dict[str, Callable[[], Any]] = {
         "versions": _versions,
         "extras": _extras,
-        "torch": ask_torch,
+        "torch": probe_torch,
         "system": _system,
         "processor": _processor,
         "memory": _memory,
-        "driver": lambda: _ask_driver(*_DEVICES),
-        "topology": lambda: _ask_driver("topo", "-m"),
+        "driver": lambda: _nvidia_smi(*_DEVICES),
+        "topology": lambda: _nvidia_smi("topo", "-m"),
         "network_interfaces": lambda: [name for _, name in socket.if_nameindex()],
         "variables": lambda: dict(sorted(_set_variables(environment))),
         "configuration": lambda: _configuration(environment),
@@ -75,7 +74,7 @@ def version(distribution: str) -> str | None:
 
 
 def _extras() -> dict[str, dict[str, str | None]]:
-    """What each extra asks for, with the version that is there."""
+    """The requirements of each extra, with the installed versions."""
     try:
         lines = metadata.requires("accel-fn") or []
     except metadata.PackageNotFoundError:
@@ -88,8 +87,8 @@ def _extras() -> dict[str, dict[str, str | None]]:
     return found
 
 
-def ask_torch(python: str = sys.executable) -> dict[str, Any]:
-    """What torch says in a process of its own; `error` where it does not come to that."""
+def probe_torch(python: str = sys.executable) -> dict[str, Any]:
+    """Run probe.py with another Python; return its report, or `error`."""
     try:
         done = subprocess.run(
             [python, str(Path(probe.__file__))],
@@ -152,8 +151,8 @@ def _memory() -> dict[str, int]:
     return found
 
 
-def _ask_driver(*arguments: str) -> str | None:
-    """What the driver's own tool says, whatever torch was built for; None where it is not there."""
+def _nvidia_smi(*arguments: str) -> str | None:
+    """The output of the driver's tool, whatever torch was built for; None if it is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -166,14 +165,14 @@ def _ask_driver(*arguments: str) -> str | None:
 
 
 def _set_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Those that change how ranks start and run; none that may hold a secret."""
+    """Variables that change how ranks start and run; none that may hold a secret."""
     for name, value in environment.items():
         if _VARIABLES.fullmatch(name) and not _SECRET.search(name):
             yield name, value
 
 
 def _configuration(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Files that `accel-fn launch` would read from here; `accel-fn config --show` says what is in them."""
+    """Files that `accel-fn launch` would read from here."""
     own = user_file(environment)
     return {
         "file": next(_settings_files(Path.cwd()), None),

@@ -44,7 +44,7 @@ class Launchers:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def ask(self, **request):
+    def request(self, **request):
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
@@ -61,7 +61,7 @@ class Launchers:
     def _fork(self, folder: Path, *arguments: object, **variables: str) -> Launcher:
         for name in ("stdout", "stderr"):
             (folder / name).write_text("")
-        pid = self.ask(
+        pid = self.request(
             arguments=[*map(str, arguments)],
             folder=str(folder),
             variables=surroundings(folder, **variables),
@@ -99,8 +99,8 @@ class Launcher:
     def stderr(self) -> str:
         return (self.folder / "stderr").read_text()
 
-    def said(self, pattern: str, count: int = 1) -> list[str]:
-        """Wait until the ranks have said this on stdout so often; what the pattern's group found."""
+    def printed(self, pattern: str, count: int = 1) -> list[str]:
+        """Wait until ranks have printed this so often; return what the pattern's group found."""
         return until(
             lambda: found if len(found := re.findall(pattern, self.stdout)) >= count else None,
             lambda: f"{pattern!r} in\n{self.stdout}\n{self.stderr}",
@@ -114,7 +114,7 @@ class Launcher:
         start = time.monotonic()
         try:
             code = until(
-                lambda: self.launchers.ask(ended=self.pid),
+                lambda: self.launchers.request(ended=self.pid),
                 lambda: f"an end\n{self.stdout}\n{self.stderr}",
                 timeout_s,
             )

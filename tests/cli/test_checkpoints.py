@@ -28,7 +28,7 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_table_says_what_is_there(launchers, folder, tmp_path):
+def test_a_table_lists_the_checkpoints(launchers, folder, tmp_path):
     done = launchers.command(tmp_path, "checkpoints", "run")
     assert (done.exit_code, done.stderr) == (0, "")
     heading, first, second = done.stdout.splitlines()
@@ -37,7 +37,7 @@ def test_a_table_says_what_is_there(launchers, folder, tmp_path):
     assert re.fullmatch(r"2 +\d+ s +[\d.]+ kB +1 +yes", second)
 
 
-def test_one_that_is_not_whole_is_told_with_the_file(launchers, folder, tmp_path):
+def test_a_damaged_checkpoint_is_listed_with_the_missing_file(launchers, folder, tmp_path):
     lost = folder / "step_00000002" / "common.pt"
     lost.unlink()
     done = launchers.command(tmp_path, "checkpoints", "run", "--json")
@@ -49,7 +49,7 @@ def test_one_that_is_not_whole_is_told_with_the_file(launchers, folder, tmp_path
     assert "common.pt" in done.stdout.splitlines()[2]
 
 
-def test_an_empty_folder_and_none_are_told_apart(launchers, tmp_path):
+def test_an_empty_folder_is_no_error_and_a_missing_one_is(launchers, tmp_path):
     (tmp_path / "run").mkdir()
     done = launchers.command(tmp_path, "checkpoints", "run")
     assert (done.exit_code, done.stdout) == (0, "no checkpoint in run\n")

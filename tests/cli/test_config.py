@@ -57,7 +57,7 @@ def terminal(place, *arguments):
 # writing
 
 
-def test_default_asks_nothing_and_writes_what_is_in_force_after(place):
+def test_default_writes_settings_without_questions(place):
     out, _ = config(place, "--default")
     assert out.startswith("Wrote accel_fn.yaml.")
     values = yaml.safe_load((place / "accel_fn.yaml").read_text())
@@ -86,7 +86,7 @@ def test_output_names_another_file(place):
     assert "must be in a folder that is there and can be written" in errors
 
 
-def test_without_a_terminal_it_asks_for_default_at_once(place):
+def test_without_a_terminal_questions_are_refused(place):
     _, errors = config(place, code=2)
     assert errors.endswith(
         "Error: config asks questions and must run in a terminal; --default asks nothing\n"
@@ -95,15 +95,15 @@ def test_without_a_terminal_it_asks_for_default_at_once(place):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["--show", "--default"], "--default cannot be combined with --show"),
         (["--show", "--force"], "--force cannot be combined with --show"),
         (["--json"], "--json cannot be combined with writing a file"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(place, arguments, told):
-    assert told in config(place, *arguments, code=2)[1]
+def test_options_that_do_not_go_together_are_refused(place, arguments, expected):
+    assert expected in config(place, *arguments, code=2)[1]
 
 
 # the questions

@@ -162,7 +162,7 @@ _STOPPING = """
 
 
 @pytest.mark.parametrize("kind", ["script", "program"])
-def test_ranks_that_still_start_end_without_a_word(tmp_path, launchers, kind):
+def test_ranks_that_still_start_print_nothing_on_ctrl_c(tmp_path, launchers, kind):
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(_STOPPING))
     (tmp_path / "script.py").write_text("import time; time.sleep(600)")
     target = ["script.py"] if kind == "script" else ["--no-python", "sleep", "60"]
@@ -172,7 +172,7 @@ def test_ranks_that_still_start_end_without_a_word(tmp_path, launchers, kind):
 
 
 @pytest.mark.parametrize("kind", ["command", "function"])
-def test_a_rank_whose_launcher_has_tidied_up_ends_without_a_word(tmp_path, kind):
+def test_a_rank_without_a_launcher_prints_nothing(tmp_path, kind):
     place = str(tmp_path / "gone")
     call = (
         f"from accel_fn.launcher.function.child import main; main('{os.getpid()}', '', {place!r})"
@@ -187,7 +187,7 @@ def test_a_rank_whose_launcher_has_tidied_up_ends_without_a_word(tmp_path, kind)
     assert (ended.returncode, ended.stderr) == (1, "")
 
 
-def test_a_command_that_was_told_to_ignore_ctrl_c_does(tmp_path):
+def test_a_command_that_ignores_ctrl_c_goes_on(tmp_path):
     """As a shell starts it in the background of a script."""
     ignoring = ["sh", "-c", 'trap "" INT; exec "$0" "$@"', sys.executable]
     assert interrupt(tmp_path, "launch --dry-run", program=ignoring) == (0, "")

@@ -40,7 +40,7 @@ def test_versions_are_those_that_are_installed(report):
     assert set(report["extras"]) == {"checkpoint", "cli", "examples", "float8", "testing"}
 
 
-def test_torch_says_what_it_was_built_with_and_sees(report):
+def test_the_report_has_the_build_and_devices_of_torch(report):
     found = report["torch"]
     assert found["version"] == torch.__version__
     assert found["cuda"] == torch.version.cuda
@@ -91,9 +91,9 @@ def test_a_torch_that_crashes_or_hangs_is_a_line_too(tmp_path, monkeypatch):
         path.chmod(0o755)
         return str(path)
 
-    assert env_report.ask_torch(python("kill -SEGV $$")) == {"error": "signal 11"}
+    assert env_report.probe_torch(python("kill -SEGV $$")) == {"error": "signal 11"}
     monkeypatch.setattr(env_report, "_TORCH_WITHIN_S", 0.2)
-    assert env_report.ask_torch(python("exec sleep 5")) == {"error": "no answer within 0.2 s"}
+    assert env_report.probe_torch(python("exec sleep 5")) == {"error": "no answer within 0.2 s"}
 
 
 def test_a_part_that_cannot_be_found_out_is_its_error(monkeypatch):
@@ -101,13 +101,13 @@ def test_a_part_that_cannot_be_found_out_is_its_error(monkeypatch):
         raise PermissionError("no /proc here")
 
     monkeypatch.setattr(env_report, "_processor", refuse)
-    monkeypatch.setattr(env_report, "ask_torch", dict)
+    monkeypatch.setattr(env_report, "probe_torch", dict)
     found = env_report.collect({})
     assert found["processor"] == {"error": "PermissionError('no /proc here')"}
     assert found["memory"]["total"] > 0
 
 
-def test_devices_and_memory_are_told_as_people_read_them():
+def test_devices_and_memory_are_printed_in_readable_units():
     torch_part = {
         "version": "2.0",
         "devices": [{"device": "cuda:0", "name": "H200", "memory": 3 * 2**30}],

@@ -71,7 +71,7 @@ def here(folder, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_the_command_tells_the_step_of_so_many_ranks(launchers, folder):
+def test_the_command_prints_the_step_of_a_number_of_ranks(launchers, folder):
     """From another folder than the file's, whose own imports are found all the same."""
     target = f"{folder.name}/train.py:make_plan"
     done = launchers.command(folder.parent, "explain", target, "-n", "4", "--device", "cuda:1")
@@ -115,7 +115,7 @@ _UNSAID = [
     ],
     ids=["nothing", "file", "variables before the file", "arguments before the file"],
 )  # fmt: skip
-def test_what_a_launch_from_here_would_say_is_told(
+def test_the_phases_follow_the_settings_of_a_launch_from_here(
     launchers, folder, tmp_path, file, variables, arguments, first, lines
 ):
     """By the settings of the working folder, wherever the target stands."""
@@ -123,12 +123,12 @@ def test_what_a_launch_from_here_would_say_is_told(
     target = f"{folder}/train.py:as_launched"
     done = launchers.command(tmp_path, "explain", target, *arguments, **variables)
     assert done.exit_code == 0, done.stderr
-    told = done.stdout.splitlines()
-    assert told[0].startswith(f"one step on {first}")
-    assert {*lines} <= {*told}
+    shown = done.stdout.splitlines()
+    assert shown[0].startswith(f"one step on {first}")
+    assert {*lines} <= {*shown}
 
 
-def test_a_file_is_believed_as_the_launch_believes_it(launchers, folder, tmp_path):
+def test_a_config_file_counts_as_in_a_launch(launchers, folder, tmp_path):
     """The one that accelerate wrote, too; the nearest is not read then, and variables come before it."""
     (tmp_path / "accel_fn.yaml").write_text("{num_processes: 8, tee: true}")
     (tmp_path / "theirs.yaml").write_text(
@@ -139,9 +139,9 @@ def test_a_file_is_believed_as_the_launch_believes_it(launchers, folder, tmp_pat
     variables = {"ACCEL_FN_WRAP": "fsdp", "ACCEL_FN_NUM_MICROBATCHES": "3"}
     done = launchers.command(tmp_path, "explain", target, "--config", "theirs.yaml", **variables)
     assert done.exit_code == 0, done.stderr
-    told = done.stdout.splitlines()
-    assert told[0] == "one step on 64 ranks, cpu"
-    assert {*_SAID} <= {*told}
+    shown = done.stdout.splitlines()
+    assert shown[0] == "one step on 64 ranks, cpu"
+    assert {*_SAID} <= {*shown}
 
 
 def test_a_file_that_is_not_there_is_refused(launchers, folder, tmp_path):
@@ -161,15 +161,15 @@ def test_settings_that_a_launch_would_refuse_are_one_line(launchers, folder, tmp
 
 def test_programs_get_the_phases_of_a_plan_in_a_module(here, capsys):
     explain_target("train:Recipes.simple", 1, None, as_json=True)
-    told = json.loads(capsys.readouterr().out)
+    shown = json.loads(capsys.readouterr().out)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    assert told["num_processes"] == 1
-    assert told["device"] == str(accelerator or "cpu")
-    assert told["phases"]["backward"] == (
+    assert shown["num_processes"] == 1
+    assert shown["device"] == str(accelerator or "cpu")
+    assert shown["phases"]["backward"] == (
         "the mean over the global batch; replicate() has nothing to do"
     )
-    assert told["phases"]["update"] == "SGD(lr=0.5), 2 parameter tensors, 5 numbers"
-    assert list(told["phases"]) == [
+    assert shown["phases"]["update"] == "SGD(lr=0.5), 2 parameter tensors, 5 numbers"
+    assert list(shown["phases"]) == [
         "model", "split", "weigh", "place", "forward", "backward", "gradients", "update",
     ]  # fmt: skip
 
@@ -207,7 +207,7 @@ def test_what_the_users_code_raises_is_shown_with_its_line(launchers, folder):
     assert done.stderr.rstrip().endswith("LookupError: no data here")
 
 
-def test_a_module_that_misses_another_says_which(here):
+def test_a_module_that_misses_another_raises_its_error(here):
     (here / "broken.py").write_text("import no_such_thing\n")
     for target in ("broken:plan", "broken.py:plan"):
         with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_thing'"):
@@ -220,7 +220,7 @@ def test_a_file_with_the_name_of_a_module_replaces_none(here):
     assert sys.modules["json"] is json
 
 
-def test_a_file_written_as_a_module_is_told_how(here):
+def test_a_file_given_as_a_module_gets_a_repair(here):
     with pytest.raises(ValueError, match=r"got './train'; ./train.py is a file: write ./train.py:"):
         load_target("./train:make_plan", "explain")
 

@@ -117,8 +117,8 @@ def test_four_steps_against_three_end_with_a_report_of_every_rank(ended):
 @of("unequal_shapes")
 def test_unequal_shapes_end_with_the_error_and_every_ranks_line(ended):
     end, places = ended
-    (told,) = re.findall(r"^rank (\d) \(\S+, pid \d+\)$", end.stderr, re.MULTILINE)  # the cause
-    cause, other = int(told), 1 - int(told)
+    (blamed,) = re.findall(r"^rank (\d) \(\S+, pid \d+\)$", end.stderr, re.MULTILINE)  # the cause
+    cause, other = int(blamed), 1 - int(blamed)
     assert_says(
         end,
         rf"^rank {other} \(\S+, pid \d+\): .*, at {places[other]}$",
@@ -143,7 +143,7 @@ def test_an_exception_on_one_rank_ends_with_it_and_the_line_that_the_other_waits
 
 @pytest.mark.slow
 @of("an_end_without_a_word")
-def test_a_rank_that_is_stopped_as_it_waits_for_another_is_told_of_where_it_waits(ended):
+def test_a_stopped_rank_is_reported_with_the_line_that_it_waited_at(ended):
     end, (first, _) = ended
     assert_says(
         end,

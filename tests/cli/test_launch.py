@@ -89,7 +89,7 @@ def test_a_dry_run_shows_what_each_rank_then_gets_and_starts_nothing(launchers, 
         assert shown.keys() - known.keys() == later
 
 
-def test_a_dry_run_says_why(launchers, tmp_path):
+def test_a_dry_run_prints_the_source_of_each_variable(launchers, tmp_path):
     planned = launchers.run(
         tmp_path, "--dry-run", "-n", 2, "--threads-per-process", 5, "script.py", "a b", script=""
     )
@@ -133,7 +133,7 @@ def test_two_launches_at_once_are_two_worlds(launchers, tmp_path):
     assert ports[0][0] == ports[0][1] != ports[1][0] == ports[1][1]
 
 
-def test_a_port_that_is_asked_for_is_taken_or_refused(launchers, tmp_path):
+def test_a_given_port_is_taken_or_refused(launchers, tmp_path):
     script = "import os; print(os.environ['MASTER_PORT'], flush=True)"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -248,7 +248,7 @@ def test_what_this_machine_cannot_do_is_refused(launchers, tmp_path, arguments, 
     assert ended.stderr.startswith(f"Error: {text}")
 
 
-def test_logs_hold_what_each_rank_said_and_the_screen_shows_it_where_asked(launchers, tmp_path):
+def test_logs_hold_the_output_of_each_rank_and_tee_prints_it(launchers, tmp_path):
     script = """
         import os, sys
         print("out of", os.environ["RANK"])
@@ -271,7 +271,7 @@ def test_logs_hold_what_each_rank_said_and_the_screen_shows_it_where_asked(launc
     assert sorted(loud.stderr.splitlines()) == ["[rank 0]: err of 0", "[rank 1]: err of 1"]
 
 
-def test_a_failed_attempt_is_told_and_made_good_with_another_store(launchers, tmp_path):
+def test_a_restart_is_printed_and_has_a_new_store(launchers, tmp_path):
     script = """
         import os, sys, time
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -42,7 +42,7 @@ _FAMILY = """
 
 
 def family(launcher):
-    return " ".join(launcher.said(r"pids ([\d ]+)\n", 2)).split()
+    return " ".join(launcher.printed(r"pids ([\d ]+)\n", 2)).split()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
@@ -55,7 +55,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launchers, tmp_path, number)
     until(lambda: not list(tmp_path.glob("accel_fn_*")) or None, lambda: "an empty folder")
 
 
-def test_ranks_end_with_their_launcher_even_without_its_guard(launchers, tmp_path):
+def test_ranks_end_with_their_launcher_even_without_its_reaper(launchers, tmp_path):
     launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=_FAMILY, TMPDIR=str(tmp_path))
     ranks = family(launcher)[::3]
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
@@ -146,7 +146,7 @@ def test_a_terminal_that_is_closed_ends_a_launch_as_its_signal_does(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "exit_code"), [(["--max-restarts", "1"], 0), ([], 7)])
-def test_a_launch_whose_words_nobody_reads_goes_on(tmp_path, arguments, exit_code):
+def test_a_launch_goes_on_when_its_stderr_is_closed(tmp_path, arguments, exit_code):
     (tmp_path / "script.py").write_text(
         "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    os._exit(7)\n"
     )

@@ -58,7 +58,7 @@ _BOOM = [r"Traceback.*", r"  File .*", "    .*", r"  File .*", r"    deep\(\)",
         ("KeyboardInterrupt", 130, ["Traceback.*", "(  .*\n){3}.*", _WHO, "KeyboardInterrupt"]),
     ],
 )
-def test_the_error_is_all_that_is_said_and_the_exit_code_is_the_ranks(
+def test_only_the_error_is_printed_and_the_exit_code_is_the_ranks(
     launchers, tmp_path, how, exit_code, lines
 ):
     ended = launchers.run(tmp_path, "-n", 2, "script.py", how, script=_SCRIPT)
@@ -119,14 +119,14 @@ def test_the_others_are_stopped_within_five_seconds_also_those_that_refuse(launc
         time.sleep(600)
     """
     launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=script)
-    pids = launcher.said(r"pid (\d+)", 2)
+    pids = launcher.printed(r"pid (\d+)", 2)
     ended = launcher.wait()
     assert (ended.exit_code, ended.last_lines[-1]) == (1, "ValueError: boom")
     assert ended.seconds < 10  # five, and what a busy machine adds
     gone(pids, within_s=0.1)
 
 
-def test_what_a_script_prints_of_its_own_errors_is_left_to_it(launchers, tmp_path):
+def test_a_script_may_print_its_own_errors(launchers, tmp_path):
     script = """
         import sys
         try:
@@ -159,7 +159,7 @@ def test_a_program_gives_its_exit_code(launchers, tmp_path):
     assert (ended.exit_code, ended.last_lines[0], ended.last_lines[-1]) == (9, "why", "exit code 9")
 
 
-def test_a_rank_that_cannot_end_says_why_it_failed_and_is_ended(tmp_path):
+def test_a_failed_rank_that_hangs_prints_its_error_and_is_killed(tmp_path):
     """The waits are shortened: nobody should test for half a minute."""
     (tmp_path / "script.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n1 / 0\n"

@@ -193,7 +193,7 @@ def test_the_cause_is_raised_and_not_what_follows_from_it():
         "barrier: every rank must stay until all have finished, got one that is gone",
     ],
 )
-def test_a_rank_that_lost_its_peer_is_not_the_cause_though_it_speaks_first(tmp_path, echo):
+def test_a_rank_that_lost_its_peer_is_not_the_cause_though_it_fails_first(tmp_path, echo):
     def work():
         if os.environ["RANK"] == "1":
             (tmp_path / "there").touch()
@@ -240,7 +240,7 @@ def test_a_rank_that_has_failed_and_does_not_end_is_ended():
     assert time.monotonic() - start < 10
 
 
-def test_a_crash_of_native_code_says_which_line_called_it():
+def test_a_native_crash_shows_the_line_that_called_it():
     with pytest.raises(RuntimeError, match="was killed by SIGSEGV") as caught:
         af.launch(lambda: ctypes.string_at(0), num_processes=1)
     assert f'File "{__file__}"' in str(caught.value.__cause__)
@@ -255,7 +255,7 @@ def test_a_crash_of_native_code_says_which_line_called_it():
         (lambda: threading.Lock(), "fn must return what can be pickled .*, got <unlocked"),
     ],
 )
-def test_a_rank_that_ends_without_a_value_says_how(fn, text):
+def test_the_error_of_a_rank_without_a_result_names_its_end(fn, text):
     with pytest.raises(af.AccelError, match=f"launch: {text}"):
         af.launch(fn, num_processes=1)
 

@@ -76,7 +76,7 @@ def test_two_machines_train_as_one_process_does(launchers, tmp_path, alone):
 
 
 @pytest.mark.slow
-def test_machines_meet_by_the_backend_that_is_asked_for(launchers, tmp_path):
+def test_machines_meet_by_the_given_backend(launchers, tmp_path):
     """Torch's own, which numbers machines in an order of its own."""
     script = """
         import os, accel_fn as af
@@ -128,9 +128,9 @@ _WAITING = """
 
 
 @pytest.mark.slow
-def test_every_machine_says_what_the_first_failure_was_and_stops(launchers, tmp_path):
+def test_every_machine_prints_the_first_failure_and_stops(launchers, tmp_path):
     machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
-    pids = [pid for each in machines for _, pid in each.said(r"up (\d) (\d+)")]
+    pids = [pid for each in machines for _, pid in each.printed(r"up (\d) (\d+)")]
     (tmp_path / "b" / "fail").touch()
     ended = [machine.wait(timeout_s=10) for machine in machines]
     assert [each.exit_code for each in ended] == [1, 1]
@@ -143,7 +143,7 @@ def test_every_machine_says_what_the_first_failure_was_and_stops(launchers, tmp_
 def test_a_machine_without_the_first_one_does_not_wait(launchers, tmp_path):
     """Ranks that talk to their peers would fail by themselves; these would not notice."""
     machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
-    pids = [pid for each in machines for _, pid in each.said(r"up (\d) (\d+)")]
+    pids = [pid for each in machines for _, pid in each.printed(r"up (\d) (\d+)")]
     machines[0].kill(signal.SIGKILL).wait()
     left = machines[1].wait(timeout_s=10)
     assert left.exit_code == 1
@@ -170,7 +170,7 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(launchers, tmp_
     first, second = start(0, folders[0]), start(1, folders[1])
     for attempt in (0, 1):
         for each in (first, second):
-            each.said(f"up {attempt}")
+            each.printed(f"up {attempt}")
         second.kill(signal.SIGKILL).wait()
         (folders[0] / f"peer-of-{attempt}-is-gone").touch()
         second = start(1, folders[2 + attempt])
@@ -179,7 +179,7 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(launchers, tmp_
     assert [each.stdout for each in ended] == ["up 0\nup 1\nup 2\n", "up 2\n"]
 
 
-def test_machines_that_ask_for_different_worlds_are_refused_alike(launchers, tmp_path):
+def test_machines_with_different_worlds_all_raise_the_same_error(launchers, tmp_path):
     hosts = ("127.0.0.3", "127.0.0.3")
     machines = start_two(launchers, tmp_path, "script.py", script="", counts=(2, 4), hosts=hosts)
     ended = [machine.wait(timeout_s=10) for machine in machines]
@@ -198,7 +198,7 @@ def test_a_machine_that_is_there_already_is_refused(launchers, tmp_path):
         for rank in (0, 1)
     ]
     for each in machines:
-        each.said("up")
+        each.printed("up")
     third = start_one(launchers, folders[2], 1, port, "script.py", script="").wait()
     assert third.exit_code == 1
     assert "launch: machine_rank must be another on each machine, got 1 twice" in third.stderr
@@ -216,7 +216,7 @@ def test_ctrl_c_ends_the_wait_for_other_machines(launchers, tmp_path):
 
 
 @pytest.mark.slow
-def test_after_ten_seconds_a_machine_says_for_whom_it_waits(launchers, tmp_path):
+def test_after_ten_seconds_a_machine_prints_which_other_it_waits_for(launchers, tmp_path):
     port, start = free_port(), time.monotonic()
     machine = start_one(launchers, tmp_path, 1, port, "script.py", script="")
     said = until(lambda: machine.stderr or None, lambda: "a word")

@@ -43,8 +43,8 @@ ARGUMENTS = ["script.py", "--epochs", 3, "--save-every", 1000, "--out", "run"]
 def start(launchers, folder, *options):
     """A launcher of two ranks, the fourth update of which has begun; the ranks' processes."""
     started = launchers.start(folder, "-n", 2, "--cpu", *options, *ARGUMENTS, script=SCRIPT)
-    pids = dict(started.said(r"up (\d) (\d+)", 2))
-    started.said(r"third (\d)", 2)
+    pids = dict(started.printed(r"up (\d) (\d+)", 2))
+    started.printed(r"third (\d)", 2)
     return started, [int(pids[rank]) for rank in "01"]
 
 
@@ -68,7 +68,7 @@ def whole(launchers, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGUSR1), (1, signal.SIGTERM)])
-def test_one_rank_that_is_asked_takes_all_along_and_the_launcher_brings_them_back(
+def test_a_signal_to_one_rank_stops_all_and_the_launcher_restarts_them(
     launchers, tmp_path, whole, rank, number
 ):
     started, pids = start(launchers, tmp_path, "--max-restarts", 1)
@@ -94,9 +94,7 @@ def test_without_a_restart_the_launcher_ends_with_the_code_of_its_ranks(launcher
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
-def test_a_launcher_that_is_asked_passes_it_on_and_restarts_nothing(
-    launchers, tmp_path, number, code
-):
+def test_a_launcher_forwards_its_signal_and_restarts_nothing(launchers, tmp_path, number, code):
     started, pids = start(launchers, tmp_path, "--max-restarts", 3)
     ended = started.kill(number).wait()
     assert ended.exit_code == code, ended

@@ -28,7 +28,7 @@ def machines(draw):
 
 
 @given(machines())
-def test_the_defaults_fit_the_machine_and_say_what_it_would_do_anyway(tmp_path_factory, machine):
+def test_the_defaults_are_what_a_launch_would_do_without_a_file(tmp_path_factory, machine):
     ask, _ = answering()
     settings = choose_settings(ask, machine)
     file = written(tmp_path_factory.mktemp("defaults"), render(settings))
@@ -44,21 +44,21 @@ def test_the_devices_that_are_named_are_as_many_processes():
     assert (settings.gpu_ids, settings.num_processes) == ((1,), 1)
 
 
-def test_on_the_cpu_nobody_asks_for_devices():
+def test_on_the_cpu_there_is_no_question_about_devices():
     ask, asked = answering(cpu=True)
     assert choose_settings(ask, TWO_GPUS).cpu
     assert "gpu_ids" not in asked
     assert asked["num_processes"] == 1
 
 
-def test_devices_that_cannot_be_named_are_not_asked_for():
+def test_there_is_no_question_about_devices_that_cannot_be_named():
     ask, asked = answering()
     machine = Machine(num_cores=4, kind="XPU", num_installed=2, num_devices=2)
     assert choose_settings(ask, machine).num_processes == 2
     assert "gpu_ids" not in asked
 
 
-def test_replicas_or_shards_is_asked_only_where_there_are_several_processes():
+def test_wrap_is_a_question_only_for_several_processes():
     ask, asked = answering(num_processes=2, wrap="fsdp")
     assert choose_settings(ask, TWO_GPUS).wrap == "fsdp"
     assert asked["wrap"] == "ddp"
@@ -67,7 +67,7 @@ def test_replicas_or_shards_is_asked_only_where_there_are_several_processes():
     assert "wrap" not in asked
 
 
-def test_machines_are_asked_about_only_where_there_are_several():
+def test_addresses_are_questions_only_for_several_machines():
     several = {"machine_rank", "main_process_ip", "main_process_port"}
     ask, asked = answering()
     choose_settings(ask, TWO_GPUS)

@@ -168,7 +168,7 @@ def test_the_bound_itself_holds():
     assert (verdict.holds, verdict.largest, verdict.error) == (True, 1e-9, "")
 
 
-def test_of_several_errors_the_cause_is_told():
+def test_of_several_errors_the_cause_is_reported():
     """A rank that lost its peer is no cause, though it was the first to say so."""
     lost = outcome(error="RuntimeError: Connection closed by peer [127.0.0.1]", time=1.0)
     cause = outcome(error="ValueError: the cause", time=2.0)
@@ -196,7 +196,7 @@ def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_is_green_on_one_rank_and_says_what_that_leaves_out(launchers, tmp_path):
+def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(launchers, tmp_path):
     done = launchers.command(tmp_path, "test", "-n", "1", "--cpu")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("14 promises on 1 rank, cpu, backend none\n")
@@ -228,7 +228,7 @@ def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_pa
         ("num_proceses: 2\n", ["--config", "other.yaml"], "num_machines must be 1 for processes of its own"),
     ],
 )  # fmt: skip
-def test_mistakes_are_said_before_anything_runs(launchers, tmp_path, settings, arguments, text):
+def test_mistakes_are_errors_before_anything_runs(launchers, tmp_path, settings, arguments, text):
     (tmp_path / "accel_fn.yaml").write_text(settings or "cpu: true\n")
     (tmp_path / "other.yaml").write_text("{cpu: true, num_machines: 2, main_process_ip: 10.0.0.1}")
     done = launchers.command(tmp_path, "test", *arguments)

@@ -31,13 +31,13 @@ TRAIN = """
         return shards, torch.cat([whole(each).flatten() for each in model.parameters()]).tolist()
 
     state = af.init(timeout_s=60)
-    told = [trained(state, af.wrap()), trained(state, af.wrap_ddp())]
-    os.write(1, (json.dumps(told) + "\\n").encode())
+    shown = [trained(state, af.wrap()), trained(state, af.wrap_ddp())]
+    os.write(1, (json.dumps(shown) + "\\n").encode())
 """
 
 
 @pytest.mark.slow
-def test_shards_by_the_word_of_a_launch_train_as_replicas(launchers, tmp_path):
+def test_shards_by_the_setting_of_a_launch_train_as_replicas(launchers, tmp_path):
     options = ["-n", 2, "--cpu", "--wrap", "fsdp", "script.py"]
     ended = launchers.run(tmp_path, *options, script=TRAIN)
     assert ended.exit_code == 0, ended

@@ -82,7 +82,7 @@ def test_there_is_a_case_for_every_file():
 
 
 @pytest.mark.parametrize("name", sorted(set(USED) - set(LEFT_OUT)))
-def test_a_file_that_maps_is_used_without_a_word(name):
+def test_a_file_that_maps_is_used_without_a_warning(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert used(name, machine=EIGHT) == USED[name]
@@ -94,15 +94,15 @@ def test_what_has_no_counterpart_is_named_in_one_warning(name):
         assert used(name, machine=EIGHT) == USED[name]
     (warning,) = caught
     written_there = IN_SCRIPT.get(name)
-    told = f"not read from this file: in the script, {written_there}; " if written_there else ""
+    shown = f"not read from this file: in the script, {written_there}; " if written_there else ""
     assert str(warning.message) == (
-        f"{WRITTEN / name}.yaml: {told}accel_fn has no counterpart yet for {LEFT_OUT[name]}; "
+        f"{WRITTEN / name}.yaml: {shown}accel_fn has no counterpart yet for {LEFT_OUT[name]}; "
         "left out"
     )
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "shown"),
     [
         ("fsdp_config: {offload_params: true}", "fsdp_offload_params is wrap_fsdp(offload=True)"),
         (
@@ -132,9 +132,9 @@ def test_what_has_no_counterpart_is_named_in_one_warning(name):
         ("mixed_precision: fp8\nfp8_config: {backend: AO}", "mixed_precision fp8 is with_amp("),
     ],
 )
-def test_what_is_for_the_script_is_told_as_the_script_says_it(tmp_path, lines, told):
+def test_the_warning_names_the_counterpart_in_the_script(tmp_path, lines, shown):
     file = written(tmp_path, f"distributed_type: FSDP\nuse_cpu: true\n{lines}\n")
-    with pytest.warns(UnusedSettingsWarning, match=re.escape(f"in the script, {told}")) as caught:
+    with pytest.warns(UnusedSettingsWarning, match=re.escape(f"in the script, {shown}")) as caught:
         resolved(config=file)
     (warning,) = caught
     assert "no counterpart" not in str(warning.message)
@@ -229,13 +229,13 @@ def test_an_old_file_is_read_as_well(tmp_path):
     assert found.sources["num_processes"] == "detected: 2 CUDA devices"
 
 
-def test_an_unquoted_no_is_meant_as_a_type(tmp_path):
+def test_an_unquoted_no_is_a_type(tmp_path):
     file = written(tmp_path, "distributed_type: NO\nmixed_precision: no\n")
     assert resolved(config=file).settings.num_processes == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "shown"),
     [
         ("compute_environment: LOCAL_MACHINE\n", ": distributed_type must be given"),
         (
@@ -298,11 +298,11 @@ def test_an_unquoted_no_is_meant_as_a_type(tmp_path):
 @pytest.mark.filterwarnings(
     "ignore::accel_fn.launcher.settings.accelerate_config.UnusedSettingsWarning"
 )
-def test_a_mistake_is_told_with_its_place(tmp_path, text, told):
+def test_the_error_names_the_place_of_a_mistake(tmp_path, text, shown):
     file = written(tmp_path, text)
     message = refused(config=file, machine=TWO_GPUS)
     assert message.startswith(str(file))
-    assert told in message
+    assert shown in message
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_mistake_is_told_with_its_place(tmp_path, text, told):
         "tp_config: {tp_size: 2}",
     ],
 )
-def test_whatever_asks_for_something_is_named(tmp_path, line):
+def test_keys_that_are_left_out_are_named(tmp_path, line):
     file = written(tmp_path, f"distributed_type: NO\n{line}\n")
     with pytest.warns(UnusedSettingsWarning, match=re.escape(line.split(":")[0])):
         resolved(config=file)

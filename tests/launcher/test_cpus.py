@@ -108,5 +108,5 @@ def test_ranks_keep_to_nodes_use_all_of_them_and_are_spread_evenly(num_nodes, nu
 
 
 @pytest.mark.parametrize(("num_nodes", "num_ranks"), [(1, 4), (2, 1)])
-def test_where_nothing_is_to_be_chosen_nobody_is_bound(num_nodes, num_ranks):
+def test_on_one_node_or_with_one_rank_none_is_bound(num_nodes, num_ranks):
     assert bind_ranks(Processors(4, ((0, 1), (2, 3))[:num_nodes]), num_ranks) is None

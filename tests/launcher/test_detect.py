@@ -31,9 +31,7 @@ def test_the_listing_of_the_driver_is_read():
 
 
 @pytest.mark.parametrize(("code", "count"), [(0, 2), (9, 0)])
-def test_a_driver_that_answers_is_believed_and_one_that_fails_has_none(
-    tmp_path, monkeypatch, code, count
-):
+def test_a_driver_that_fails_has_no_devices(tmp_path, monkeypatch, code, count):
     program = tmp_path / "nvidia-smi"
     program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && /bin/cat <<END\n{LISTING}END\nexit {code}\n')
     program.chmod(0o755)
@@ -68,11 +66,11 @@ def test_of_a_machine_in_parts_one_part_is_visible():
     assert [each[:8] for each in visible_devices(listed, "MIG-cba,MIG-c6")] == ["MIG-cba6"]
 
 
-def test_the_version_file_says_what_torch_says():
+def test_the_version_file_agrees_with_torch():
     assert built_for_cuda() == (torch.version.cuda is not None)
 
 
-def test_this_machine_is_what_torch_says_of_it():
+def test_detection_agrees_with_torch_on_this_machine():
     machine = detect()
     assert machine.num_cores == len(os.sched_getaffinity(0))
     present = torch.accelerator.current_accelerator()

@@ -33,9 +33,7 @@ def failure(rank=0, time=1.0, **how):
     ],
     ids=["killed", "raised", "exit code", "aborted", "lost a peer"],
 )
-def test_who_only_lost_a_peer_or_heard_of_one_is_not_the_cause_even_if_its_end_was_seen_first(
-    first, others
-):
+def test_a_rank_that_lost_a_peer_is_not_the_cause_even_if_it_ended_first(first, others):
     failures = [failure(rank, time=rank, **how) for rank, how in enumerate(others)]
     expected = failure(9, time=9, **first)
     assert cause([*failures, expected]) is cause([expected, *failures]) is expected
@@ -101,7 +99,7 @@ def test_a_report_of_very_many_is_short():
         ({**STOPPED, "place": "a.py:3 in fn"}, "stopped, at a.py:3 in fn"),
     ],
 )  # fmt: skip
-def test_a_summary_is_what_a_rank_says_first_and_where(how, summary):
+def test_a_summary_is_the_first_line_of_an_error_and_its_place(how, summary):
     assert failure(**how).summary == f"rank 0 (node, pid 100): {summary}"
 
 
@@ -112,7 +110,7 @@ def test_a_place_is_never_cut():
     )
 
 
-def test_one_that_was_stopped_is_told_of_where_it_waited_and_is_not_counted_as_failed():
+def test_a_stopped_rank_is_listed_where_it_waited_and_not_counted_as_failed():
     failures = [
         failure(0, **RAISED),
         failure(1, **STOPPED, place="a.py:3 in fn"),
@@ -129,12 +127,12 @@ def read(folder, **change):
     return read_failure(folder, **{**known, "stopped_at": 10.0, "stopped": False, **change})
 
 
-def test_a_rank_without_last_words_ended_when_it_was_seen(tmp_path):
+def test_a_rank_without_a_record_ended_when_it_was_polled(tmp_path):
     found = read(tmp_path, exit_code=-9)
     assert (found.time, found.stack, found.exception) == (10.0, "", "")
 
 
-def test_last_words_that_torch_wrote_are_read(tmp_path):
+def test_a_record_that_torch_wrote_is_read(tmp_path):
     """By its decorator `record`, in programs that we do not start ourselves."""
     said = {"py_callstack": "Traceback:\n  here\nKeyError: 'x'\n", "timestamp": "7"}
     content = {"message": {"message": "KeyError: 'x'", "extraInfo": said}}
@@ -148,21 +146,19 @@ def test_last_words_that_torch_wrote_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("code", [0, 3, 75])
-def test_one_that_left_and_was_killed_on_its_way_out_ended_with_the_code_it_left_with(
-    tmp_path, code
-):
+def test_a_rank_that_was_killed_as_it_exited_has_its_own_exit_code(tmp_path, code):
     words = {"stack": "", "exception": f"exit code {code}\n", "time": 9.0, "exit_code": code}
     (tmp_path / "error.json").write_text(json.dumps(words))
     assert read(tmp_path, exit_code=-15).exit_status == code
 
 
-def test_an_exception_that_speaks_of_an_exit_code_is_an_exception(tmp_path):
+def test_an_exception_whose_text_is_an_exit_code_is_an_exception(tmp_path):
     words = {"stack": "", "exception": "exit code 75\n", "time": 9.0, "exit_code": None}
     (tmp_path / "error.json").write_text(json.dumps(words))
     assert read(tmp_path, exit_code=-15).exit_status == 1
 
 
-def test_one_that_spoke_before_it_was_stopped_is_not_one_that_was_stopped(tmp_path):
+def test_a_rank_with_an_earlier_record_was_not_stopped(tmp_path):
     for time, stopped in ((9.0, False), (11.0, True)):
         words = {"stack": "", "exception": "ValueError: boom\n", "time": time}
         (tmp_path / "error.json").write_text(json.dumps(words))

@@ -48,7 +48,7 @@ def test_processes_are_counted_over_all_machines(tmp_path):
     assert (machines.num_processes, machines.port) == (6, 29500)
 
 
-def test_what_slurm_says_needs_no_flag(tmp_path):
+def test_slurm_needs_no_flag(tmp_path):
     machines = placed(tmp_path, ONE_A_NODE, num_processes=4)
     assert seen(machines) == (2, 1, 2, "127.0.0.1")
     assert machines.job == "1.0"
@@ -56,7 +56,7 @@ def test_what_slurm_says_needs_no_flag(tmp_path):
     assert machines.why["num_machines"] == "Slurm"
 
 
-def test_what_kubernetes_says_needs_no_flag(tmp_path):
+def test_kubernetes_needs_no_flag(tmp_path):
     machines = placed(tmp_path, POD)
     assert (*seen(machines), machines.port) == (3, 2, 4, "127.0.0.1", 23456)
     assert seen(placed(tmp_path, {**POD, "PET_NPROC_PER_NODE": "auto"}))[2] == 1
@@ -110,13 +110,13 @@ def test_processes_share_the_cores(cores, num_local, threads):
     assert given(cores=cores, num_local=num_local)["OMP_NUM_THREADS"] == threads
 
 
-def test_a_number_of_threads_that_was_asked_for_wins_then_one_that_was_set():
+def test_threads_are_those_of_the_setting_else_of_the_variable():
     assert given({"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
     asked = given({"OMP_NUM_THREADS": "3"}, threads_per_process=5)
     assert asked["OMP_NUM_THREADS"] == "5"
 
 
-def test_the_allocator_keeps_memory_unless_told_otherwise():
+def test_the_allocator_keeps_memory_unless_its_variables_are_set():
     found = given()
     assert found["MALLOC_TRIM_THRESHOLD_"] == str(2**32)
     assert int(found["MALLOC_MMAP_THRESHOLD_"]) >= 2**25
@@ -137,7 +137,7 @@ def test_the_allocator_takes_these_values(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_what_the_settings_say_of_training_and_devices_is_passed_on():
+def test_settings_of_training_and_devices_are_variables():
     found = given(mixed_precision="bf16", num_microbatches=4, wrap="fsdp", timeout_s=2.5, cpu=True)
     assert found["ACCEL_FN_WRAP"] == "fsdp"
     assert found["ACCEL_FN_MIXED_PRECISION"] == "bf16"
@@ -148,7 +148,7 @@ def test_what_the_settings_say_of_training_and_devices_is_passed_on():
     assert not any(name.startswith(("ACCEL_FN", "CUDA")) for name in given())
 
 
-def test_several_machines_talk_over_the_interface_that_leads_to_the_first():
+def test_several_machines_use_the_interface_towards_the_first():
     assert given(num_machines=2)["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in given(num_machines=1)
     set_already = given({"GLOO_SOCKET_IFNAME": "ib0"}, num_machines=2)
@@ -178,7 +178,7 @@ def test_a_rank_whose_launcher_is_gone_already_does_nothing(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
 
 
-def test_where_the_system_cannot_be_asked_a_rank_watches_its_launcher(tmp_path):
+def test_without_prctl_a_rank_polls_its_launcher(tmp_path):
     """As on other systems than Linux; run on any."""
     code = (
         "import os, time, accel_fn.launcher.processes.worker as worker\n"

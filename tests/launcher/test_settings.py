@@ -43,7 +43,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value", "words"), WRONG)
-def test_a_wrong_value_is_told_with_its_source_its_rule_and_itself(name, value, words):
+def test_the_error_of_a_wrong_value_names_source_rule_and_value(name, value, words):
     flag = f"flag --{name.replace('_', '-')}"
     assert refused({name: value}) == f"{flag}: {name} must {words}, got {value!r}"
 
@@ -53,7 +53,7 @@ def test_every_setting_has_a_wrong_value_above_and_a_rule():
     assert set(RULES) == set(Settings.model_fields)
 
 
-def test_all_wrong_values_are_told_at_once():
+def test_all_wrong_values_are_in_one_error():
     lines = refused({"num_processes": 0, "max_restarts": -1, "tee": True}).splitlines()
     assert [line.split(":")[0] for line in lines] == ["flag --num-processes", "flag --max-restarts"]
 
@@ -107,7 +107,7 @@ def test_values_that_conflict_are_refused(flags, text):
     assert text in refused(flags, machine=TWO_GPUS)
 
 
-def test_a_conflict_names_who_gave_the_value(tmp_path):
+def test_a_conflict_names_the_source_of_the_value(tmp_path):
     file = written(tmp_path, "gpu_ids: [0]\ncpu: true\n")
     text = refused(folder=tmp_path, machine=TWO_GPUS)
     assert text.startswith(f"{file}:2: cpu must be false with gpu_ids=0")
@@ -119,7 +119,7 @@ def test_settings_made_by_hand_are_checked_too():
 
 
 @pytest.mark.parametrize("environment", [SRUN, {"PET_NNODES": "2"}], ids=["srun", "torchrun"])
-def test_a_cluster_may_say_how_many_machines_there_are(environment):
+def test_a_cluster_may_give_the_number_of_machines(environment):
     assert resolved({"num_processes": 4}, environment=environment, machine=TWO_GPUS)
     text = refused({"num_processes": 6}, environment=environment, machine=TWO_GPUS)
     assert "of each of 2 machines, got 6" in text
@@ -128,7 +128,7 @@ def test_a_cluster_may_say_how_many_machines_there_are(environment):
 @pytest.mark.parametrize(
     "environment", [{"MASTER_ADDR": "node0"}, {"PET_MASTER_ADDR": "node0"}, SRUN]
 )
-def test_a_cluster_may_say_where_machine_0_is(environment):
+def test_a_cluster_may_give_the_address_of_machine_0(environment):
     assert resolved({"num_machines": 2}, environment=environment).settings.num_machines == 2
 
 

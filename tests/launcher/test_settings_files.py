@@ -1,4 +1,4 @@
-"""Files of settings: a mistake is told with its place, and what is written is read back."""
+"""Files of settings: a mistake is shown with its place, and what is written is read back."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
     assert "file must be text in UTF-8" in refused(config=tmp_path / "bytes.yaml")
 
 
-def test_a_file_of_comments_says_nothing(tmp_path):
+def test_a_file_of_comments_sets_nothing(tmp_path):
     written(tmp_path, "# nothing yet\n")
     assert not any(map(resolved(folder=tmp_path).is_given, Settings.model_fields))
 
@@ -93,7 +93,7 @@ def test_precision_no_needs_no_quotes(tmp_path):
     assert resolved(folder=tmp_path).settings.mixed_precision == "no"
 
 
-def test_a_home_folder_in_a_file_is_meant(tmp_path, monkeypatch):
+def test_a_home_folder_in_a_file_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     written(tmp_path, "log_dir: ~/logs\n")
     assert resolved(folder=tmp_path).settings.log_dir == Path("/home/me/logs")

@@ -101,7 +101,7 @@ def test_the_users_file_follows_xdg_and_a_missing_home_is_no_error():
     ("flag", "value", "line", "other"),
     [("cpu", True, "gpu_ids: [0, 1]", "gpu_ids"), ("gpu_ids", "1", "cpu: true", "cpu")],
 )
-def test_a_stronger_word_on_the_devices_sets_a_weaker_one_aside(tmp_path, flag, value, line, other):
+def test_a_stronger_source_of_devices_overrides_a_weaker_one(tmp_path, flag, value, line, other):
     written(tmp_path, f"{line}\n")
     found = resolved({flag: value}, folder=tmp_path, machine=TWO_GPUS)
     assert getattr(found.settings, other) == Settings.model_fields[other].default
@@ -112,7 +112,7 @@ def test_a_stronger_word_on_the_devices_sets_a_weaker_one_aside(tmp_path, flag, 
     ("flag", "value", "line", "kept"),
     [("cpu", False, "gpu_ids: [0, 1]", (0, 1)), ("gpu_ids", "all", "cpu: true", True)],
 )
-def test_a_word_that_asks_for_no_device_sets_nothing_aside(tmp_path, flag, value, line, kept):
+def test_a_setting_that_chooses_no_device_overrides_nothing(tmp_path, flag, value, line, kept):
     written(tmp_path, f"{line}\n")
     found = resolved({flag: value}, folder=tmp_path, machine=TWO_GPUS)
     assert getattr(found.settings, line.split(":")[0]) == kept

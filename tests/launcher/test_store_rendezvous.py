@@ -9,7 +9,7 @@ from tests.processes import free_port
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_machine_says_for_whom_it_waits_and_in_the_end_gives_up(rank, monkeypatch, capfd):
+def test_a_machine_logs_which_other_it_waits_for_and_gives_up_in_the_end(rank, monkeypatch, capfd):
     assert (store_rendezvous._LOG_AFTER_S, store_rendezvous._MEET_WITHIN_S) == (
         10,
         600,

@@ -1,4 +1,4 @@
-"""Which line is told of a rank: the user's innermost, of the error itself, or of what it waits for."""
+"""Which line is shown of a rank: the user's innermost, of the error itself, or of what it waits for."""
 
 import json
 import threading
@@ -75,5 +75,5 @@ def test_the_place_of_a_wait_is_the_innermost_line_of_the_users_if_it_waits_in_a
 
 
 @pytest.mark.parametrize("text", ["", "KeyError: 1\n", 'File "a.py", line 1, in fn'])
-def test_where_no_line_is_told_there_is_none(text):
+def test_text_without_a_users_line_has_no_place(text):
     assert place_in_traceback(text) == place_of_wait(text) == ""
