@@ -7,8 +7,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -121,27 +120,22 @@ def launch(
         if dry_run:
             _show(plan, as_json=as_json)
             return
-        logging.getLogger("accel_fn.launcher").addHandler(_TerminalHandler())
-        with _quiet_stores():
-            from accel_fn.launcher.processes.run import run
-        gc.enable()
-        exit_code, report = run(plan)
+        exit_code, report = _start(plan)
     _print_error(report)
     sys.exit(exit_code)
 
 
-@contextmanager
-def _quiet_stores() -> Iterator[None]:
-    """If torch is imported in here, its stores do not warn of machines that are gone."""
-    variable = "TORCH_CPP_LOG_LEVEL"
-    if variable in os.environ:
-        yield
-        return
-    os.environ[variable] = "ERROR"
-    try:
-        yield
-    finally:
-        del os.environ[variable]
+def _start(plan: LaunchPlan) -> tuple[int, str]:
+    """Import torch so that its stores do not warn of machines that are gone; then run the plan."""
+    is_set = "TORCH_CPP_LOG_LEVEL" in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from accel_fn.launcher.processes.run import run
+
+    if not is_set:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # it is for this process, not for the ranks
+    gc.enable()
+    logging.getLogger("accel_fn.launcher").addHandler(_TerminalHandler())
+    return run(plan)
 
 
 class _TerminalHandler(logging.Handler):

@@ -221,26 +221,3 @@ def test_a_file_of_accelerate_gets_one_line_of_warning(place):
     assert errors.startswith("Warning: ")
     assert errors.count("\n") == 1
     assert "no counterpart yet for distributed_type DEEPSPEED" in errors
-
-
-# what it costs
-
-
-def test_help_and_show_import_no_torch(place):
-    for arguments in (["--help"], ["--show"]):
-        code = (
-            "import sys; from accel_fn.cli import main\n"
-            f"sys.argv = ['accel-fn', 'config', *{arguments}]\n"
-            "try: main()\n"
-            "except SystemExit: pass\n"
-            "print('torch' in sys.modules, 'pydantic' in sys.modules)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=place,
-            env=surroundings(place),
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
-        assert done.stdout.split()[-2:] == ["False", str(arguments == ["--show"])], done.stderr
