@@ -49,7 +49,7 @@ def explain(
     """Print what one step of a plan does, phase by phase. Nothing is built or run.
 
     TARGET is FILE.py:NAME or MODULE:NAME, and names a Plan, or a function without arguments that
-    gives one. What it leaves to the launch, the settings say: `accel-fn config --show`.
+    gives one. What it leaves to the launch is read from the settings (`accel-fn config --show`).
     """
     with interruptible():
         explain_target(target, num_processes, device, config_file, as_json=as_json)

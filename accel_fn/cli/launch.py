@@ -146,7 +146,7 @@ class _TerminalHandler(logging.Handler):
 
 
 def _print_error(text: str) -> None:
-    """Print on stderr; a launch goes on if nobody reads it any more."""
+    """Print on stderr; a launch goes on if stderr is closed."""
     try:
         print(text, end="", file=sys.stderr, flush=True)
     except OSError:  # a closed terminal or pipe, on which Python would fail again when it exits
@@ -165,7 +165,7 @@ def _show(plan: LaunchPlan, *, as_json: bool) -> None:
     if as_json:
         print_json(_as_dict(plan, ranks))
         return
-    click.echo(shlex.join(plan.command.words()))
+    click.echo(shlex.join(plan.command.command_line()))
     click.echo(
         f"on machine {machines.machine_rank or 0} of {machines.num_machines}, "
         f"as {machines.num_local} of {machines.num_processes} processes"
@@ -192,7 +192,7 @@ def _merge(values: list[str]) -> str:
 def _as_dict(plan: LaunchPlan, ranks: list[list[Variable]]) -> dict[str, Any]:
     cpus: Sequence[Sequence[int] | None] = plan.cpus or [None] * len(ranks)
     return {
-        "command": plan.command.words(),
+        "command": plan.command.command_line(),
         "num_machines": plan.machines.num_machines,
         "machine_rank": plan.machines.machine_rank,
         "num_processes": plan.machines.num_processes,

@@ -167,7 +167,7 @@ def _print(report: RankReport, verdicts: Sequence[Outcome]) -> None:
         if verdict.traceback:
             print(verdict.traceback, file=sys.stderr)
     if report.world_size == 1:
-        print("One rank has nobody to differ from: -n 2 --cpu checks what ranks share.")
+        print("On one rank there is no other to compare with: -n 2 --cpu checks what ranks share.")
 
 
 def _verdict_cell(verdict: Outcome) -> Cell:

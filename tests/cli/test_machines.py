@@ -185,7 +185,7 @@ def test_machines_with_different_worlds_all_raise_the_same_error(launchers, tmp_
     ended = [machine.wait(timeout_s=10) for machine in machines]
     assert [each.exit_code for each in ended] == [1, 1]
     for each in ended:
-        assert "launch: all machines must ask for one world, got 2 machines" in each.stderr
+        assert "launch: all machines must be given one world, got 2 machines" in each.stderr
         assert "2 machines of 1 processes from machine 0" in each.stderr
         assert "2 machines of 2 processes from machine 1" in each.stderr
 

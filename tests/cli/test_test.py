@@ -201,7 +201,7 @@ def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(launcher
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("14 promises on 1 rank, cpu, backend none\n")
     assert done.stdout.count("  holds\n") == 14
-    assert "One rank has nobody to differ from: -n 2 --cpu checks" in done.stdout
+    assert "On one rank there is no other to compare with: -n 2 --cpu checks" in done.stdout
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_hosts_are_names_or_addresses(host):
         ),
         (
             {"num_machines": 2},
-            "num_machines must be 1 where nothing says where machine 0 is, got 2",
+            "num_machines must be 1 without an address of machine 0, got 2",
         ),
         (
             {"num_processes": 3},

@@ -161,7 +161,7 @@ def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
     where = f"rank {first.rank} of {len(ranks)} ({first.host}, pid {first.pid})"
     raised = ranks[first.rank].raised()
     if raised is None:
-        how = f"ended before fn returned, with {first.last_line}; what it printed may say why"
+        how = f"ended before fn returned, with {first.last_line}; see what it printed"
         if first.signal_name:
             how = f"was killed by {first.last_line}"
         killed = RankError(f"launch: {where} {how}")

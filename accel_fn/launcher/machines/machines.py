@@ -148,7 +148,7 @@ def _node_of(task: Task) -> Node:
 def _agree(name: str, given: int | None, found: int, node: Node, resolved: Resolved) -> None:
     if given is not None and given != found:
         raise WorldError(
-            f"launch: {name} must be what {node.cluster} says, {found}, got {given} "
+            f"launch: {name} must be {found}, as {node.cluster} has set it, got {given} "
             f"({resolved.sources[name]}); leave it out"
         )
 
@@ -179,8 +179,8 @@ def _host(
     if node is not None and node.host:
         return node.host, node.cluster
     raise WorldError(
-        f"launch: main_process_ip must be given where nothing else says which of {num_machines} "
-        "machines is the first, got None; it is the address of machine 0"
+        f"launch: main_process_ip must be given if no variable holds it, with {num_machines} machines, "
+        "got None; it is the address of machine 0"
     )
 
 

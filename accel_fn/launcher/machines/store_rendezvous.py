@@ -127,7 +127,7 @@ class StoreRendezvous(RendezvousHandler):
             if other != size:
                 self._linger(store)
                 raise WorldError(
-                    f"launch: all machines must ask for one world, got {_readable(self._rank, size)} "
+                    f"launch: all machines must be given one world, got {_readable(self._rank, size)} "
                     f"and {_readable(peer, other)}"
                 )
         return True

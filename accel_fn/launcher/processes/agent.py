@@ -94,7 +94,7 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = max(0, most - self._machines_rendezvous.attempt)
         attempt = most - self._remaining_restarts
         if attempt:
-            why = "asked for by another machine"
+            why = "started by another machine"
             if self.failures:
                 why = cause(self.failures).summary
             _logger.warning("restart %d of %d: %s", attempt, most, why)

@@ -23,7 +23,7 @@ class Command:
     target: str
     arguments: Sequence[str]
 
-    def words(self) -> list[str]:
+    def command_line(self) -> list[str]:
         """The command line without a launcher."""
         start = {"script": ["python"], "module": ["python", "-m"], "program": []}[self.kind]
         return [*start, self.target, *self.arguments]

@@ -44,7 +44,7 @@ _Entry = tuple[str, str, object]
 
 
 class UnusedSettingsWarning(UserWarning):
-    """A file asks for something that accel_fn does not read from it."""
+    """A file sets something that accel_fn does not read from it."""
 
 
 def is_accelerate_config(given: Mapping[str, Given]) -> bool:

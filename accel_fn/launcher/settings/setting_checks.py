@@ -56,7 +56,7 @@ def _address(settings: Settings, environment: Mapping[str, str]) -> Iterator[Mis
     task = read_task(environment)
     if task is None or task.host is None:
         repair = "give main_process_ip"
-        yield Mistake("num_machines", "be 1 where nothing says where machine 0 is", count, repair)
+        yield Mistake("num_machines", "be 1 without an address of machine 0", count, repair)
 
 
 def _devices(

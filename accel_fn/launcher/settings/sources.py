@@ -55,7 +55,7 @@ def resolve(
     Raises:
         SettingsError: a name is unknown, a value is wrong, or two conflict.
 
-    Cost: reads files; asks the driver for its devices.
+    Cost: reads files; runs nvidia-smi if torch is built for CUDA.
     """
     layers = list(_layers(flags, config, environment, folder or Path.cwd()))
     machine = machine or detect(environment)
