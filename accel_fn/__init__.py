@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from accel_fn.data.loader import ShardedLoader as ShardedLoader
     from accel_fn.data.plan_batches import plan_batches as plan_batches
     from accel_fn.data.prefetch import prefetch as prefetch
-    from accel_fn.data.seeding import sample_seed as sample_seed
-    from accel_fn.data.seeding import seed_samples as seed_samples
+    from accel_fn.data.seed_samples import sample_seed as sample_seed
+    from accel_fn.data.seed_samples import seed_samples as seed_samples
     from accel_fn.data.shard_loader import shard_loader as shard_loader
     from accel_fn.data.window import window as window
     from accel_fn.errors import AccelError as AccelError
@@ -101,7 +101,7 @@ _MODULES = {
     "data.loader": ["Epoch", "ShardedLoader"],
     "data.plan_batches": ["plan_batches"],
     "data.prefetch": ["prefetch"],
-    "data.seeding": ["sample_seed", "seed_samples"],
+    "data.seed_samples": ["sample_seed", "seed_samples"],
     "data.shard_loader": ["shard_loader"],
     "data.window": ["window"],
     "launcher.function.launch": ["launch"],

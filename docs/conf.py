@@ -48,7 +48,7 @@ MADE_BY_FUNCTIONS = (
     "accel_fn.Epoch",
     "accel_fn.data.prefetch.Prefetched",
     "accel_fn.data.window.Windowed",
-    "accel_fn.data.seeding.SeededSamples",
+    "accel_fn.data.seed_samples.SeededSamples",
     "accel_fn.data.plan_batches.BatchPlan",
 )
 

@@ -1,4 +1,4 @@
-"""Random generators that are others': borrowed for a while, and given back as they were."""
+"""Random generators of the user's process, used for a while with states of our own, then restored."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 
 def seed_process(seed: int) -> None:
-    """Start the global generators anew: those of a worker, which nobody else shares."""
+    """Seed the global generators: those of a worker, which has them alone."""
     for number, each in enumerate(_GLOBAL):
-        _start(each, mix(seed + number))
+        _seed(each, mix(seed + number))
 
 
 class Generators:
-    """States that the global generators, and some others, have inside and nobody sees outside.
+    """Inside, the global generators and `others` have states of their own; outside, they are as before.
 
-    Entered again, they go on where they were left. The global ones are
+    Entered again, they continue where they were left. The global ones are
     torch's for the CPU, Python's and NumPy's.
     """
 
@@ -47,7 +47,7 @@ class Generators:
             self._set_all(self._inside)
         else:
             for number, each in enumerate(self._all):
-                _start(each, mix(self._seed + number))
+                _seed(each, mix(self._seed + number))
 
     def __exit__(self, *_: object) -> None:
         self._inside = [_state(each) for each in self._all]
@@ -79,7 +79,7 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def _start(generator: Any, seed: int) -> None:
+def _seed(generator: Any, seed: int) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     elif isinstance(generator, torch.Generator):

@@ -1,4 +1,4 @@
-"""ShardedLoader: this rank's batches, epoch by epoch, wherever they come from."""
+"""ShardedLoader: this rank's part of every batch, epoch by epoch, from any source."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Source(Protocol[Batch]):
     """A way to split a loader's batches over ranks. All ranks read the same epochs and batches of it."""
 
     def num_batches(self) -> int:
-        """Batches of an epoch, on every rank alike; ArgumentTypeError where nobody can know."""
+        """Batches of an epoch, on every rank alike; ArgumentTypeError where it is unknown."""
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Batch]:
         """This rank's part of every batch of an epoch, from `first_batch` on.
 
-        Called in the thread of the loop, by all ranks in the same order; what it
-        gives may be read in another thread.
+        Called in the thread of the loop, by all ranks in the same order. The
+        iterator may be read in another thread.
         """
 
     def facts(self) -> dict[str, int | None]:
-        """What must be the same where a run goes on, as far as it is known; not the number of ranks."""
+        """What must be the same when a run resumes, as far as it is known; not the number of ranks."""
 
-    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
-        """The epoch and the window in it that come after `step` windows of so many batches each.
+    def position(self, step: int, window: int = 1) -> tuple[int, int]:
+        """Find the epoch and the window in it that come after `step` windows of so many batches each.
 
         No window spans two epochs.
         """
@@ -84,13 +84,13 @@ class ShardedLoader(Generic[Batch]):
         return self._source.batches(0, 0)
 
     def epochs(self, num_epochs: int, *, since: DistState | None = None) -> Iterator[Epoch[Batch]]:
-        """Epoch after epoch up to `num_epochs`, from where a state stands.
+        """Yield epoch after epoch up to `num_epochs`, from the position of a state.
 
         Args:
             num_epochs: of the whole run, >= 0.
-            since: its `step` says how many batches were consumed; they are
-                skipped by arithmetic, no sample is read. (A sampler that does not
-                say its length is run so far, on rank 0.) Default: from the start.
+            since: its `step` is how many batches were consumed; they are
+                skipped by arithmetic, no sample is read. (A sampler without
+                a length is run so far, on rank 0.) Default: from the start.
 
         Returns:
             An iterator of epochs: each has an `index`, a `len`, and iterates over
@@ -102,9 +102,9 @@ class ShardedLoader(Generic[Batch]):
         """
         check_count("epochs", "num_epochs", num_epochs, minimum=0)
         if not isinstance(since, DistState | None):
-            repair = "the state that the last step gave"
+            repair = "the state that the last step returned"
             raise ArgumentTypeError(message("epochs", "since", "be a DistState", since, repair))
-        start = (0, 0) if since is None else self._source.locate(since.step)
+        start = (0, 0) if since is None else self._source.position(since.step)
         if since is not None and start > (num_epochs, 0):
             rule = f"be at most at the end of {num_epochs} epochs"
             repair = f"that is batch {start[1]} of epoch {start[0]}; raise num_epochs"
@@ -118,7 +118,7 @@ class ShardedLoader(Generic[Batch]):
             yield Epoch(self, index, first_batch if index == first_epoch else 0)
 
     def state_dict(self) -> dict[str, int | None]:
-        """What must be the same where a run goes on; the position is `state.step`, and not in here."""
+        """Return what must be the same when a run resumes; the position is `state.step`."""
         try:
             num_batches = len(self)
         except ArgumentTypeError:
@@ -126,13 +126,13 @@ class ShardedLoader(Generic[Batch]):
         return {"batches_per_epoch": num_batches, **self._source.facts()}
 
     def differences_from(self, saved: Mapping[str, int | None]) -> list[str]:
-        """What is not as it was saved: there, a step would be another place, or other samples.
+        """List what is not as it was saved: a step would be another position, or other samples.
 
         Args:
             saved: what `state_dict` gave.
 
         Returns:
-            A line for each, with both values. `load` asks for them before it overwrites anything.
+            A line for each, with both values. `load` compares before it overwrites anything.
         """
         here = self.state_dict()
         return [
@@ -142,13 +142,13 @@ class ShardedLoader(Generic[Batch]):
         ]
 
     def load_state_dict(self, saved: Mapping[str, int | None]) -> None:
-        """Refuse other data: there, a step is another place, or other samples.
+        """Refuse other data, in which a step is another position, or other samples.
 
         Args:
             saved: what `state_dict` gave.
 
         Raises:
-            ValueError: data, batch size, seed or order are others.
+            ValueError: data, batch size, seed or order differ.
         """
         if found := self.differences_from(saved):
             repair = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accel_fn.base.batch import part_sizes
-from accel_fn.errors import ArgumentError
+from accel_fn.errors import ArgumentError, message
 
 _FEW = 64
 _ROUNDS, _ROUNDS_OF_FEW = 10, 24  # with fewer, neighbours fail a chi-square test of 20,000 keys
@@ -23,7 +24,7 @@ _Numbers = npt.NDArray[np.uint64]
 
 
 def permute(indices: Tensor, num_samples: int, key: int) -> Tensor:
-    """A pseudo-random permutation of 0 .. num_samples - 1, at the given indices alone.
+    """Permute 0 .. num_samples - 1 pseudo-randomly, at the given indices alone.
 
     A generalized Feistel network over a grid of about the square root of
     num_samples in each direction permutes the cells of the grid. The few that
@@ -32,7 +33,7 @@ def permute(indices: Tensor, num_samples: int, key: int) -> Tensor:
     Args:
         indices: [num_indices], int64, on the CPU, each in 0 .. num_samples - 1.
         num_samples: the size of the permutation, 1 .. 2**62.
-        key: says which permutation.
+        key: selects the permutation.
 
     Returns:
         [num_indices], int64. All indices together give every number once.
@@ -97,7 +98,7 @@ class Order:
         num_samples: of the data set.
         batch_size: samples in a global batch.
         world_size: ranks that share it.
-        shuffle: permuted, another way each epoch, or in the data set's order.
+        shuffle: a new permutation each epoch, or the data set's order.
         drop_last: leave out a last batch that is not full.
         seed: of the permutations.
     """
@@ -152,8 +153,35 @@ class Order:
         return permute(places, self.num_samples, key=mix(mix(self.seed) + epoch))
 
 
+def find_by_counting(
+    step: int, batches_of: Callable[[int], Iterable[object]], window: int
+) -> tuple[int, int]:
+    """Find the epoch and the window in it that come after `step` windows, by counting batches.
+
+    Args:
+        step: in windows, over all epochs.
+        batches_of: something for every batch of an epoch; taken no further than needed.
+        window: batches in one; the last of an epoch may be shorter.
+
+    Returns:
+        Epoch and window, each from 0.
+    """
+    epoch = 0
+    while step > 0:
+        num_batches = 0
+        for num_batches, _ in enumerate(batches_of(epoch), start=1):
+            if num_batches > step * window:
+                return epoch, step
+        if num_batches == 0:
+            rule = f"be at most at the end of epoch {epoch}, which is empty"
+            raise ArgumentError(message("epochs", "since", rule, f"{step} steps beyond it"))
+        step -= -(-num_batches // window)
+        epoch += 1
+    return epoch, 0
+
+
 def check_batch_size(function: str, batch_size: int, world_size: int) -> None:
-    """Every rank gets a sample of every batch: else refused."""
+    """Refuse a batch that does not have a sample for every rank."""
     if batch_size < world_size:
         raise ArgumentError(
             f"{function}: batch_size={batch_size} must give every one of {world_size} ranks a sample; "
@@ -162,7 +190,7 @@ def check_batch_size(function: str, batch_size: int, world_size: int) -> None:
 
 
 def check_sizes(function: str, order: Order, what: str = "data set") -> None:
-    """The same, and an epoch of `what` has a batch."""
+    """Refuse that, and an epoch of `what` without a batch."""
     check_batch_size(function, order.batch_size, order.world_size)
     ranks, num_samples = order.world_size, order.num_samples
     if num_samples < ranks:

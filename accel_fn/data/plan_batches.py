@@ -1,4 +1,4 @@
-"""plan_batches: how an epoch will be cut, before anything is trained."""
+"""plan_batches: compute how an epoch will be cut, before training."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def plan_batches(
     *,
     drop_last: bool = False,
 ) -> BatchPlan:
-    """How `shard_loader` and `accumulate` will cut an epoch; to be printed before training. Pure.
+    """Compute how `shard_loader` and `accumulate` will cut an epoch, to print before training. Pure.
 
     Args:
         num_samples: of the data set, >= `world_size`.

@@ -1,4 +1,4 @@
-"""prefetch: the next batches are read and moved to the device while the loop works on this one."""
+"""prefetch: read the next batches and move them to the device while the loop works on this one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, overload
+from typing import Any, Generic, overload
 
 import torch
 from torch import Tensor
@@ -37,20 +37,19 @@ def prefetch(
 ) -> ShardedLoader[Batch] | Epoch[Batch] | Prefetched[Batch]:
     """Read the next batches, and move them to `state.device`, in a background thread.
 
-    The loop gets the same batches in the same order, and an exception where
-    its batch would have come. A pass starts its thread when its first batch is
-    asked for. Once the loop has been left, by its end, a `break` or an error,
-    the thread is gone as well, after the batch that it is reading; where there are several
-    ranks, after `depth` more, so that all have read equally far.
+    The loop gets the same batches in the same order, and an exception in place of
+    its batch. A pass starts its thread with its first batch. Once the loop has been left, by
+    its end, a `break` or an error, the thread ends after the batch that it is reading; in a
+    world of several ranks after `depth` more, so that all have read equally far.
 
-    Law: the identity on batches and positions. What a state counts are batches
-    that the loop was given, so a resumed run neither loses nor repeats those read ahead.
+    Law: the identity on batches and positions. A state counts batches that the loop
+    was given, so a resumed run neither loses nor repeats those read ahead.
 
     Args:
         loader: what `shard_loader` or `window` gave, one of its epochs, a `DataLoader`,
             or anything else that can be iterated.
-        state: says the device.
-        depth: how many batches may be ready before the loop asks for them, >= 1.
+        state: of this rank; its device.
+        depth: how many batches may be ready before the loop takes them, >= 1.
 
     Returns:
         The same kind of loader, to be used in its place: `len`, `epochs`, `indices`.
@@ -63,7 +62,7 @@ def prefetch(
     more batches, on the device too. On CUDA a copy is made from pinned memory, on a
     stream of its own that the loop's stream waits for, not the host. On a CPU nothing is copied.
     Without workers the data set runs beside the training, in one process: what it draws
-    from global random generators is no longer reproducible, so give the `DataLoader` workers,
+    from global random generators is not reproducible, so give the `DataLoader` workers,
     or the data set generators of its own.
 
     >>> import torch, accel_fn as af
@@ -86,7 +85,7 @@ def prefetch(
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """How far, where to, and whether all ranks read equally far."""
+    """How far to read ahead, where to, and whether all ranks read equally far."""
 
     depth: int
     device: torch.device
@@ -95,7 +94,7 @@ class _Ahead:
     def mover(self) -> Mover:
         """What brings the batches of one pass to the device."""
         if self.device.type == "cpu":
-            return _Stay()
+            return Mover(self.device)
         return _SideStream(self.device) if self.device.type == "cuda" else _Copy(self.device)
 
 
@@ -114,19 +113,16 @@ class Prefetched(Generic[Batch]):
 
 
 class PrefetchedSource(Generic[Batch]):
-    """A `Source` whose passes are read ahead; what it says of them is the source's own."""
+    """A `Source` whose passes are read ahead."""
 
     def __init__(self, source: Source[Batch], ahead: _Ahead) -> None:
         self._source = source
         self._ahead = ahead
         self.num_batches = source.num_batches
-        self.locate = source.locate
+        self.facts = source.facts
+        self.position = source.position
         self.indices = source.indices
         self.global_indices = source.global_indices
-
-    def facts(self) -> dict[str, int | None]:
-        """The source's."""
-        return self._source.facts()
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Batch]:
         """The source's, read ahead."""
@@ -140,7 +136,7 @@ class _End:
     error: BaseException | None
 
 
-class _Line:
+class _Handover:
     """Between the thread that reads and the loop that takes: a batch is read for every permit."""
 
     def __init__(self, depth: int) -> None:
@@ -148,35 +144,34 @@ class _Line:
         self.permits = threading.Semaphore(depth)
         self.ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.taken = 0
-        self.num_reads: int | None = None
-        """How many there will be, once the loop has been left."""
+        self.num_reads: int | None = None  # how many there will be, once the loop has been left
 
 
 class Reader(threading.Thread):
     """Reads one pass. Holds nothing of the iterator in the loop, so that dropping that ends it."""
 
-    def __init__(self, batches: Iterator[Any], line: _Line, mover: Mover) -> None:
+    def __init__(self, batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
         super().__init__(
-            target=_read, args=(batches, line, mover), name="accel_fn.prefetch", daemon=True
+            target=_read, args=(batches, handover, mover), name="accel_fn.prefetch", daemon=True
         )
 
 
-def _read(batches: Iterator[Any], line: _Line, mover: Mover) -> None:
+def _read(batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
     try:
         with mover.around():
             for number in itertools.count():
-                line.permits.acquire()
-                if line.num_reads is not None and number >= line.num_reads:
+                handover.permits.acquire()
+                if handover.num_reads is not None and number >= handover.num_reads:
                     break
-                batch = next(batches, line)  # the line is no batch
-                if batch is line:
+                batch = next(batches, handover)  # which is no batch
+                if batch is handover:
                     break
-                line.ready.put(mover.move(batch))
+                handover.ready.put(mover.move(batch))
                 del batch  # the loop's alone from here on
     except BaseException as error:
-        line.ready.put(_End(error))
+        handover.ready.put(_End(error))
     else:
-        line.ready.put(_End(None))
+        handover.ready.put(_End(None))
 
 
 class _Pass(Iterator[Any]):
@@ -186,81 +181,74 @@ class _Pass(Iterator[Any]):
         self._batches = batches
         self._ahead = ahead
         self._mover = ahead.mover()
-        self._line = _Line(ahead.depth)
+        self._handover = _Handover(ahead.depth)
         self._close: weakref.finalize[..., _Pass] | None = None
 
     def __next__(self) -> Any:
-        line = self._line
+        handover = self._handover
         if self._close is None:
-            reader = Reader(self._batches, line, self._mover)
+            reader = Reader(self._batches, handover, self._mover)
             reader.start()
             # also called when this is dropped, and when the program ends
-            self._close = weakref.finalize(self, _stop, reader, line, self._ahead.together)
+            self._close = weakref.finalize(self, _stop, reader, handover, self._ahead.together)
             del self._batches
         if not self._close.alive:
             raise StopIteration
-        found = line.ready.get()
+        found = handover.ready.get()
         if isinstance(found, _End):
             self._close()
             try:
                 raise StopIteration if found.error is None else found.error
             finally:
                 del found  # an error that this frame holds would keep the frame, and it the error
-        line.taken += 1
-        line.permits.release()
+        handover.taken += 1
+        handover.permits.release()
         return self._mover.hand_over(found)
 
 
-def _stop(reader: Reader, line: _Line, together: bool) -> None:
+def _stop(reader: Reader, handover: _Handover, together: bool) -> None:
     """Let the thread end, and wait for it."""
     ending = not threading.main_thread().is_alive()  # the program is; finalizers run after that
-    line.num_reads = line.taken + line.depth if together and not ending else 0
-    line.permits.release()
+    handover.num_reads = handover.taken + handover.depth if together and not ending else 0
+    handover.permits.release()
     if reader is not threading.current_thread():  # which may be the one that collects garbage
         reader.join(_PATIENCE_S if ending else None)
 
 
-class Mover(Protocol):
-    """Brings batches to a device: `move` in the thread that reads, `hand_over` in the loop."""
+class Mover:
+    """Brings batches to a device: `move` in the thread that reads, `hand_over` in the loop.
 
-    def around(self) -> AbstractContextManager[Any]:
-        """What the thread runs in."""
-
-    def move(self, batch: Any) -> Any:
-        """Start to bring it there."""
-
-    def hand_over(self, moved: Any) -> Any:
-        """The batch, ready for what the loop does with it."""
-
-
-class _Stay:
-    """For a CPU: batches stay where they are."""
-
-    def around(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def move(self, batch: Any) -> Any:
-        return batch
-
-    def hand_over(self, moved: Any) -> Any:
-        return moved
-
-
-class _Copy(_Stay):
-    """For a device without streams that torch names alike: a copy that the thread waits for."""
+    On a CPU they stay where they are.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def around(self) -> AbstractContextManager[Any]:
+        """What the thread runs in."""
+        return nullcontext()
+
+    def move(self, batch: Any) -> Any:
+        """Start to bring it there."""
+        return batch
+
+    def hand_over(self, moved: Any) -> Any:
+        """The batch, ready for what the loop does with it."""
+        return moved
+
+
+class _Copy(Mover):
+    """For a device without streams that torch names alike: a copy that the thread waits for."""
 
     def move(self, batch: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.device), batch)
 
 
-class _SideStream:
+class _SideStream(Mover):
     """For CUDA: copies from pinned memory, on a stream beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.empty(0, device=device).device  # with its number
+        super().__init__(torch.empty(0, device=device).device)  # with its number
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def around(self) -> AbstractContextManager[Any]:

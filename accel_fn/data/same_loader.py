@@ -1,4 +1,4 @@
-"""Ranks give the same loader: over the whole data set, as far as that is known at little cost."""
+"""Check that all ranks have the same loader over the same data, as far as is known at little cost."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from accel_fn.comm.primitives import exchange
 from accel_fn.errors import check_alike
 
 _ENDS = 4096  # of a long list in a file, so many at each end are compared
-_SHARE = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
+_OF_RANK = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
 
 
-def check_same(asked: object, dataset: Any, state: DistState) -> None:
-    """All ranks' loaders ask for the same, whatever kind they are, over the same samples; else all raise."""
-    told = exchange((asked, checksum_of(dataset)), state, "shard_loader")
-    loaders, samples = zip(*told, strict=True)
+def check_same(options: object, dataset: Any, state: DistState) -> None:
+    """Compare options and samples of all ranks' loaders; if any differ, all ranks raise."""
+    found = exchange((options, checksum_of(dataset)), state, "shard_loader")
+    loaders, samples = zip(*found, strict=True)
     check_alike(loaders, "shard_loader: loader must be the same on every rank")
     check_alike(
         [f"samples of checksum {each}" for each in samples],
         "shard_loader: data set must be the same on every rank",
-        "give every rank the whole (and random_split or shuffle() one seed): it is shared out here",
+        "give every rank the whole (and random_split or shuffle() one seed): shard_loader splits it",
     )
 
 
 def knows_ranks(source: Any) -> bool:
-    """Does a sampler or a stream look as if it gave every rank a part already? By its attributes."""
-    return any(all(hasattr(source, name) for name in names) for names in _SHARE)
+    """Whether a sampler or a stream has attributes of one that gives every rank a part already."""
+    return any(all(hasattr(source, name) for name in names) for names in _OF_RANK)
 
 
 def checksum_of(dataset: Any) -> int | None:
-    """The same on all ranks that hold the same samples; None where nothing is known of a data set.
+    """A checksum that is equal on ranks that hold the same samples; None where nothing is known.
 
     Of a `Subset` all indices count, at any depth; of a map of Hugging Face's its indices and its
     first and last row; of a stream of theirs its shards and the generators that shuffle it. Data
@@ -49,12 +49,12 @@ def checksum_of(dataset: Any) -> int | None:
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_indices"):
         return _mixed(_ends(dataset.data, 1), _ends(dataset._indices, _ENDS))
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_ex_iterable"):
-        return zlib.crc32(repr(list(_told(dataset._ex_iterable))).encode())
+        return zlib.crc32(repr(list(_constants(dataset._ex_iterable))).encode())
     return None
 
 
-def _told(part: Any) -> Iterator[Any]:
-    """What a stream of Hugging Face's is made of, without what it keeps of a pass."""
+def _constants(part: Any) -> Iterator[Any]:
+    """What a stream of Hugging Face's is made of, without the state of a pass."""
     yield type(part).__name__
     for name, value in sorted(vars(part).items()):
         if isinstance(value, np.random.Generator):
@@ -65,11 +65,11 @@ def _told(part: Any) -> Iterator[Any]:
             yield [(key, [*map(_shard, each)]) for key, each in value.items() if type(each) is list]
         elif name.startswith("ex_iterable"):
             for each in value if isinstance(value, list) else [value]:
-                yield from _told(each)
+                yield from _constants(each)
 
 
 def _shard(shard: Any) -> Any:
-    """What a shard is known by: of a file its name, which machines may hold in different folders."""
+    """What identifies a shard: the name of a file, which machines may hold in different folders."""
     if isinstance(shard, str):
         return shard.rpartition("/")[2]
     return shard if isinstance(shard, bool | int | float | range) else checksum_of(shard)

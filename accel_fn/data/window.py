@@ -1,4 +1,4 @@
-"""window: several batches in a list, for one update of data that cannot be cut."""
+"""window: several batches in a list, for one update over data that cannot be cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def window(loader: Iterable[Batch], k: int) -> Windowed[Batch]: ...
 def window(
     loader: ShardedLoader[Batch] | Iterable[Batch], k: int
 ) -> ShardedLoader[list[Batch]] | Windowed[Batch]:
-    """Lists of `k` of a loader's batches, the last of an epoch maybe shorter: each is one update.
+    """Group a loader's batches into lists of `k`, one update each; the last of an epoch may be shorter.
 
     For graphs, ragged lists and all else that cannot be cut along a leading
     dimension: `accumulate(k, split=None)` takes a list as the micro-batches of
@@ -83,22 +83,19 @@ class WindowedSource(Generic[Batch]):
     def __init__(self, source: Source[Batch], k: int) -> None:
         self._source = source
         self._k = k
+        self.facts = source.facts
 
     def num_batches(self) -> int:
         """Windows of an epoch."""
         return -(-self._source.num_batches() // self._k)
 
-    def facts(self) -> dict[str, int | None]:
-        """The source's."""
-        return self._source.facts()
-
     def batches(self, epoch: int, first_batch: int) -> Iterator[list[Batch]]:
         """From window `first_batch` of an epoch to its end."""
         return _lists(self._source.batches(epoch, first_batch * self._k), self._k)
 
-    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+    def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """As the source does, in windows of its batches."""
-        return self._source.locate(step, window * self._k)
+        return self._source.position(step, window * self._k)
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """Of this rank, batch after batch."""

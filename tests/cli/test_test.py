@@ -10,7 +10,7 @@ import torch
 import accel_fn as af
 from accel_fn.base import weights
 from accel_fn.cli.test import merge
-from accel_fn.data.indexed.indexed_source import OrderedSource
+from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.step import backward as backward_module
 from accel_fn.step import grads as grads_module
 from accel_fn.step import step as step_module
@@ -111,9 +111,9 @@ def test_a_scale_that_stays_is_found(monkeypatch):
 
 
 def test_a_rank_that_reads_another_ranks_part_is_found(monkeypatch):
-    init = OrderedSource.__init__
+    init = IndexedSource.__init__
     monkeypatch.setattr(
-        OrderedSource,
+        IndexedSource,
         "__init__",
         lambda source, loader, order, rank: init(source, loader, order, 0),
     )
@@ -123,7 +123,7 @@ def test_a_rank_that_reads_another_ranks_part_is_found(monkeypatch):
 
 
 def test_a_run_that_starts_over_is_found(monkeypatch):
-    monkeypatch.setattr(OrderedSource, "locate", lambda source, step: (0, 0))
+    monkeypatch.setattr(IndexedSource, "position", lambda source, step: (0, 0))
     assert broken() == {"a run goes on where it stopped"}
 
 
@@ -181,9 +181,9 @@ def test_of_several_errors_the_cause_is_reported():
 def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     """A copy of the package in which a resumed run starts over: nothing else is wrong with it."""
     shutil.copytree(ROOT / "accel_fn", tmp_path / "accel_fn")
-    assert callable(OrderedSource.locate)
+    assert callable(IndexedSource.position)
     with (tmp_path / "accel_fn" / "data" / "indexed" / "indexed_source.py").open("a") as module:
-        module.write("\n\nOrderedSource.locate = lambda self, step, window=1: (0, 0)\n")
+        module.write("\n\nIndexedSource.position = lambda self, step, window=1: (0, 0)\n")
     done = run_command(tmp_path, "test", "-n", "2", "--cpu", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
     first, heading, *rows = done.stdout.splitlines()

@@ -303,11 +303,11 @@ DATA = Numbers(12)
         ),
         (
             lambda: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0), batch_size=4),
-            "not be shared out among ranks already, got 'DistributedSampler'; leave that sampler out",
+            "not be sharded over ranks already, got 'DistributedSampler'; leave that sampler out",
         ),
         (
             lambda: DataLoader(DATA, batch_size=4, num_workers=1, in_order=False),
-            "keep batches in order, by which a run knows where it stands, got 'in_order=False'",
+            "keep batches in order, by which a run knows its position, got 'in_order=False'",
         ),
         (
             lambda: af.shard_loader(of(12), af.DistState()),

@@ -170,13 +170,13 @@ class TalkingSource:
         for batch in range(first_batch, self.size):
             yield self.channel.exchange((epoch, batch, self.rank))
 
-    def locate(self, step, window=1):
+    def position(self, step, window=1):
         return divmod(step, self.size)
 
     def indices(self, epoch, batch):
         return torch.tensor([epoch * self.size + batch])
 
-    global_indices = indices
+    global_indices = facts = indices
 
 
 def test_ranks_that_talk_while_they_read_may_break_and_begin_again():

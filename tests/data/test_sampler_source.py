@@ -353,7 +353,7 @@ def test_a_sampler_without_end_is_read_as_far_as_it_is_used():
 def test_the_length_of_a_sampler_that_has_none_is_refused(ask):
     with pytest.raises(
         TypeError,
-        match=r"len: the loader's sampler must have a length .*give the sampler a __len__",
+        match=r"len: the loader's sampler must have a length, got .*give the sampler a __len__",
     ):
         ask(shard(sampler=Unsized(globally), batch_size=6))
 
@@ -424,7 +424,7 @@ def test_a_length_that_is_not_kept_is_refused(size, word):
     loader = shard(sampler=Own(globally, size=size), batch_size=3)
     with pytest.raises(
         ValueError,
-        match=f"sampler must give as many samples as its len says, {size}, in every epoch, got {word} in "
+        match=f"sampler must give as many samples as its len, {size}, in every epoch, got {word} in "
         "epoch 0; correct its __len__, or leave it out",
     ):
         list(loader)
@@ -572,7 +572,7 @@ REFUSED = {
     "sharded inside": (
         {"batch_sampler": BatchSampler(torch.utils.data.DistributedSampler(DATA, 2, 0), 4, False)},
         "global",
-        "loader must not be shared out among ranks already, got 'DistributedSampler'",
+        "loader must not be sharded over ranks already, got 'DistributedSampler'",
     ),
 }
 
@@ -596,7 +596,7 @@ class Split:
 
 
 def test_a_batch_sampler_that_knows_of_ranks_is_refused():
-    with pytest.raises(ValueError, match="not be shared out among ranks already, got 'Split'"):
+    with pytest.raises(ValueError, match="not be sharded over ranks already, got 'Split'"):
         shard(batch_sampler=Split())
 
 
@@ -722,9 +722,7 @@ class Wrapping:
 def test_a_distributed_sampler_is_found_wherever_it_is_held(wrap):
     sampler = wrap(torch.utils.data.DistributedSampler(DATA, 2, 0))
     options = {"batch_sampler" if isinstance(sampler, BatchSampler) else "sampler": sampler}
-    with pytest.raises(
-        ValueError, match="shared out among ranks already, got 'DistributedSampler'"
-    ):
+    with pytest.raises(ValueError, match="sharded over ranks already, got 'DistributedSampler'"):
         shard(**options)
 
 

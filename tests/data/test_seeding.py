@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 import accel_fn as af
-from accel_fn.data.seeding import reading
+from accel_fn.data.seed_samples import reading
 from accel_fn.testing import simulate
 
 HERE = af.DistState(seed=3)

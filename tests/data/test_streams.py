@@ -24,6 +24,8 @@ from accel_fn.errors import PeerError
 from accel_fn.testing import simulate
 from tests.streams import Counting, SelfSplitting, Sharded, Sized, ids, items_of, joined
 
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+
 
 def by_hand(data, rank=0, world_size=1, batch_size=4, split="auto", **options):
     """A sharded loader of a state built by hand."""
@@ -107,7 +109,7 @@ def test_fewer_items_than_ranks_are_refused_on_every_rank(num_workers, size):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("split", ["turns", "workers"])
+@pytest.mark.parametrize("split", ["round_robin", "workers"])
 def test_an_empty_stream_is_an_epoch_of_no_batch_in_any_world(world_size, split):
     assert everywhere(SelfSplitting([0, 0]), world_size, split=split) == [[]] * world_size
 
@@ -191,7 +193,7 @@ def test_a_stream_that_fails_on_one_rank_ends_all(num_workers):
         data = Failing(9) if state.rank else Counting(30)
         loader = DataLoader(data, batch_size=4, num_workers=num_workers)
         with pytest.raises(RuntimeError) as caught:
-            list(af.shard_loader(loader, state, split="turns"))
+            list(af.shard_loader(loader, state, split="round_robin"))
         return str(caught.value)
 
     here, there = simulate(run, world_size=2, timeout_s=100)
@@ -207,8 +209,8 @@ def test_a_stream_that_fails_on_one_rank_ends_all(num_workers):
 def test_workers_that_take_turns_change_nothing(num_workers, data):
     """Also where the data set would split itself among the workers that it sees."""
     for rank in range(2):
-        found = ids(by_hand(data, rank, 2, split="turns", num_workers=num_workers))
-        assert found == ids(by_hand(data, rank, 2, split="turns"))
+        found = ids(by_hand(data, rank, 2, split="round_robin", num_workers=num_workers))
+        assert found == ids(by_hand(data, rank, 2, split="round_robin"))
 
 
 def collate(items):
@@ -250,7 +252,7 @@ def test_worker_init_fn_may_split_the_source_among_all_workers():
     assert ranks[0][0] == [0, 4]  # the first items of worker 0 of 4
 
 
-@pytest.mark.parametrize("split", ["auto", "turns"])
+@pytest.mark.parametrize("split", ["auto", "round_robin"])
 def test_what_else_the_loader_was_given_is_kept(split):
     options = {
         "num_workers": 2,
@@ -263,17 +265,17 @@ def test_what_else_the_loader_was_given_is_kept(split):
     loader = by_hand(Sharded([4, 4]), split=split, collate_fn=collate, **options)
     found = [item for batch in loader for item in batch["items"].tolist()]
     assert sorted(found) == [*range(4), *range(1000, 1004)]
-    inner = loader._source._passes._shared
+    inner = loader._source._passes.pools.take().loader
     assert {name: getattr(inner, name) for name in options} == options
 
 
-@pytest.mark.parametrize("split", ["auto", "turns"])
+@pytest.mark.parametrize("split", ["auto", "round_robin"])
 def test_workers_may_be_spawned(split):
     """All that they get can be pickled."""
     options = {"num_workers": 2, "worker_init_fn": configure, "collate_fn": collate}
     loader = by_hand(Sharded([4, 4]), split=split, **options)
-    passes = loader._source._passes
-    stream, init = passes._stream_of(torch.tensor([0, 0])), passes._options["worker_init_fn"]
+    stream_of, given = loader._source._passes.pools._make.args
+    stream, init = stream_of(torch.tensor([0, 0])), given["worker_init_fn"]
     found = [list(each) for each in (stream, pickle.loads(pickle.dumps(stream)))]
     assert str(found[0]) == str(found[1])
     assert pickle.loads(pickle.dumps(init)) == init
@@ -294,7 +296,7 @@ class Looking(Counting):
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
-@pytest.mark.parametrize("split", ["turns", "auto"])
+@pytest.mark.parametrize("split", ["round_robin", "auto"])
 def test_loaders_over_one_stream_are_each_in_their_own_epoch(split, ahead):
     data = Looking(40)
     loaders = [by_hand(data, split=split, batch_size=4) for _ in range(2)]
@@ -343,13 +345,12 @@ def test_a_break_changes_nothing_later_and_leaves_no_worker(persistent_workers):
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_two_passes_at_once_do_not_meet():
-    data = Counting(8, shuffle=True)
-    for num_workers in (0, 2):
-        loader = by_hand(data, num_workers=num_workers)
-        together = [[a.tolist(), b.tolist()] for a, b in zip(*loader.epochs(2), strict=True)]
-        apart = [ids(epoch) for epoch in loader.epochs(2)]
-        assert together == [list(pair) for pair in zip(*apart, strict=True)]
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, PERSISTENT], ids=str)
+def test_two_passes_at_once_do_not_meet(options):
+    loader = by_hand(Counting(8, shuffle=True), **options)
+    together = [[a.tolist(), b.tolist()] for a, b in zip(*loader.epochs(2), strict=True)]
+    apart = [ids(epoch) for epoch in loader.epochs(2)]
+    assert together == [list(pair) for pair in zip(*apart, strict=True)]
 
 
 def test_two_passes_at_once_of_split_sources_do_not_meet():
@@ -375,17 +376,6 @@ def test_two_passes_of_split_sources_that_are_read_ahead_do_not_meet():
         )
 
     assert simulate(run, world_size=2) == [True, True]
-
-
-def test_persistent_workers_serve_one_pass_at_a_time():
-    loader = by_hand(Counting(20), num_workers=1, persistent_workers=True)
-    older = iter(loader)
-    next(older)
-    newer = iter(loader)
-    assert next(newer).tolist() == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="persistent_workers=True must serve one pass at a time"):
-        next(older)
-    assert len(list(newer)) == 4
 
 
 def test_two_loaders_over_one_stream_do_not_meet():
@@ -438,7 +428,7 @@ def test_the_users_generators_are_left_as_they_are():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("split", ["turns", "auto"])
+@pytest.mark.parametrize("split", ["round_robin", "auto"])
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_pass_draws_nothing_from_torchs_generator(num_workers, split, step):
     """Nor does a count of batches: else the dropout of a run that is resumed is another one."""
@@ -518,7 +508,7 @@ def test_each_rank_reads_its_own_shard_and_every_item_comes_once(num_workers, le
     def run(state):
         loader = DataLoader(data, batch_size=4, num_workers=num_workers)
         loader = af.shard_loader(loader, state)
-        return ids(loader), loader._source._passes._options["num_workers"]
+        return ids(loader), loader._source._passes.pools.take().loader.num_workers
 
     ranks, started = zip(*simulate(run, world_size=2), strict=True)
     assert items_of(ranks) == data.items()
@@ -545,14 +535,14 @@ class Itself(Sharded):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("split", ["turns", "auto"])
+@pytest.mark.parametrize("split", ["round_robin", "auto"])
 def test_a_data_set_is_asked_for_its_iterator_once_a_pass(split, num_workers):
     data = Itself([25, 12])
     found = everywhere(lambda rank: Itself([25, 12]), 2, split=split, num_workers=num_workers)
     assert items_of(found) == data.items()
 
 
-@pytest.mark.parametrize("split", ["turns", "auto"])
+@pytest.mark.parametrize("split", ["round_robin", "auto"])
 def test_an_iterator_is_not_asked_again_after_its_end(split):
     """Some begin anew."""
 
@@ -674,7 +664,7 @@ class Failing(IterableDataset):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_of_the_stream_says_where_it_was(num_workers):
-    loader = by_hand(Failing(9), rank=1, world_size=2, split="turns", num_workers=num_workers)
+    loader = by_hand(Failing(9), rank=1, world_size=2, split="round_robin", num_workers=num_workers)
     batches = iter(loader)
     assert next(batches).tolist() == [2, 3]
     with pytest.raises(RuntimeError, match="the disk is gone") as caught:
@@ -743,7 +733,7 @@ KILLED = (
 
 
 def test_a_killed_worker_is_an_error():
-    loader = by_hand(Dying([12, 12]), split="turns", num_workers=2)
+    loader = by_hand(Dying([12, 12]), split="round_robin", num_workers=2)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=KILLED + r" in batch [56] of epoch 0[;,]") as caught:
         list(loader)
@@ -886,14 +876,14 @@ def split_by_node():
         (
             Junk([1, 1]),
             {},
-            "shard.. must return an IterableDataset, got 'list'; or use split=\"turns\"",
+            "shard.. must return an IterableDataset, got 'list'; or use split=\"round_robin\"",
         ),
         (split_by_node(), {}, "be over a whole data set, not one rank's part, got 'Counting'"),
         (OfARank(), {}, "be over a whole data set, not one rank's part, got 'OfARank'"),
         (
             Counting(9),
             {"split": "shards"},
-            "split must be one of 'auto', 'turns', 'workers', got 'sh",
+            "split must be one of 'auto', 'round_robin', 'workers', got",
         ),
     ],
 )
@@ -909,7 +899,9 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(data, options, text):
 
 @pytest.mark.parametrize("split", ["auto", "workers"])
 def test_splitting_needs_ranks_that_can_talk(split):
-    with pytest.raises(ValueError, match=r'process group to split a stream.*use split="turns"'):
+    with pytest.raises(
+        ValueError, match=r'process group to split a stream.*use split="round_robin"'
+    ):
         by_hand(Sharded([5, 5]), rank=1, world_size=2, split=split)
 
 
@@ -917,7 +909,7 @@ def test_ranks_must_share_a_stream_alike():
     def run(state):
         loader = DataLoader(Counting(12), batch_size=4 + state.rank)
         with pytest.raises(
-            RuntimeError, match="loader must be the same on every rank, got Sharing"
+            RuntimeError, match="loader must be the same on every rank, got StreamOptions"
         ):
             af.shard_loader(loader, state)
 

@@ -81,7 +81,7 @@ def test_streams_that_are_others_on_each_rank_are_refused(make):
     simulate(run, world_size=2)
 
 
-@pytest.mark.parametrize("sizes", [(30,), (9, 0, 12, 9)], ids=["turns", "split"])
+@pytest.mark.parametrize("sizes", [(30,), (9, 0, 12, 9)], ids=["round_robin", "split"])
 @pytest.mark.parametrize("step", [2, 7])
 def test_a_position_is_the_same_in_a_later_epoch(sizes, step):
     """Reading from the start: what `skip` of such a stream gives is another order after epoch 0."""

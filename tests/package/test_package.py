@@ -167,7 +167,7 @@ KEPT = {
     "data/borrowed_rng.py _LOCK": "a lock",
     "data/streams/passes.py _STARTING": "a lock",
     "data/streams/read_stream.py _INFO_LOCK": "a lock",
-    "data/seeding.py _epoch": "which epoch a sample is read for, while it is",
+    "data/seed_samples.py _epoch": "which epoch a sample is read for, while it is",
     "launcher/processes/traceback_lines.py _libraries": "where this Python's libraries are",
     "testing/simulation.py _idle": "simulated worlds that wait for the next simulation",
     "testing/simulation.py _lost": "ranks of simulations that failed",

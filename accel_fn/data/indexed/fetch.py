@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, defau
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from accel_fn.data.borrowed_rng import seed_process
-from accel_fn.data.seeding import reading
+from accel_fn.data.seed_samples import reading
 from accel_fn.data.workers.progress import Progress
 
 _SHOWN = 8  # samples that an error lists
@@ -21,13 +21,13 @@ _SHOWN = 8  # samples that an error lists
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The samples of a batch, and the epoch that they are read in: some draw otherwise in each.
+    """The samples of a batch, and the epoch that they are read in, for random numbers.
 
     Attributes:
         epoch: from 0.
         batch: its number in the epoch.
         numbers: of the samples.
-        seed: of what they draw from the global generators; None: those go on as they stand.
+        seed: of the global generators, from which they draw; None leaves those alone.
     """
 
     epoch: int
@@ -36,7 +36,7 @@ class Part:
     seed: int | None = None
 
     def listed(self) -> Part:
-        """For a process elsewhere: a list travels at less cost than a tensor."""
+        """For another process: a list is sent at less cost than a tensor."""
         numbers = self.numbers
         return replace(self, numbers=numbers.tolist() if isinstance(numbers, Tensor) else numbers)
 
@@ -45,7 +45,7 @@ class Fetcher(Dataset[Any]):
     """Reads and collates the samples of a batch, as torch's DataLoader would.
 
     To the DataLoader whose workers run it, it is a data set whose items are batches.
-    They write down the number of the batch, and the place in it of the sample.
+    Workers note the number of the batch, and the place of the sample in it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Fetcher(Dataset[Any]):
         return found
 
     def _read(self, part: Part) -> Any:
-        if self._at_once:  # no code of the user's, which alone would ask for the epoch
+        if self._at_once:  # no code of the user's, which alone needs the epoch
             return self.fetch(part.numbers)
         if part.seed is not None:
             seed_process(part.seed)
@@ -114,27 +114,27 @@ class Fetcher(Dataset[Any]):
 
 
 def _gives_many(dataset: Any) -> bool:
-    """Is it asked for many samples together? A subset passes that on, so the whole decides."""
+    """Whether it reads many samples in one call; for a subset the whole data set decides."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
 
 
 def listed(numbers: list[Any]) -> str:
-    """The first of them, and how many there are."""
+    """Text: the first of them, and how many there are."""
     more = f", ... {len(numbers)} in all" if len(numbers) > _SHOWN else ""
     return f"{', '.join(map(str, numbers[:_SHOWN]))}{more}"
 
 
 def _stacks_plainly(collate_fn: Callable[[Any], Any]) -> bool:
-    """Is it torch's default, to which nobody has taught other types?"""
+    """Whether it is torch's default, and no other types were registered there."""
     return collate_fn is default_collate and all(
         fn.__module__ == default_collate.__module__ for fn in default_collate_fn_map.values()
     )
 
 
 def has_rows(dataset: Any) -> bool:
-    """Can `rows` read it? Only what is known exactly: a subclass may index in its own way."""
+    """Whether `rows` can read it: exact types only, since a subclass may index in its own way."""
     kind = type(dataset)
     if kind is Tensor:
         return (
@@ -157,7 +157,7 @@ def _columns(dataset: StackDataset[Any]) -> list[Any]:
 
 
 def _is_known(dtype: np.dtype[Any]) -> bool:
-    """Has torch such numbers too?"""
+    """Whether torch has such numbers too."""
     try:
         torch.from_numpy(np.empty(0, dtype))
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The way of data sets that can be indexed: batches by a pure order, nothing to talk about."""
+"""Batches of a data set that can be indexed, by a pure order: ranks exchange nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from accel_fn.data.indexed.load_batches import Loading
 from accel_fn.data.order import Order, mix
 from accel_fn.errors import ArgumentError, message
 
-_SAMPLES_AT_ONCE = 4096  # an order of so many costs little more than of one batch
+_SAMPLES_AT_ONCE = 4096  # so many cost little more than those of one batch
 
 
-class OrderedSource:
+class IndexedSource:
     """A `Source`: this rank's part of every batch of a pure `Order`."""
 
     def __init__(self, loader: DataLoader[Any], order: Order, rank: int) -> None:
@@ -38,7 +38,7 @@ class OrderedSource:
         """Those of the order."""
         return self.order.facts()
 
-    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+    def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """By arithmetic."""
         return divmod(step, -(-self.num_batches() // window))
 

@@ -1,9 +1,10 @@
-"""Batches one after the other, by the numbers of their samples: read here, or by a loader's workers."""
+"""Batches by the numbers of their samples, read in this process or by a loader's workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_fn.data.indexed.fetch import Fetcher, Part
+from accel_fn.data.indexed.part_pool import PartPool
 from accel_fn.data.order import mix
 from accel_fn.data.workers.lost_workers import worker_error
-from accel_fn.data.workers.pool import WorkerPool
+from accel_fn.data.workers.pool import IdlePools
 
 _KEPT = (
     "num_workers",
@@ -26,27 +28,29 @@ _KEPT = (
 
 
 class Loading:
-    """How a user's loader reads: its data set, collate_fn, pinning and workers, without its order."""
+    """A user's loader without its order: its data set, collate_fn, pinning and workers."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._fetcher = Fetcher(loader.dataset, loader.collate_fn)
         self._pins = loader.pin_memory and _can_pin()
         kept = {name: getattr(loader, name) for name in _KEPT}
         self._options: dict[str, Any] = {**kept, "pin_memory": self._pins}
-        self._idle: list[WorkerPool] = []
+        self._pools = IdlePools(
+            partial(PartPool, self._fetcher, self._options), loader.persistent_workers
+        )
 
     def batches(
         self, parts: Iterable[Any], *, epoch: int, first_batch: int, seed: int
     ) -> Iterator[Any]:
-        """The batch of each part, in order.
+        """Yield the batch of each part, in order.
 
         Args:
             parts: which samples, batch by batch: [num_samples], int64, or lists of
                 whatever the data set is indexed by. Workers take them ahead of time.
-            epoch: for samples that draw random numbers, and for what an error says.
+            epoch: for samples that draw random numbers, and for error messages.
             first_batch: number of the first part in its epoch, for the same.
-            seed: of the workers' random numbers, which start anew with each batch; where the
-                loader has a `worker_init_fn`, with each pass alone.
+            seed: of the workers' random numbers, set at each batch; with a
+                `worker_init_fn`, at each pass alone.
 
         Returns:
             An iterator. Workers start with its first batch.
@@ -74,7 +78,7 @@ class Loading:
         self, parts: Iterable[Any], epoch: int, first_batch: int, seed: int
     ) -> Iterator[Any]:
         batch, failed = first_batch, False
-        pool = self._pool()
+        pool = self._pools.take()
         try:
             for found in pool.read(parts, seed):
                 yield found
@@ -87,20 +91,7 @@ class Loading:
             error.add_note(f"shard_loader: {_where(batch, epoch)}")
             raise
         finally:
-            if self._options["persistent_workers"] and not failed and not pool.lost():
-                pool.drop_rest()
-                self._idle.append(pool)
-            else:
-                pool.close()
-
-    def _pool(self) -> WorkerPool:
-        """Workers that no pass uses, so that several passes may run at a time."""
-        while self._idle:
-            pool = self._idle.pop()
-            if not pool.lost():
-                return pool
-            pool.close()
-        return WorkerPool(self._fetcher, self._options)
+            self._pools.give_back(pool, failed=failed)
 
 
 def _where(batch: int, epoch: int) -> str:
@@ -108,6 +99,6 @@ def _where(batch: int, epoch: int) -> str:
 
 
 def _can_pin() -> bool:
-    """Is there an accelerator, and does it know pinned memory? Else torch does not pin either."""
+    """Whether there is an accelerator with pinned memory; else torch does not pin either."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device is not None and device.type != "mps"

@@ -1,4 +1,4 @@
-"""What a DataLoader asks for: its data in order, shuffled, or as a sampler of the user's says."""
+"""The order that a DataLoader's options ask for: sequential, shuffled, or a user's sampler."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from accel_fn.base.state import DistState
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.order import Order, check_batch_size, check_sizes, mix
 from accel_fn.data.same_loader import checksum_of_list, checksum_of_numbers, knows_ranks
-from accel_fn.data.samplers.sampler_batches import Sampling, nest
+from accel_fn.data.samplers.sampler_batches import SamplerBatches, nest
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
 _SEVERAL = 100  # of a long list, which may be one of samples, so many are looked at
 
 
-def read_order(loader: Any, state: DistState, batch: str) -> Order | Sampling:
-    """What it asks for, checked; `batch` says what its batch size means."""
+def read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBatches:
+    """Read and check it; `batch` is the meaning of its batch size."""
     _check(loader)
     batch_sampler = loader.batch_sampler
     if not _is_of(batch_sampler, BatchSampler):
@@ -38,7 +38,7 @@ def read_order(loader: Any, state: DistState, batch: str) -> Order | Sampling:
             repair = 'the batches of a batch_sampler are shared: use batch="global"'
             raise ArgumentError(message("shard_loader", "loader", rule, name, repair))
         seed = _seed(loader, state)
-        return Sampling(batch_sampler, state.world_size, seed, length=_length(batch_sampler))
+        return SamplerBatches(batch_sampler, state.world_size, seed, length=_length(batch_sampler))
     sampler, drop_last = batch_sampler.sampler, batch_sampler.drop_last
     batch_size = check_count("shard_loader", "batch_size", batch_sampler.batch_size)
     batch_size *= state.world_size if batch == "per_rank" else 1
@@ -60,11 +60,11 @@ def read_order(loader: Any, state: DistState, batch: str) -> Order | Sampling:
     if plain and cut is not None:
         return cut
     batches = BatchSampler(sampler, batch_size, drop_last)
-    return Sampling(batches, state.world_size, _seed(loader, state), cut)
+    return SamplerBatches(batches, state.world_size, _seed(loader, state), cut)
 
 
 def _check(loader: Any) -> None:
-    """It is one, makes batches, in order, and nobody has shared it out."""
+    """Refuse what is no DataLoader, makes no batches or not in order, or is sharded already."""
     if not isinstance(loader, DataLoader):
         repair = "give it the loader that was sharded" if isinstance(loader, ShardedLoader) else ""
         name = type(loader).__name__
@@ -77,11 +77,11 @@ def _check(loader: Any) -> None:
         raise ArgumentError(message("shard_loader", "loader", rule, got, repair))
     for sampler in [*nest(loader.batch_sampler), *_held(loader.batch_sampler)]:
         if isinstance(sampler, DistributedSampler) or knows_ranks(sampler):
-            rule, name = "not be shared out among ranks already", type(sampler).__name__
-            repair = "leave that sampler out, and say shuffle=True if it shuffles"
+            rule, name = "not be sharded over ranks already", type(sampler).__name__
+            repair = "leave that sampler out, and use shuffle=True if it shuffles"
             raise ArgumentError(message("shard_loader", "loader", rule, name, repair))
     if loader.num_workers and not getattr(loader, "in_order", True):
-        rule = "keep batches in order, by which a run knows where it stands"
+        rule = "keep batches in order, by which a run knows its position"
         raise ArgumentError(message("shard_loader", "loader", rule, "in_order=False"))
     if _length(loader.dataset) is None and _is_of(loader.sampler, SequentialSampler):
         rule, name = "have a length, or a sampler", type(loader.dataset).__name__
@@ -99,7 +99,7 @@ def _held(sampler: Any) -> list[Sampler[Any]]:
 
 
 def _may_sample(value: Any) -> bool:
-    """Is it iterated for its samples, and not a data set, which is indexed?"""
+    """Whether it is iterated for its samples, and not a data set, which is indexed."""
     kind = type(value)
     is_sampler = isinstance(value, Sampler)
     return is_sampler or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
@@ -121,7 +121,7 @@ def _is_torchdatas(sampler: Any) -> bool:
 
 
 def _goes_through(sampler: Any, dataset: Any) -> bool:
-    """Does it name every sample of the data set once, in order or shuffled?"""
+    """Whether it gives every sample of the data set once, in order or shuffled."""
     if not (_is_of(sampler, SequentialSampler) or _is_of(sampler, RandomSampler)):
         return False
     again = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None)
@@ -148,7 +148,7 @@ def _seed(loader: DataLoader[Any], state: DistState) -> int:
 class Described:
     """What must be the same on all ranks of a loader whose sampler rank 0 runs.
 
-    Workers are asked ahead of time for what rank 0 deals, so all must be as far ahead.
+    Workers read ahead what rank 0 sends, so all must be as far ahead.
     """
 
     samplers: tuple[str, ...]
@@ -161,8 +161,8 @@ class Described:
     prefetch_factor: int | None
 
 
-def describe(loader: DataLoader[Any], sampling: Sampling) -> Described:
-    """Of this rank's loader, for the others to compare."""
+def describe(loader: DataLoader[Any], sampling: SamplerBatches) -> Described:
+    """Describe this rank's loader, for a comparison over ranks."""
     samplers = nest(sampling.batch_sampler)
     checksum = checksum_of_list(samplers[-1])  # what is in each rank's own alone would be lost
     if type(samplers[-1]) is SubsetRandomSampler:

@@ -1,11 +1,11 @@
-"""A user's sampler, run epoch by epoch: what it draws is its own, and its batches fit the world."""
+"""The global batches of a user's sampler: a function of seed and epoch, each with a sample for every rank."""
 
 from __future__ import annotations
 
 import copy
 import operator
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,9 +20,8 @@ from torch.utils.data import (
 )
 
 from accel_fn.data.borrowed_rng import Generators, held_by
-from accel_fn.data.locate import locate_by_counting
-from accel_fn.data.order import Order, mix
-from accel_fn.data.samplers.set_epoch import Told
+from accel_fn.data.order import Order, find_by_counting, mix
+from accel_fn.data.samplers.set_epoch import InEpoch
 from accel_fn.errors import ArgumentError
 
 _SAMPLES_AT_ONCE = 4096
@@ -33,15 +32,15 @@ Batch = list[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """The global batches that a sampler says: a function of seed and epoch.
+class SamplerBatches:
+    """The global batches of every epoch of a sampler.
 
     Attributes:
         batch_sampler: gives the samples of each batch.
         world_size: every batch has a sample for each rank; a smaller tail joins the batch before.
         seed: of whatever it draws.
         cut: how its samples are cut into batches, where their number is known beforehand.
-        length: what a batch sampler says of itself: batches, its tail not joined yet.
+        length: of a batch sampler, its `len`: batches, its tail not joined yet.
     """
 
     batch_sampler: Iterable[Any]
@@ -55,12 +54,12 @@ class Sampling:
         return {"seed": self.seed} if self.cut is None else self.cut.facts()
 
     def num_batches(self) -> int | None:
-        """Of an epoch, as far as it says. Of a batch sampler in a world of several its epoch 0 is run."""
+        """Of an epoch; None where it has no length. Runs epoch 0 of a batch sampler in a world of several."""
         if self.cut is not None:
             return self.cut.num_batches()
         if self.length is None or self.world_size == 1:  # else a tail may join the batch before
             return self.length
-        some = islice(self._read(0), self.length + 1)  # one without an end may say a length too
+        some = islice(self._read(0), self.length + 1)  # one without an end may have a length too
         sizes = [len(batch) for batch in some]
         joins = len(sizes) > 1 and sizes[-1] < self.world_size
         return len(sizes) - joins
@@ -70,25 +69,28 @@ class Sampling:
         joined = self._joined(self._read(epoch), epoch)
         return joined if self.cut is None else self._counted(joined, epoch)
 
-    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+    def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """The epoch and the window after `step` windows: by arithmetic, else by running the sampler."""
         if self.cut is not None:
             return divmod(step, -(-self.cut.num_batches() // window))
-        return locate_by_counting(step, self.batches, window)
+        return find_by_counting(step, self.batches, window)
 
     def _read(self, epoch: int) -> Iterator[Batch]:
         """What the sampler gives, as it is."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
-        generators = _generators(sampler, seed)
-        told = [Told(each, epoch) for each in nest(sampler)]
-        with generators, _all(told):
-            batches = map(plain, iter(sampler))
-            several = take_several(batches)
-        while several:
-            yield from several
-            with generators, _all(told):
+        inside = [_generators(sampler, seed), *(InEpoch(each, epoch) for each in nest(sampler))]
+        batches: Iterator[Batch] | None = None
+        while True:
+            with ExitStack() as stack:
+                for context in inside:
+                    stack.enter_context(context)
+                if batches is None:
+                    batches = map(plain, iter(sampler))
                 several = take_several(batches)
+            if not several:
+                return
+            yield from several
 
     def _joined(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         """With a tail that is smaller than the world joined to the batch before."""
@@ -115,7 +117,7 @@ class Sampling:
         yield before + (tail or [])
 
     def _counted(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
-        """As many as were promised, on which the position of a run rests."""
+        """As many as the length promised, by which a run knows its position."""
         assert self.cut is not None
         promised, number = self.cut.num_batches(), 0
         for number, batch in enumerate(batches, start=1):
@@ -123,7 +125,7 @@ class Sampling:
                 break
             yield batch
         if number != promised:
-            rule = f"give as many samples as its len says, {self.cut.num_samples}, in every epoch"
+            rule = f"give as many samples as its len, {self.cut.num_samples}, in every epoch"
             got = f"{'more' if number > promised else 'fewer'} in epoch {epoch}"
             repair = "correct its __len__, or leave it out"
             raise ArgumentError(f"shard_loader: sampler must {rule}, got {got}; {repair}")
@@ -150,7 +152,7 @@ def take_several(batches: Iterator[Batch]) -> list[Batch]:
 
 
 def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
-    """A sampler that draws from `generator`, where it is of torch: a copy, so nobody shares its draws."""
+    """A copy of a sampler of torch's that draws from `generator`; any other sampler itself."""
     if type(sampler) is BatchSampler:
         inner = _with_generator(sampler.sampler, generator)
         return BatchSampler(inner, sampler.batch_size, sampler.drop_last)
@@ -167,14 +169,6 @@ def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
         return nullcontext()
     own = {id(held): held for each in foreign for held in held_by(each)}
     return Generators(seed, list(own.values()))
-
-
-@contextmanager
-def _all(told: list[Told]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in told:
-            stack.enter_context(each)
-        yield
 
 
 def plain(batch: Iterable[Any]) -> Batch:

@@ -1,4 +1,4 @@
-"""The way of a user's own sampler: rank 0 runs it and deals every rank its part of each batch."""
+"""Batches of a user's own sampler: rank 0 runs it and sends every rank its part of each batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel
 from accel_fn.data.indexed.load_batches import Loading
 from accel_fn.data.order import mix
-from accel_fn.data.samplers.sampler_batches import Batch, Sampling, take_several
+from accel_fn.data.samplers.sampler_batches import Batch, SamplerBatches, take_several
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
 
 
-class DealtSource:
+class SamplerSource:
     """A `Source`: this rank's part of every batch of a sampler that rank 0 runs.
 
     Without a channel every rank runs it, under the same random numbers.
@@ -28,7 +28,7 @@ class DealtSource:
     def __init__(
         self,
         loader: DataLoader[Any],
-        sampling: Sampling,
+        sampling: SamplerBatches,
         state: DistState,
         channel: Channel | None,
     ) -> None:
@@ -37,16 +37,16 @@ class DealtSource:
         self._rank = state.rank
         self._world_size = state.world_size
         self._channel = channel
-        self._num_batches: int | None = None  # once it was asked for
+        self._num_batches: int | None = None  # once counted
 
     def num_batches(self) -> int:
-        """Batches of an epoch, where the sampler says it."""
+        """Batches of an epoch, where the sampler has a length."""
         if self._num_batches is None:
             self._num_batches = self._sampling.num_batches()
         if self._num_batches is None:
             name = type(self._sampling.batch_sampler).__name__
-            repair = "iterate without asking for it, or give the sampler a __len__"
-            rule = "have a length to be asked for"
+            repair = "iterate without it, or give the sampler a __len__"
+            rule = "have a length"
             raise ArgumentTypeError(message("len", "the loader's sampler", rule, name, repair))
         return self._num_batches
 
@@ -62,12 +62,12 @@ class DealtSource:
         found = self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
         return found if channel is None else channel.telling(found)
 
-    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
-        """By arithmetic where the sampler says its length, else by running it: then all ranks call this."""
+    def position(self, step: int, window: int = 1) -> tuple[int, int]:
+        """By arithmetic where the sampler has a length, else by running it: then all ranks call this."""
         if self._sampling.cut is not None or self._channel is None:
-            return self._sampling.locate(step, window)
+            return self._sampling.position(step, window)
         place: tuple[int, int] = self._channel.another().meet(
-            None, lambda _: [self._sampling.locate(step, window)] * self._world_size
+            None, lambda _: [self._sampling.position(step, window)] * self._world_size
         )
         return place
 
@@ -97,14 +97,16 @@ class DealtSource:
         batches = islice(self._sampling.batches(epoch), first_batch, None)
         if channel is None:
             return (_part(batch, self._rank, self._world_size) for batch in batches)
-        return _dealt(batches, channel, (epoch, first_batch))
+        return _received(batches, channel, (epoch, first_batch))
 
 
-def _dealt(batches: Iterator[Batch], channel: Channel, place: tuple[int, int]) -> Iterator[Batch]:
-    """What rank 0 deals this rank, whose own `batches` are read there alone."""
+def _received(
+    batches: Iterator[Batch], channel: Channel, place: tuple[int, int]
+) -> Iterator[Batch]:
+    """This rank's parts, as rank 0 sends them; `batches` are read on rank 0 alone."""
     ranks = range(channel.state.world_size)
 
-    def deal(places: list[tuple[int, int]]) -> list[list[Batch]]:
+    def parts_of_ranks(places: list[tuple[int, int]]) -> list[list[Batch]]:
         check_alike(
             [f"epoch {epoch} from batch {batch}" for epoch, batch in places],
             "shard_loader: ranks must go through the same epochs together",
@@ -112,7 +114,7 @@ def _dealt(batches: Iterator[Batch], channel: Channel, place: tuple[int, int]) -
         several = take_several(batches)
         return [[_part(batch, rank, len(ranks)) for batch in several] for rank in ranks]
 
-    while parts := channel.meet(place, deal):
+    while parts := channel.meet(place, parts_of_ranks):
         yield from parts
 
 

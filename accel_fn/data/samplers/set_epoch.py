@@ -1,4 +1,4 @@
-"""Data sets and samplers that are told an epoch, by passes that share them."""
+"""Data sets and samplers that get the epoch by `set_epoch`, though several passes share them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 
 class _Shared:
-    """What is known of an object that several passes may read."""
+    """The epoch of an object that several passes may read."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -18,21 +18,21 @@ class _Shared:
 _LOCK = threading.Lock()
 _SHARED: WeakValueDictionary[int, _Shared] = (
     WeakValueDictionary()
-)  # by id: who holds one holds its object
+)  # by id of the object, which each InEpoch holds too
 
 
-class Told:
-    """Inside, `reader` has been told the epoch, by `set_epoch` where it has that, and no other pass reads it.
+class InEpoch:
+    """Inside, `reader` is in the epoch, by `set_epoch` where it has that, and no other pass reads it.
 
-    It is told when it is first entered, and again where another pass has told it another epoch
-    since: some look at it while they are read.
+    `set_epoch` is called when it is first entered, and again where another pass has set another
+    epoch since: some readers look at it while they are read.
     """
 
     def __init__(self, reader: Any, epoch: int, *, alone: bool = False) -> None:
         """`alone`: in a process of one pass. A lock of the main process might be held there for ever."""
         self._reader = reader
         self._epoch = epoch
-        self._is_told = False
+        self._is_set = False
         self._shared: _Shared | None = None
         if hasattr(reader, "set_epoch"):
             self._shared = _Shared() if alone else _shared_of(reader)
@@ -42,9 +42,9 @@ class Told:
             return
         self._shared.lock.acquire()
         try:
-            if not self._is_told or self._shared.epoch != self._epoch:
+            if not self._is_set or self._shared.epoch != self._epoch:
                 self._reader.set_epoch(self._epoch)
-                self._is_told, self._shared.epoch = True, self._epoch
+                self._is_set, self._shared.epoch = True, self._epoch
         except BaseException:
             self._shared.lock.release()
             raise

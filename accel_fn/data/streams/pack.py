@@ -1,4 +1,4 @@
-"""Items of a stream as one block of bytes: what travels from worker to process, and from rank to rank."""
+"""Pack items of a stream into one block of bytes, for another process or rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Is it numbers in host memory and nothing else? Torch itself pickles all others."""
+    """Whether it is numbers in host memory and nothing else; torch itself pickles all others."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"

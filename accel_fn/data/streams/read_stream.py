@@ -1,18 +1,19 @@
-"""Reading a user's stream: as which worker, in which epoch, and with which random numbers.
+"""One pass over a user's stream: as which worker, in which epoch, and with which random numbers.
 
 Which worker a data set takes itself for is a private global of torch;
-tests/step/test_torch_internals.py says so loudly when it changes.
+tests/step/test_torch_internals.py fails when it changes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
@@ -20,7 +21,8 @@ from torch.utils.data._utils.worker import WorkerInfo
 from accel_fn.data.borrowed_rng import Generators
 from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
-from accel_fn.data.samplers.set_epoch import Told
+from accel_fn.data.samplers.set_epoch import InEpoch
+from accel_fn.data.workers.progress import Progress
 
 _BLOCK = 1024
 _INFO_LOCK = threading.RLock()  # simulated ranks are threads that share torch's global
@@ -28,7 +30,7 @@ _INFO_LOCK = threading.RLock()  # simulated ranks are threads that share torch's
 
 @contextmanager
 def shown(info: WorkerInfo | None) -> Iterator[None]:
-    """Let `get_worker_info` say this for a while."""
+    """Let `get_worker_info` return this for a while."""
     before = _torch_worker._worker_info
     _torch_worker._worker_info = info
     try:
@@ -37,23 +39,39 @@ def shown(info: WorkerInfo | None) -> Iterator[None]:
         _torch_worker._worker_info = before
 
 
-def worker_over(data: IterableDataset[Any]) -> WorkerInfo | None:
-    """Which worker of a loader over `data` this process is; None in the main process.
+class WorkerStream(IterableDataset[Any]):
+    """What a loader's workers iterate over: a user's stream, from `place` [epoch, first batch] on.
 
-    What a simulated rank lets another data set see for a while is not that.
+    A persistent worker is given its next place in shared memory.
     """
-    info = get_worker_info()
-    return info if info is not None and info.dataset is data else None
+
+    progress: Progress | None = None  # where workers write how far they are
+    reads: str  # what the progress counts, with a gap for the number
+
+    def __init__(self, place: Tensor, data: Any, rank: int, seed: int) -> None:
+        self.place, self.data, self.rank, self.seed = place, data, rank, seed
+
+    def worker(self) -> WorkerInfo | None:
+        """Which worker of a loader over this stream the process is; None in the main process.
+
+        What a simulated rank shows another data set for a while is not that.
+        """
+        info = get_worker_info()
+        return info if info is not None and info.dataset is self else None
+
+    def where(self, worker: int) -> str:
+        """Text for what a worker is reading; empty where it is unknown."""
+        at = None if self.progress is None else self.progress.of(worker)
+        return f" {self.reads.format(at[0])} of epoch {int(self.place[0])}" if at else ""
 
 
 class Stream:
     """One pass over a data set, item by item, within `reading()`.
 
-    The global generators are the stream's alone while it is read, seeded by
-    seed and epoch: a shuffle or an augmentation that draws from them is the
-    same wherever the stream is read, and again when a run resumes. Only
-    `prefetch` without workers leaves them as they are, since the loop draws
-    from them at the same time.
+    The global generators belong to the stream while it is read, seeded by seed and epoch: a shuffle
+    or an augmentation that draws from them is the same wherever the stream is read, and again when
+    a run resumes. Only `prefetch` without workers leaves them alone, since the loop draws from
+    them at the same time.
     """
 
     def __init__(
@@ -67,11 +85,10 @@ class Stream:
     ) -> None:
         self._data = data
         self._epoch = epoch
-        self._seed = mix(mix(seed) + epoch)
         self._info = info
         self._in_worker = in_worker
-        self._told = Told(data, epoch, alone=in_worker)
-        self._draws = Generators(self._seed)
+        self._in_epoch = InEpoch(data, epoch, alone=in_worker)
+        self._generators = Generators(mix(mix(seed) + epoch))
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []
         self.num_read = 0  # items so far
@@ -79,24 +96,14 @@ class Stream:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Let the data set see the worker that it is read by, and its own random numbers."""
-        if self._in_worker:
-            with shown(self._info), self._draws:
-                yield
-        elif isinstance(threading.current_thread(), Reader):
-            with self._shown():
-                yield
-        else:
-            with self._shown(), self._draws:
-                yield
-
-    @contextmanager
-    def _shown(self) -> Iterator[None]:
-        """In the main process, which is no worker unless we say so."""
-        if self._info is None:
-            yield
-            return
-        with _INFO_LOCK, shown(self._info):
+        """Let the data set see the worker that reads it, and its own random numbers."""
+        with ExitStack() as stack:
+            if self._in_worker or self._info is not None:
+                if not self._in_worker:
+                    stack.enter_context(_INFO_LOCK)
+                stack.enter_context(shown(self._info))
+            if self._in_worker or not isinstance(threading.current_thread(), Reader):
+                stack.enter_context(self._generators)
             yield
 
     def take(self, count: int) -> list[Any]:
@@ -105,7 +112,7 @@ class Stream:
         return found + self._read(count - len(found)) if len(found) < count else found
 
     def peek(self, count: int) -> list[Any]:
-        """The next items, which stay the next."""
+        """The next items, which `take` will return again."""
         self._ahead = self.take(count)
         return self._ahead
 
@@ -116,12 +123,12 @@ class Stream:
 
     def _read(self, count: int) -> list[Any]:
         found: list[Any] = []
-        if self._ended:  # some iterators begin anew when asked again
+        if self._ended:  # some iterators begin again after their end
             return found
         try:
-            with self._told:
+            with self._in_epoch:
                 if self._items is None:
-                    self._items = chain(self._data)  # asked once: its iterator may begin anew
+                    self._items = chain(self._data)  # one iterator: some start again at each `iter`
                 found.extend(islice(self._items, count))
         except Exception as error:
             where = f"after {self.num_read + len(found)} items of epoch {self._epoch}"
@@ -134,7 +141,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInit:
-    """A user's worker_init_fn, to which a worker of ours looks like one over the user's data set.
+    """Calls a user's worker_init_fn while `get_worker_info` shows a worker over the user's data set.
 
     Attributes:
         fn: takes a worker's number.
@@ -149,12 +156,12 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         """Run it, in worker `worker` of this rank."""
-        ours = get_worker_info()
-        assert ours is not None
-        ours_data: Any = ours.dataset
+        info = get_worker_info()
+        assert info is not None
+        stream: Any = info.dataset
         number = 0 if self.first is None else self.first + worker
-        theirs = WorkerInfo(
-            id=number, num_workers=self.num_workers, seed=ours.seed, dataset=ours_data.data
+        users = WorkerInfo(
+            id=number, num_workers=self.num_workers, seed=info.seed, dataset=stream.data
         )
-        with shown(theirs):
+        with shown(users):
             self.fn(worker if self.first is None else number)

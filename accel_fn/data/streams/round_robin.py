@@ -1,26 +1,25 @@
-"""Taking turns on one stream: every rank reads it and keeps its part of every batch."""
+"""Round robin over one stream: every rank reads it all and keeps its part of every batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
-from accel_fn.data.streams.end_of_stream import End
-from accel_fn.data.streams.read_stream import Stream, worker_over
-from accel_fn.data.workers.progress import Progress
-from accel_fn.errors import ArgumentError
+from accel_fn.comm.channel import Channel
+from accel_fn.data.streams.read_stream import Stream, WorkerStream
+from accel_fn.errors import ArgumentError, check_alike
 
 _BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a stream is cut into batches, and those into parts.
+    """How a stream is cut into batches, and those into ranks' parts.
 
     Attributes:
         batch_size: items in a global batch.
@@ -34,7 +33,7 @@ class Cut:
 
     @property
     def num_ahead(self) -> int:
-        """Items to be seen beyond a batch before it is known whether a tail joins it."""
+        """Items to read beyond a batch to know whether a tail joins it."""
         return 0 if self.drop_last or self.world_size == 1 else self.world_size
 
     def start(self, num_items: int, rank: int) -> int:
@@ -54,10 +53,10 @@ class Cut:
         return num_items if num_items >= self.world_size else 0  # else it joined the one before
 
 
-def turns(
+def parts_of_stream(
     stream: Stream, cut: Cut, rank: int, *, first_batch: int = 0, stride: int = 1
 ) -> Iterator[list[Any]]:
-    """A rank's part of every `stride`-th global batch of a stream, from `first_batch` on.
+    """Yield a rank's part of every `stride`-th global batch of a stream, from `first_batch` on.
 
     Items outside the part are let go as soon as that is known, so that a rank
     holds at most a part and about a quarter of a batch.
@@ -76,7 +75,7 @@ def turns(
 
 
 def _next_part(stream: Stream, cut: Cut, rank: int, *, is_first: bool) -> tuple[list[Any], bool]:
-    """A rank's part of the next global batch, empty at the end; is it the last?"""
+    """Read a rank's part of the next global batch, empty at the end; and whether it is the last."""
     held, start, count = _read_batch(stream, cut, rank)
     is_last = count < cut.batch_size
     if is_last:
@@ -91,55 +90,61 @@ def _next_part(stream: Stream, cut: Cut, rank: int, *, is_first: bool) -> tuple[
 
 
 def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int]:
-    """Items of a batch that may be of a rank's part, the place of the first, and how many were read."""
+    """Items of a batch that may be in a rank's part, the place of the first, and how many were read."""
     held: list[Any] = []
     start, count = 0, 0
     stop = cut.start(cut.batch_size + cut.world_size - 1, rank + 1)
     block = max(_BLOCK, cut.batch_size // cut.world_size // 4)
     while count < cut.batch_size:
-        asked = min(block, cut.batch_size - count)
-        items = stream.take(asked)
+        wanted = min(block, cut.batch_size - count)
+        items = stream.take(wanted)
         held += items[: max(0, stop - count)]
         count += len(items)
         held = held[cut.start(count, rank) - start :]
         start = cut.start(count, rank)
-        if len(items) < asked:
+        if len(items) < wanted:
             break
     return held, start, count
 
 
-class TurnsStream(IterableDataset[Any]):
-    """What a loader's workers read: worker w makes this rank's part of every batch that is its turn.
+@dataclass(frozen=True, slots=True)
+class End:
+    """Comes after the last batch of a pass; `num_items` of the whole stream."""
 
-    Each of them reads the whole stream, and the data set takes itself for alone. After its batches
-    it gives an `End`.
+    num_items: int
+
+
+class RoundRobinStream(WorkerStream):
+    """Worker w of n collates this rank's part of every n-th batch from the w-th on; then an `End`.
+
+    Each worker reads the whole stream, and the data set takes itself for alone.
     """
 
-    progress: Progress | None = None  # where workers write which batch they read
+    reads = "in batch {}"
 
     def __init__(
         self,
         place: Tensor,
-        data: IterableDataset[Any],
-        cut: Cut,
+        data: Any,
         rank: int,
         seed: int,
+        *,
+        cut: Cut,
         collate_fn: Callable[[list[Any]], Any],
     ) -> None:
-        self.data = data
+        super().__init__(place, data, rank, seed)
         self.cut = cut
-        self.rank = rank
-        self.seed = seed
         self.collate_fn = collate_fn
-        self.place = place
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first_batch = self.place.tolist()  # now: a persistent worker's place moves on
-        info = worker_over(self)
+        info = self.worker()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         stream = Stream(self.data, epoch, seed=self.seed, in_worker=info is not None)
         first_batch += worker
-        parts = turns(stream, self.cut, self.rank, first_batch=first_batch, stride=num_workers)
+        parts = parts_of_stream(
+            stream, self.cut, self.rank, first_batch=first_batch, stride=num_workers
+        )
         batches: Iterator[Any] = map(self.collate_fn, parts)
         if info is not None:
             batches = self._noted(batches, count(first_batch, num_workers))
@@ -159,7 +164,28 @@ class TurnsStream(IterableDataset[Any]):
                 return
             yield batch
 
-    def where(self, worker: int, epoch: int) -> str:
-        """In words, what a worker reads."""
-        at = None if self.progress is None else self.progress.of(worker)
-        return f" in batch {at[0]} of epoch {epoch}" if at else ""
+
+def until_end(items: Iterator[Any], channel: Channel | None, first_batch: int) -> Iterator[Any]:
+    """Yield the batches of a pass, whose workers end with it.
+
+    With a channel, ranks exchange before each batch whether they have one. All raise where some have
+    none, or have read another number of items at the end.
+    """
+    with closing(items):  # type: ignore[type-var]
+        for batch, item in enumerate(items, start=first_batch):
+            end = item.num_items if isinstance(item, End) else None
+            if channel is not None:
+                _check_ends(channel.exchange(end), batch)
+            if end is not None:
+                for _ in items:  # the ends of other workers
+                    pass
+                return
+            yield item
+
+
+def _check_ends(ends: list[int | None], batch: int) -> None:
+    check_alike(
+        ["more to come" if end is None else f"its end after {end} items" for end in ends],
+        f"shard_loader: loader must be over the same stream on every rank, also before batch {batch}",
+        "give every rank the whole stream",
+    )

@@ -1,4 +1,4 @@
-"""The ways of data sets that can only be iterated: taking turns on one stream, or splitting it."""
+"""Batch sources for data sets that can only be iterated: round robin over one stream, or split."""
 
 from __future__ import annotations
 
@@ -17,45 +17,44 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel, open_channel
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.data.locate import locate_by_counting
-from accel_fn.data.order import Order, mix
+from accel_fn.data.order import Order, find_by_counting, mix
 from accel_fn.data.same_loader import check_same
-from accel_fn.data.streams.end_of_stream import until_end
 from accel_fn.data.streams.passes import Passes, options_of
 from accel_fn.data.streams.read_stream import WorkerInit
-from accel_fn.data.streams.rebalance import even_parts
-from accel_fn.data.streams.round_robin import Cut, TurnsStream
-from accel_fn.data.streams.sharing import Sharing, read_sharing
-from accel_fn.data.streams.split import Shard, ShardStream, Split
+from accel_fn.data.streams.rebalance import rebalanced_parts
+from accel_fn.data.streams.round_robin import Cut, RoundRobinStream, until_end
+from accel_fn.data.streams.split import HeldItems, ShardStream, Split
+from accel_fn.data.streams.stream_options import StreamOptions, read_stream_options
 from accel_fn.data.workers.lost_workers import identity
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
 
-SPLITS = ("auto", "turns", "workers")
+SPLITS = ("auto", "round_robin", "workers")
 Collate = Callable[[list[Any]], Any]
 
 
 def stream_source(
     loader: DataLoader[Any], state: DistState, *, batch: str, split: str
-) -> TurnsSource | SplitSource:
-    """The source of batches for a loader over an `IterableDataset`."""
-    read = partial(read_sharing, loader, state, batch=batch, split=split)
-    sharing = read() if state.group is None else all_or_none(read, state, "shard_loader")
+) -> RoundRobinSource | SplitSource:
+    """Make the source of batches for a loader over an `IterableDataset`."""
+    read = partial(read_stream_options, loader, state, batch=batch, split=split)
+    options = read() if state.group is None else all_or_none(read, state, "shard_loader")
     if state.group is not None:
-        check_same(sharing, loader.dataset, state)
-    if sharing.split is None:
-        alone = state.world_size == 1 or state.group is None
-        return TurnsSource(loader, sharing, state.rank, None if alone else open_channel(state))
-    return SplitSource(loader, sharing, sharing.split, open_channel(state))
+        check_same(options, loader.dataset, state)
+    if options.split is None:
+        is_alone = state.world_size == 1 or state.group is None
+        channel = None if is_alone else open_channel(state)
+        return RoundRobinSource(loader, options, state.rank, channel)
+    return SplitSource(loader, options, options.split, open_channel(state))
 
 
 class _StreamSource(ABC):
-    """What both ways share: positions by arithmetic where the data set has a length, else by reading."""
+    """Positions: by arithmetic where the data set has a length, else by reading."""
 
-    def __init__(self, loader: DataLoader[Any], sharing: Sharing, rank: int) -> None:
+    def __init__(self, loader: DataLoader[Any], options: StreamOptions, rank: int) -> None:
         self._collate: Collate = loader.collate_fn
-        self._cut = sharing.cut
-        self._num_items = sharing.num_items
-        self._seed = sharing.seed
+        self._cut = options.cut
+        self._num_items = options.num_items
+        self._seed = options.seed
         self._rank = rank
         self._name = type(loader.dataset).__name__
 
@@ -79,7 +78,7 @@ class _StreamSource(ABC):
         return order.num_batches()
 
     def facts(self) -> dict[str, int | None]:
-        """How it is cut, and its length where it says one."""
+        """How it is cut, and its length where it has one."""
         return {
             "num_samples": self._num_items,
             "batch_size": self._cut.batch_size,
@@ -88,12 +87,13 @@ class _StreamSource(ABC):
         }
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        """From a batch of an epoch to its end; what comes before it is read and dropped."""
-        return self._watched(self._start(epoch, first_batch), epoch, first_batch)
+        """From a batch of an epoch to its end; what comes before it is read and dropped.
 
-    def _watched(self, batches: Iterator[Any], epoch: int, first_batch: int) -> Iterator[Any]:
-        """Errors say where they were met; a length that is wrong is warned of."""
-        count = first_batch
+        Errors get a note with their batch. A length that is wrong gives a warning.
+        """
+        return self._checked(self._start(epoch, first_batch), epoch, first_batch)
+
+    def _checked(self, batches: Iterator[Any], epoch: int, count: int) -> Iterator[Any]:
         while True:
             try:
                 batch = next(batches)
@@ -112,11 +112,11 @@ class _StreamSource(ABC):
                 stacklevel=2,
             )
 
-    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
+    def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """By arithmetic, or by reading from the start."""
         if self._num_items is not None and self.num_batches() > 0:
             return divmod(step, -(-self.num_batches() // window))
-        return locate_by_counting(step, self._count, window)
+        return find_by_counting(step, self._count, window)
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """Refused: items of a stream have no numbers."""
@@ -128,29 +128,26 @@ class _StreamSource(ABC):
 
 
 def _nothing(items: list[Any]) -> None:
-    """A collate_fn for who only counts."""
+    """A collate_fn for counting alone."""
 
 
-class TurnsSource(_StreamSource):
+class RoundRobinSource(_StreamSource):
     """A `Source`: every rank reads the stream and keeps its part of every global batch."""
 
     def __init__(
-        self, loader: DataLoader[Any], sharing: Sharing, rank: int, channel: Channel | None
+        self, loader: DataLoader[Any], options: StreamOptions, rank: int, channel: Channel | None
     ) -> None:
-        super().__init__(loader, sharing, rank)
+        super().__init__(loader, options, rank)
         self._channel = channel
-        options = options_of(loader, WorkerInit)
-        given: dict[str, Any] = {
-            "data": loader.dataset,
-            "cut": self._cut,
-            "rank": rank,
-            "seed": sharing.seed,
-        }
-        seed = mix(sharing.seed) + rank
-        stream = partial(TurnsStream, collate_fn=self._collate, **given)
-        self._passes = Passes(stream, options, seed)
-        once = {**options, "persistent_workers": False}
-        self._counting = Passes(partial(TurnsStream, collate_fn=_nothing, **given), once, seed)
+        seed = options.seed
+        stream_of = partial(
+            RoundRobinStream, data=loader.dataset, cut=self._cut, rank=rank, seed=seed
+        )
+        kept, worker_seed = options_of(loader, WorkerInit), mix(seed) + rank
+        collated = partial(stream_of, collate_fn=self._collate)
+        self._passes = Passes(collated, kept, worker_seed)
+        once = {**kept, "persistent_workers": False}
+        self._counting = Passes(partial(stream_of, collate_fn=_nothing), once, worker_seed)
 
     def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
         items = self._passes.start(epoch, first_batch)
@@ -162,9 +159,9 @@ class TurnsSource(_StreamSource):
     def _count(self, epoch: int) -> Iterator[Any]:
         return until_end(self._counting.start(epoch, 0), None, 0)
 
-    def locate(self, step: int, window: int = 1) -> tuple[int, int]:
-        """As it is for all; where each has to read for it, they compare what they find."""
-        find = partial(super().locate, step, window)
+    def position(self, step: int, window: int = 1) -> tuple[int, int]:
+        """As above; ranks that have to read for it compare what they find."""
+        find = partial(super().position, step, window)
         if self._channel is None or self._num_items is not None:
             return find()
         state = self._channel.state
@@ -181,33 +178,32 @@ class TurnsSource(_StreamSource):
 
 
 class SplitSource(_StreamSource):
-    """A `Source`: every rank reads its own shard, and what is left over of longer ones is shared out."""
+    """A `Source`: every rank reads its own shards, and what longer ones still hold is rebalanced."""
 
     def __init__(
-        self, loader: DataLoader[Any], sharing: Sharing, split: Split, channel: Channel
+        self, loader: DataLoader[Any], options: StreamOptions, split: Split, channel: Channel
     ) -> None:
-        super().__init__(loader, sharing, channel.state.rank)
-        data: Any = loader.dataset
+        super().__init__(loader, options, channel.state.rank)
         self._channel = channel
-        splits_itself = split.way == "workers"
+        splits_itself = split.kind == "workers"
         init = partial(
             WorkerInit,
             first=self._rank * split.readers_per_rank if splits_itself else None,
             num_workers=split.num_readers if splits_itself else 1,
         )
-        options = options_of(loader, init)
+        kept = options_of(loader, init)
         if loader.num_workers:
-            options["num_workers"] = split.readers_per_rank
-        self._pinning = {name: options.pop(name) for name in ("pin_memory", "pin_memory_device")}
-        stream = partial(
+            kept["num_workers"] = split.readers_per_rank
+        self._pinning = {name: kept.pop(name) for name in ("pin_memory", "pin_memory_device")}
+        stream_of: Any = partial(
             ShardStream,
-            data=data,
-            split=split,
+            data=loader.dataset,
             rank=self._rank,
-            seed=sharing.seed,
+            seed=options.seed,
+            split=split,
             block_size=-(-self._cut.batch_size // self._cut.world_size),
         )
-        self._passes = Passes(stream, options, mix(sharing.seed) + self._rank)
+        self._passes = Passes(stream_of, kept, mix(options.seed) + self._rank)
 
     def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
         channel = self._channel.another()
@@ -215,7 +211,7 @@ class SplitSource(_StreamSource):
         if not self._pinning["pin_memory"]:
             return channel.telling(batches)
         pinning: DataLoader[Any] = DataLoader(
-            _Given(batches),
+            _Once(batches),
             batch_size=None,
             collate_fn=identity,
             generator=torch.Generator(),
@@ -232,9 +228,9 @@ class SplitSource(_StreamSource):
 
 
 def _parts(blocks: Iterator[Any], cut: Cut, channel: Channel) -> Iterator[list[Any]]:
-    """This rank's parts of a split source, whose workers end with it."""
+    """This rank's parts of a split stream, whose workers end with it."""
     with closing(blocks):  # type: ignore[type-var]
-        yield from even_parts(Shard(blocks), cut, channel)
+        yield from rebalanced_parts(HeldItems(blocks), cut, channel)
 
 
 def _collated(parts: Iterator[list[Any]], first_batch: int, collate_fn: Collate) -> Iterator[Any]:
@@ -244,7 +240,7 @@ def _collated(parts: Iterator[list[Any]], first_batch: int, collate_fn: Collate)
                 yield collate_fn(part)
 
 
-class _Given(IterableDataset[Any]):
+class _Once(IterableDataset[Any]):
     """An iterator, for a loader to go through once."""
 
     def __init__(self, items: Iterator[Any]) -> None:

@@ -1,126 +1,82 @@
-"""Worker processes that read the batches of map-style data ahead of time."""
+"""Pools of DataLoader workers: one for each pass; persistent ones are kept for later passes."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
-import torch
-from torch.utils.data import Sampler, get_worker_info
-from torch.utils.data._utils import worker as _torch_worker
-from torch.utils.data._utils.worker import WorkerInfo
+from torch.utils.data import DataLoader
 
-from accel_fn.data.indexed.fetch import Fetcher, Part, listed
-from accel_fn.data.workers.lost_workers import lost_workers, make_loader, start_workers
-from accel_fn.data.workers.progress import Progress
+from accel_fn.data.workers.lost_workers import lost_workers, start_workers
 
 
 class WorkerPool:
-    """The workers of one DataLoader, for one pass at a time."""
+    """The workers of one DataLoader, for one pass at a time; `where` tells what one is reading."""
 
-    def __init__(self, fetcher: Fetcher, options: dict[str, Any]) -> None:
-        self._parts = _PartSampler()
-        self._progress = Progress(options["num_workers"])
-        self._generator = torch.Generator()
-        init = _WorkerInit(options["worker_init_fn"])
-        self._loader = make_loader(
-            Fetcher(fetcher.dataset, fetcher.collate_fn, self._progress),
-            sampler=self._parts,
-            generator=self._generator,
-            **{**options, "worker_init_fn": init},
-        )
+    def __init__(self, loader: DataLoader[Any], where: Callable[[int], str]) -> None:
+        self.loader = loader
+        self._where = where
         self._running: Any = None
 
-    def read(self, parts: Iterable[Part], seed: int) -> Iterator[Any]:
-        """Yield the batch of each part, in order. Ends a pass that was begun before.
+    def start(self) -> None:
+        """Begin a pass. Ends what was begun before."""
+        self._running = start_workers(self.loader)
 
-        Args:
-            parts: taken ahead of time, as far as the workers may be ahead.
-            seed: of the workers' random numbers, where they start here.
-        """
-        self._parts.start(parts)
-        self._generator.manual_seed(seed)
-        self._running = start_workers(self._loader)
+    def items(self) -> Iterator[Any]:
+        """Yield what the loader gives in this pass."""
         while True:
             try:
-                found = next(self._running)
+                item = next(self._running)
             except StopIteration as end:
                 if end.args:  # not the end: a worker's error, as torch raises it again
                     raise RuntimeError(*end.args) from end
                 return
-            except Exception as error:  # torch's frames hold it, and it them, and they the workers
-                traceback.clear_frames(error.__traceback__)
+            except Exception as error:
+                if hasattr(self._running, "_workers"):  # torch's frames hold the error, it holds
+                    traceback.clear_frames(error.__traceback__)  # them, and they hold the workers
                 raise
-            self._parts.forget_oldest()
-            yield found
+            yield item
 
     def drop_rest(self) -> None:
         """Drop what is left to read; the workers stay for the next pass."""
-        self._parts.start(())
 
     def close(self) -> None:
         """End the workers. Python might not: an error that is kept would keep them."""
         self.drop_rest()
-        if self._running is not None:
+        if hasattr(self._running, "_workers"):
             self._running._shutdown_workers()
-            self._running = None
+        self._running = None
 
     def lost(self, *, after: Exception | None = None) -> str:
         """List the workers that have died, as `lost_workers` does."""
         return lost_workers(self._running, self._where, after=after)
 
-    def _where(self, worker: int) -> str:
-        number, place = self._progress.of(worker) or (None, -1)
-        part = self._parts.pending.get(number)
-        if part is None:
-            return ""
-        numbers: Any = part.numbers
-        samples = f"sample {numbers[place]}" if place >= 0 else f"samples {listed(numbers)}"
-        return f" in {samples} of batch {number} of epoch {part.epoch}"
+
+Pool = TypeVar("Pool", bound=WorkerPool)
 
 
-class _PartSampler(Sampler[Any]):
-    """Gives the loader the parts of the current pass, once."""
+class IdlePools(Generic[Pool]):
+    """The pools of persistent workers that no pass uses: passes at the same time have one each."""
 
-    def __init__(self) -> None:
-        self.pending: dict[int | None, Part] = {}  # taken and not read yet, oldest first
-        self.start(())
+    def __init__(self, make: Callable[[], Pool], is_persistent: bool) -> None:
+        self._make = make
+        self._is_persistent = is_persistent
+        self._idle: list[Pool] = []
 
-    def start(self, parts: Iterable[Part]) -> None:
-        """Give these from here on."""
-        self._parts = iter(parts)
-        self.pending.clear()
+    def take(self) -> Pool:
+        """Return one whose workers live, or a new one."""
+        while self._idle:
+            pool = self._idle.pop()
+            if not pool.lost():
+                return pool
+            pool.close()
+        return self._make()
 
-    def forget_oldest(self) -> None:
-        """Its batch has been read."""
-        del self.pending[next(iter(self.pending))]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        part = next(self._parts).listed()
-        self.pending[part.batch] = part
-        return part
-
-
-@dataclass(frozen=True, slots=True)
-class _WorkerInit:
-    """Makes `get_worker_info` show the user's data set, then calls the user's worker_init_fn.
-
-    Which worker a data set takes itself for is a private global of torch.
-    """
-
-    fn: Callable[[int], None] | None
-
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        data: Any = info.dataset
-        _torch_worker._worker_info = WorkerInfo(
-            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=data.dataset
-        )
-        if self.fn is not None:
-            self.fn(worker)
+    def give_back(self, pool: Pool, *, failed: bool) -> None:
+        """After a pass: keep it for the next one, or end its workers."""
+        if self._is_persistent and not failed and not pool.lost():
+            pool.drop_rest()
+            self._idle.append(pool)
+        else:
+            pool.close()

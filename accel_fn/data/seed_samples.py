@@ -1,4 +1,4 @@
-"""sample_seed and seed_samples: what a sample draws depends on its number and its epoch alone."""
+"""sample_seed and seed_samples: random numbers that depend on a sample's number and epoch alone."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _epoch: ContextVar[int] = ContextVar("epoch of the samples that are read")
 
 
 def sample_seed(state: DistState, epoch: int, index: int) -> int:
-    """The seed of one sample in one epoch: what an augmentation should draw from. Pure.
+    """Compute the seed of one sample in one epoch, for its augmentation. Pure.
 
     It depends neither on workers, nor on ranks, nor on the order of reading,
     so that a sample is augmented alike in any world, and again when a run resumes.
 
     Args:
-        state: its `seed` counts, and nothing else of it.
+        state: only its `seed` is used.
         epoch: >= 0.
         index: of the sample in its data set, or, in a stream, its place there; >= 0.
 
@@ -59,22 +59,22 @@ def _seed(seed: int, epoch: int, index: int) -> int:
 
 
 def seed_samples(data: Dataset[Any], state: DistState) -> SeededSamples:
-    """A map-style data set whose samples draw random numbers of their own, from `sample_seed`.
+    """Give each sample of a map-style data set random numbers of its own, from `sample_seed`.
 
     Each sample is read with torch's, Python's and NumPy's global generators (those of the CPU)
-    seeded for it, and they are put back afterwards. So augmentation that draws
+    seeded for it, and restored afterwards. So augmentation that draws
     from them, as most does, is the same for any number of workers and ranks,
-    and another for every sample and epoch. A sample that a sampler draws twice in an
+    and differs between samples and epochs. A sample that a sampler draws twice in an
     epoch is augmented alike both times.
 
     Args:
         data: with `__len__` and `__getitem__`. Samples have the numbers that they have here,
             also where a `Subset` or a data set of your own stands around the result.
-        state: says the seed, which must be the same on every rank.
+        state: its seed, which must be the same on every rank.
 
     Returns:
-        A data set to give a `DataLoader` for `shard_loader`, which tells it the
-        epoch. To read a sample by hand, index it by both: `samples[epoch, index]`.
+        A data set for a `DataLoader` for `shard_loader`, which sets the epoch. To read a
+        sample by hand, index it by both: `samples[epoch, index]`.
 
     Raises:
         TypeError: `data` is a stream, or has no `__getitem__`.
@@ -125,7 +125,7 @@ class SeededSamples(Dataset[Any]):
         """Samples of the epoch that a loader reads."""
         epoch = _epoch.get(None)
         if epoch is None:
-            rule = "be read by a loader that shard_loader made, which says the epoch"
+            rule = "be read by a loader that shard_loader made, which sets the epoch"
             repair = "by hand, index it as samples[epoch, index]"
             raise ArgumentError(message("seed_samples", "samples", rule, indices[0], repair))
         with _own_generators():
@@ -144,7 +144,7 @@ class SeededSamples(Dataset[Any]):
 
 @contextmanager
 def reading(epoch: int) -> Iterator[None]:
-    """Samples that are read inside, in this thread, are of that epoch. For whoever reads a batch."""
+    """Samples that are read inside, in this thread, are of that epoch."""
     token = _epoch.set(epoch)
     try:
         yield

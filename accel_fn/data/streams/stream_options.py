@@ -1,4 +1,4 @@
-"""How ranks share a stream, from what the loader and its data set are: the same on every rank."""
+"""How ranks share a stream, from the options of its loader: the same on every rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accel_fn.base.state import DistState
+from accel_fn.data.order import check_batch_size
 from accel_fn.data.same_loader import knows_ranks
 from accel_fn.data.streams.round_robin import Cut
 from accel_fn.data.streams.split import Split, num_shards, shard_of
@@ -15,8 +16,8 @@ from accel_fn.errors import ArgumentError, StateError, check_count, message
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """On what all ranks must agree."""
+class StreamOptions:
+    """What all ranks must agree on; without a `split` they read round robin."""
 
     cut: Cut
     split: Split | None
@@ -24,12 +25,14 @@ class Sharing:
     seed: int
 
 
-def read_sharing(loader: DataLoader[Any], state: DistState, *, batch: str, split: str) -> Sharing:
-    """What a loader over a stream asks for, checked."""
+def read_stream_options(
+    loader: DataLoader[Any], state: DistState, *, batch: str, split: str
+) -> StreamOptions:
+    """Read and check them."""
     cut = _cut(loader, state, batch)
-    data = loader.dataset
-    way = _way(loader, state, split)
-    return Sharing(cut, way, _declared_length(data), state.seed)
+    return StreamOptions(
+        cut, _split(loader, state, split), _declared_length(loader.dataset), state.seed
+    )
 
 
 def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
@@ -43,42 +46,37 @@ def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
     by_node = getattr(loader.dataset, "_distributed", None) is not None
     if by_node or knows_ranks(loader.dataset):
         rule, name = "be over a whole data set, not one rank's part", type(loader.dataset).__name__
-        repair = "leave out split_dataset_by_node, or its rank: ranks are shared out here"
+        repair = "leave out split_dataset_by_node, or its rank: shard_loader splits it over ranks"
         raise ArgumentError(message("shard_loader", "loader", rule, name, repair))
     batch_size = check_count("shard_loader", "batch_size", loader.batch_size)
     if batch == "per_rank":
         batch_size *= state.world_size
-    if batch_size < state.world_size:
-        raise ArgumentError(
-            f"shard_loader: batch_size={batch_size} must give every one of {state.world_size} ranks a "
-            f"sample; use batch_size >= {state.world_size}"
-        )
+    check_batch_size("shard_loader", batch_size, state.world_size)
     return Cut(batch_size, state.world_size, loader.drop_last)
 
 
-def _way(loader: DataLoader[Any], state: DistState, split: str) -> Split | None:
-    """How the source is split; None where ranks and workers take turns."""
+def _split(loader: DataLoader[Any], state: DistState, option: str) -> Split | None:
     data, readers = loader.dataset, max(1, loader.num_workers)
-    if split == "auto":
+    if option == "auto":
         most = num_shards(data)
         if most is not None:
             readers = min(readers, most // state.world_size)
-    can_be_split = split == "workers" or (split == "auto" and hasattr(data, "shard"))
+    can_be_split = option == "workers" or (option == "auto" and hasattr(data, "shard"))
     if not can_be_split or state.world_size * readers <= 1:
         return None
     if state.group is None and state.world_size > 1:
         raise StateError(
             f"shard_loader: state must carry a process group to split a stream over {state.world_size} "
-            'ranks, got one built by hand; take it from af.init(), or use split="turns"'
+            'ranks, got one built by hand; take it from af.init(), or use split="round_robin"'
         )
-    way = Split("shard" if split == "auto" else "workers", state.world_size, readers)
-    if way.way == "shard":
-        shard_of(data, way.num_readers, state.rank * readers)
-    return way
+    split = Split("shard" if option == "auto" else "workers", state.world_size, readers)
+    if split.kind == "shard":
+        shard_of(data, split.num_readers, state.rank * readers)
+    return split
 
 
 def _declared_length(data: Any) -> int | None:
     try:
         return len(data)
-    except (TypeError, NotImplementedError):  # streams say "no length" in either way
+    except (TypeError, NotImplementedError):  # streams have no length in either way
         return None
