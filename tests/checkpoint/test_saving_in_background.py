@@ -1,4 +1,4 @@
-"""save(wait=False): a copy is written while the run goes on; what goes wrong is told, nothing is lost."""
+"""save(wait=False): a copy is written while the run goes on; failures are raised, nothing is lost."""
 
 from __future__ import annotations
 
@@ -195,53 +195,45 @@ def test_a_failure_is_raised_on_every_rank_by_the_next_call(tmp_path, monkeypatc
         return str(caught.value), names
 
     ranks = simulate(run, world_size=3)
-    for words, names in ranks:
-        assert words == ranks[0][0]
-        assert words.startswith(f"{call}: ")
-        assert "step_00000002 must have been written in the background" in words
-        assert f"on rank {rank}: " in words
-        assert "No space left on device" in words
-        assert names == [".lock"]
+    assert len(set(map(str, ranks))) == 1
+    text, names = ranks[0]
+    assert text.startswith(f"{call}: ")
+    assert "step_00000002 must have been written in the background" in text
+    assert f"on rank {rank}: " in text
+    assert "No space left on device" in text
+    assert names == [".lock"]
     assert [each.step for each in af.list_checkpoints(tmp_path)] == [4]
 
 
-def test_a_rank_that_has_no_memory_for_a_copy_is_one_of_all_at_once(tmp_path, monkeypatch):
-    copied = background_module._copied
+def of_rank_1_once(function, error):
+    """A function that raises the first time that rank 1 calls it."""
+    left = ["rank 1 "]
 
-    def run(state):
-        state, step = make(state)
-        with pytest.raises((MemoryError, RuntimeError), match="no room"):
-            af.save(tmp_path, state, step, wait=False)
-        af.barrier(state)
-        monkeypatch.setattr(background_module, "_copied", copied)
-        af.save(tmp_path, state, step, wait=False)
-        af.load(tmp_path, state, step)
-
-    def failing(parts, room):
-        if threading.current_thread().name.startswith("rank 1 "):
-            raise MemoryError("no room")
-        return copied(parts, room)
-
-    monkeypatch.setattr(background_module, "_copied", failing)
-    simulate(run, world_size=2)
-    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
-
-
-def test_a_rank_that_has_no_thread_is_one_of_all_at_once(tmp_path, monkeypatch):
-    start, left = threading.Thread.start, ["rank 1 "]
-
-    def failing(thread):
-        is_ours = thread.name == "accel_fn save"
-        if is_ours and left and threading.current_thread().name.startswith(left[0]):
+    def failing(*arguments):
+        if left and threading.current_thread().name.startswith(left[0]):
             left.clear()
-            raise RuntimeError("can't start new thread")
-        start(thread)
+            raise error
+        return function(*arguments)
 
-    monkeypatch.setattr(threading.Thread, "start", failing)
+    return failing
+
+
+FAILURES = {
+    "memory": (background_module, "_copied", MemoryError("no room")),
+    "thread": (background_module.Writing, "start", RuntimeError("can't start new thread")),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "error"), FAILURES.values(), ids=FAILURES)
+def test_a_rank_that_cannot_start_to_write_fails_on_all_at_once(
+    tmp_path, monkeypatch, owner, name, error
+):
+    """It has no memory for a copy, or no thread."""
+    monkeypatch.setattr(owner, name, of_rank_1_once(getattr(owner, name), error))
 
     def run(state):
         state, step = make(state)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises((MemoryError, RuntimeError), match=str(error)):
             af.save(tmp_path, state, step, wait=False)
         af.barrier(state)
         af.save(tmp_path, state, step, wait=False)
@@ -269,13 +261,13 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
             af.save(tmp_path, state, step)
         return str(caught.value)
 
-    words, others_words = simulate(run, world_size=2)
-    assert words == others_words
+    text, other_text = simulate(run, world_size=2)
+    assert text == other_text
     assert af.latest(tmp_path) is None
 
 
-def test_a_failure_that_no_later_call_tells_of_is_told_at_exit(tmp_path):
-    """Files of that process are limited in size; its other words are those of any run."""
+def test_a_failure_that_no_later_call_raises_is_logged_at_exit(tmp_path):
+    """Files of one process are limited in size."""
     script = f"""
         import resource, signal
         from tests.checkpoint.test_saving_in_background import advance, make
@@ -345,7 +337,7 @@ def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
-    """Rank 0 hears of it in a collective, while its thread waits for what that rank writes."""
+    """A collective of rank 0 finds it, while its thread waits for that rank's files."""
     script = f"""
         import os, signal, time
         from pathlib import Path
@@ -371,13 +363,11 @@ def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
     first, second = run_worlds({"script": script}, tmp_path)["script"]
     assert (first.exit_code, second.exit_code) == (1, -9)
     assert "every rank must stay until all have finished, got one that is gone" in first.stderr
-    assert (
-        "was not written: save: every rank must write its share, got nothing of [1] for 0.1 s"
-        in (first.stderr)
-    )
+    text = "was not written: save: every rank must write its share, got nothing of [1] for 0.1 s"
+    assert text in first.stderr
 
 
-def test_a_failure_without_words_is_told_by_its_name(tmp_path, monkeypatch):
+def test_a_failure_without_a_message_is_named(tmp_path, monkeypatch):
     def failing(share, draft):
         raise MemoryError
 
