@@ -48,7 +48,7 @@ def load_accelerate(
 
     Read are the weights, the optimizer, the schedulers and the scale of float16. Everything
     is checked against the program before anything is overwritten; nothing in the folder can
-    run code. Random generators stay as they are; files that are not read are named on stderr.
+    run code. Random generators stay as they are; files that are not read are logged.
     With `wrap_fsdp`, each rank fills its shards.
 
     Args:

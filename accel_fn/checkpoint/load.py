@@ -61,7 +61,7 @@ def load(
             sharded loader has, the lines that it returns are listed with all other differences.
         at: "latest", the number of a step, or a checkpoint's name.
         strict: False: if the program differs, fill what fits, leave the rest as
-            it is, and list the differences on stderr.
+            it is, and log the differences as a warning.
 
     Returns:
         The state: `state` with the checkpoint's `step` and loss scale.

@@ -77,7 +77,7 @@ def save(
         RuntimeError: on every rank: the folder cannot be written, or another run saves to it. The
             checkpoints that are there stay as they are. A failure in the background is
             raised by the next `save` or `load` of the step; if there is none, it is
-            printed at the end of the process, whose exit code is then 1.
+            logged at the end of the process, whose exit code is then 1.
 
     Cost: writes the state once, each rank its share; a few small collectives. With `wait=False`,
         one copy of the share, into host memory that is kept for the next time (pinned for an
