@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
-from accel_fn.errors import SettingsError, message
+from accel_fn.errors import SettingsError
 from accel_fn.launcher.settings.accelerate_keys import SECTIONS, in_script, is_set, named
 from accel_fn.launcher.settings.value import Given, Layer, check_names, nearest
 
@@ -54,38 +54,28 @@ def is_accelerate_config(given: Mapping[str, Given]) -> bool:
 
 def translate(given: Mapping[str, Given]) -> Layer:
     """Make our settings of accelerate's; name the rest in one warning, refuse unknown keys."""
-    _check_environment(given)
-    check_names({name: each.where for name, each in given.items()}, _KNOWN)
-    _check_booleans(given)
-    sections = {name: _section(name, given[name]) for name in SECTIONS if name in given}
-    kind = _distributed_type(given)
-    values = {name: given[name] for name in _SAME if name in given}
-    values |= dict(_processes(given, kind))
-    cpu = _use_cpu(given, kind)
-    if cpu is not None:
-        values["cpu"] = cpu
-    values |= dict(_precision(given))
-    values |= dict(_microbatches(given, sections))
-    if kind.value == "FSDP":
-        values["wrap"] = Given("fsdp", kind.source, kind.line)
-    on_cpu = bool(cpu and cpu.value)
-    _warn(kind.source, [*_outside(given, kind, on_cpu=on_cpu), *_in_sections(sections, values)])
-    return Layer(values, accelerators=None if kind.value == "NO" or on_cpu else kind)
-
-
-def _check_environment(given: Mapping[str, Given]) -> None:
     environment = given.get("compute_environment")
     if environment is not None and environment.value != "LOCAL_MACHINE":
-        raise SettingsError(
-            message(environment.where, "compute_environment", "be LOCAL_MACHINE", environment.value)
-        )
-
-
-def _check_booleans(given: Mapping[str, Given]) -> None:
+        raise environment.error("compute_environment", "be LOCAL_MACHINE")
+    check_names({name: each.where for name, each in given.items()}, _KNOWN)
     for name in _BOOLEANS:
         each = given.get(name)
         if each is not None and str(each.value).lower() not in ("true", "false", "yes", "no"):
-            raise SettingsError(message(each.where, name, "be true or false", each.value))
+            raise each.error(name, "be true or false")
+    sections = {name: _section(name, given[name]) for name in SECTIONS if name in given}
+    kind = _distributed_type(given)
+    translated = {
+        **{name: given.get(name) for name in _SAME},
+        "num_processes": _processes(given.get("num_processes"), kind),
+        "cpu": _use_cpu(given, kind),
+        "mixed_precision": _precision(given),
+        "num_microbatches": _microbatches(given, sections),
+        "wrap": kind.becomes("fsdp") if kind.value == "FSDP" else None,
+    }
+    values = {name: each for name, each in translated.items() if each is not None}
+    on_cpu = "cpu" in values and bool(values["cpu"].value)
+    _warn(kind.source, [*_outside(given, kind, on_cpu=on_cpu), *_in_sections(sections, values)])
+    return Layer(values, accelerators=None if kind.value == "NO" or on_cpu else kind)
 
 
 def _section(name: str, each: Given) -> Mapping[str, object]:
@@ -93,7 +83,7 @@ def _section(name: str, each: Given) -> Mapping[str, object]:
     if each.value is None:
         return {}
     if not isinstance(each.value, dict):
-        raise SettingsError(message(each.where, name, "be a section", each.value))
+        raise each.error(name, "be a section")
     section = {named(name, str(key)): value for key, value in each.value.items()}
     check_names(dict.fromkeys(section, f"{each.where}: {name}"), SECTIONS[name])
     return section
@@ -104,28 +94,25 @@ def _distributed_type(given: Mapping[str, Given]) -> Given:
     if "distributed_type" not in given:
         source = next(iter(given.values())).source
         raise SettingsError(f"{source}: distributed_type must be given, as accelerate does")
-    each = given["distributed_type"]
-    kind = Given("NO" if each.value is False else each.value, each.source, each.line)
+    kind = given["distributed_type"]
+    if kind.value is False:
+        kind = kind.becomes("NO")
     if kind.value not in _TYPES:
         meant = nearest(str(kind.value), [each.lower() for each in _TYPES]).upper()
         meant = "XLA" if kind.value == "TPU" else meant  # as accelerate names it in its question
         repair = f"did you mean {meant}?" if meant else ""
-        rule = f"be one of {', '.join(_TYPES)}"
-        raise SettingsError(message(kind.where, "distributed_type", rule, kind.value, repair))
+        raise kind.error("distributed_type", f"be one of {', '.join(_TYPES)}", repair)
     return kind
 
 
-def _processes(given: Mapping[str, Given], kind: Given) -> Iterator[tuple[str, Given]]:
+def _processes(count: Given | None, kind: Given) -> Given | None:
     """Read the number of processes; -1 leaves it open, and NO is one."""
-    each = given.get("num_processes")
-    if kind.value == "NO":
-        if each is not None and each.value != 1:
-            repair = "set distributed_type to MULTI_CPU or MULTI_GPU for more"
-            rule = "be 1 where distributed_type is NO"
-            raise SettingsError(message(each.where, "num_processes", rule, each.value, repair))
-        yield "num_processes", each or Given(1, kind.source, kind.line)
-    elif each is not None and each.value != -1:
-        yield "num_processes", each
+    if kind.value != "NO":
+        return None if count is not None and count.value == -1 else count
+    if count is not None and count.value != 1:
+        repair = "set distributed_type to MULTI_CPU or MULTI_GPU for more"
+        raise count.error("num_processes", "be 1 where distributed_type is NO", repair)
+    return count or kind.becomes(1)
 
 
 def _use_cpu(given: Mapping[str, Given], kind: Given) -> Given | None:
@@ -133,36 +120,32 @@ def _use_cpu(given: Mapping[str, Given], kind: Given) -> Given | None:
     if kind.value == "MULTI_CPU":
         ids = given.get("gpu_ids")
         if ids is not None and ids.value not in (None, "all"):
-            rule = "be left out where distributed_type is MULTI_CPU"
-            raise SettingsError(message(ids.where, "gpu_ids", rule, ids.value))
-        return Given(True, kind.source, kind.line)
-    each = given.get("use_cpu")
-    if each is None:
-        return None
-    if each.value is True and str(kind.value).startswith("MULTI_"):
+            raise ids.error("gpu_ids", "be left out where distributed_type is MULTI_CPU")
+        return kind.becomes(True)
+    use_cpu = given.get("use_cpu")
+    if use_cpu and use_cpu.value is True and str(kind.value).startswith("MULTI_"):
         rule = f"be false where distributed_type is {kind.value}"
-        raise SettingsError(message(each.where, "use_cpu", rule, True, "or set MULTI_CPU"))
-    return each
+        raise use_cpu.error("use_cpu", rule, "or set MULTI_CPU")
+    return use_cpu
 
 
-def _precision(given: Mapping[str, Given]) -> Iterator[tuple[str, Given]]:
+def _precision(given: Mapping[str, Given]) -> Given | None:
     """Read mixed_precision, or the older key fp16."""
-    each = given.get("mixed_precision")
-    if each is None and (old := given.get("fp16")) is not None:
-        each = Given("fp16" if old.value else "no", old.source, old.line)
-    if each is not None and each.value != "fp8":
-        yield "mixed_precision", each
+    found, old = given.get("mixed_precision"), given.get("fp16")
+    if found is None and old is not None:
+        return old.becomes("fp16" if old.value else "no")
+    return None if found is not None and found.value == "fp8" else found
 
 
 def _microbatches(
     given: Mapping[str, Given], sections: Mapping[str, Mapping[str, object]]
-) -> Iterator[tuple[str, Given]]:
+) -> Given | None:
     """Steps of accumulation there are micro-batches here."""
-    for section, key in _MICROBATCHES:
+    for section, key in reversed(_MICROBATCHES):
         count = sections.get(section, {}).get(key, "auto")
         if count != "auto":
-            each = given[section]
-            yield "num_microbatches", Given(count, each.source, each.line)
+            return given[section].becomes(count)
+    return None
 
 
 def _outside(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterator[_Entry]:

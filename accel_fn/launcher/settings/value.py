@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from accel_fn.errors import SettingsError
+from accel_fn.errors import SettingsError, message
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,13 @@ class Given:
     def where(self) -> str:
         """The source, with the line if there is one."""
         return self.source if self.line is None else f"{self.source}:{self.line}"
+
+    def becomes(self, value: object) -> Given:
+        """The same place with another value."""
+        return replace(self, value=value)
+
+    def error(self, name: str, rule: str, repair: str = "") -> SettingsError:
+        return SettingsError(message(self.where, name, rule, self.value, repair))
 
 
 @dataclass(frozen=True, slots=True)
