@@ -345,19 +345,14 @@ def library(tmp_path):
     (tmp_path / "library" / "factors.py").write_text("THREE = 3\ndef three():\n    return THREE\n")
 
 
-def test_a_script_without_a_guard_launches_its_own_functions(tmp_path, library):
+@pytest.mark.parametrize("start", [["script.py"], ["-c", SCRIPT]], ids=["script", "no file"])
+def test_a_program_without_a_guard_launches_its_own_functions(tmp_path, library, start):
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = run_python(tmp_path, "script.py")
+    done = run_python(tmp_path, *start)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert lines == PRINTED
     assert last in ("lost 0", "lost 1")
-
-
-def test_a_program_without_a_file_launches_its_own_functions(tmp_path, library):
-    done = run_python(tmp_path, "-c", SCRIPT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:3] == PRINTED
 
 
 NOTEBOOK = '''

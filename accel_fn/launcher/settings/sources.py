@@ -106,12 +106,12 @@ def _layers(
     """Read each source, the strongest first."""
     yield _from_flags(flags)
     yield _from_variables(environment)
-    nearest_file = _read_yaml(config) if config is not None else _nearest_file(folder)
-    if nearest_file is not None:
-        yield nearest_file
+    file = _nearest_file(folder) if config is None else _read(config)
+    if file is not None:
+        yield file
     own = user_file(environment)
-    if own is not None and _is_file(own):
-        yield _read_yaml(own)
+    if own is not None and _is_file(own) and (layer := _read(own)):
+        yield layer
 
 
 def _from_flags(flags: Mapping[str, object]) -> Layer:
@@ -139,28 +139,21 @@ def _from_variables(environment: Mapping[str, str]) -> Layer:
     return Layer(values)
 
 
-def _read_yaml(path: Path) -> Layer:
-    from accel_fn.launcher.settings.read_files import (
-        read_yaml,
-    )  # a launch without files starts sooner
+def _read(path: Path, *, is_pyproject: bool = False) -> Layer | None:
+    """Import the readers only if there is a file: a launch without one starts sooner."""
+    from accel_fn.launcher.settings.read_files import read_pyproject, read_yaml
 
-    return read_yaml(path)
-
-
-def _read_pyproject(path: Path) -> Layer | None:
-    from accel_fn.launcher.settings.read_files import read_pyproject
-
-    return read_pyproject(path)
+    return read_pyproject(path) if is_pyproject else read_yaml(path)
 
 
 def _nearest_file(folder: Path) -> Layer | None:
     for place in (folder, *folder.parents):
-        ours = _read_yaml(place / SETTINGS_FILE) if _is_file(place / SETTINGS_FILE) else None
-        project = place / "pyproject.toml"
-        section = _read_pyproject(project) if _is_file(project) else None
+        file, project = place / SETTINGS_FILE, place / "pyproject.toml"
+        ours = _read(file) if _is_file(file) else None
+        section = _read(project, is_pyproject=True) if _is_file(project) else None
         if ours is not None and section is not None:
             raise SettingsError(
-                f"{place / SETTINGS_FILE}: settings must stand in one place, got [tool.accel_fn] "
+                f"{file}: settings must stand in one place, got [tool.accel_fn] "
                 f"in {project} too; keep one of them"
             )
         if ours is not None or section is not None:
