@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Echo:
+class DelayedRead:
     """Hands back on the host what it was given: at once from a CPU, else at the next call.
 
     By then the device has long been given the next step, so the host waits only for one

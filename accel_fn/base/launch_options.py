@@ -97,10 +97,3 @@ class Unsaid(FromLaunch):
     """The same where the launch has said nothing: arguments that leave the step as it is."""
 
     source: ClassVar[str] = "the launch says nothing"
-
-
-class DefaultSeconds(float):
-    """A default that gives way to what the launch says: equal to an argument, and yet not given."""
-
-    def __repr__(self) -> str:
-        return f"{float(self):g}"

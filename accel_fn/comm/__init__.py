@@ -1,1 +1,1 @@
-"""Process groups and what ranks exchange through them."""
+"""Process groups, collectives and the watchdog."""

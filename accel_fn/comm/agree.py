@@ -1,4 +1,4 @@
-"""One verdict on all ranks over what each was given, though it can look at its own alone."""
+"""Collective checks: each rank checks its own arguments, and all ranks raise if one fails."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ T = TypeVar("T")
 
 
 def agreed(
-    told: Callable[[], T], state: DistState, function: str, of: Sequence[Any] = ()
+    make: Callable[[], T], state: DistState, function: str, leaves: Sequence[Any] = ()
 ) -> list[T]:
-    """What every rank has to tell, in rank order; where one cannot, all raise.
+    """Exchange what `make` returns on each rank, in rank order; if it raises on one rank, all raise.
 
     Args:
-        told: gives something picklable, or raises what is wrong on this rank.
+        make: returns a picklable value, or raises.
         state: of this rank.
-        function: the public one that asks; the same on every rank.
-        of: what a report on a rank that waits here tells the shapes of.
+        function: the public one, the same on every rank.
+        leaves: their shapes are shown in hang reports.
 
     Returns:
         The values.
 
     Raises:
-        Exception: what `told` raised on this rank.
-        PeerError: it raised on another rank alone.
+        Exception: raised by `make` on this rank.
+        PeerError: `make` raised on another rank alone.
 
     Cost: two small collectives on the host.
     """
-    mine, failure = None, None
+    value, failure = None, None
     try:
-        mine = told()
+        value = make()
     except Exception as error:
         failure = error
     verdict = None if failure is None else repr(failure)
-    every = primitives.exchange((mine, verdict), state, function, of)
+    every = primitives.exchange((value, verdict), state, function, leaves)
     if failure is not None:
         try:
             raise failure

@@ -1,4 +1,4 @@
-"""Messages from rank to rank beside all collectives: a background thread may send them at any time."""
+"""Messages between ranks, apart from all collectives: a background thread may send them at any time."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _HEAD = 256  # bytes of a first message: 8 for the length of a value, and its st
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What a rank says in place of its word once it has failed: what the others raise."""
+    """Sent in place of a value by a rank that failed: the error that its peers raise."""
 
     kind: type[AccelError]
-    words: str
+    text: str
 
 
 class Channel:
-    """A line between all ranks of a world for one conversation, a pass say. Made by `open_channel`.
+    """Messages between all ranks for one exchange, such as a pass over the data. Made by `open_channel`.
 
-    Messages of one channel arrive in the order in which they were sent, and
-    never meet those of another channel or a collective, whatever thread each
-    is sent from. A channel itself is used by one thread of a rank at a time.
+    Messages of a channel arrive in the order in which they were sent, apart from those of
+    other channels and collectives, from whatever thread. One thread of a rank uses a
+    channel at a time.
     """
 
     def __init__(self, state: DistState, tag: int) -> None:
@@ -42,15 +42,15 @@ class Channel:
         self._is_over = False
 
     def another(self) -> Channel:
-        """A channel for a conversation of its own; all ranks ask for theirs in the same order."""
+        """Return another channel; all ranks call this in the same order."""
         self._num_others += 1
         return type(self)(self.state, self.tag + self._num_others)
 
-    def meet(self, value: Any, answers_of: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Give rank 0 this rank's picklable `value`, and get this rank's answer.
+    def via_main(self, value: Any, answers_of: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Send this rank's picklable `value` to rank 0, and return rank 0's answer to this rank.
 
-        Rank 0 alone calls `answers_of`, with all values in rank order, for an answer a
-        rank. Where that raises, or a rank has come to `fail`, all ranks raise.
+        Rank 0 alone calls `answers_of`, with all values in rank order, for one answer a
+        rank. If that raises, or a rank called `fail`, all ranks raise.
 
         Cost: two messages a rank, and one more for each value or answer of over 248 bytes pickled.
         """
@@ -66,37 +66,41 @@ class Channel:
         failed = {rank: each for rank, each in enumerate(values) if isinstance(each, _Failure)}
         if failed:
             failure = failed[min(failed)]
-            _wait(self._tell(failure, [rank for rank in self._others() if rank not in failed]))
+            _wait(
+                self._send_failure(failure, [rank for rank in self._others() if rank not in failed])
+            )
             self._end(failure)
         try:
             answers = answers_of(values)
             blocks = [pickle.dumps(answer) for answer in answers]
         except Exception as error:
             self._is_over = True
-            _wait(self._tell(self._verdict(error), self._others()))
+            _wait(self._send_failure(self._verdict(error), self._others()))
             raise
         _wait([work for rank in self._others() for work in self._post(blocks[rank], rank)])
         return answers[0]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's picklable `value`, in rank order, on all ranks. Cost: that of `meet`."""
-        return self.meet(  # type: ignore[no-any-return]
+        """Return every rank's picklable `value`, in rank order. Cost: that of `via_main`."""
+        return self.via_main(  # type: ignore[no-any-return]
             value, lambda values: [values] * self.state.world_size
         )
 
     def fail(self, error: Exception) -> None:
-        """Leave the conversation: the others raise where they meet next. Waits for nobody.
+        """Send an error to the peers, which raise at their next exchange; returns at once.
 
-        Nothing is said where they know already that it is over.
+        Does nothing if the exchange is over already.
         """
         if not self._is_over:
             self._is_over = True
             self._keep(
-                self._tell(self._failure(error), self._others() if self.state.is_main else [0])
+                self._send_failure(
+                    self._failure(error), self._others() if self.state.is_main else [0]
+                )
             )
 
-    def telling(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The same items; an error among them is also told to the other ranks."""
+    def sending_errors(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Yield the items; if they raise, send the error to the peers too."""
         try:
             yield from items
         except Exception as error:
@@ -104,11 +108,11 @@ class Channel:
             raise
 
     def send(self, value: Any, rank: int) -> list[primitives.Work]:
-        """Start to give `rank` a picklable value; keep what this returns, and wait for it in the end."""
+        """Start to send a picklable value to `rank`; keep the result, and wait for it in the end."""
         return self._post(pickle.dumps(value), rank)
 
     def receive(self, source: int) -> Any:
-        """The next value that `source` gives this rank."""
+        """Return the next value that `source` sends."""
         head = self._read(_HEAD, source)
         size = int.from_bytes(head[:8], "little")
         rest = self._read(8 + size - _HEAD, source) if 8 + size > _HEAD else b""
@@ -120,27 +124,24 @@ class Channel:
 
     def _end(self, failure: _Failure) -> NoReturn:
         self._is_over = True
-        raise failure.kind(failure.words)
+        raise failure.kind(failure.text)
 
     def _failure(self, error: Exception) -> _Failure:
-        words = f"shard_loader: failed on rank {self.state.rank}: {error!r}"
-        return _Failure(PeerError, words)
+        return _Failure(PeerError, f"shard_loader: failed on rank {self.state.rank}: {error!r}")
 
     def _verdict(self, error: Exception) -> _Failure:
-        """Of rank 0 for all: a rule of ours is broken on every rank alike."""
+        """Return rank 0's failure for all: an AccelError holds on every rank alike."""
         if isinstance(error, AccelError):
             return _Failure(type(error), str(error))
         return self._failure(error)
 
-    def _tell(self, failure: _Failure, ranks: Sequence[int]) -> list[primitives.Work]:
+    def _send_failure(self, failure: _Failure, ranks: Sequence[int]) -> list[primitives.Work]:
         return [work for rank in ranks for work in self.send(failure, rank)]
 
     def _keep(self, works: list[primitives.Work]) -> None:
-        """For somebody who may come to receive them, or not: a message that is let go of is lost."""
+        """Keep messages as long as the group lives: one that is released before it is received is lost."""
         if self.state.group is not None:
-            finalize(
-                self.state.group, works.clear
-            ).atexit = False  # holds them as long as there is the group
+            finalize(self.state.group, works.clear).atexit = False
 
     def _post(self, block: bytes, rank: int) -> list[primitives.Work]:
         whole = bytearray(len(block).to_bytes(8, "little") + block).ljust(_HEAD)
@@ -155,7 +156,7 @@ class Channel:
 
 
 def open_channel(state: DistState) -> Channel:
-    """A new channel, on all ranks alike. Cost: one small collective."""
+    """Open a channel, on all ranks alike. Cost: one small collective."""
     tag = random.SystemRandom().randrange(1, _TAGS)  # of no generator that a user has seeded
     return Channel(state, primitives.exchange(tag, state, "shard_loader")[0])
 

@@ -1,4 +1,4 @@
-"""What a cluster's own variables say of a process: Slurm's srun and Open MPI's mpirun."""
+"""Reads the variables that clusters set for a process: Slurm's srun and Open MPI's mpirun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIRST_PORT, _NUM_PORTS = 20000, 12000  # below what kernels hand out by themsel
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One process of a cluster's job: where it stands among the others, and where they meet."""
+    """One process of a cluster's job: its ranks, and where rank 0 runs."""
 
     cluster: str
     job: str
@@ -25,16 +25,16 @@ class Task:
     machine_rank: int
     num_machines: int
     host: str | None
-    """The machine of rank 0; None where the cluster does not say."""
+    """The machine of rank 0; None if the cluster does not set it."""
 
     @property
     def port(self) -> int:
-        """The same on every process of the job, and most likely another for another job."""
+        """Return the port of the rendezvous: the same in all processes of a job."""
         return _FIRST_PORT + zlib.crc32(self.job.encode()) % _NUM_PORTS
 
 
 def read_task(environment: Mapping[str, str]) -> Task | None:
-    """The task that these variables describe; None where no cluster started this process.
+    """Return the task that these variables describe; None if no cluster started this process.
 
     Open MPI comes first: its daemons may themselves be a step of Slurm.
     """
@@ -52,7 +52,7 @@ def read_task(environment: Mapping[str, str]) -> Task | None:
 def read_number(
     function: str, name: str, text: str, *, least: int = 0, most: int | None = None
 ) -> int:
-    """The number that a variable holds, for a function that needs it within these bounds."""
+    """Return the number that a variable holds; refuse one outside the bounds in the function's name."""
     number = int(text) if text.isdecimal() else -1
     if number < least or (most is not None and number > most):
         bounds = f" >= {least}" if least else ""
@@ -112,7 +112,7 @@ def _slurm(environment: Mapping[str, str]) -> Task:
 
 
 def tasks_per_node(layout: str) -> list[int]:
-    """Slurm's run lengths, `4(x2),3`, as one number a node: 4, 4, 3."""
+    """Expand Slurm's run lengths, `4(x2),3`, to one number a node: 4, 4, 3."""
     counts: list[int] = []
     for part in layout.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -123,7 +123,7 @@ def tasks_per_node(layout: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list of hosts: `gpu[07-09,12],login` begins with gpu07."""
+    """Return the first of Slurm's list of hosts: `gpu[07-09,12],login` begins with gpu07."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
         raise WorldError(f"init: Slurm's list of nodes must name one, got {nodes!r}")

@@ -1,4 +1,4 @@
-"""What ranks say to each other: broadcast, barrier, on_main."""
+"""Collectives on trees of values: broadcast, barrier, on_main."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ T = TypeVar("T")
 
 
 def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
-    """Give every rank what rank `source` has.
+    """Send the tree of rank `source` to every rank.
 
     Args:
-        tree: a tree of tensors and picklable things; only the source's counts.
+        tree: a tree of tensors and picklable values; only the source's counts.
         state: of this rank.
-        source: the rank that gives.
+        source: the rank that sends.
 
     Returns:
         The source's tree, its tensors on each rank's device. In a world of
         one, `tree` itself.
 
     Raises:
-        ValueError: `source` is no rank of this world, or not the same on every rank; or the source's
-            tree holds what cannot be sent, on the source.
-        RuntimeError: another rank was given such a thing.
+        ValueError: `source` is no rank of this world, or not the same on every rank; or, on the
+            source, its tree holds a leaf that cannot be sent.
+        RuntimeError: another rank was given such an argument.
 
     Cost: two small collectives, then one broadcast a tensor.
 
@@ -54,23 +54,23 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     check_state("broadcast", state)
     leaves, structure = pytree.tree_flatten(tree)
 
-    def told() -> tuple[int, bytes]:
+    def checked() -> tuple[int, bytes]:
         _check_source(source, state)
-        return source, _sent(leaves, structure) if state.rank == source else b""
+        return source, _pickled(leaves, structure) if state.rank == source else b""
 
     if state.world_size == 1:
         _check_source(source, state)
         return tree
-    every = agreed(told, state, "broadcast", leaves)
+    every = agreed(checked, state, "broadcast", leaves)
     rule = "broadcast: source must be the same on every rank"
     check_alike([each for each, _ in every], rule, error=ArgumentError)
-    theirs, structure = pytree.tree_flatten(pickle.loads(every[source][1]))
-    for place, hole in enumerate(theirs):
+    sent, structure = pytree.tree_flatten(pickle.loads(every[source][1]))
+    for place, hole in enumerate(sent):
         if isinstance(hole, _Hole):
             given = leaves[place].detach() if state.rank == source else None
-            theirs[place] = hole.filled(given, state.device)
-            primitives.broadcast(theirs[place], state, source, "broadcast")
-    return cast("T", pytree.tree_unflatten(theirs, structure))
+            sent[place] = hole.filled(given, state.device)
+            primitives.broadcast(sent[place], state, source, "broadcast")
+    return cast("T", pytree.tree_unflatten(sent, structure))
 
 
 def _check_source(source: int, state: DistState) -> None:
@@ -79,22 +79,22 @@ def _check_source(source: int, state: DistState) -> None:
         raise ArgumentError(message("broadcast", "source", rule, source))
 
 
-def _sent(leaves: Sequence[Any], structure: pytree.TreeSpec) -> bytes:
-    """The pickle of a tree with holes where its tensors are."""
+def _pickled(leaves: Sequence[Any], structure: pytree.TreeSpec) -> bytes:
+    """Pickle a tree with holes in the places of its tensors."""
     holes = [_Hole.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     try:
         data = pickle.dumps(pytree.tree_unflatten(holes, structure))
         pickle.loads(data)
     except Exception as error:
         rule = f"hold tensors and what can be pickled ({error})"
-        what = [type(leaf).__name__ for leaf in leaves]
-        raise BatchError(message("broadcast", "tree", rule, what)) from error
+        kinds = [type(leaf).__name__ for leaf in leaves]
+        raise BatchError(message("broadcast", "tree", rule, kinds)) from error
     return data
 
 
 @dataclass(frozen=True, slots=True)
 class _Hole:
-    """Where a tensor is in a tree that travels without it."""
+    """The place of a tensor in a tree that is pickled without it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -102,18 +102,18 @@ class _Hole:
     @classmethod
     def of(cls, tensor: Tensor) -> _Hole:
         if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
-            what = f"{type(tensor).__name__} of layout {tensor.layout}"
-            raise BatchError(message("broadcast", "tree", "hold dense tensors", what))
+            got = f"{type(tensor).__name__} of layout {tensor.layout}"
+            raise BatchError(message("broadcast", "tree", "hold dense tensors", got))
         return cls(tensor.dtype, tuple(tensor.shape))
 
     def filled(self, given: Tensor | None, device: torch.device) -> Tensor:
-        """A new tensor that fits: a copy of the one given, else room for one."""
-        room = torch.empty(self.shape, dtype=self.dtype, device=device)
-        return room if given is None else room.copy_(given)
+        """Return a new tensor that fits: a copy of the one given, else an empty one."""
+        empty = torch.empty(self.shape, dtype=self.dtype, device=device)
+        return empty if given is None else empty.copy_(given)
 
 
 def barrier(state: DistState) -> None:
-    """Wait until every rank is here.
+    """Wait until every rank has called this.
 
     Cost: two small collectives on the host; none in a world of one.
 
@@ -126,21 +126,20 @@ def barrier(state: DistState) -> None:
 
 
 def on_main(fn: Callable[[], T], state: DistState) -> T:
-    """Run `fn` on the main rank alone and give its result, or its exception, to all.
+    """Run `fn` on the main rank alone; return its result, or raise its exception, on all ranks.
 
-    For what must happen once (a download, a folder) and what all must know
-    of it. No rank is left waiting when it fails.
+    For work that must happen once, such as a download. No rank hangs if it fails.
 
     Args:
-        fn: takes nothing; what it returns or raises is pickled for the others.
+        fn: takes no arguments; its result or exception is pickled for the other ranks.
         state: of this rank.
 
     Returns:
-        What `fn` returned, on every rank.
+        The result of `fn`, on every rank.
 
     Raises:
-        BaseException: what `fn` raised, on every rank; where it cannot be
-            pickled, a `RuntimeError` with its traceback instead on the others.
+        BaseException: the exception of `fn`, on every rank; if it cannot be
+            pickled, a `RuntimeError` with its traceback on the other ranks.
         TypeError: `fn` cannot be called.
         RuntimeError: `fn` cannot be called on another rank.
 
@@ -153,7 +152,7 @@ def on_main(fn: Callable[[], T], state: DistState) -> T:
     check_state("on_main", state)
     failures: list[BaseException] = []
 
-    def told() -> tuple[str, Any]:
+    def called() -> tuple[str, Any]:
         _check_callable(fn)
         if not state.is_main:
             return "", None
@@ -166,7 +165,7 @@ def on_main(fn: Callable[[], T], state: DistState) -> T:
     if state.world_size == 1:
         _check_callable(fn)
         return fn()
-    kind, value = agreed(told, state, "on_main")[0]
+    kind, value = agreed(called, state, "on_main")[0]
     if failures:
         raise failures.pop()
     if kind == "error":
@@ -180,20 +179,20 @@ def _check_callable(fn: object) -> None:
 
 
 def _picklable(kind: str, value: Any) -> tuple[str, Any]:
-    """Both, if the value survives pickling, else an error that says what was lost."""
+    """Return both if the value survives pickling, else an error that shows it."""
     try:
         pickle.loads(pickle.dumps(value))
         return kind, value
     except Exception as reason:
-        what = "".join(traceback.format_exception(value)) if kind == "error" else repr(value)
+        shown = "".join(traceback.format_exception(value)) if kind == "error" else repr(value)
         error = WorldError(
-            f"on_main: fn must return or raise what can be pickled ({reason}), got {what}"
+            f"on_main: fn must return or raise what can be pickled ({reason}), got {shown}"
         )
         return "error", error
 
 
 def all_or_none(fn: Callable[[], T], state: DistState, function: str) -> T:
-    """Run `fn` on every rank; where it raises on one, raise on all."""
+    """Run `fn` on every rank; if it raises on one, raise on all."""
     results: list[T] = []
     agreed(lambda: results.append(fn()), state, function)
     return results[0]

@@ -1,6 +1,6 @@
-"""Sharded tensors, of which a rank holds a part: that part, and what all parts come to.
+"""DTensors, of which a rank holds a shard: that shard, and whole tensors.
 
-They are torch's DTensors, known here by what they can do: importing that module takes time.
+They are known by their method `to_local`: importing torch's module takes time.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 _WHOLE = (Tensor, nn.Parameter)
-"""Told apart by their type, which is quicker."""
+"""Most tensors: a test of the type is quicker than that of an attribute."""
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
-    """Does a rank hold a part of this tensor only?"""
+    """Does a rank hold only a shard of this tensor?"""
     return type(value) not in _WHOLE and hasattr(value, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory."""
+    """Return this rank's shard of a tensor, in the same memory."""
     if not is_sharded(tensor):
         return tensor
     return cast("DTensor", tensor.detach()).to_local()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor. In shards, every rank calls it.
+    """Return all of a tensor; if it is sharded, every rank calls this.
 
     Cost: for shards, one gather.
     """
@@ -45,7 +45,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def norm_over_shards(norm: Tensor, of: Sequence[Tensor]) -> Tensor:
-    """The norm of whole tensors from that of what each rank holds of them.
+    """Return the norm of whole tensors from that of this rank's shards.
 
     Cost: one collective of a number.
     """
@@ -56,7 +56,7 @@ def norm_over_shards(norm: Tensor, of: Sequence[Tensor]) -> Tensor:
 
 
 def fill(tensor: Tensor, whole: Tensor) -> None:
-    """Overwrite a tensor by a whole one: in shards, this rank's part of it."""
+    """Overwrite a tensor by a whole one; if it is sharded, by this rank's part."""
     if is_sharded(tensor):
         group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
         parts, place = whole.chunk(group.size(), dim=0), group.rank()
@@ -67,19 +67,19 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as another one is."""
+    """Return this rank's shard of a whole tensor, cut like another one."""
     cut = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
     fill(cut, value.detach())
     return cut
 
 
 def place_of(tensor: Tensor) -> int:
-    """Which part of a tensor this rank holds; 0 where that is all."""
+    """Return the index of this rank's shard; 0 for a whole tensor."""
     return axes_of(tensor)[0].rank if is_sharded(tensor) else 0
 
 
 def axes_of(tensor: Tensor) -> list[DistState]:
-    """The ranks that a tensor is spread over, by axis, the one that it is cut along first."""
+    """Return the axes of the mesh that a tensor is sharded over, the one that it is cut along first."""
     assert is_sharded(tensor)
     groups = tensor.device_mesh.get_all_groups()[::-1]
     return [DistState(rank=group.rank(), world_size=group.size(), group=group) for group in groups]

@@ -1,4 +1,4 @@
-"""gather: the rows of all ranks joined, in data-set order."""
+"""gather: joins the rows of all ranks, in data-set order."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def gather(tree: T, state: DistState) -> T:
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
-    """What peers must know of a tensor to receive it."""
+    """A description of a tensor: peers need it to receive it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """What peers must know of a leaf: a tensor, or a list of items."""
+    """A description of a leaf, a tensor or a list of items, for the peers."""
 
     kind: str
     """Ranks must agree on it."""
@@ -145,10 +145,10 @@ def _all_bytes(
             [each[at].num_bytes for at in chosen]
             for each, chosen in zip(specs, places, strict=True)
         ]
-        mine = [_bytes_of(tensors[place].to(device)) for place in places[state.rank]]
-        for rank, pieces in enumerate(_exchange_bytes(mine, sizes, state, device)):
-            found[rank].update(zip(places[rank], pieces, strict=True))
-    return [[pieces[place] for place in range(len(pieces))] for pieces in found]
+        pieces = [_bytes_of(tensors[place].to(device)) for place in places[state.rank]]
+        for rank, parts in enumerate(_exchange_bytes(pieces, sizes, state, device)):
+            found[rank].update(zip(places[rank], parts, strict=True))
+    return [[each[place] for place in range(len(each))] for each in found]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _exchange_bytes(
-    mine: list[Tensor],
+    pieces: list[Tensor],
     sizes: Sequence[list[int]],
     state: DistState,
     device: torch.device,
@@ -165,8 +165,8 @@ def _exchange_bytes(
     """All-gather the pieces of every rank, padded to the longest rank's, and cut them again."""
     longest = max(map(sum, sizes))
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    if mine:
-        torch.cat(mine, out=padded[: sum(sizes[state.rank])])
+    if pieces:
+        torch.cat(pieces, out=padded[: sum(sizes[state.rank])])
     parts = (
         primitives.all_gather(padded, state, "gather") if longest else [padded] * state.world_size
     )

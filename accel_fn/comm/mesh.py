@@ -1,9 +1,8 @@
-"""Where shards live: the ranks of a world as torch's mesh, and the groups that it talks through.
+"""Device meshes: the ranks of a world as torch's mesh, and their process groups.
 
-A group of a process is torch's own, and so is its mesh. Groups of simulated ranks are known to
-nobody, since torch's table of them is one for all threads of the process; their mesh is made by
-hand. That rests on private names of torch; tests/step/test_torch_internals.py says so
-loudly when one of them changes.
+Real processes get torch's own mesh. Torch keeps one table of groups for all threads of a process, so
+groups of simulated ranks are not in it, and their mesh is made by hand. That uses private names of
+torch; tests/step/test_torch_internals.py fails when one of them changes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _numbers = itertools.count()  # for names: the ranks of threads share torch's ta
 
 
 def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
-    """The world as `replicate` groups of shards: of one axis, or of two where there are several."""
+    """Make a mesh of `replicate` groups of shards: one axis, or two if there are several groups."""
     ranks, names = torch.arange(state.world_size), ["shard"]
     if replicate > 1:
         ranks, names = ranks.view(replicate, -1), ["replicate", "shard"]
@@ -54,7 +53,7 @@ def _is_known(group: ProcessGroup) -> bool:
 
 
 class _MeshByHand(DeviceMesh):
-    """A mesh of the simulated ranks: torch would ask the process which one it is."""
+    """A mesh of simulated ranks: torch would take the rank of the process."""
 
     def __init__(
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]
@@ -74,7 +73,7 @@ class _MeshByHand(DeviceMesh):
 def _groups_by_hand(
     state: DistState, group: ProcessGroup, ranks: Tensor
 ) -> dict[str, ProcessGroup]:
-    """This rank's group along every axis of the mesh."""
+    """Make this rank's group along every axis of the mesh."""
     if ranks.ndim == 1:
         return {"shard": group}
     row, column = divmod(state.rank, ranks.size(1))
@@ -92,15 +91,15 @@ def _groups_by_hand(
 
 @cache
 def _device() -> Any:
-    """What all groups of this process send and receive by: one thread, where each would have its own.
+    """Return the Gloo device of all groups of this process: one thread, where each would have its own.
 
-    Messages between threads of one process take half the CPU time then, or less.
+    Messages between threads of one process then take at most half the CPU time.
     """
     return dist.ProcessGroupGloo.create_default_device()
 
 
 def make_group(store: Store, rank: int, world_size: int, timeout_s: float) -> ProcessGroup:
-    """A thread's end of a Gloo group; returns once all ranks have called it."""
+    """Make a thread's end of a Gloo group; returns once all ranks have called it."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout = [_device()], timedelta(seconds=timeout_s)
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)

@@ -1,4 +1,4 @@
-"""The few collectives that everything else is made of."""
+"""The few collectives that all others are made of."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Work = dist.Work
 
 _HEAD = struct.Struct("16s24s")
-"""One number or two, and the collective that they are of."""
+"""One or two numbers, and the name of their collective."""
 _UNWATCHED = nullcontext()
 
 
@@ -48,15 +48,15 @@ def check_joined(state: DistState, function: str) -> None:
 
 
 def waiting(
-    state: DistState, function: str, of: Sequence[Any] = (), *, counts: bool = True
+    state: DistState, function: str, leaves: Sequence[Any] = (), *, counts: bool = True
 ) -> AbstractContextManager[None]:
     """Record in the state's watchdog, if any, that a collective begins; enter the result to wait for it."""
     watchdog = state.watchdog
-    return _UNWATCHED if watchdog is None else watchdog.enter(function, of, counts=counts)
+    return _UNWATCHED if watchdog is None else watchdog.enter(function, leaves, counts=counts)
 
 
 class Pending:
-    """A sum that is under way: its tensor holds it after `wait`."""
+    """A sum under way: its tensor holds it after `wait`."""
 
     __slots__ = ("_waiting", "_work")
 
@@ -65,13 +65,13 @@ class Pending:
         self._waiting = waiting
 
     def wait(self) -> None:
-        """Return when every rank has come."""
+        """Return when every rank has sent its part."""
         with self._waiting:
             self._work.wait()
 
 
 class PendingTotal:
-    """A sum of a number or two a rank that is under way, gathered with what they are of."""
+    """A sum under way of one or two numbers a rank, gathered with the name of their collective."""
 
     __slots__ = ("_heads", "_totals", "_waiting")
 
@@ -83,7 +83,7 @@ class PendingTotal:
         self._waiting = waiting
 
     def wait(self) -> None:
-        """Return when every rank has come."""
+        """Return when every rank has sent its part."""
         with self._waiting:
             self._heads.wait()
         kind = f"{self._totals.numel()}d"
@@ -128,13 +128,13 @@ def start_total(
     if numbers.device.type != "cpu":
         return start_sum(numbers, state, function, axis)
     wait = waiting(state, function, [numbers])
-    mine = struct.pack(f"{numbers.numel()}d", *numbers.view(-1).tolist())
-    heads = _Heads(mine, what or f"sum of {function}", state, function, axis)
+    packed = struct.pack(f"{numbers.numel()}d", *numbers.view(-1).tolist())
+    heads = _Heads(packed, what or f"sum of {function}", state, function, axis)
     return PendingTotal(numbers, heads, wait)
 
 
 def all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]:
-    """Every rank's `tensor`; ranks must have agreed on its shape and dtype."""
+    """Gather every rank's `tensor`; ranks must have agreed on its shape and dtype."""
     with waiting(state, function, [tensor]):
         return _all_gather(tensor, state, function)
 
@@ -154,13 +154,13 @@ def gather_shards(whole: Tensor, shard: Tensor, group: ProcessGroup, is_async: b
 def reduce_to_shards(
     shard: Tensor, whole: Tensor, group: ProcessGroup, op: Any, is_async: bool
 ) -> Work | None:
-    """Fill `shard` with this rank's part of what all ranks' `whole` come to."""
+    """Fill `shard` with this rank's part of the reduction of all ranks' `whole`."""
     work: Work | None = dist.reduce_scatter_single(shard, whole, op, group, is_async)
     return work
 
 
 def gather_numbers(number: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's 0-dim tensor, in the order of the group's ranks."""
+    """Gather every rank's 0-dim tensor, in the order of the group's ranks."""
     parts = [torch.empty_like(number) for _ in range(group.size())]
     if len(parts) == 1:
         return number.reshape(1)
@@ -169,7 +169,7 @@ def gather_numbers(number: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_to_all(tensor: Tensor, state: DistState, function: str) -> Tensor:
-    """Of every rank's `tensor`, cut into as many equal parts as ranks, this rank's part, in rank order.
+    """Cut every rank's `tensor` into one equal part a rank; return this rank's parts, in rank order.
 
     Ranks must have agreed on its shape and dtype.
     """
@@ -197,29 +197,22 @@ def send(tensor: Tensor, state: DistState, rank: int, tag: int, function: str) -
 
 
 def receive(tensor: Tensor, state: DistState, source: int, tag: int, function: str) -> None:
-    """Overwrite a host `tensor` with what `source` sent under this tag, in the order sent."""
+    """Overwrite a host `tensor` with the next one that `source` sent under this tag."""
     with waiting(state, function, [tensor], counts=False):
         group_of(state, function).recv([tensor], source, tag).wait()
 
 
-def exchange(value: Any, state: DistState, function: str, of: Sequence[Any] = ()) -> list[Any]:
-    """Every rank's picklable `value`, in rank order; refused on all where one is in another collective.
+def exchange(value: Any, state: DistState, function: str, leaves: Sequence[Any] = ()) -> list[Any]:
+    """Return every rank's picklable `value`, in rank order; raise on all if one is in another collective.
 
-    Args:
-        value: of this rank.
-        state: of this rank.
-        function: the public one that asks; the same on every rank.
-        of: what a report on a rank that waits here tells the shapes of.
-
-    Returns:
-        The values.
+    `function` is the public one, the same on every rank; hang reports show the shapes of `leaves`.
 
     Cost: two small collectives on the host.
     """
     if state.world_size == 1:
         return [value]
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    with waiting(state, function, of):
+    with waiting(state, function, leaves):
         heads = _Heads(struct.pack("q", len(data)), function, state, function)
         heads.wait()
         sizes = [struct.unpack_from("q", number)[0] for number in heads.numbers()]
@@ -232,7 +225,7 @@ def exchange(value: Any, state: DistState, function: str, of: Sequence[Any] = ()
 
 
 def exchange_number(number: int, state: DistState, function: str) -> list[int]:
-    """Every rank's whole number, in rank order; refused on all where one is in another collective.
+    """Return every rank's integer, in rank order; raise on all if one is in another collective.
 
     Cost: one small collective on the host.
     """
@@ -257,11 +250,11 @@ class _Heads:
     ) -> None:
         axis = axis or state.data
         head = bytearray(_HEAD.pack(numbers, what.encode()[:24]))
-        mine = torch.frombuffer(head, dtype=torch.uint8)
-        self._parts = [torch.empty_like(mine) for _ in range(axis.world_size)]
+        data = torch.frombuffer(head, dtype=torch.uint8)
+        self._parts = [torch.empty_like(data) for _ in range(axis.world_size)]
         self._rank = axis.rank
         self._function = function
-        self._work = group_of(state, function, axis).allgather([self._parts], [mine])
+        self._work = group_of(state, function, axis).allgather([self._parts], [data])
 
     def wait(self) -> None:
         self._work.wait()
@@ -269,10 +262,10 @@ class _Heads:
     def numbers(self) -> list[bytes]:
         """The numbers, in rank order."""
         heads = [_HEAD.unpack(part.numpy().tobytes()) for part in self._parts]
-        mine = heads[self._rank][1]
-        for rank, (_, theirs) in enumerate(heads):
-            if theirs != mine:
-                names = [name.rstrip(b"\0").decode() for name in (theirs, mine)]
+        own = heads[self._rank][1]
+        for rank, (_, other) in enumerate(heads):
+            if other != own:
+                names = [name.rstrip(b"\0").decode() for name in (other, own)]
                 raise WorldError(
                     f"{self._function}: every rank must be in the same collective, got {names[0]} on "
                     f"rank {rank} and {names[1]} on rank {self._rank}"
@@ -281,7 +274,7 @@ class _Heads:
 
 
 def check_backend(function: str, backend: str | None) -> None:
-    """Refuse one that this torch does not have; several are given by device, as torch takes them."""
+    """Refuse a backend that this torch does not have; several are written by device, as in torch."""
     if backend is None:
         return
     named = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
@@ -292,23 +285,23 @@ def check_backend(function: str, backend: str | None) -> None:
 
 
 def default_backend(device: torch.device, backend: str | None) -> str:
-    """Backends by device: one for `device`, and Gloo beside it for what the host has to say."""
+    """Return the backends by device: one for `device`, and Gloo for the host."""
     if device.type == "cpu" or (backend is not None and ":" in backend):
         return backend or "gloo"
     if backend is None and not has_backend(device):
         raise WorldError(
-            "init: device must be one whose ranks can talk to each other, got "
+            "init: device must be one that has a backend for several ranks, got "
             f"{device.type!r} in a world of several; pass device='cpu', or the backend that can"
         )
     return f"cpu:gloo,{device.type}:{backend or dist.get_default_backend_for_device(device)}"
 
 
 def has_backend(device: torch.device) -> bool:
-    """Can processes on such devices talk to each other? For MPS torch names Gloo, which does not know it."""
+    """Is there a backend for such devices? For MPS torch names Gloo, which does not support it."""
     name = dist.Backend.default_device_backend_map.get(device.type, "")
     return device.type in dist.Backend.backend_capability.get(name, ())
 
 
 def current_world() -> tuple[int, int] | None:
-    """Rank and world size of the world that this process is in already, if any."""
+    """Return rank and world size if this process is in a world already."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None

@@ -1,4 +1,4 @@
-"""reduce_sum and reduce_mean: one tree of what those of all ranks come to."""
+"""reduce_sum and reduce_mean: reduce the trees of all ranks to one."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def _reduced(
     weight: Any,
     shares_of: Callable[[Sequence[float]], list[float]],
 ) -> Any:
-    """The sum over ranks of each leaf times the share that its rank has by the weights of all."""
+    """Sum each leaf over the ranks, times the share of its rank in the weights of all."""
     leaves, structure = pytree.tree_flatten(tree)
 
-    def told() -> tuple[float, tuple[str, list[str]], list[float]]:
+    def described() -> tuple[float, tuple[str, list[str]], list[float]]:
         form = str(structure), [kind_of(leaf) for leaf in leaves]
         values = [
             float(leaf) if isinstance(leaf, float) else int(leaf)
@@ -122,7 +122,7 @@ def _reduced(
         ]
         return _number(weight), form, values
 
-    weights, forms, values = zip(*agreed(told, state, function, leaves), strict=True)
+    weights, forms, values = zip(*agreed(described, state, function, leaves), strict=True)
     rule = "must have one structure, and one shape and dtype a leaf, on every rank"
     check_alike(forms, f"{function}: tree {rule}", error=BatchError)
     shares = shares_of(weights)
@@ -140,11 +140,11 @@ def _reduced(
 
 
 def _share_of(tensor: Tensor, share: float) -> Tensor:
-    """New memory in the order of the elements: ranks may differ in theirs, and a backend sums by place."""
+    """Copy to memory in the order of the elements: ranks may differ in strides; backends sum by address."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     wide = plain.to(_SUMMED_AS.get(plain.dtype, plain.dtype))
     if not share:
-        wide = torch.zeros_like(wide)  # also of what is not finite
+        wide = torch.zeros_like(wide)  # also of a non-finite value
     elif share != 1:
         wide = wide * share
     order = torch.contiguous_format if wide.layout is torch.strided else None
@@ -152,7 +152,7 @@ def _share_of(tensor: Tensor, share: float) -> Tensor:
 
 
 def _kind_of_sum(leaf: Any) -> str:
-    """On what ranks must agree of a leaf."""
+    """Return the properties of a leaf that ranks must agree on."""
     if isinstance(leaf, int | float):
         return "float" if isinstance(leaf, float) else "int"
     if not _is_plain(leaf):
@@ -161,7 +161,7 @@ def _kind_of_sum(leaf: Any) -> str:
 
 
 def _kind_of_mean(leaf: Any) -> str:
-    """The same for what has a mean; numbers of all kinds do."""
+    """Return the same for a mean; all kinds of numbers have one."""
     if isinstance(leaf, int | float):
         return "number"
     if not (_is_plain(leaf) and leaf.is_floating_point()):

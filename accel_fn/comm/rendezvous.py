@@ -1,4 +1,4 @@
-"""Worlds of processes: joining one, watching it, leaving it."""
+"""The rendezvous of a world of processes: join it, start its watchdog, leave it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def join_world(
     backend: str,
     timeout_s: float,
 ) -> tuple[ProcessGroup, StoreWatchdog]:
-    """The group of a world of processes that all call this, each as its own rank, and this rank's watch.
+    """Join the world of all processes that call this; return its group and this rank's watchdog.
 
     A process that is in a world already gets a second group over it.
     """
@@ -59,15 +59,15 @@ def join_world(
         )
         group = dist.group.WORLD
     assert group is not None
-    watch = StoreWatchdog(
+    watchdog = StoreWatchdog(
         _store_log(group),
         rank=rank,
         world_size=world_size,
         timeout_s=timeout_s,
         libraries=_LIBRARIES,
     )
-    watch.start()
-    return group, watch
+    watchdog.start()
+    return group, watchdog
 
 
 def _store_log(group: ProcessGroup) -> StoreLog:
@@ -81,7 +81,7 @@ def _store_log(group: ProcessGroup) -> StoreLog:
 
 
 def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
-    """Leave a group; leaving the first of a process leaves all. Harmless when left already.
+    """Leave a group; leaving the first of a process leaves all. Does nothing the second time.
 
     Gloo's threads may still hold the tensors of the last collectives for an
     instant, and need the interpreter to let go of them: one that is late
@@ -113,7 +113,7 @@ def _reach_store(
     timeout_s: float,
     deadline: float,
 ) -> Store:
-    """The key-value store at `host:port`: served by rank 0, or by the launcher's agent."""
+    """Connect to the key-value store at `host:port`: served by rank 0, or by the launcher's agent."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -132,21 +132,21 @@ def _reach_store(
     )
     try:
         if not serves:
-            _knock(host, port, len(addresses), deadline)
+            _wait_for_server(host, port, len(addresses), deadline)
         store = _made_in_time(make, deadline)
     except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError) as error:
-        what = "serve" if serves else "reach"
+        verb = "serve" if serves else "reach"
         raise WorldTimeoutError(
-            f"init: rank {rank} of {world_size} could not {what} MASTER_ADDR={host} MASTER_PORT={port} "
+            f"init: rank {rank} of {world_size} could not {verb} MASTER_ADDR={host} MASTER_PORT={port} "
             f"within {timeout_s:g} s; is rank 0 running there, and is the port free and open? "
             f"({str(error).splitlines()[0]})"
         ) from error
-    atexit.register(_keep, store)  # peers may still be talking to it: it ends with this process
+    atexit.register(_keep, store)  # peers may still use it: it ends with this process
     return store
 
 
-def _knock(host: str, port: int, num_addresses: int, deadline: float) -> None:
-    """Return once connections are taken there: torch's own tries go on for seconds after the time is up."""
+def _wait_for_server(host: str, port: int, num_addresses: int, deadline: float) -> None:
+    """Return once connections are accepted: torch's own tries last seconds longer than the timeout."""
     while True:
         left_s = max(deadline - time.monotonic(), _TRY_AGAIN_S)
         try:
@@ -159,7 +159,7 @@ def _knock(host: str, port: int, num_addresses: int, deadline: float) -> None:
 
 
 def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
-    """What is made by a thread: it may be left alone with who takes connections and says nothing."""
+    """Make the store in a thread, which is left behind if the server accepts and never answers."""
     made: Future[Store] = Future()
 
     def run() -> None:
@@ -175,18 +175,18 @@ def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
     except TimeoutError as error:
         atexit.register(thread.join, _ANSWER_S)  # giving up when Python is gone aborts the process
         raise WorldTimeoutError(
-            str(error) or "connections are taken, and no store answers"
+            str(error) or "connections are accepted, and no store answers"
         ) from error
 
 
 def _keep(_store: Store) -> None:
-    """Hold what it is registered with until the process exits."""
+    """Keep the store until the process exits."""
 
 
 def _wait_for_all(
     store: Store, rank: int, world_size: int, address: str, timeout_s: float, deadline: float
 ) -> Store:
-    """A store of this world's own, once every rank has come to it."""
+    """Return a store of this world's own once every rank has connected to it."""
     joined = store.add(f"accel_fn/joined/{rank}", 1)  # the n-th join of every rank is one world
     own = PrefixStore(f"accel_fn/world/{joined}", store)
     own.set(f"here/{rank}", "")

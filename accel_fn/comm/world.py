@@ -1,4 +1,4 @@
-"""init and distributed: one process's state, from the variables that a launcher sets."""
+"""init and distributed: make a process's state from the variables that a launcher sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from accel_fn.base.launch_options import DefaultSeconds, launch_options
+from accel_fn.base.launch_options import launch_options
 from accel_fn.base.state import DistState, device_of
 from accel_fn.comm import primitives
 from accel_fn.comm.cluster_env import read_task
@@ -19,12 +19,12 @@ from accel_fn.errors import WorldError, check_count, check_positive
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_TIMEOUT_S = DefaultSeconds(600)
+_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher says of a process."""
+    """The variables of a launcher for one process."""
 
     rank: int
     world_size: int
@@ -33,17 +33,17 @@ class Launch:
     host: str
     port: int
     serves: bool
-    """Does this process serve the store at that address (else a peer, or torchrun's agent)?"""
+    """Does this process serve the store at that address? Else a peer does, or torchrun's agent."""
 
 
 def init(
     *,
     device: torch.device | str | None = None,
     backend: str | None = None,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float | None = None,
     seed: int = 0,
 ) -> DistState:
-    """The state of this process: its rank, its world and its device.
+    """Return the state of this process: its rank, its world and its device.
 
     Reads the variables that `accel-fn launch`, torchrun and others set (RANK,
     WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK with LOCAL_WORLD_SIZE; without
@@ -53,13 +53,13 @@ def init(
     a second state over a group of its own.
 
     Args:
-        device: default: what the launch says, else this rank's accelerator (CUDA,
+        device: default: the launch's, else this rank's accelerator (CUDA,
             MPS, XPU, ...), or the CPU where there is none.
-        backend: of torch.distributed, for that device; default: what fits it.
-            Gloo always is there beside it, for what the host has to say.
+        backend: of torch.distributed, for that device; default: the usual one.
+            Gloo is always there too, for tensors on the host.
         timeout_s: how long to wait for the world, and for any collective later; after that, each rank
-            reports on stderr what it was doing, and its process ends with exit code 124. Where it
-            is not given, what the launch says (`--timeout-s`, ACCEL_FN_TIMEOUT_S) comes first.
+            prints on stderr where it is, and its process ends with exit code 124. Default:
+            the launch's (`--timeout-s`, ACCEL_FN_TIMEOUT_S), else 600.
         seed: of the data order, >= 0.
 
     Returns:
@@ -89,10 +89,10 @@ def distributed(
     *,
     device: torch.device | str | None = None,
     backend: str | None = None,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float | None = None,
     seed: int = 0,
 ) -> Iterator[DistState]:
-    """`init` with a clear end: the group is left when the block is.
+    """`init` as a context: leave the group at the end of the block.
 
     Steps and collectives refuse the state from then on. Leaving the first group of a process leaves all.
 
@@ -124,10 +124,10 @@ def distributed(
 
 
 def _join(
-    device: torch.device | str | None, backend: str | None, timeout_s: float, seed: int
+    device: torch.device | str | None, backend: str | None, timeout_s: float | None, seed: int
 ) -> DistState:
-    if isinstance(timeout_s, DefaultSeconds):
-        timeout_s = launch_options().timeout_s or timeout_s
+    if timeout_s is None:
+        timeout_s = launch_options().timeout_s or _TIMEOUT_S
     check_positive("init", "timeout_s", timeout_s)
     check_count("init", "seed", seed, minimum=0)
     primitives.check_backend("init", backend)
@@ -136,9 +136,9 @@ def _join(
     if launch is None:
         return DistState(device=pick_device(device, 0, 1, 1), seed=seed)
     place = pick_device(device, launch.local_rank, launch.local_world_size, launch.world_size)
-    group, watch = None, None
+    group, watchdog = None, None
     if launch.world_size > 1:
-        group, watch = join_world(
+        group, watchdog = join_world(
             rank=launch.rank,
             world_size=launch.world_size,
             host=launch.host,
@@ -155,18 +155,18 @@ def _join(
         device=place,
         seed=seed,
         group=group,
-        watchdog=watch,
+        watchdog=watchdog,
     )
 
 
 def _current_launch() -> Launch | None:
-    """The world that the script has joined by itself, through torch.distributed."""
+    """Return the world that the script joined by itself, through torch.distributed."""
     world = primitives.current_world()
     return None if world is None else Launch(*world, 0, 1, "", 0, False)
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """The launcher's variables, checked; None where there are none."""
+    """Return the launcher's variables, checked; None if there are none."""
     names = (*_NEEDED, *_LOCAL)
     given = {name: environment[name] for name in names if environment.get(name)}
     if not given.keys() & {"RANK", "WORLD_SIZE", *_LOCAL}:
@@ -197,14 +197,14 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _from_cluster(environment: Mapping[str, str]) -> dict[str, str]:
-    """A launcher's variables, where a cluster started this process without one."""
+    """Return a cluster's variables in the form of a launcher's; none outside of a cluster."""
     task = read_task(environment)
     if task is None:
         return {}
     if task.host is None and not environment.get("MASTER_ADDR"):
         raise WorldError(
             f"init: MASTER_ADDR must be set for {task.world_size} processes on several machines: "
-            f"{task.cluster} does not say where rank 0 is; mpirun -x MASTER_ADDR=... passes it on"
+            f"{task.cluster} does not set where rank 0 runs; mpirun -x MASTER_ADDR=... passes it on"
         )
     return {
         "RANK": str(task.rank),
@@ -238,10 +238,10 @@ def _check_launch(launch: Launch) -> None:
 
 
 def pick_device(
-    asked: torch.device | str | None, local_rank: int, local_world_size: int, world_size: int
+    device: torch.device | str | None, local_rank: int, local_world_size: int, world_size: int
 ) -> torch.device:
-    """The device of a local rank; it becomes the current one of its kind."""
-    device = device_of("init", asked) if asked is not None else _default_kind(world_size)
+    """Return the device of a local rank; it becomes the current one of its kind."""
+    device = device_of("init", device) if device is not None else _default_kind(world_size)
     if device.type in ("cpu", "meta"):
         return device
     accelerator = torch.accelerator.current_accelerator()
@@ -266,7 +266,7 @@ def pick_device(
 
 
 def _default_kind(world_size: int) -> torch.device:
-    """The machine's accelerator, unless it cannot talk to others (MPS)."""
+    """Return the machine's accelerator, unless several ranks need a backend that it lacks (MPS)."""
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from accel_fn.base.delayed_read import Echo
+from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.base.unwrap import unwrapped
 from accel_fn.errors import (
@@ -157,7 +157,7 @@ class Average:
         """Is every update made?"""
         self._num_updates = 0
         """Made, as far as the host has heard."""
-        self._echo = Echo()
+        self._echo = DelayedRead()
         self._is_shown = False
         self._means = {name: _wide(value).clone() for name, value in self._averaged().items()}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accel_fn.base.delayed_read import Echo
+from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, message
 from accel_fn.step.grads import Grads
@@ -119,7 +119,7 @@ class Thawing:
         self._until = until
         self._always = always
         """Is every update made?"""
-        self._echo = Echo()
+        self._echo = DelayedRead()
         self._set_num_updates(0)
 
     def __call__(self, state: DistState, report: Report) -> DistState:

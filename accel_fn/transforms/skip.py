@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from accel_fn.base.delayed_read import Echo
+from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.errors import SkippedError, check_count, check_positive
 from accel_fn.step.grads import Grads
@@ -118,7 +118,7 @@ class FiniteNorm:
         self.max_consecutive = max_consecutive
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self._norm_before: Tensor | None = None
-        self._echo = Echo()
+        self._echo = DelayedRead()
 
     def __call__(self, state: DistState, grads: Grads) -> Tensor:
         norm = grads.norm()

@@ -15,7 +15,7 @@ def test_where_ranks_meet_rank_0_answers_every_one(world_size):
     def fn(state):
         channel = open_channel(state)
         values = [f"for {rank}" * rank for rank in range(world_size)]
-        return channel.meet(state.rank, lambda ranks: [values[rank] for rank in ranks])
+        return channel.via_main(state.rank, lambda ranks: [values[rank] for rank in ranks])
 
     assert simulate(fn, world_size=world_size) == [f"for {r}" * r for r in range(world_size)]
 
@@ -96,7 +96,7 @@ def test_an_answer_that_fails_is_raised_on_all():
                 return [Opaque()] * state.world_size
 
             with pytest.raises((AccelError, KeyError, TypeError)) as caught:
-                channel.meet(None, answers_of)
+                channel.via_main(None, answers_of)
             said.append(repr(caught.value))
         return said
 

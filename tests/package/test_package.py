@@ -174,7 +174,6 @@ KEPT = {
 }
 FIXED_WHEN_MADE = {
     "Averaging",
-    "DefaultSeconds",
     "MappingProxyType",
     "Path",
     "TypeVar",

@@ -8,7 +8,7 @@ import accel_fn as af
 from accel_fn import testing
 from accel_fn.data.loader import ShardedLoader
 
-_TIMEOUT = "timeout_s=600"
+_TIMEOUT = "timeout_s=None"
 _SCALE = "growth_factor=2.0, backoff_factor=0.5, growth_interval=2000"
 _PLACE = "rank=0, world_size=1, local_rank=0, local_world_size=1, device=device(type='cpu')"
 

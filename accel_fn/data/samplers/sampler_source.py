@@ -60,13 +60,13 @@ class SamplerSource:
         parts = self._parts(channel, epoch, first_batch)
         seed = mix(mix(mix(self._sampling.seed) + epoch) + self._rank)
         found = self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
-        return found if channel is None else channel.telling(found)
+        return found if channel is None else channel.sending_errors(found)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """By arithmetic where the sampler has a length, else by running it: then all ranks call this."""
         if self._sampling.cut is not None or self._channel is None:
             return self._sampling.position(step, window)
-        place: tuple[int, int] = self._channel.another().meet(
+        place: tuple[int, int] = self._channel.another().via_main(
             None, lambda _: [self._sampling.position(step, window)] * self._world_size
         )
         return place
@@ -114,7 +114,7 @@ def _received(
         several = take_several(batches)
         return [[_part(batch, rank, len(ranks)) for batch in several] for rank in ranks]
 
-    while parts := channel.meet(place, parts_of_ranks):
+    while parts := channel.via_main(place, parts_of_ranks):
         yield from parts
 
 

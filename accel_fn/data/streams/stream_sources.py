@@ -154,7 +154,7 @@ class RoundRobinSource(_StreamSource):
         if self._channel is None:
             return until_end(items, None, first_batch)
         channel = self._channel.another()
-        return channel.telling(until_end(items, channel, first_batch))
+        return channel.sending_errors(until_end(items, channel, first_batch))
 
     def _count(self, epoch: int) -> Iterator[Any]:
         return until_end(self._counting.start(epoch, 0), None, 0)
@@ -209,7 +209,7 @@ class SplitSource(_StreamSource):
         channel = self._channel.another()
         batches = _collated(self._parts(channel, epoch), first_batch, self._collate)
         if not self._pinning["pin_memory"]:
-            return channel.telling(batches)
+            return channel.sending_errors(batches)
         pinning: DataLoader[Any] = DataLoader(
             _Once(batches),
             batch_size=None,
@@ -217,11 +217,11 @@ class SplitSource(_StreamSource):
             generator=torch.Generator(),
             **self._pinning,
         )
-        return channel.telling(iter(pinning))
+        return channel.sending_errors(iter(pinning))
 
     def _count(self, epoch: int) -> Iterator[Any]:
         channel = self._channel.another()
-        return channel.telling(self._parts(channel, epoch))
+        return channel.sending_errors(self._parts(channel, epoch))
 
     def _parts(self, channel: Channel, epoch: int) -> Iterator[list[Any]]:
         return _parts(self._passes.start(epoch, 0), self._cut, channel)

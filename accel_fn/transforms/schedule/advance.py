@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accel_fn.base.delayed_read import Echo
+from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.step.plan import Plan, Report
 
@@ -53,7 +53,7 @@ class AdvanceByMetric(Advance):
     def __init__(self, scheduler: ReduceLROnPlateau, metric: MetricFn) -> None:
         super().__init__(scheduler)
         self._metric = metric
-        self._echo = Echo()
+        self._echo = DelayedRead()
         self._newest: float | None = None
         """Of an update that was made, and by which the scheduler has not advanced."""
 
@@ -179,7 +179,9 @@ class DeviceSchedule(Schedule):
     the host has advanced in vain is put back when it hears of it, one update later.
     """
 
-    def __init__(self, advance: Advance, rates: Rates, echo: Echo, *, is_first: bool) -> None:
+    def __init__(
+        self, advance: Advance, rates: Rates, echo: DelayedRead, *, is_first: bool
+    ) -> None:
         super().__init__(advance, always=False)
         self.rates = rates
         self._echo = echo
@@ -190,7 +192,7 @@ class DeviceSchedule(Schedule):
 
     @classmethod
     def in_plan(
-        cls, plan: Plan, advance: Advance, device: torch.device, echo: Echo
+        cls, plan: Plan, advance: Advance, device: torch.device, echo: DelayedRead
     ) -> DeviceSchedule:
         """The next schedule of a plan."""
         earlier = [each for each in plan.after if isinstance(each, cls)]

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from accel_fn.base.delayed_read import Echo
+from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
 from accel_fn.step.plan import AfterFn, Asked, Kept, Plan, Transform
@@ -113,7 +113,7 @@ def scheduled(
         advance = Advance(given)
     always = plan.updates_always(state)
     if not always and state.device.type != "cpu" and takes_factor(plan.optimizer):
-        return DeviceSchedule.in_plan(plan, advance, state.device, Echo())
+        return DeviceSchedule.in_plan(plan, advance, state.device, DelayedRead())
     return Schedule(advance, always=always)
 
 
