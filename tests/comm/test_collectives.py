@@ -216,15 +216,9 @@ WRONG_ON_ONE = {
         "source must be in 0 .. world_size - 1",
     ),
     "a source of no kind": (af.broadcast, 1, {"source": 1.0}, "source must be an integer >= 0"),
-    "lists": (
-        af.gather,
-        ["a"],
-        {"lists": "rows, please"},
-        'lists must be "rows", "columns" or None',
-    ),
     "what cannot be called": (af.on_main, 3, {}, "fn must be a function, got 3"),
 }
-RIGHT = {af.gather: ["a"], af.on_main: lambda: 1}
+RIGHT = {af.on_main: lambda: 1}
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
