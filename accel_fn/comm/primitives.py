@@ -291,7 +291,7 @@ def default_backend(device: torch.device, backend: str | None) -> str:
     if backend is None and not has_backend(device):
         raise WorldError(
             "init: device must be one that has a backend for several ranks, got "
-            f"{device.type!r} in a world of several; pass device='cpu', or the backend that can"
+            f"{device.type!r} in a world of several; pass device='cpu', or the backend that has one"
         )
     return f"cpu:gloo,{device.type}:{backend or dist.get_default_backend_for_device(device)}"
 
