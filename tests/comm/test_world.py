@@ -190,7 +190,10 @@ def test_a_backend_fits_the_device_and_gloo_is_beside_it(device, asked, expected
 
 
 def test_a_device_by_name_without_a_backend_is_refused_unless_a_backend_is_given():
-    with pytest.raises(RuntimeError, match=r"init: device must be one that has a backend for several ranks, got 'mps'"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"init: device must be one that has a backend for several ranks, got 'mps'",
+    ):
         primitives.default_backend(torch.device("mps"), None)
     assert primitives.default_backend(torch.device("mps"), "mine") == "cpu:gloo,mps:mine"
 
