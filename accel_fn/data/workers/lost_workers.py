@@ -3,7 +3,7 @@
 Torch alone raises in the main thread wherever that is when a worker dies, in the middle of a step
 too, and names no sample. Every part of the watching here guards a fault that a test shows:
 tests/data/test_workers.py (errors in the middle of a step, a message that a worker sent in part)
-and tests/cli/test_workers_end.py (workers that outlive a killed process).
+and tests/data/test_workers_end.py (workers that outlive a killed process).
 """
 
 from __future__ import annotations
