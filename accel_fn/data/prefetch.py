@@ -125,7 +125,6 @@ class PrefetchedSource(Generic[Batch]):
         self.global_indices = source.global_indices
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Batch]:
-        """The source's, read ahead."""
         return _Pass(self._source.batches(epoch, first_batch), self._ahead)
 
 

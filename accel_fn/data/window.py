@@ -86,23 +86,18 @@ class WindowedSource(Generic[Batch]):
         self.facts = source.facts
 
     def num_batches(self) -> int:
-        """Windows of an epoch."""
         return -(-self._source.num_batches() // self._k)
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[list[Batch]]:
-        """From window `first_batch` of an epoch to its end."""
         return _lists(self._source.batches(epoch, first_batch * self._k), self._k)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """As the source does, in windows of its batches."""
         return self._source.position(step, window * self._k)
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        """Of this rank, batch after batch."""
         return torch.cat([self._source.indices(epoch, each) for each in self._batches_of(batch)])
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
-        """Of all ranks, batch after batch."""
         parts = [self._source.global_indices(epoch, each) for each in self._batches_of(batch)]
         return torch.cat(parts)
 

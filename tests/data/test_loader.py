@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 import accel_fn as af
 from accel_fn.testing import simulate
+from tests.streams import Counting
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -44,29 +45,36 @@ def of(size, batch_size=4, **options):
     return DataLoader(Numbers(size), batch_size=batch_size, **options)
 
 
-def test_each_rank_takes_its_part_of_the_global_batch():
-    shards = [
-        ids(af.shard_loader(of(10), af.DistState(rank=rank, world_size=2))) for rank in range(2)
-    ]
-    assert shards == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
+KINDS = {
+    "map": lambda size: {"dataset": Numbers(size)},
+    "sampler": lambda size: {"dataset": Numbers(size), "sampler": list(range(size))},
+    "stream": lambda size: {"dataset": Counting(size)},
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-def test_a_tail_smaller_than_the_world_joins_the_batch_before():
-    shards = [
-        ids(af.shard_loader(of(10), af.DistState(rank=rank, world_size=3))) for rank in range(3)
-    ]
-    assert shards == [[[0, 1], [4, 5]], [[2], [6, 7]], [[3], [8, 9]]]
+@kinds
+@pytest.mark.parametrize(
+    ("world_size", "options", "expected"),
+    [
+        (2, {}, [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]),
+        (2, {"drop_last": True}, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
+        (3, {}, [[[0, 1], [4, 5]], [[2], [6, 7]], [[3], [8, 9]]]),
+    ],
+    ids=["part", "drop_last", "tail joins"],
+)
+def test_each_rank_takes_its_part_of_the_global_batch(kind, world_size, options, expected):
+    for rank, part in enumerate(expected):
+        given = DataLoader(**kind(10), batch_size=4, **options)
+        state = af.DistState(rank=rank, world_size=world_size)
+        assert ids(af.shard_loader(given, state)) == part
 
 
-def test_per_rank_keeps_torchs_meaning_of_batch_size():
-    loader = af.shard_loader(of(16), af.DistState(rank=1, world_size=2), batch="per_rank")
+@kinds
+def test_per_rank_keeps_torchs_meaning_of_batch_size(kind):
+    given = DataLoader(**kind(16), batch_size=4)
+    loader = af.shard_loader(given, af.DistState(rank=1, world_size=2), batch="per_rank")
     assert ids(loader) == [[4, 5, 6, 7], [12, 13, 14, 15]]
-
-
-def test_drop_last_drops_the_tail():
-    loader = af.shard_loader(of(10, drop_last=True), af.DistState(rank=1, world_size=2))
-    assert ids(loader) == [[2, 3], [6, 7]]
-    assert len(loader) == 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

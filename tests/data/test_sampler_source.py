@@ -249,24 +249,6 @@ def batches_of(*sizes):
     return Own(draw, size=len(sizes))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_batches_of_varying_size_are_cut_as_they_are(world_size):
-    ranks = everywhere(
-        lambda state: DataLoader(DATA, batch_sampler=batches_of(3, 7, 4, 6)), world_size, 1
-    )
-    assert joined(ranks) == [[[*range(3)], [*range(3, 10)], [*range(10, 14)], [*range(14, 20)]]]
-    for batch in zip(*[epochs[0] for epochs in ranks], strict=True):
-        sizes = [len(part) for part in batch]
-        assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("sizes", [(5, 2), (5, 4, 1)])
-def test_a_tail_smaller_than_the_world_joins_the_batch_before(sizes):
-    ranks = everywhere(lambda state: DataLoader(DATA, batch_sampler=batches_of(*sizes)), 3, 1)
-    [epoch] = joined(ranks)
-    assert [len(batch) for batch in epoch] == [*sizes[:-2], sizes[-2] + sizes[-1]]
-
-
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
@@ -362,24 +344,6 @@ def test_a_loader_without_a_length_is_a_list_all_the_same():
     assert len(list(shard(sampler=Unsized(globally), batch_size=6))) == 4
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("num_samples", [5, 9, 10, 11, 12])
-def test_the_length_is_known_where_the_sampler_has_one(num_samples, drop_last, world_size):
-    def run(state):
-        sampler = WeightedRandomSampler(WEIGHTS, num_samples)
-        given = DataLoader(DATA, sampler=sampler, batch_size=5, drop_last=drop_last)
-        loader = af.shard_loader(given, state)
-        batches = samples(loader)
-        assert len(batches) == len(loader)
-        return batches
-
-    every = [
-        sample for batches in simulate(run, world_size=world_size) for b in batches for sample in b
-    ]
-    assert len(every) == (num_samples // 5 * 5 if drop_last else num_samples)
-
-
 @pytest.mark.parametrize("sizes", [(3, 4, 5), (4, 4, 1), (4, 4, 2), (4,)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_length_of_a_batch_sampler_is_the_number_of_its_batches(sizes, world_size):
@@ -428,30 +392,6 @@ def test_a_length_that_is_not_kept_is_refused(size, word):
         "epoch 0; correct its __len__, or leave it out",
     ):
         list(loader)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("position", [0, 1, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize(
-    "options",
-    [
-        lambda: {"sampler": WeightedRandomSampler(WEIGHTS, SIZE), "batch_size": 5},
-        lambda: {"sampler": Unsized(globally), "batch_size": 5},
-        lambda: {"batch_sampler": batches_of(7, 4, 8, 1)},
-    ],
-    ids=["by arithmetic", "by running", "with a joined tail"],
-)
-def test_resuming_is_going_on(options, position, world_size):
-    def loader(state):
-        return DataLoader(DATA, **options())
-
-    for whole, rest in zip(
-        everywhere(loader, world_size, 3),
-        everywhere(loader, world_size, 3, since=position),
-        strict=True,
-    ):
-        flat = [batch for epoch in whole for batch in epoch]
-        assert [batch for epoch in rest for batch in epoch] == flat[min(position, len(flat)) :]
 
 
 def test_a_state_beyond_the_end_is_refused_on_every_rank():
@@ -503,11 +443,6 @@ def test_ranks_in_different_epochs_are_told_so():
             next(iter(epoch))
 
     simulate(run, world_size=2)
-
-
-def test_per_rank_keeps_torchs_meaning_of_batch_size():
-    loader = shard(world_size=2, rank=1, sampler=range(SIZE), batch_size=4, batch="per_rank")
-    assert samples(loader) == [[4, 5, 6, 7], [12, 13, 14, 15], [18, 19]]
 
 
 def test_states_made_by_hand_run_the_sampler_alike():
@@ -739,19 +674,3 @@ def test_a_data_set_without_a_length_needs_a_sampler():
     assert [b.flatten().tolist() for b in shard(data=Counted(), sampler=[4, 2], batch_size=2)] == [
         [4, 2]
     ]
-
-
-def in_python(sampler):
-    """By Python's generator alone: torch's is locked while it draws, for good in a worker forked then.
-
-    Ranks that are processes fork nothing while another one draws.
-    """
-    return iter(random.sample(range(SIZE), SIZE))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_read_what_is_dealt(num_workers):
-    def loader(state, num_workers=num_workers):
-        return DataLoader(DATA, sampler=Own(in_python), batch_size=4, num_workers=num_workers)
-
-    assert joined(everywhere(loader, 2)) == everywhere(lambda state: loader(state, 0), 1)[0]

@@ -139,13 +139,6 @@ def test_every_epoch_augments_in_its_own_way_and_again_alike(options):
         assert len(set(drawn)) == 24
 
 
-def test_a_resumed_run_augments_as_the_whole_one():
-    loader = loader_of(af.seed_samples(Noisy(), HERE), shuffle=True)
-    whole = [batch.tolist() for epoch in loader.epochs(2) for batch in epoch]
-    rest = loader.epochs(2, since=af.DistState(seed=3, step=4))
-    assert [batch.tolist() for epoch in rest for batch in epoch] == whole[4:]
-
-
 @pytest.mark.parametrize("options", [{}, WORKERS], ids=["here", "workers"])
 def test_two_loaders_in_two_epochs_do_not_meet(options):
     samples = af.seed_samples(Noisy(), HERE)

@@ -47,27 +47,6 @@ def everywhere(data, world_size, batch_size=4, split="auto", **options):
 # --- taking turns ---
 
 
-def test_each_rank_takes_its_part_of_a_global_batch():
-    assert [ids(by_hand(Counting(10), rank, 2)) for rank in range(2)] == [
-        [[0, 1], [4, 5], [8]],
-        [[2, 3], [6, 7], [9]],
-    ]
-
-
-def test_a_tail_smaller_than_the_world_joins_the_batch_before():
-    assert [ids(by_hand(Counting(10), rank, 3)) for rank in range(3)] == [
-        [[0, 1], [4, 5]],
-        [[2], [6, 7]],
-        [[3], [8, 9]],
-    ]
-
-
-def test_per_rank_keeps_torchs_meaning_of_batch_size():
-    state = af.DistState(rank=1, world_size=2)
-    loader = af.shard_loader(DataLoader(Counting(16), batch_size=4), state, batch="per_rank")
-    assert ids(loader) == [[4, 5, 6, 7], [12, 13, 14, 15]]
-
-
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_stream_is_read_no_further_than_needed(rank):
     data = Counting(1000)
@@ -353,24 +332,15 @@ def test_two_passes_at_once_do_not_meet(options):
     assert together == [list(pair) for pair in zip(*apart, strict=True)]
 
 
-def test_two_passes_at_once_of_split_sources_do_not_meet():
-    def run(state):
-        loader = af.shard_loader(DataLoader(Sharded([9, 30]), batch_size=4), state)
-        apart = ids(loader)
-        together = list(zip(loader, loader, strict=True))
-        return [a.tolist() for a, _ in together] == [b.tolist() for _, b in together] == apart
-
-    assert simulate(run, world_size=2) == [True, True]
-
-
-def test_two_passes_of_split_sources_that_are_read_ahead_do_not_meet():
-    """Each is read by a thread of its own, which may be the first of its rank or not."""
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
+def test_passes_at_once_of_split_sources_do_not_meet(ahead):
+    """Each is read by a thread of its own under prefetch, which may be the first of its rank or not."""
 
     def run(state):
         loader = af.shard_loader(DataLoader(Sharded([30, 90]), batch_size=4), state)
         apart = ids(loader)
-        ahead = af.prefetch(loader, state)
-        together = list(zip(ahead, ahead, ahead, strict=True))
+        loader = af.prefetch(loader, state) if ahead else loader
+        together = list(zip(loader, loader, loader, strict=True))
         return all(
             [each.tolist() for each in batches] == apart for batches in zip(*together, strict=True)
         )
@@ -732,15 +702,6 @@ KILLED = (
 )
 
 
-def test_a_killed_worker_is_an_error():
-    loader = by_hand(Dying([12, 12]), split="round_robin", num_workers=2)
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=KILLED + r" in batch [56] of epoch 0[;,]") as caught:
-        list(loader)
-    assert "while waiting for batch" in "".join(caught.value.__notes__)
-    assert time.monotonic() - start < 15
-
-
 def test_a_killed_worker_is_an_error_on_all_ranks():
     def run(state):
         source = DataLoader(Dying([40, 40]), batch_size=4, num_workers=1, timeout=1)
@@ -751,23 +712,6 @@ def test_a_killed_worker_is_an_error_on_all_ranks():
     first, second = simulate(run, world_size=2, timeout_s=30)
     assert re.match(KILLED + r" after 8 items of epoch 0;", second)
     assert re.search(r"failed on rank 1: WorkerError.*" + KILLED, first)
-
-
-def test_a_loop_goes_on_after_an_error_with_persistent_workers():
-    class Once(IterableDataset):
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __iter__(self):
-            if self.epoch == 0:
-                raise RuntimeError("not yet")
-            return iter(range(6))
-
-    loader = by_hand(Once(), num_workers=2, persistent_workers=True)
-    first, second = loader.epochs(2)
-    with pytest.raises(RuntimeError, match="not yet"):
-        list(first)
-    assert ids(second) == [[0, 1, 2, 3], [4, 5]]
 
 
 # --- length and position ---

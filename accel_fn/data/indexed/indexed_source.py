@@ -23,31 +23,21 @@ class IndexedSource:
         self.order = order
         self.rank = rank
         self._loading = Loading(loader)
-
-    def num_batches(self) -> int:
-        """Batches of an epoch."""
-        return self.order.num_batches()
+        self.num_batches = order.num_batches
+        self.facts = order.facts
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        """From batch `first_batch` of an epoch to its end."""
         parts = parts_of(self.order, self.rank, epoch, first_batch)
         seed = mix(mix(mix(self.order.seed) + epoch) + self.rank)
         return self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
 
-    def facts(self) -> dict[str, int | None]:
-        """Those of the order."""
-        return self.order.facts()
-
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """By arithmetic."""
         return divmod(step, -(-self.num_batches() // window))
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        """Of this rank."""
         return self.order.indices(epoch, self._checked(batch), self.rank)
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
-        """Of all ranks."""
         return self.order.global_indices(epoch, self._checked(batch))
 
     def _checked(self, batch: int) -> int:

@@ -38,6 +38,7 @@ class SamplerSource:
         self._world_size = state.world_size
         self._channel = channel
         self._num_batches: int | None = None  # once counted
+        self.facts = sampling.facts
 
     def num_batches(self) -> int:
         """Batches of an epoch, where the sampler has a length."""
@@ -49,10 +50,6 @@ class SamplerSource:
             rule = "have a length"
             raise ArgumentTypeError(message("len", "the loader's sampler", rule, name, repair))
         return self._num_batches
-
-    def facts(self) -> dict[str, int | None]:
-        """How its samples are cut, where that is known."""
-        return self._sampling.facts()
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """From batch `first_batch` of an epoch to its end. All ranks go through it together."""
@@ -72,11 +69,9 @@ class SamplerSource:
         return place
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        """Of this rank, where it runs the sampler itself."""
         return _numbers(_part(self._batch(epoch, batch), self._rank, self._world_size))
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
-        """Of all ranks, where this rank runs the sampler itself."""
         return _numbers(self._batch(epoch, batch))
 
     def _batch(self, epoch: int, batch: int) -> Batch:

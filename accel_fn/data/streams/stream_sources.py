@@ -67,7 +67,6 @@ class _StreamSource(ABC):
         """Something for every batch of an epoch, at less cost than the batches."""
 
     def num_batches(self) -> int:
-        """Batches of an epoch, from the length of the data set."""
         if self._num_items is None:
             repair = "count batches as they come, or give the data set one"
             raise ArgumentTypeError(
@@ -78,7 +77,6 @@ class _StreamSource(ABC):
         return order.num_batches()
 
     def facts(self) -> dict[str, int | None]:
-        """How it is cut, and its length where it has one."""
         return {
             "num_samples": self._num_items,
             "batch_size": self._cut.batch_size,
