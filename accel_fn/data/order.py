@@ -92,22 +92,13 @@ def mix(value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which samples are in which batch of which epoch, for every rank. Pure.
-
-    Attributes:
-        num_samples: of the data set.
-        batch_size: samples in a global batch.
-        world_size: ranks that share it.
-        shuffle: a new permutation each epoch, or the data set's order.
-        drop_last: leave out a last batch that is not full.
-        seed: of the permutations.
-    """
+    """Which samples are in which batch of which epoch, for every rank. Pure."""
 
     num_samples: int
-    batch_size: int
+    batch_size: int  # samples in a global batch
     world_size: int
-    shuffle: bool
-    drop_last: bool
+    shuffle: bool  # a new permutation each epoch, or the data set's order
+    drop_last: bool  # leave out a last batch that is not full
     seed: int
 
     def num_batches(self) -> int:
@@ -156,15 +147,9 @@ class Order:
 def find_by_counting(
     step: int, batches_of: Callable[[int], Iterable[object]], window: int
 ) -> tuple[int, int]:
-    """Find the epoch and the window in it that come after `step` windows, by counting batches.
+    """Find the epoch and the window in it that come after `step` windows of so many batches.
 
-    Args:
-        step: in windows, over all epochs.
-        batches_of: something for every batch of an epoch; taken no further than needed.
-        window: batches in one; the last of an epoch may be shorter.
-
-    Returns:
-        Epoch and window, each from 0.
+    `batches_of` gives something for every batch of an epoch, and is read no further than needed.
     """
     epoch = 0
     while step > 0:

@@ -21,19 +21,12 @@ _SHOWN = 8  # samples that an error lists
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The samples of a batch, and the epoch that they are read in, for random numbers.
-
-    Attributes:
-        epoch: from 0.
-        batch: its number in the epoch.
-        numbers: of the samples.
-        seed: of the global generators, from which they draw; None leaves those alone.
-    """
+    """The samples of a batch, and the epoch that they are read in, for random numbers."""
 
     epoch: int
-    batch: int
+    batch: int  # its number in the epoch
     numbers: Tensor | list[Any]
-    seed: int | None = None
+    seed: int | None = None  # of the global generators; None leaves those alone
 
     def listed(self) -> Part:
         """For another process: a list is sent at less cost than a tensor."""

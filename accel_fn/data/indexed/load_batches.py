@@ -42,18 +42,10 @@ class Loading:
     def batches(
         self, parts: Iterable[Any], *, epoch: int, first_batch: int, seed: int
     ) -> Iterator[Any]:
-        """Yield the batch of each part, in order.
+        """Yield the batch of each part, in order. Workers start with the first.
 
-        Args:
-            parts: which samples, batch by batch: [num_samples], int64, or lists of
-                whatever the data set is indexed by. Workers take them ahead of time.
-            epoch: for samples that draw random numbers, and for error messages.
-            first_batch: number of the first part in its epoch, for the same.
-            seed: of the workers' random numbers, set at each batch; with a
-                `worker_init_fn`, at each pass alone.
-
-        Returns:
-            An iterator. Workers start with its first batch.
+        A part is [num_samples], int64, or a list of whatever the data set is indexed by. Workers'
+        random numbers are seeded at each batch; with a `worker_init_fn`, at each pass alone.
         """
         of_epoch = (Part(epoch, batch, numbers) for batch, numbers in enumerate(parts, first_batch))
         if self._options["num_workers"]:

@@ -33,21 +33,13 @@ Batch = list[Any]
 
 @dataclass(frozen=True, slots=True)
 class SamplerBatches:
-    """The global batches of every epoch of a sampler.
+    """The global batches of every epoch; a tail smaller than the world joins the batch before."""
 
-    Attributes:
-        batch_sampler: gives the samples of each batch.
-        world_size: every batch has a sample for each rank; a smaller tail joins the batch before.
-        seed: of whatever it draws.
-        cut: how its samples are cut into batches, where their number is known beforehand.
-        length: of a batch sampler, its `len`: batches, its tail not joined yet.
-    """
-
-    batch_sampler: Iterable[Any]
+    batch_sampler: Iterable[Any]  # gives the samples of each batch
     world_size: int
-    seed: int
-    cut: Order | None = None
-    length: int | None = None
+    seed: int  # of whatever it draws
+    cut: Order | None = None  # into batches, where the number of samples is known beforehand
+    length: int | None = None  # of a batch sampler: batches, its tail not joined yet
 
     def facts(self) -> dict[str, int | None]:
         """What is known of it beforehand."""

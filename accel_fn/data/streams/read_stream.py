@@ -141,21 +141,13 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInit:
-    """Calls a user's worker_init_fn while `get_worker_info` shows a worker over the user's data set.
-
-    Attributes:
-        fn: takes a worker's number.
-        first: number of this rank's first worker among all that split the
-            source; None where each sees the whole of what it is given.
-        num_workers: how many split it.
-    """
+    """Calls a user's worker_init_fn while `get_worker_info` shows a worker over the user's data set."""
 
     fn: Callable[[int], None]
-    first: int | None = None
-    num_workers: int = 1
+    first: int | None = None  # this rank's first worker among all that split the stream
+    num_workers: int = 1  # that split it
 
     def __call__(self, worker: int) -> None:
-        """Run it, in worker `worker` of this rank."""
         info = get_worker_info()
         assert info is not None
         stream: Any = info.dataset

@@ -19,15 +19,9 @@ _BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a stream is cut into batches, and those into ranks' parts.
+    """How a stream is cut into batches, and those into ranks' parts."""
 
-    Attributes:
-        batch_size: items in a global batch.
-        world_size: ranks that share it.
-        drop_last: leave out a last batch that is not full.
-    """
-
-    batch_size: int
+    batch_size: int  # items in a global batch
     world_size: int
     drop_last: bool
 

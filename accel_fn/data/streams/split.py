@@ -20,22 +20,14 @@ from accel_fn.errors import ArgumentTypeError, message
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which shard each worker reads: worker w of rank r is reader r * readers_per_rank + w.
+    """Which shard each worker reads: worker w of rank r is reader r * readers_per_rank + w."""
 
-    Attributes:
-        kind: "shard" for a data set with a method that splits it, "workers" for
-            one that splits itself by `get_worker_info`.
-        world_size: number of ranks.
-        readers_per_rank: processes that read on each.
-    """
-
-    kind: str
+    kind: str  # "shard": by the data set's method; "workers": it splits itself by `get_worker_info`
     world_size: int
     readers_per_rank: int
 
     @property
     def num_readers(self) -> int:
-        """On all ranks together."""
         return self.world_size * self.readers_per_rank
 
     def open(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -47,7 +46,7 @@ def stream_source(
     return SplitSource(loader, options, options.split, open_channel(state))
 
 
-class _StreamSource(ABC):
+class _StreamSource:
     """Positions: by arithmetic where the data set has a length, else by reading."""
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions, rank: int) -> None:
@@ -58,13 +57,8 @@ class _StreamSource(ABC):
         self._rank = rank
         self._name = type(loader.dataset).__name__
 
-    @abstractmethod
-    def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        """Batches of an epoch from one on."""
-
-    @abstractmethod
-    def _count(self, epoch: int) -> Iterator[Any]:
-        """Something for every batch of an epoch, at less cost than the batches."""
+    _start: Callable[[int, int], Iterator[Any]]  # batches of an epoch from one on
+    _count: Callable[[int], Iterator[Any]]  # something for every batch, at less cost
 
     def num_batches(self) -> int:
         if self._num_items is None:

@@ -112,15 +112,10 @@ class _Watchdog:
 def lost_workers(
     running: Any, where: Callable[[int], str] = lambda _: "", *, after: Exception | None = None
 ) -> str:
-    """List the workers of an iterator that have died, and of what; empty where all live.
+    """List the workers of an iterator that have died: `worker 1 (process 31) killed by SIGKILL`.
 
-    Args:
-        running: the iterator.
-        where: text for what a worker was reading.
-        after: an error that a death may explain; a process that is about to end is then awaited.
-
-    Returns:
-        Text such as `worker 1 (process 31) killed by SIGKILL in sample 7`.
+    `where` adds what a worker was reading. `after` is an error that a death may explain: a process
+    that is about to end is then awaited. Empty where all live.
     """
     workers = getattr(running, "_workers", [])
     if isinstance(after, _BROKEN):
