@@ -1,1 +1,1 @@
-"""What everything else stands on: the state, batches as trees of tensors, weights, random generators."""
+"""The base of all packages: the state, batches as trees of tensors, weights, random generators."""

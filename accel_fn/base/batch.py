@@ -16,10 +16,10 @@ _ATOMS = (str, bytes, int, float, bool, type(None))
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """`tree` with `fn` applied to every tensor; all else is carried along.
+    """Apply `fn` to every tensor of `tree`; keep all else.
 
-    Tensors, tuples, lists and dicts are walked here, which is several times
-    faster than torch's pytree; whatever else is registered there is left to it.
+    Tuples, lists and dicts are walked here, several times faster than by torch's pytree,
+    which walks all other registered classes.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
@@ -36,7 +36,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, in pytree order."""
+    """Return the tensors of a tree, in pytree order."""
     if isinstance(tree, Tensor):
         return [tree]
     kind = type(tree)
@@ -51,7 +51,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def num_samples(batch: Any) -> int:
-    """Number of samples in a batch: the leading dimension that all its tensors share.
+    """Count the samples of a batch: the leading dimension that all its tensors share.
 
     0-dim tensors and non-tensors do not count. This is the default
     `weight_fn` of a plan: every sample weighs the same.
@@ -97,13 +97,13 @@ def _refuse_ragged(batch: Any) -> None:
 
 
 def part_sizes(num_rows: int, num_parts: int) -> list[int]:
-    """Sizes of `num_parts` consecutive parts of `num_rows`, as even as can be, larger ones first."""
+    """Return sizes of `num_parts` consecutive parts of `num_rows`, as even as possible, larger ones first."""
     size, extra = divmod(num_rows, num_parts)
     return [size + 1] * extra + [size] * (num_parts - extra)
 
 
 def split_rows(tree: Any, sizes: list[int]) -> Sequence[Any]:
-    """`tree` cut into consecutive parts of these sizes: tensors, and what holds as many non-tensors."""
+    """Cut `tree` into consecutive parts of these sizes: tensors, and columns of non-tensors."""
     if isinstance(tree, Tensor):
         return torch.split_with_sizes(tree, sizes) if tree.ndim else [tree] * len(sizes)
     kind = type(tree)
@@ -125,7 +125,7 @@ def split_rows(tree: Any, sizes: list[int]) -> Sequence[Any]:
 
 
 def _is_column(tree: Sequence[Any], sizes: list[int]) -> bool:
-    """Does it hold one non-tensor a sample? A tuple, as `default_collate` makes it, of texts alone."""
+    """Does it hold one non-tensor a sample? Of tuples, only those of strings do, as torch collates them."""
     if len(tree) != sum(sizes):
         return False
     kinds = {*map(type, tree)}
@@ -133,21 +133,21 @@ def _is_column(tree: Sequence[Any], sizes: list[int]) -> bool:
         return kinds <= {str, bytes}
     if kinds == {tuple} and len(sizes) > 1 and all(_is_column(each, sizes) for each in tree):
         raise BatchError(
-            f"step: batch must not be open to two readings, got a list of {len(tree)} tuples of as many "
-            "texts for as many samples, of which each may be a sample or a field; give accumulate a split"
+            f"step: batch must not be ambiguous, got a list of {len(tree)} tuples of as many strings for "
+            "as many samples, of which each may be a sample or a field; give accumulate a split"
         )
     return not tensors_of(tree)
 
 
 def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
-    """Cut a batch into consecutive parts along the leading dimension, as even as can be.
+    """Cut a batch into consecutive parts along the leading dimension, as even as possible.
 
     Parts differ by at most one sample; there are never more parts than
     samples, and always one, so that no part is empty unless the batch is.
 
     Args:
         batch: a tree of tensors, each [num_samples, ...]. Lists of num_samples
-            non-tensors, and tuples of as many texts, are cut with them; anything else
+            non-tensors, and tuples of as many strings, are cut with them; all else
             goes to every part whole.
         num_parts: at most this many parts.
 
@@ -169,5 +169,5 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
 
 
 def take_part(batch: Any, index: int, num_parts: int) -> Any:
-    """Part `index` of `num_parts` consecutive parts, empty where there are fewer samples."""
+    """Return part `index` of `num_parts` consecutive parts; it is empty if samples are fewer."""
     return split_rows(batch, part_sizes(num_samples(batch), num_parts))[index]

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: found, or named by the user."""
+"""Finds the repeated blocks of a model, or those that the user names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 
 
 def is_container(module: nn.Module) -> bool:
-    """Does it only hold modules, and cannot be called?"""
+    """Does it only hold modules, without a forward?"""
     holds = isinstance(module, nn.ModuleList | nn.ModuleDict)
     return holds and type(module).forward is nn.Module.forward
 
 
 def check_blocks(function: str, blocks: Any) -> None:
-    """Refuse what can be no choice of blocks."""
+    """Refuse arguments that name no blocks."""
     several = blocks if isinstance(blocks, list | tuple) else (blocks,)
     if not several:
         rule, repair = "name one block at least", "leave it out for the repeated ones"
@@ -33,13 +33,13 @@ def check_blocks(function: str, blocks: Any) -> None:
 
 
 def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn.Module]:
-    """The modules meant, by name, in the order of the model; without parameters, a module is none.
+    """Return the blocks, by name, in the order of the model; modules without parameters are none.
 
     Args:
-        model: which may be no block itself.
-        blocks: classes, names of modules (that of a list stands for what is in it), or None:
-            what is repeated, see `repeated`.
-        function: the public one that was given them.
+        model: not a block itself.
+        blocks: classes, names of modules (that of a list stands for its items), or None:
+            the repeated ones, see `repeated`.
+        function: the public one, for errors.
 
     Returns:
         Modules by name.
@@ -76,10 +76,10 @@ def _matches(modules: dict[str, nn.Module], wanted: type[nn.Module] | str) -> se
 
 
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """What the outermost lists and sequences of a model hold again and again.
+    """Return the most frequent modules of each outermost `ModuleList` or `Sequential`.
 
-    Of each the most frequent class of modules; of two that are as frequent, the one with
-    more parameters. What is there once belongs to it where another list repeats it.
+    Of two classes that are as frequent, that with more parameters counts. A module that stands in
+    a list once belongs to them if another list repeats its class.
     """
     held: dict[str, list[nn.Module]] = {}
     for within, _, module in _items(model, "", ""):
@@ -98,7 +98,7 @@ def _most(modules: Sequence[nn.Module]) -> type[nn.Module] | None:
 
 
 def _items(module: nn.Module, prefix: str, within: str) -> Iterator[tuple[str, str, nn.Module]]:
-    """What lists and sequences hold, with parameters: the outermost of these, and its own name."""
+    """Yield the items of lists and sequences that have parameters, with the names of both."""
     lists = nn.Sequential | nn.ModuleList
     is_list = isinstance(module, lists)
     for name, child in module.named_children():

@@ -1,4 +1,4 @@
-"""What a device has computed, read by the host one step late, so that nothing waits for it."""
+"""Reads values of a device one step late, so that the host does not wait for them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 class DelayedRead:
-    """Hands back on the host what it was given: at once from a CPU, else at the next call.
+    """Returns a value on the host: at once from a CPU, else at the next call.
 
-    By then the device has long been given the next step, so the host waits only for one
-    that is more than a step behind.
+    By then the device has the work of the next step, so the host waits only if it is more than a
+    step behind.
     """
 
     def __init__(self) -> None:
-        self._under_way: tuple[Tensor, torch.Event] | None = None
+        self._pending: tuple[Tensor, torch.Event] | None = None
 
     def __call__(self, value: Tensor) -> Tensor | None:
-        """The newest value that is known; None where there is none yet. Later writes are not seen."""
+        """Return the newest known value, or None; later writes to `value` are not seen."""
         if value.is_cpu:
             return value
         known = self.last()
@@ -25,14 +25,14 @@ class DelayedRead:
         held.copy_(value, non_blocking=True)
         event = torch.Event(value.device)
         event.record()
-        self._under_way = held, event
+        self._pending = held, event
         return known
 
     def last(self) -> Tensor | None:
-        """What was given last, waited for; None where that was handed back already."""
-        if self._under_way is None:
+        """Wait for the last value and return it; None if it was returned already."""
+        if self._pending is None:
             return None
-        value, event = self._under_way
-        self._under_way = None
+        value, event = self._pending
+        self._pending = None
         event.synchronize()
         return value

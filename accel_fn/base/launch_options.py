@@ -1,27 +1,29 @@
-"""launch_options: what a launch says of training, for a script that leaves it to the launch."""
+"""launch_options: the options of training that a launch sets, for scripts that do not set them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from accel_fn.errors import ArgumentError, check_count, check_positive, message
 
+T = TypeVar("T")
 Precision = Literal["no", "fp16", "bf16"]
 Wrapper = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What the launch says; None where it says nothing.
+    """The options of a launch; None for those that it does not set.
 
     Attributes:
-        mixed_precision: what `with_amp()` without an argument does.
-        num_microbatches: what `accumulate()` without an argument does.
-        wrap: what `wrap()` does.
-        timeout_s: how long `init()` and any collective wait, unless `init` is given another.
+        mixed_precision: the default of `with_amp()`.
+        num_microbatches: the default of `accumulate()`.
+        wrap: the wrapper that `wrap()` takes.
+        timeout_s: the default of `init()`: how long it and any collective wait.
     """
 
     mixed_precision: Precision | None = None
@@ -31,17 +33,17 @@ class LaunchOptions:
 
 
 def launch_options() -> LaunchOptions:
-    """What the launch of this process says of training.
+    """Return the options of training that the launch of this process set.
 
     Reads ACCEL_FN_MIXED_PRECISION, ACCEL_FN_NUM_MICROBATCHES, ACCEL_FN_WRAP and
     ACCEL_FN_TIMEOUT_S, which `accel-fn launch` sets from its options of these
-    names. One that is absent or empty says nothing.
+    names. One that is absent or empty is not set.
 
     Returns:
         The options, checked.
 
     Raises:
-        ValueError: a variable holds what its option cannot be.
+        ValueError: a variable holds no value of its option.
 
     Cost: four look-ups in the environment.
 
@@ -57,34 +59,30 @@ def launch_options() -> LaunchOptions:
     )
 
 
-def _one_of(words: tuple[str, ...], name: str) -> Any:
-    said = os.environ.get(name) or None
-    if said not in (None, *words):
-        *others, last = [f'"{word}"' for word in words]
+def _one_of(choices: tuple[str, ...], name: str) -> Any:
+    text = os.environ.get(name) or None
+    if text not in (None, *choices):
+        *others, last = [f'"{choice}"' for choice in choices]
         rule = f"be {', '.join(others)} or {last}"
-        raise ArgumentError(message("launch_options", name, rule, said))
-    return said
+        raise ArgumentError(message("launch_options", name, rule, text))
+    return text
 
 
 def _count(name: str) -> int | None:
-    said = os.environ.get(name)
-    if not said:
-        return None
-    try:
-        return check_count("launch_options", name, int(said))
-    except ValueError:
-        raise ArgumentError(message("launch_options", name, "be an integer >= 1", said)) from None
+    return _number(name, "be an integer >= 1", lambda text: check_count("", name, int(text)))
 
 
 def _seconds(name: str) -> float | None:
-    said = os.environ.get(name)
-    if not said:
-        return None
+    rule = "be a finite number > 0, in seconds"
+    return _number(name, rule, lambda text: check_positive("", name, float(text)))
+
+
+def _number(name: str, rule: str, read: Callable[[str], T]) -> T | None:
+    text = os.environ.get(name)
     try:
-        return check_positive("launch_options", name, float(said))
+        return read(text) if text else None
     except ValueError:
-        rule = "be a finite number > 0, in seconds"
-        raise ArgumentError(message("launch_options", name, rule, said)) from None
+        raise ArgumentError(message("launch_options", name, rule, text)) from None
 
 
 class FromLaunch(partial[Any]):

@@ -1,4 +1,4 @@
-"""Memory that has run out: how an error says so, and what can be given back."""
+"""Out of memory (OOM): recognise such errors, and free cached memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 from accel_fn.base.state import DistState
 
-_WORDS = (
+_PHRASES = (
     "out of memory",
     "can't allocate memory",
     "not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",  # torch says it in a RuntimeError, beside its own allocator's class
+    "CUBLAS_STATUS_ALLOC_FAILED",  # a RuntimeError, not of its own allocator's class
 )
 
 
 def is_memory(error: Exception) -> bool:
-    """Is it that memory has run out? On a host torch has no class of error for that."""
+    """Is this error out of memory? On a host torch has no class for it."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in str(error) for words in _WORDS
+        phrase in str(error) for phrase in _PHRASES
     )
 
 
 def free_memory(state: DistState) -> None:
-    """Give back what nobody holds any more."""
+    """Collect garbage and empty the device's cache."""
     gc.collect()
     if state.device.type != "cpu":
         torch.accelerator.empty_cache()

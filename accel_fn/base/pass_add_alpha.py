@@ -1,4 +1,4 @@
-"""A pass of torch's compiler: what is added times a number is multiplied by it first."""
+"""A pass of torch's compiler that keeps the factor of additions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _ATEN = torch.ops.aten
 class Addends(CustomGraphPass):
     """Writes `add(a, b, alpha=number)` as `a + number * b`.
 
-    torch 2.13 makes one operation of a matrix product and what is added to it, and forgets the
-    number: weight decay of a gradient that is a product, say, is then added as if it were 1.
+    torch 2.13 fuses a matrix product and an addition and loses the number: weight decay of a
+    gradient that is a product, for example, would be added as if it were 1.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -30,7 +30,7 @@ class Addends(CustomGraphPass):
             node.args, node.kwargs = (first, product), {}
 
     def uuid(self) -> Any:
-        """What graphs are cached under: another pass makes another graph."""
+        """Return the key of cached graphs: another pass makes another graph."""
         return get_hash_for_files((__file__,))
 
 

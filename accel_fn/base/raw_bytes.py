@@ -1,4 +1,4 @@
-"""What a tensor holds, as bytes."""
+"""The bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Those of a contiguous tensor, [num_bytes], uint8, in the same memory.
+    """View a contiguous tensor as bytes, [num_bytes], uint8, in the same memory.
 
-    A tensor of one element or none is contiguous whatever its strides, which `view` would keep.
+    A tensor of at most one element is contiguous whatever its strides; `view` would keep them.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

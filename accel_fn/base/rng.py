@@ -1,4 +1,4 @@
-"""The random generators of a process: Python's, NumPy's, torch's for the host and for the device."""
+"""The random generators of a process: Python's, NumPy's, torch's for host and device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import torch
 from accel_fn.base.state import DistState
 
 GENERATORS = threading.RLock()
-"""Held by whoever seeds them and puts them back: simulated ranks are threads that share them."""
+"""Held while they are seeded and restored: simulated ranks are threads that share them."""
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Where all of them stand, in plain data and tensors."""
+    """Return the states of all of them, in plain data and tensors."""
     name, keys, position, has_gauss, gauss = cast("Any", np.random.get_state(legacy=True))
-    version, words, gauss_next = random.getstate()
+    version, key, gauss_next = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, torch.from_numpy(np.array(words)), gauss_next],
+        "python": [version, torch.from_numpy(np.array(key)), gauss_next],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
         "torch": torch.get_rng_state(),
     }
@@ -34,9 +34,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random(state: dict[str, Any], device: torch.device) -> None:
-    """Put all of them back to where they stood."""
-    version, words, gauss_next = state["python"]
-    random.setstate((version, tuple(np.asarray(words).tolist()), gauss_next))
+    """Restore the states of all of them."""
+    version, key, gauss_next = state["python"]
+    random.setstate((version, tuple(np.asarray(key).tolist()), gauss_next))
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
@@ -46,7 +46,7 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def kept_random(device: torch.device) -> Iterator[None]:
-    """Inside, all of them may be seeded; afterwards they are where they were."""
+    """Restore all of them at the end of the context."""
     with GENERATORS:
         state = random_state(device)
         try:
@@ -66,13 +66,13 @@ def key_random(state: DistState, slot: int) -> None:
 
 
 Standing = tuple[Any, dict[str, Any]]
-"""Where Python's generator stands, and NumPy's, as they tell it."""
+"""The states of Python's generator and of NumPy's."""
 
 
 class Draws:
-    """Tells whether Python's and NumPy's generators are drawn from; cheap where they are not.
+    """Detects draws from Python's and NumPy's generators; cheap if there are none.
 
-    NumPy takes a tenth of a millisecond to tell where it stands: it is asked where its memory has changed.
+    NumPy's `get_state` takes 0.1 ms, so it is called only if the generator's memory has changed.
     """
 
     def __init__(self) -> None:
@@ -80,27 +80,26 @@ class Draws:
         self._numpy: dict[str, Any] = {}
 
     def now(self) -> Standing:
-        """Where they stand: what NumPy told is the same object where nobody has drawn since."""
+        """Return both states; NumPy's is the same object as before if there was no draw."""
         memory = _numpy_memory()
-        if (
-            memory is None or memory != self._memory or self._numpy["has_gauss"]
-        ):  # it is not in there
+        # A stored normal number is not in that memory.
+        if memory is None or memory != self._memory or self._numpy["has_gauss"]:
             self._memory, self._numpy = memory, numpy_state()
         return random.getstate(), self._numpy
 
     def since(self, before: Standing) -> bool:
-        """May anybody have drawn since they stood there?"""
+        """Was there a draw since those states?"""
         python, numpy = self.now()
         return python != before[0] or numpy is not before[1]
 
 
 def numpy_state() -> dict[str, Any]:
-    """Where NumPy's stands, of whatever kind it is."""
+    """Return the state of NumPy's generator, of whatever kind."""
     return np.random.get_state(legacy=False)
 
 
 def _numpy_memory() -> bytes | None:
-    """What NumPy's generator holds but for a normal number in store; None where it is of another kind."""
+    """Return the memory of NumPy's Mersenne Twister; None for another generator."""
     generator = np.random.mtrand.get_bit_generator()
     if not isinstance(generator, np.random.MT19937):
         return None
@@ -109,23 +108,23 @@ def _numpy_memory() -> bytes | None:
 
 @contextmanager
 def drawn_again(standing: Standing) -> Iterator[None]:
-    """Inside, Python's and NumPy's generators stand there; afterwards they are where they were."""
+    """Set Python's and NumPy's generators to these states, and restore them at the end."""
     now = random.getstate(), numpy_state()
-    _stand(standing)
+    _set(standing)
     try:
         yield
     finally:
-        _stand(now)
+        _set(now)
 
 
-def _stand(standing: Standing) -> None:
+def _set(standing: Standing) -> None:
     python, numpy = standing
     random.setstate(python)
     np.random.set_state(numpy)
 
 
-def _seed(words: str, device: torch.device) -> None:
-    number = int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big")
+def _seed(key: str, device: torch.device) -> None:
+    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number % 2**63)

@@ -1,4 +1,4 @@
-"""What a run carries from step to step: its place in the world, its position, its loss scale."""
+"""The state of a run, from step to step: its place in the world, its position, its loss scale."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 _COUNTS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "step": 0, "seed": 0}
-"""The fields of a state that count, and the least that each may be."""
+"""The integer fields of a state, and their minima."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossScale:
     """The factor that keeps float16 gradients in range, and the rule by which it moves.
 
-    All tensors are 0-dim and live on the device of the run, so that nothing
-    here waits for the host.
+    All tensors are 0-dim and live on the device of the run: nothing waits for the host.
 
     Attributes:
         scale: [], float32. The loss is multiplied by it before its backward.
         good_steps: [], int32. Updates applied since the scale last moved.
         skipped: [], int64. Updates skipped since the start.
-        growth_factor: what the scale is multiplied by after `growth_interval` good steps.
-        backoff_factor: what it is multiplied by after a non-finite gradient.
+        growth_factor: multiplies the scale after `growth_interval` good steps.
+        backoff_factor: multiplies it after a non-finite gradient.
         growth_interval: number of good steps in a row before it grows.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
@@ -60,7 +59,7 @@ class LossScale:
         growth_interval: int = 2000,
         device: torch.device | str = "cpu",
     ) -> LossScale:
-        """A scale that has seen no step yet.
+        """Make the scale of a new run.
 
         Args:
             init_scale: the first scale, finite and > 0.
@@ -91,10 +90,9 @@ class LossScale:
         )
 
     def adjust(self, ok: Tensor) -> LossScale:
-        """The scale after one step. Pure.
+        """Return the scale after one step. Pure.
 
-        It never grows to infinity and never shrinks to zero, so that it can
-        always be divided by.
+        It stays finite and > 0.
 
         Args:
             ok: [], bool, on the scale's device: were all gradients finite?
@@ -133,7 +131,7 @@ class Axis(NamedTuple):
 
 
 class Watchdog(Protocol):
-    """What a state needs of the watchdog in `comm.watchdog`, which prints a report if ranks hang."""
+    """The watchdog of `comm.watchdog`, as a state needs it: it prints a report if ranks hang."""
 
     @property
     def has_lost_rank(self) -> bool:
@@ -171,7 +169,7 @@ class DistState:
         step: number of batches consumed: the whole position of a run in its data.
         seed: of the data order.
         group: the process group that collectives go through. Not shown, not compared, not pickled.
-        watchdog: what prints a report if a collective hangs; likewise.
+        watchdog: prints a report if a collective hangs; likewise.
 
     Raises:
         ValueError: a count is no integer or negative, or a rank is outside its world.
@@ -202,7 +200,7 @@ class DistState:
             self._check()
 
     def _check(self) -> None:
-        """Every rule: apart from the above, since a step makes a state."""
+        """Check every rule, with its message: apart, since each step makes a state."""
         for name, minimum in _COUNTS.items():
             check_count("DistState", name, getattr(self, name), minimum=minimum)
         if self.rank >= self.world_size:
@@ -223,10 +221,7 @@ class DistState:
         return Axis("data", self.rank, self.world_size, self.group)
 
     def advanced(self, scaler: LossScale | None) -> DistState:
-        """The state one batch further, with this loss scale.
-
-        Made field by field: a step makes one, and what was checked once needs no check again.
-        """
+        """Return the state after one more batch, with this loss scale; fields are not checked again."""
         state = object.__new__(DistState)
         for name in _KEPT:
             _set(state, name, getattr(self, name))
@@ -246,7 +241,7 @@ class DistState:
 
 
 def device_of(function: str, device: torch.device | str) -> torch.device:
-    """A device by its name."""
+    """Return a device by its name."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -255,7 +250,7 @@ def device_of(function: str, device: torch.device | str) -> torch.device:
 
 
 def check_state(function: str, state: object) -> None:
-    """Refuse what is no `DistState`, such as another argument in its place."""
+    """Refuse anything but a `DistState`, such as another argument in its place."""
     if not isinstance(state, DistState):
         repair = "init, build and every step give one"
         got = type(state).__name__

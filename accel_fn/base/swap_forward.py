@@ -1,4 +1,4 @@
-"""For a while, modules whose forward is another."""
+"""Replaces the forward of modules for a while."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def with_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, these modules have these forwards; their hooks and all else are as they were."""
+    """Give modules these forwards inside the context; hooks and all else stay."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         vars(module)["forward"] = forward

@@ -1,4 +1,4 @@
-"""torch.compile as the library calls it, and whether this machine has what it needs."""
+"""torch.compile as accel_fn calls it, and a check that this machine has a compiler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from importlib import import_module
 from types import FunctionType
 from typing import Any
 
@@ -19,30 +18,31 @@ from accel_fn.errors import PlanError
 MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _NAMES = {"MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT"}
-"""Guards that a name still stands for the same module, class or function."""
+"""Guards that a name still refers to the same module, class or function."""
 _OURS = re.compile(r"G\['(?!__import_(?!(torch|accel_fn)(_dot_|')))")
-"""Where a guard begins: at a global, but one of a module of the user's."""
+"""The start of a guard on a global that is not of the user's module."""
 
 
 def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """`torch.compile(fn, **settings)`, whose graphs are counted apart from those of any other."""
+    """Call `torch.compile`; its graphs are counted apart from those of any other function."""
     compiled: Callable[..., Any] = torch.compile(_with_own_code(fn), **settings)
     return compiled
 
 
 def options_of(mode: str) -> dict[str, Any]:
-    """A mode of `torch.compile` as options for it, with a pass that keeps torch from an error."""
+    """Return a mode of `torch.compile` as options, with the pass of `pass_add_alpha`."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
     if torch._inductor.config.post_grad_custom_pre_pass is None:  # else the user's
-        addends = import_module("accel_fn.base.pass_add_alpha")  # which imports the compiler
-        options["post_grad_custom_pre_pass"] = addends.Addends()
+        from accel_fn.base.pass_add_alpha import Addends  # imports the compiler
+
+        options["post_grad_custom_pre_pass"] = Addends()
     return options
 
 
 def moving_guards(guards: Sequence[Any]) -> list[bool]:
-    """Those to keep of a function of this library: all but names in its modules and torch's own.
+    """Keep all guards but those on names in accel_fn's and torch's own modules.
 
-    What is looked at before every run is much of a small step. Whatever is the user's is looked at.
+    Guards are evaluated before every run, a large part of a small step. Those on the user's names stay.
     """
     return [
         each.guard_type not in _NAMES or not _OURS.match(each.orig_guard.name) for each in guards
@@ -50,7 +50,7 @@ def moving_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def without_clock() -> AbstractContextManager[Any]:
-    """Graphs that are made in it do not measure, whenever they are run, how long finding them took."""
+    """Compile graphs inside without torch's measurement of the look-up at every run."""
     settings = torch._dynamo.config
     return (
         settings.patch(record_runtime_overhead=False)
@@ -62,10 +62,10 @@ def without_clock() -> AbstractContextManager[Any]:
 def compile_in_place(
     modules: Sequence[nn.Module], *, mode: str, outermost: bool, **settings: Any
 ) -> None:
-    """`module.compile(...)` for modules of one kind, which share their graphs with no other.
+    """Compile modules of one kind in place; they share their graphs with no other.
 
-    torch keeps graphs by the code that they were made of, which is the same for all
-    modules of a process, and stops compiling at a small number of them.
+    torch keeps graphs by code object, which all modules of a process would share, and stops
+    compiling at a small number of them.
     """
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -79,11 +79,11 @@ def compile_in_place(
 
 
 class Compiled(partial[Any]):
-    """A function for the slot `compile_loss` whose settings are those of `torch.compile`."""
+    """A function for the slot `compile_loss`; its settings are those of `torch.compile`."""
 
 
 def compile_inside(compile_loss: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """What calls a function as a plan compiles its loss: of parts that its own graphs leave out."""
+    """Return a caller that compiles as the plan does: for parts that the loss's graphs leave out."""
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -106,7 +106,7 @@ def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """`call`, whose outputs stay what they are: the next run of a CUDA graph overwrites its own."""
+    """Copy the outputs of `call`: the next run of a CUDA graph overwrites them."""
     if mode not in _CUDA_GRAPHS:
         return call
 
@@ -118,7 +118,7 @@ def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile next to nothing, and refuse a machine that cannot."""
+    """Compile a tiny function, and refuse a machine that cannot."""
     start = torch.zeros(2, device=device)
     try:
         torch.compile(_increment, fullgraph=True, options={"fx_graph_cache": False})(start)
@@ -132,7 +132,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error of the compiler's says, in a line: pages of hints come with it."""
+    """Return the cause of a compiler's error in one line, without its pages of hints."""
     text = str(error)
     raised = re.search(r"raised exception (.*)", text)
     if raised:

@@ -1,4 +1,4 @@
-"""The user's own module, inside of what torch wraps around one."""
+"""The user's own module, without torch's wrappers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """It out of DDP and `torch.compile`, which put a word before its keys."""
+    """Take a module out of DDP and `torch.compile`, which prefix its keys."""
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = cast("nn.Module", model.module)

@@ -1,4 +1,4 @@
-"""How many items a batch counts for: the weight of its mean loss."""
+"""Weights of batches: how many items each mean loss stands for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 def num_labels(key_or_path: Key | Sequence[Key], ignore_index: int = -100) -> WeightFn:
-    """A `weight_fn` that counts the labels that the loss does not ignore.
+    """Make a `weight_fn` that counts the labels that the loss does not ignore.
 
     For losses that are a mean over tokens: `cross_entropy(..., ignore_index=-100)`
     of language models, masked targets of any shape.
@@ -64,7 +64,7 @@ def _is_key(key: object) -> bool:
 
 
 def count_labels(batch: Any, *, path: tuple[Key, ...], ignore_index: int) -> int:
-    """Number of labels at `path` that differ from `ignore_index`."""
+    """Count the labels at `path` that differ from `ignore_index`."""
     labels = batch
     for key in path:
         labels = _child(labels, key, path)
@@ -85,7 +85,7 @@ def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:
 
 
 def weigh(weight_fn: WeightFn, batch: Any) -> float:
-    """The checked weight of a batch: a finite int or float >= 0, whatever kind of number it came as."""
+    """Return the checked weight of a batch: a finite int or float >= 0, from any kind of number."""
     weight = weight_fn(batch)
     if type(weight) is int and 0 <= weight <= _EXACT:
         return weight

@@ -1,4 +1,4 @@
-"""estimate_memory: what one training step holds, from a model whose tensors have no data."""
+"""estimate_memory: the memory of one training step, from a model whose tensors have no data."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class MemoryEstimate:
         gradients: of the parameters that require one.
         optimizer: the optimizer's state after a step.
         batch: the micro-batch; None without a batch.
-        activations: what is alive between the forward and the backward beside all
-            of the above; None without a batch.
+        activations: alive between forward and backward besides all of the above; None
+            without a batch.
         peak: the most that is alive at once in a step; None without a batch.
     """
 
@@ -63,25 +63,23 @@ def estimate_memory(
     num_microbatches: Iterable[int] = (1,),
     device: torch.device | str | None = None,
 ) -> list[MemoryEstimate]:
-    """Memory of one training step, without the memory: tensors have shapes and no data.
+    """Estimate the memory of one training step, without using it: tensors have shapes and no data.
 
-    The step is really run, on torch's fake tensors: forward, backward and
-    optimizer, with every tensor that they make counted while it lives. The
-    kernels' own scratch space, torch's and the driver's own memory and what the
-    allocator loses between blocks are not in it.
+    The step runs on torch's fake tensors: forward, backward and optimizer, and every tensor
+    that they make is counted while it lives. Scratch space of kernels, memory of torch
+    and the driver, and fragmentation are not included.
 
     Ranks hold replicas, as under `wrap_ddp`: more of them, or more
     micro-batches, make activations smaller and nothing else. A rank that
     shares gradients or accumulates them holds them through the whole step.
 
     Args:
-        make_model: gives the model, or a model and a batch. Called once, with no memory.
-        make_batch: gives a global batch, a tree of tensors [num_samples, ...].
-        loss_fn: `(model, batch) -> loss`; default: the model is called with the batch (with
-            the first element of a tuple, by name with a dict), and its `loss` is taken, or
-            the sum of what it gives.
+        make_model: returns the model, or a model and a batch. Called once, without memory.
+        make_batch: returns a global batch, a tree of tensors [num_samples, ...].
+        loss_fn: `(model, batch) -> loss`; default: call the model with the batch (the first
+            element of a tuple; a dict by name), and take its `loss`, or the sum of its outputs.
         optimizer: a name in `torch.optim`.
-        precision: "no", "bf16" or "fp16": what `with_amp` would be given.
+        precision: "no", "bf16" or "fp16", as for `with_amp`.
         world_sizes: numbers of ranks to estimate for.
         num_microbatches: numbers of micro-batches, likewise.
         device: which device's kernels to run; default: the accelerator of this
@@ -132,7 +130,7 @@ def _optimizer_class(name: str) -> type[Optimizer]:
 
 
 class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors have shapes and devices and no data; modules made of copies of one live in one mode."""
+    """Tensors with shapes and devices and no data; deep copies of modules stay in one mode."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NoData:
         return self
@@ -141,7 +139,7 @@ class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _made(
     make_model: Callable[[], Any], make_batch: Callable[[], Any] | None, device: torch.device
 ) -> tuple[nn.Module, Any]:
-    """The model and the batch, from one function or two; a model on the meta device comes to `device`."""
+    """Make model and batch, by one function or two; move a model from the meta device to `device`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # in deepcopy
         made = make_model()
@@ -156,7 +154,7 @@ def _made(
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Have what a model holds on the meta device on another; what is shared stays so."""
+    """Replace tensors on the meta device by empty ones on another; shared ones stay shared."""
     moved: dict[Tensor, Tensor] = {}
     slots: list[dict[str, Any]] = []
     for module in model.modules():
@@ -175,7 +173,7 @@ def _emptied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _stepped(model: nn.Module, kind: type[Optimizer]) -> Optimizer:
-    """An optimizer after its first step, when all its state is there."""
+    """Make an optimizer and do its first step, so that all its state exists."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         rule = "have parameters that require a gradient"
@@ -192,7 +190,7 @@ def _stepped(model: nn.Module, kind: type[Optimizer]) -> Optimizer:
 
 
 def _loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """A scalar that reaches all of what the model gives for the batch."""
+    """Return a scalar that depends on all outputs of the model."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:
@@ -240,7 +238,7 @@ class _Run:
         )
 
     def _step(self, part: Any, held: Sequence[Tensor]) -> tuple[int, int]:
-        """Bytes alive between forward and backward, and the most of the whole step."""
+        """Return the bytes alive between forward and backward, and the peak of the step."""
         casting = nullcontext()
         if self.autocast is not None:
             casting = torch.autocast(self.device.type, self.autocast)  # type: ignore[assignment]
@@ -255,7 +253,7 @@ class _Run:
 
 
 def _microbatch(batch: Any, world_size: int, num_microbatches: int) -> Any:
-    """The largest that any rank runs, in memory of its own."""
+    """Copy the largest micro-batch of any rank."""
     if world_size > num_samples(batch):
         rule = f"be at most the {num_samples(batch)} samples of the global batch"
         raise ArgumentError(message(_FUNCTION, "world_sizes", rule, world_size))
@@ -264,13 +262,13 @@ def _microbatch(batch: Any, world_size: int, num_microbatches: int) -> Any:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, each once."""
+    """Add up the bytes of their storages, each once."""
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of every storage that an operation makes, until it is gone."""
+    """Counts the bytes of every storage that an operation makes, until it is freed."""
 
     def __init__(self, held: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

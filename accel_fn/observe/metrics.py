@@ -16,13 +16,13 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, ReplicaError, mess
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What a metric has come to so far, on the device, so that nobody waits for it.
+    """The running total of a metric, on the device: the host does not wait for it.
 
     Attributes:
         sum: int64 or float64, of any shape.
         count: int64 or float64, [] or of the sum's shape.
-        num_ones: how many micro-batches it has come from, if each had several samples and said a
-            count of 1, as a mean in place of a sum would have it; 0 where any did not.
+        num_ones: number of micro-batches, if each had several samples and a count of 1, which
+            suggests means in place of sums; else 0.
     """
 
     sum: Tensor
@@ -30,12 +30,12 @@ class Total:
     num_ones: int = 0
 
     def plus(self, other: Total) -> Total:
-        """That of both."""
+        """Add another total."""
         num_ones = self.num_ones + other.num_ones if self.num_ones and other.num_ones else 0
         return Total(self.sum + other.sum, self.count + other.count, num_ones)
 
     def to_host(self) -> Total:
-        """The same on the host, which waits for it."""
+        """Copy to the host, which waits."""
         return Total(self.sum.cpu(), self.count.cpu(), self.num_ones)
 
 
@@ -43,11 +43,13 @@ Totals = Mapping[str, Total]
 
 
 def totals_of(metrics: Any, rows: int | None) -> Totals:
-    """What a metric function gave for a micro-batch of so many samples, None where nobody can count them."""
+    """Make totals of the metrics of a micro-batch of `rows` samples; None if they cannot be counted."""
     if not isinstance(metrics, Mapping) or not metrics:
         rule = "return a mapping of names to values"
         got = "an empty one" if isinstance(metrics, Mapping) else type(metrics).__name__
-        raise ArgumentTypeError(message("evaluate", "metric_fn", rule, got, 'say {"name": values}'))
+        raise ArgumentTypeError(
+            message("evaluate", "metric_fn", rule, got, 'return {"name": values}')
+        )
     return {name: _total(name, value, rows) for name, value in metrics.items()}
 
 
@@ -57,13 +59,13 @@ def _total(name: str, value: Any, rows: int | None) -> Total:
     if not isinstance(value, Tensor) or value.ndim == 0 or value.size(0) != rows:
         wanted = f"[{rows}, ...], or " if rows is not None else ""
         repair = (
-            "values that are a mean already cannot be averaged, since a mean of means is not the mean"
+            "means cannot be averaged, since a mean of means is not the mean"
             if not isinstance(value, Tensor) or value.ndim == 0
-            else "what is not one value a sample needs a count of its own"
+            else "other values need a count"
         )
         raise ArgumentError(
             f"evaluate: metric_fn must give {name!r} as one value a sample, {wanted}(sum, count), "
-            f"got {_told(value)}; {repair}"
+            f"got {_shown(value)}; {repair}"
         )
     if value.is_complex():
         rule = f"give {name!r} as real numbers"
@@ -76,17 +78,17 @@ def _pair(name: str, total: Any, count: Any, rows: int | None) -> Total:
     wide_sum, wide_count = widest(total), widest(count)
     if wide_sum is None:
         rule = f"give {name!r} a sum of real numbers"
-        raise ArgumentError(f"evaluate: metric_fn must {rule}, got {_told(total)}")
+        raise ArgumentError(f"evaluate: metric_fn must {rule}, got {_shown(total)}")
     if wide_count is None or wide_count.shape not in ((), wide_sum.shape):
         rule = f"give {name!r} a count"
         repair = "one number, or one for each of the sum's"
-        raise ArgumentError(f"evaluate: metric_fn must {rule}, got {_told(count)}; {repair}")
+        raise ArgumentError(f"evaluate: metric_fn must {rule}, got {_shown(count)}; {repair}")
     counts_one = isinstance(count, int) and count == 1 and rows is not None and rows > 1
     return Total(wide_sum, wide_count, int(counts_one))
 
 
 def widest(value: Any) -> Tensor | None:
-    """A number or real tensor as int64 if it is whole, else as float64; None for anything else."""
+    """Convert a number or real tensor to int64 if it is whole, else to float64; all else to None."""
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     if not isinstance(value, Tensor) or value.is_complex():
@@ -96,7 +98,7 @@ def widest(value: Any) -> Tensor | None:
 
 
 def _where_wide(tensor: Tensor) -> Tensor:
-    """Off a device that has no float64, and off the graph."""
+    """Detach, and leave a device that has no float64."""
     return tensor.detach().cpu() if tensor.device.type == "mps" else tensor.detach()
 
 
@@ -104,12 +106,12 @@ def _widest_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.is_floating_point() else torch.int64
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def added(totals: Totals, found: Totals) -> Totals:
-    """The totals of what came before, if anything, and of one micro-batch more."""
+    """Add the totals of one more micro-batch."""
     if not totals:
         return found
     if totals.keys() != found.keys():
@@ -124,16 +126,16 @@ def added(totals: Totals, found: Totals) -> Totals:
 
 
 def means(every: Sequence[Totals]) -> dict[str, float | Tensor]:
-    """The means over all ranks, from the totals of each, on the host: the same verdict on all."""
+    """Compute the means from the totals of all ranks, on the host, alike on every rank."""
     shapes = [{name: list(total.sum.shape) for name, total in totals.items()} for totals in every]
     first = next((rank for rank, totals in enumerate(every) if totals), None)
     if first is None:
         repair = "an iterator gives its batches only once"
         raise ArgumentError(message("evaluate", "loader", "give a batch", "none", repair))
-    for rank, theirs in enumerate(shapes):
-        if theirs and theirs != shapes[first]:
+    for rank, found in enumerate(shapes):
+        if found and found != shapes[first]:
             raise ReplicaError(
-                f"evaluate: metric_fn must give the same metrics on every rank, got {theirs} on rank "
+                f"evaluate: metric_fn must give the same metrics on every rank, got {found} on rank "
                 f"{rank} and {shapes[first]} on rank {first}"
             )
     whole = reduce(added, filter(None, every))
@@ -141,8 +143,8 @@ def means(every: Sequence[Totals]) -> dict[str, float | Tensor]:
         if total.num_ones > 1:
             warnings.warn(
                 f"evaluate: metric_fn gave {name!r} with a count of 1 for each of {total.num_ones} "
-                "micro-batches of several samples; if its sums are means already, this is a mean of means, "
-                "which is not the mean: give a sum and how many it is of",
+                "micro-batches of several samples; if its sums are means, this is a mean of means, "
+                "which is not the mean: give a sum and its count",
                 stacklevel=3,
             )
     return {name: _mean(name, total) for name, total in whole.items()}

@@ -1,4 +1,4 @@
-"""The library's test bench, for its users too: simulated ranks, equivalence, hypothesis strategies."""
+"""Tools for tests: simulated ranks, equivalence of plans, hypothesis strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""assert_equivalent: two plans train the same model, whatever world each runs in, or it says where not."""
+"""assert_equivalent: check that two plans train the same model, in worlds of any size."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def assert_equivalent(
     """Train both plans on the same global batches, and raise unless they stay equal.
 
     Each plan gets a copy of its model and optimizer, and trains on as many
-    simulated ranks as asked for: each rank takes its consecutive part of every
+    simulated ranks as given: each rank takes its consecutive part of every
     batch, empty where there are fewer samples than ranks. After every batch,
     parameters and buffers are compared, on every rank.
 
     Args:
         plan_a: one plan. Its `loss_fn` must use the model that it is given.
-        plan_b: the other; often the same plan with a transform more.
+        plan_b: the other; often the same plan with one more transform.
         batches: global batches, trees of tensors [num_samples, ...] on the CPU.
         world_sizes: ranks for `plan_a` and for `plan_b`; more than one needs `wrap_ddp` or
             `wrap_fsdp`.
         rtol: largest difference, relative to the values; for float64.
         atol: largest difference where values are near 0.
-        timeout_s: how long a collective waits for a rank.
+        timeout_s: of collectives.
 
     Raises:
         AssertionError: names the first batch, rank and parameter that differ, and by how much;
             or the first that is not a number, with which nothing can be compared.
         ValueError: no batches, with which every two plans would be equivalent; models of other
             parameters; an argument outside its range.
-        Exception: what training itself raises.
+        Exception: an error of the training itself.
 
     Cost: trains twice.
 
@@ -80,17 +80,17 @@ def assert_equivalent(
 def train(
     plan: Plan, batches: Sequence[Any], *, world_size: int, timeout_s: float = 30.0
 ) -> list[Trace]:
-    """Train copies of a plan on simulated ranks; one trace a rank."""
+    """Train copies of a plan on simulated ranks; return one trace a rank."""
     plans = [copied(plan) for _ in range(world_size)]
 
     def run(state: DistState) -> Trace:
-        mine = plans[state.rank]
-        state, step = build(state, mine)
+        own = plans[state.rank]
+        state, step = build(state, own)
         trace: Trace = []
         for batch in batches:
             part = take_part(batch, state.rank, state.world_size)
             state, _ = step(state, part)
-            values = {**dict(mine.model.named_parameters()), **dict(mine.model.named_buffers())}
+            values = {**dict(own.model.named_parameters()), **dict(own.model.named_buffers())}
             trace.append({name: whole(value).clone() for name, value in values.items()})
         return trace
 
@@ -98,7 +98,7 @@ def train(
 
 
 def copied(plan: Plan) -> Plan:
-    """The plan with copies of model and optimizer that belong together."""
+    """Copy model and optimizer of a plan together."""
     model, optimizer = copy.deepcopy((plan.model, plan.optimizer))
     return replace(plan, model=model, optimizer=optimizer)
 
@@ -134,7 +134,7 @@ def _kinds(tensors: dict[str, Tensor]) -> set[str]:
 
 
 def _check_numbers(name: str, values: dict[str, Tensor], where: str) -> None:
-    """Two that are not numbers are neither equal nor not."""
+    """Refuse nan, which cannot be compared."""
     whose = [plan for plan, value in values.items() if value.isnan().any()]
     if whose:
         raise NotEquivalentError(

@@ -1,4 +1,4 @@
-"""simulate: ranks as threads of one process, over real collectives."""
+"""simulate: run ranks as threads of one process, over real collectives."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 _SLACK_S = 5.0
 _MAX_LOST_SOCKETS = 256
-"""So many may stay open of worlds that failed, whose ranks wait: processes may often have 1024 files."""
+"""How many sockets of failed worlds may stay open: processes may often have 1024 files."""
 
 
 class _Idle:
-    """Worlds that wait for the next simulation: making one costs more than using it."""
+    """A cache of worlds for the next simulation: making one costs more than using it."""
 
     def __init__(self) -> None:
         self._worlds: dict[tuple[int, float], list[list[ProcessGroup | None]]] = {}
@@ -35,7 +35,7 @@ class _Idle:
             waiting = self._worlds.get((world_size, timeout_s))
             if waiting:
                 return waiting.pop()
-        _lost.see_out(_MAX_LOST_SOCKETS)
+        _lost.join_oldest(_MAX_LOST_SOCKETS)
         return _make_world(world_size, timeout_s)
 
     def give(self, world: list[ProcessGroup | None], timeout_s: float) -> None:
@@ -44,7 +44,7 @@ class _Idle:
 
 
 class _Lost:
-    """Ranks of simulations that failed: what holds their worlds until they have run out of time."""
+    """Threads of failed simulations, which hold their worlds until their collectives time out."""
 
     def __init__(self) -> None:
         self._ranks: list[tuple[list[threading.Thread], float]] = []
@@ -54,10 +54,10 @@ class _Lost:
         with self._lock:
             self._ranks.append((threads, within_s))
 
-    def see_out(self, num_sockets: int = 0) -> None:
-        """Wait until those that still wait hold no more, the oldest first.
+    def join_oldest(self, num_sockets: int = 0) -> None:
+        """Join the oldest threads until the others hold at most `num_sockets`.
 
-        At exit for all: coming back when Python is gone aborts the process.
+        At exit all are joined: a thread that returns after Python's end aborts the process.
         """
         with self._lock:
             waiting = [each for each in self._ranks if any(map(threading.Thread.is_alive, each[0]))]
@@ -72,8 +72,8 @@ class _Lost:
 
 
 _lost = _Lost()
-atexit.register(_lost.see_out)
-_idle = _Idle()  # groups cannot be destroyed safely, so they are shared for the life of the process
+atexit.register(_lost.join_oldest)
+_idle = _Idle()  # groups cannot be destroyed safely, so they are reused
 
 
 def _make_world(world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
@@ -91,7 +91,7 @@ def _make_world(world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a rank ended: with a value or with an error."""
+    """The result of a rank: a value or an error."""
 
     rank: int
     value: Any = None
@@ -103,27 +103,27 @@ def simulate(
 ) -> list[T]:
     """Call `fn(state)` on every rank of a world of threads, over real DDP and real Gloo.
 
-    Every rank has its own `DistState` on the CPU. What ranks share is what `fn`
-    closes over: give each its own copy of a model (`copy.deepcopy`), and
-    explicit generators, since `torch.manual_seed` is the whole process's.
+    Every rank has its own `DistState` on the CPU. Ranks share what `fn` closes over: give each
+    its own copy of a model (`copy.deepcopy`), and explicit generators, since
+    `torch.manual_seed` is the whole process's.
 
     Args:
-        fn: what one rank does.
+        fn: the function of one rank.
         world_size: number of ranks, >= 1.
-        timeout_s: how long a collective waits for ranks that do not come.
+        timeout_s: of collectives.
         seed: of every state, >= 0.
 
     Returns:
-        What `fn` returned, in rank order.
+        The results of `fn`, in rank order.
 
     Raises:
-        BaseException: the first that `fn` raised on any rank, with a note of
-            the rank; at once, while the others run out of time in the background.
-            Python waits for them at exit, and a later simulation where they are many.
+        BaseException: the first that `fn` raised on any rank, with a note of the rank; at once,
+            while the collectives of other ranks time out in the background. Python waits for
+            them at exit, and a later simulation if they are many.
         ValueError: an argument is outside its range.
 
-    Cost: about a millisecond a rank beside what `fn` does; groups are kept for
-    the next simulation of the same size, unless ranks missed each other.
+    Cost: about a millisecond a rank and the time of `fn`; groups are reused by
+    the next simulation of the same size.
 
     >>> import accel_fn as af
     >>> from accel_fn.testing import simulate
@@ -166,14 +166,14 @@ def simulate(
         raise
     for thread in threads:
         thread.join()
-    # What runs out of time can be caught, so that nobody raised need not mean that all met.
+    # `fn` may have caught a time-out, and left a collective that not all ranks called.
     if time.monotonic() - start < timeout_s and called_alike(world):
         _idle.give(world, timeout_s)
     return results
 
 
 def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
-    """Of every rank; the first error is raised at once."""
+    """Return the results of all ranks; raise the first error at once."""
     results: list[Any] = [None] * world_size
     for _ in range(world_size):
         ending = endings.get()
@@ -185,7 +185,7 @@ def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
 
 
 def _join(threads: Sequence[threading.Thread], within_s: float) -> None:
-    """But for the caller itself, which a rank may be that simulates."""
+    """Join all but the current thread, which may be a rank that simulates."""
     deadline = time.monotonic() + within_s
     for thread in threads:
         if thread is not threading.current_thread():

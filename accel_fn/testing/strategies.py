@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def world_sizes(max_size: int = 4) -> st.SearchStrategy[int]:
-    """Number of ranks, 1 .. max_size."""
+    """Draw numbers of ranks, 1 .. max_size."""
     return st.integers(1, max_size)
 
 
 def microbatch_counts(max_count: int = 8) -> st.SearchStrategy[int]:
-    """What to give `accumulate`, 1 .. max_count."""
+    """Draw arguments of `accumulate`, 1 .. max_count."""
     return st.integers(1, max_count)
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Seeds for explicit generators."""
+    """Draw seeds for explicit generators."""
     return st.integers(0, 2**31 - 1)
 
 
@@ -33,7 +33,7 @@ def batches(
     max_samples: int = 12,
     dtype: torch.dtype = torch.float64,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Global batches of any sizes: inputs [num_samples, num_features] and targets [num_samples, 1]."""
+    """Draw global batches of any sizes: inputs [num_samples, num_features] and targets [num_samples, 1]."""
     sizes = draw(st.lists(st.integers(1, max_samples), min_size=1, max_size=num_batches))
     generator = torch.Generator().manual_seed(draw(seeds()))
     return [
@@ -56,7 +56,7 @@ def labelled_batches(
     sequence_length: int = 3,
     ignore_index: int = -100,
 ) -> list[dict[str, Tensor]]:
-    """Global batches for token losses, with labels masked at random, down to none at all in a part.
+    """Draw global batches for token losses, with labels masked at random; a part may have none.
 
     `inputs` is [num_samples, sequence_length, num_features], float64; `labels`
     is [num_samples, sequence_length], int64; one label at least counts.
@@ -92,7 +92,7 @@ def weights(
     max_weight: float = 4.0,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """What each sample weighs: [num_samples], 0 or 0.25 .. max_weight; one sample at least counts."""
+    """Draw weights of samples: [num_samples], 0 or 0.25 .. max_weight; at least one counts."""
     weight = st.just(0.0) | st.floats(0.25, max_weight)
     found = draw(st.lists(weight, min_size=num_samples, max_size=num_samples))
     found[draw(st.integers(0, num_samples - 1))] = draw(st.floats(0.25, max_weight))
@@ -101,7 +101,7 @@ def weights(
 
 @st.composite
 def uneven_parts(draw: st.DrawFn, num_samples: int, world_size: int) -> list[int]:
-    """Any sizes >= 0 of `world_size` consecutive parts that add up to `num_samples`."""
+    """Draw sizes >= 0 of `world_size` consecutive parts that add up to `num_samples`."""
     cuts = draw(
         st.lists(st.integers(0, num_samples), min_size=world_size - 1, max_size=world_size - 1)
     )

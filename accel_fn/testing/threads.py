@@ -1,7 +1,6 @@
-"""Worlds of threads: what the ranks of one find each other through.
+"""Groups of simulated ranks.
 
-Rests on private names of torch; tests/step/test_torch_internals.py says so
-loudly when one of them changes.
+Uses private names of torch; tests/step/test_torch_internals.py fails when one of them changes.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ __all__ = ["called_alike", "make_group", "make_store"]
 
 
 def make_store() -> Store:
-    """What the ranks of one world find each other through."""
+    """Make the store of one world's rendezvous."""
     return HashStore()
 
 
 def called_alike(world: Sequence[ProcessGroup | None]) -> bool:
-    """Have all ranks called as many collectives?"""
+    """Have all ranks called equally many collectives?"""
     groups = [group for group in world if group is not None]
     counts = {group._get_sequence_number_for_group() for group in groups}  # type: ignore[attr-defined]
     return len(counts) <= 1

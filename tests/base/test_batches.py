@@ -86,9 +86,7 @@ def test_as_many_tuples_as_texts_in_each_and_samples_are_refused_where_they_are_
     captions = [tuple(f"{i}-{j}" for j in range(num_samples)) for i in range(num_samples)]
     batch = (torch.arange(num_samples), captions)
     assert split_batch(batch, 1)[0][1] == captions
-    with pytest.raises(
-        ValueError, match=f"not be open to two readings, got a list of {num_samples}"
-    ):
+    with pytest.raises(ValueError, match=f"not be ambiguous, got a list of {num_samples}"):
         split_batch(batch, 2)
 
 

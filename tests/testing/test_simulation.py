@@ -91,7 +91,7 @@ def lost(monkeypatch):
     lost = simulate_module._Lost()
     monkeypatch.setattr(simulate_module, "_lost", lost)
     yield
-    lost.see_out()
+    lost.join_oldest()
 
 
 @pytest.mark.usefixtures("lost")
