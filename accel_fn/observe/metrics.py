@@ -61,7 +61,7 @@ def _total(name: str, value: Any, rows: int | None) -> Total:
         repair = (
             "means cannot be averaged, since a mean of means is not the mean"
             if not isinstance(value, Tensor) or value.ndim == 0
-            else "other values need a count"
+            else "a value that is not one a sample needs a count"
         )
         raise ArgumentError(
             f"evaluate: metric_fn must give {name!r} as one value a sample, {wanted}(sum, count), "
