@@ -127,6 +127,10 @@ def read(folder, **change):
     return read_failure(folder, **{**known, "stopped_at": 10.0, "stopped": False, **change})
 
 
+def record(folder, **content):
+    (folder / "error.json").write_text(json.dumps({"stack": "", "time": 9.0, **content}))
+
+
 def test_a_rank_without_a_record_ended_when_it_was_polled(tmp_path):
     found = read(tmp_path, exit_code=-9)
     assert (found.time, found.stack, found.exception) == (10.0, "", "")
@@ -134,32 +138,26 @@ def test_a_rank_without_a_record_ended_when_it_was_polled(tmp_path):
 
 def test_a_record_that_torch_wrote_is_read(tmp_path):
     """By its decorator `record`, in programs that we do not start ourselves."""
-    said = {"py_callstack": "Traceback:\n  here\nKeyError: 'x'\n", "timestamp": "7"}
-    content = {"message": {"message": "KeyError: 'x'", "extraInfo": said}}
-    (tmp_path / "error.json").write_text(json.dumps(content))
+    extra = {"py_callstack": "Traceback:\n  here\nKeyError: 'x'\n", "timestamp": "7"}
+    record(tmp_path, message={"message": "KeyError: 'x'", "extraInfo": extra})
     found = read(tmp_path)
-    assert (found.time, found.stack, found.exception) == (
-        7.0,
-        "Traceback:\n  here",
-        "KeyError: 'x'",
-    )
+    expected = (7.0, "Traceback:\n  here", "KeyError: 'x'")
+    assert (found.time, found.stack, found.exception) == expected
 
 
-@pytest.mark.parametrize("code", [0, 3, 75])
-def test_a_rank_that_was_killed_as_it_exited_has_its_own_exit_code(tmp_path, code):
-    words = {"stack": "", "exception": f"exit code {code}\n", "time": 9.0, "exit_code": code}
-    (tmp_path / "error.json").write_text(json.dumps(words))
-    assert read(tmp_path, exit_code=-15).exit_status == code
+@pytest.mark.parametrize(
+    ("text", "exit_code", "status"),
+    [*((f"exit code {code}\n", code, code) for code in (0, 3, 75)), ("exit code 75\n", None, 1)],
+    ids=["0", "3", "75", "an exception with such a text"],
+)
+def test_a_rank_that_was_killed_as_it_exited_has_its_own_exit_code(
+    tmp_path, text, exit_code, status
+):
+    record(tmp_path, exception=text, exit_code=exit_code)
+    assert read(tmp_path, exit_code=-15).exit_status == status
 
 
-def test_an_exception_whose_text_is_an_exit_code_is_an_exception(tmp_path):
-    words = {"stack": "", "exception": "exit code 75\n", "time": 9.0, "exit_code": None}
-    (tmp_path / "error.json").write_text(json.dumps(words))
-    assert read(tmp_path, exit_code=-15).exit_status == 1
-
-
-def test_a_rank_with_an_earlier_record_was_not_stopped(tmp_path):
-    for time, stopped in ((9.0, False), (11.0, True)):
-        words = {"stack": "", "exception": "ValueError: boom\n", "time": time}
-        (tmp_path / "error.json").write_text(json.dumps(words))
-        assert read(tmp_path, stopped=True).stopped == stopped
+@pytest.mark.parametrize(("time", "stopped"), [(9.0, False), (11.0, True)])
+def test_a_rank_with_an_earlier_record_was_not_stopped(tmp_path, time, stopped):
+    record(tmp_path, exception="ValueError: boom\n", time=time)
+    assert read(tmp_path, stopped=True).stopped == stopped
