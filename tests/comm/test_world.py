@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import os
 import pickle
 import socket
 import subprocess
@@ -33,7 +32,17 @@ FULL = {
 def alone(monkeypatch):
     for name in FULL:
         monkeypatch.delenv(name, raising=False)
-    return monkeypatch
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Sets a launcher's variables, with changes."""
+
+    def set_variables(**changes):
+        for name, value in {**FULL, **changes}.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
 
 
 def test_a_launcher_that_says_all_is_believed():
@@ -106,11 +115,8 @@ def test_a_state_is_of_a_device_that_there_is():
         af.DistState(device="gpu")
 
 
-def test_a_world_of_one_needs_no_group(alone):
-    for name, value in {**FULL, "RANK": "0", "WORLD_SIZE": "1"}.items():
-        alone.setenv(name, value)
-    alone.setenv("LOCAL_RANK", "0")
-    alone.setenv("LOCAL_WORLD_SIZE", "1")
+def test_a_world_of_one_needs_no_group(launched):
+    launched(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     assert af.init(device="cpu").group is None
 
 
@@ -221,18 +227,16 @@ def test_arguments_are_checked(alone, arguments, text):
         af.init(**arguments)
 
 
-def test_a_host_that_does_not_resolve_is_an_error(alone):
-    for name, value in {**FULL, "MASTER_ADDR": "no-such-host.invalid"}.items():
-        alone.setenv(name, value)
+def test_a_host_that_does_not_resolve_is_an_error(launched):
+    launched(MASTER_ADDR="no-such-host.invalid")
     with pytest.raises(
         RuntimeError, match=r"MASTER_ADDR must be a host that resolves, got 'no-such-host"
     ):
         af.init(device="cpu", timeout_s=2)
 
 
-def test_an_address_that_nobody_serves_is_an_error_in_time(alone):
-    for name, value in {**FULL, "MASTER_PORT": str(free_port())}.items():
-        alone.setenv(name, value)
+def test_an_address_that_nobody_serves_is_an_error_in_time(launched):
+    launched(MASTER_PORT=str(free_port()))
     start = time.monotonic()
     with pytest.raises(
         TimeoutError, match=r"rank 1 of 4 could not reach MASTER_ADDR=127\.0\.0\.1 MASTER_PORT="
@@ -250,7 +254,9 @@ def test_an_address_that_nobody_serves_is_an_error_in_time(alone):
     ],
     ids=["bound alone", "full", "silent"],
 )
-def test_an_address_that_takes_no_rank_is_an_error_in_time(alone, capfd, backlog, num_waiting, why):
+def test_an_address_that_takes_no_rank_is_an_error_in_time(
+    launched, capfd, backlog, num_waiting, why
+):
     """torch's own tries print pages, go on long after the time is up, and wait for a silent one forever."""
     with contextlib.ExitStack() as sockets:
         there = sockets.enter_context(socket.socket())
@@ -262,8 +268,7 @@ def test_an_address_that_takes_no_rank_is_an_error_in_time(alone, capfd, backlog
             waiting.setblocking(False)
             waiting.connect_ex(there.getsockname())
         port = there.getsockname()[1]
-        for name, value in {**FULL, "MASTER_PORT": str(port)}.items():
-            alone.setenv(name, value)
+        launched(MASTER_PORT=str(port))
         with pytest.raises(
             TimeoutError,
             match=rf"could not reach MASTER_ADDR=127\.0\.0\.1 MASTER_PORT={port} .*{why}",
@@ -275,36 +280,23 @@ def test_an_address_that_takes_no_rank_is_an_error_in_time(alone, capfd, backlog
             thread.join(60)
 
 
-def test_a_port_that_is_taken_is_an_error(alone):
+def test_a_port_that_is_taken_is_an_error(launched):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        environment = {
-            **FULL,
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "MASTER_PORT": str(taken.getsockname()[1]),
-        }
-        for name, value in environment.items():
-            alone.setenv(name, value)
+        launched(RANK="0", LOCAL_RANK="0", MASTER_PORT=str(taken.getsockname()[1]))
         with pytest.raises(
             TimeoutError, match=r"rank 0 of 4 could not serve MASTER_ADDR=127\.0\.0\.1"
         ):
             af.init(device="cpu", timeout_s=2)
 
 
-def test_ranks_that_do_not_come_are_named():
+def test_ranks_that_do_not_come_are_named(launched):
     """In a process of its own: the store that it serves lives as long as it does."""
     script = "import accel_fn as af; af.init(device='cpu', timeout_s=2)"
-    environment = {
-        **os.environ,
-        **FULL,
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "MASTER_PORT": str(free_port()),
-    }
+    launched(RANK="0", LOCAL_RANK="0", MASTER_PORT=str(free_port()))
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=150
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

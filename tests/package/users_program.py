@@ -22,6 +22,12 @@ dataset = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
 loader = DataLoader(dataset, batch_size=4)
 batch = (torch.randn(8, 4), torch.randn(8, 1))
 state, report = step(state, batch)
+sharded: af.ShardedLoader[tuple[Tensor, Tensor]] = af.shard_loader(loader, state)
+for epoch in sharded.epochs(2):
+    for inputs, targets in epoch:
+        first: Tensor = inputs[targets > 0]
+for anything in af.shard_loader(loader, state):
+    print(anything["a batch without an annotation is Any"])
 loss: Tensor = report.loss
 weight: float = af.reduce_sum(2.0, state)
 try:
@@ -46,3 +52,8 @@ af.with_amp(16)  # E
 print(report.lost)  # E
 state.rank = 1  # E
 names: list[str] = found  # E
+for epoch in sharded.epochs(2):
+    for pair in epoch:
+        print(pair.missing)  # E
+        text: str = pair  # E
+other: af.ShardedLoader[str] = sharded  # E
