@@ -139,14 +139,28 @@ def test_batches_before_a_failure_are_given():
     assert seen == list(range(12))
 
 
+def no_shared_memory(index):
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGBUS)
+
+
 @pytest.mark.parametrize("persistent", [False, True])
-def test_error_for_a_killed_worker_names_signal_and_sample(persistent):
+@pytest.mark.parametrize(
+    ("act", "ending", "hint"),
+    [
+        (killed, "killed by SIGKILL", r"was there memory enough\? fewer workers take less"),
+        (no_shared_memory, "killed by SIGBUS", r"was there room in /dev/shm\? fewer workers .*"),
+        (lambda index: os._exit(7), "ended with exit code 7", "num_workers=0 shows where it .*"),
+    ],
+    ids=["killed", "no shared memory", "left"],
+)
+def test_error_for_a_lost_worker_names_its_end_and_its_sample(act, ending, hint, persistent):
     with pytest.raises(WorkerError) as caught:
-        ids(loader_of(Failing(13, killed), num_workers=2, persistent=persistent))
+        ids(loader_of(Failing(13, act), num_workers=2, persistent=persistent))
     assert re.fullmatch(
         r"shard_loader: workers must live until the loop ends, got worker 1 \(process \d+\) "
-        r"killed by SIGKILL in sample 13 of batch 3 of epoch 0 while batch [0-3] of epoch 0 was waited for; "
-        r"was there memory enough\? fewer workers take less",
+        rf"{ending} in sample 13 of batch 3 of epoch 0 while batch [0-3] of epoch 0 was waited for; "
+        rf"{hint}",
         str(caught.value),
     )
     assert isinstance(caught.value, RuntimeError)
@@ -160,26 +174,6 @@ def test_a_worker_that_dies_while_others_are_given_work_is_an_error_of_ours(pers
     torchs = r"DataLoader worker \(pid \d+\) is killed by signal: Killed"
     with pytest.raises(WorkerError, match=rf"got ({ours}|{torchs})"):
         ids(loader_of(Failing(0, killed, 400), 2, persistent, batch_size=1, prefetch_factor=200))
-
-
-def test_a_worker_that_leaves_is_told():
-    with pytest.raises(
-        WorkerError,
-        match=r"worker 0 \(process \d+\) ended with exit code 7 in sample 9 of batch 2 of epoch 0 while"
-        r".*waited for; num_workers=0 shows where it happens$",
-    ):
-        ids(loader_of(Failing(9, lambda index: os._exit(7)), num_workers=2))
-
-
-def test_a_worker_that_finds_no_shared_memory_says_where_to_look():
-    def fail(index):
-        signal.signal(signal.SIGBUS, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGBUS)
-
-    with pytest.raises(
-        WorkerError, match=r"killed by SIGBUS in sample 9 .*; was there room in /dev/shm\? fewer"
-    ):
-        ids(loader_of(Failing(9, fail), num_workers=2))
 
 
 def test_a_failure_leaves_no_cycle_that_would_keep_a_loader():
