@@ -1,4 +1,4 @@
-"""Data that fail on one rank of a loader whose ranks talk: every rank raises, and nobody waits."""
+"""Data that fail on one rank of a loader whose ranks exchange messages: every rank raises at once."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def own_sampler(where, act, **options):
     return DataLoader(data, batch_size=BATCH_SIZE, sampler=order, **options)
 
 
-def talking_stream(where, act, **options):
+def split_stream(where, act, **options):
     data, options = where(Shards, act, **options)
     return DataLoader(data, batch_size=BATCH_SIZE, **options)
 
@@ -94,14 +94,14 @@ def make_step(state):
     return af.build(state, af.wrap_ddp()(plan))
 
 
-def said_by(fn, *arguments):
+def error_of(fn, *arguments):
     with pytest.raises((ValueError, RuntimeError)) as caught:
         fn(*arguments)
     return str(caught.value)
 
 
 ahead_or_not = pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
-talkers = pytest.mark.parametrize("talker", [own_sampler, talking_stream])
+talkers = pytest.mark.parametrize("talker", [own_sampler, split_stream])
 
 
 @pytest.mark.parametrize("where", [in_data, in_collate_fn])
@@ -112,14 +112,14 @@ def test_an_evaluation_raises_on_all_ranks(where, talker, fails, ahead):
     def run(state):
         loader = sharded(partial(talker, where), partial(rotten, state.rank, fails), state, ahead)
         state, step = make_step(state)
-        return said_by(af.evaluate, step, loader, state)
+        return error_of(af.evaluate, step, loader, state)
 
     found = simulate(run, world_size=2, timeout_s=100)
     assert found[fails] == "rotten"
     assert found[1 - fails].endswith(f": failed on rank {fails}: ValueError('rotten')")
 
 
-@pytest.mark.parametrize("talker", [own_sampler, talking_stream])
+@pytest.mark.parametrize("talker", [own_sampler, split_stream])
 @pytest.mark.parametrize("fails", [0, 2])
 @ahead_or_not
 def test_a_loop_that_catches_the_error_goes_on_with_all_ranks(talker, fails, ahead):
@@ -128,7 +128,7 @@ def test_a_loop_that_catches_the_error_goes_on_with_all_ranks(talker, fails, ahe
     def run(state):
         make = partial(talker, in_data)
         failing = sharded(make, partial(rotten, state.rank, fails), state, ahead)
-        said = [said_by(list, failing), said_by(list, failing)]
+        said = [error_of(list, failing), error_of(list, failing)]
         well = sharded(make, partial(rotten, state.rank, None), state, ahead)
         return said, len(list(well))
 
@@ -147,7 +147,7 @@ def test_a_worker_that_is_killed_on_one_rank_ends_an_evaluation_on_all(talker, a
         make = partial(talker, in_data, num_workers=1)
         loader = sharded(make, partial(killed, state.rank, 1), state, ahead)
         state, step = make_step(state)
-        return said_by(af.evaluate, step, loader, state)
+        return error_of(af.evaluate, step, loader, state)
 
     first, second = simulate(run, world_size=2, timeout_s=100)
     assert "worker 0 (process " in second
@@ -158,7 +158,7 @@ def test_a_worker_that_is_killed_on_one_rank_ends_an_evaluation_on_all(talker, a
 
 
 @pytest.mark.parametrize("sizes", [[2, 60], [30, 60]])
-def test_a_failure_is_heard_where_all_shards_have_ended(sizes):
+def test_a_failure_reaches_peers_where_all_shards_have_ended(sizes):
     """What is held there then goes from rank to rank."""
 
     class Uneven(Shards):

@@ -34,7 +34,7 @@ RAISES = 'raise ValueError("rotten")'
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 CASES = [
     (talker, fails, ahead)
-    for talker in ("own_sampler", "talking_stream")
+    for talker in ("own_sampler", "split_stream")
     for fails, ahead in ((0, True), (1, False))
 ]
 

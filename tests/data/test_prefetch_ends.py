@@ -157,8 +157,8 @@ def test_several_ranks_read_equally_far_before_they_stop(taken):
     assert source.num_read == (taken + 4 if taken else 0)
 
 
-class TalkingSource:
-    """Ranks tell each other the number of every batch, and give what they were told."""
+class ExchangingSource:
+    """Its batches are the numbers that ranks exchange."""
 
     def __init__(self, state, size):
         self.channel, self.rank, self.size = open_channel(state), state.rank, size
@@ -179,9 +179,9 @@ class TalkingSource:
     global_indices = facts = indices
 
 
-def test_ranks_that_talk_while_they_read_may_break_and_begin_again():
+def test_ranks_that_exchange_messages_while_they_read_may_break_and_start_again():
     def run(state):
-        loader = af.prefetch(ShardedLoader(TalkingSource(state, 9)), state, depth=3)
+        loader = af.prefetch(ShardedLoader(ExchangingSource(state, 9)), state, depth=3)
         found = []
         for epoch in loader.epochs(3):
             for batch in epoch:

@@ -48,7 +48,7 @@ class Unsized(Own):
 
 
 class Epochal(Own):
-    """Is told which epoch it is."""
+    """Has set_epoch."""
 
     epoch = None
 
@@ -205,7 +205,7 @@ def test_long_epochs_are_read_in_pieces_that_draw_as_one():
     assert [b for _, b in both] == samples(other)
 
 
-def test_a_sampler_is_told_the_epoch():
+def test_a_sampler_gets_the_epoch():
     sampler = Epochal(lambda self: [self.epoch] * SIZE)
     loader = shard(sampler=sampler, batch_size=SIZE)
     assert [samples(epoch)[0][0] for epoch in loader.epochs(3)] == [0, 1, 2]
@@ -225,7 +225,7 @@ def test_loaders_over_one_sampler_are_each_in_their_own_epoch():
         assert set(early.tolist()) == {0}
 
 
-def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch():
+def test_a_sampler_inside_a_batch_sampler_gets_the_epoch():
     class Halves:
         def __init__(self):
             self.sampler = Epochal(lambda self: [self.epoch] * SIZE)
@@ -432,7 +432,7 @@ def test_passes_at_the_same_time_do_not_meet():
     simulate(run, world_size=2)
 
 
-def test_ranks_in_different_epochs_are_told_so():
+def test_ranks_in_different_epochs_raise():
     def run(state):
         loader = af.shard_loader(DataLoader(DATA, sampler=Own(globally), batch_size=4), state)
         epoch = list(loader.epochs(2))[state.rank]
@@ -513,7 +513,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "batch", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_dealt_is_refused_on_every_rank(options, batch, text):
+def test_what_a_sampler_cannot_give_all_ranks_is_refused_on_every_rank(options, batch, text):
     def run(state):
         with pytest.raises(ValueError, match=f"shard_loader: {text}"):
             af.shard_loader(DataLoader(DATA, **options), state, batch=batch)
@@ -592,7 +592,7 @@ def test_ranks_must_give_the_same_kind_of_loader(kinds, split, text):
     assert len(texts) == (1 if split == "auto" else 2)  # a rank that is told of another's says so
 
 
-def test_a_list_that_is_in_another_order_on_each_rank_is_dealt_as_rank_0_has_it():
+def test_a_list_in_another_order_on_each_rank_is_split_as_rank_0_has_it():
     lists = [[3, 1, 2, 0], [0, 1, 2, 3]]
 
     def run(state):

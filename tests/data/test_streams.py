@@ -44,7 +44,7 @@ def everywhere(data, world_size, batch_size=4, split="auto", **options):
     return simulate(run, world_size=world_size)
 
 
-# --- taking turns ---
+# --- round robin ---
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -156,7 +156,7 @@ def test_streams_in_which_a_position_differs_are_refused_on_every_rank():
     assert simulate(run, world_size=2) == [True, True]
 
 
-def test_a_position_in_streams_that_say_a_length_is_no_conversation():
+def test_a_position_in_streams_with_a_length_needs_no_exchange():
     """Rank 1 asks for it alone."""
 
     def run(state):
@@ -185,7 +185,7 @@ def test_a_stream_that_fails_on_one_rank_ends_all(num_workers):
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("data", [Counting(30), SelfSplitting([10, 10, 10])], ids=["", "splits"])
-def test_workers_that_take_turns_change_nothing(num_workers, data):
+def test_round_robin_over_workers_changes_nothing(num_workers, data):
     """Also where the data set would split itself among the workers that it sees."""
     for rank in range(2):
         found = ids(by_hand(data, rank, 2, split="round_robin", num_workers=num_workers))
@@ -289,7 +289,7 @@ def test_loaders_over_one_stream_are_each_in_their_own_epoch(split, ahead):
         assert set(early.tolist()) <= set(range(40))
 
 
-def test_a_stream_is_told_its_epoch_once_a_pass():
+def test_set_epoch_is_called_once_a_pass():
     data = Looking(200)
     for epoch in by_hand(data).epochs(3):
         ids(epoch)
@@ -298,7 +298,7 @@ def test_a_stream_is_told_its_epoch_once_a_pass():
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_data_set_is_told_the_epoch(num_workers, persistent_workers):
+def test_the_data_set_gets_the_epoch(num_workers, persistent_workers):
     persistent_workers = persistent_workers and num_workers > 0
     data = Counting(10, shuffle=True)
     options = {"num_workers": num_workers, "persistent_workers": persistent_workers}
@@ -546,23 +546,23 @@ def test_even_shards_stay_where_they_are():
     ]
 
 
-class Heard(Channel):
-    """A channel that counts what is said on it."""
+class CountedChannel(Channel):
+    """A channel that counts its exchanges."""
 
-    spoken = 0
+    exchanges = 0
 
     def exchange(self, value):
-        Heard.spoken += 1
+        CountedChannel.exchanges += 1
         return super().exchange(value)
 
 
-def test_ranks_speak_once_in_several_batches():
+def test_ranks_exchange_counts_once_in_several_batches():
     """And read no further ahead than a few batches, where all is even."""
     data = Sharded([400, 400])
 
     def run(state):
         loader = af.shard_loader(DataLoader(data, batch_size=8), state)
-        loader._source._channel = Heard(state, loader._source._channel.tag)
+        loader._source._channel = CountedChannel(state, loader._source._channel.tag)
         batches = iter(loader)
         for _ in range(80):
             next(batches)
@@ -570,10 +570,10 @@ def test_ranks_speak_once_in_several_batches():
     simulate(run, world_size=2)
     num_read = len([item for item in data.read if item < 1000])
     assert 80 * 4 < num_read <= 80 * 4 + 6 * 4
-    assert Heard.spoken <= 2 * (80 / 4 + 3)
+    assert CountedChannel.exchanges <= 2 * (80 / 4 + 3)
 
 
-def test_too_few_shards_are_read_in_turns():
+def test_too_few_shards_are_read_round_robin():
     data = Sharded([7, 6])
     assert joined(everywhere(data, 3)) == [data.items()[start : start + 4] for start in (0, 4)] + [
         data.items()[8:]
@@ -842,7 +842,7 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(data, options, text):
 
 
 @pytest.mark.parametrize("split", ["auto", "workers"])
-def test_splitting_needs_ranks_that_can_talk(split):
+def test_splitting_needs_a_process_group(split):
     with pytest.raises(
         ValueError, match=r'process group to split a stream.*use split="round_robin"'
     ):

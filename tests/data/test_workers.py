@@ -114,7 +114,7 @@ def test_a_sample_that_fails_in_a_worker_says_where_and_in_which(error):
     assert caught.value.__notes__ == ["shard_loader: batch 3 of epoch 1"]
 
 
-def test_an_error_that_cannot_be_made_again_is_told_as_text():
+def test_an_error_that_cannot_be_made_again_is_raised_as_text():
     with pytest.raises(RuntimeError, match="TwoWordsError") as caught:
         ids(loader_of(Failing(5, raising(TwoWordsError("a", "b"))), num_workers=1))
     assert "failed to give sample 5" in str(caught.value)
@@ -242,7 +242,7 @@ def test_after_a_failure_there_are_new_workers(tmp_path):
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
 def test_persistent_workers_that_died_while_idle_are_replaced(kind):
-    """And nobody is told, in whatever the program does meanwhile."""
+    """And no error is raised in what the program does meanwhile."""
     data = Failing(0, pid_of) if kind == "map" else Pids()
     loader = loader_of(data, 1, persistent=True, batch_size=1)
     first = next(iter(loader)).item()
@@ -300,7 +300,7 @@ class Together(Dataset):
 )
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_killed_worker_is_told_where_its_loop_asks_for_a_batch(way, ahead, work_s):
+def test_a_killed_worker_is_raised_where_its_loop_waits_for_a_batch(way, ahead, work_s):
     """Never in the middle of what the loop does with one; and with worker, signal and what it read."""
     make, where = WAYS[way]
     loader = make(Failing(37, killed, size=64))
@@ -317,8 +317,8 @@ def test_a_killed_worker_is_told_where_its_loop_asks_for_a_batch(way, ahead, wor
     assert worked
     text = str(caught.value)
     assert re.search(rf"worker [01] \(process \d+\) killed by SIGKILL {where}", text)
-    told = text + "".join(getattr(caught.value, "__notes__", []))
-    assert re.search(r"batch \d+ of epoch 0 (was waited for|on rank 0)", told)
+    with_notes = text + "".join(getattr(caught.value, "__notes__", []))
+    assert re.search(r"batch \d+ of epoch 0 (was waited for|on rank 0)", with_notes)
 
 
 class Big(Failing):
@@ -328,7 +328,7 @@ class Big(Failing):
         return "x" * 200_000 if super().__getitem__(index) is not None else ""
 
 
-def test_a_worker_that_dies_in_the_midst_of_sending_is_told():
+def test_a_worker_that_dies_in_the_middle_of_sending_is_raised():
     loader = loader_of(Big(9, killed), 1, batch_size=1, collate_fn=list, prefetch_factor=8)
     batches = iter(loader)
     next(batches)
