@@ -56,12 +56,12 @@ def translate(given: Mapping[str, Given]) -> Layer:
     """Make our settings of accelerate's; name the rest in one warning, refuse unknown keys."""
     environment = given.get("compute_environment")
     if environment is not None and environment.value != "LOCAL_MACHINE":
-        raise environment.error("compute_environment", "be LOCAL_MACHINE")
+        environment.refuse("compute_environment", "be LOCAL_MACHINE")
     check_names({name: each.where for name, each in given.items()}, _KNOWN)
     for name in _BOOLEANS:
         each = given.get(name)
         if each is not None and str(each.value).lower() not in ("true", "false", "yes", "no"):
-            raise each.error(name, "be true or false")
+            each.refuse(name, "be true or false")
     sections = {name: _section(name, given[name]) for name in SECTIONS if name in given}
     kind = _distributed_type(given)
     translated = {
@@ -83,7 +83,7 @@ def _section(name: str, each: Given) -> Mapping[str, object]:
     if each.value is None:
         return {}
     if not isinstance(each.value, dict):
-        raise each.error(name, "be a section")
+        each.refuse(name, "be a section")
     section = {named(name, str(key)): value for key, value in each.value.items()}
     check_names(dict.fromkeys(section, f"{each.where}: {name}"), SECTIONS[name])
     return section
@@ -101,7 +101,7 @@ def _distributed_type(given: Mapping[str, Given]) -> Given:
         meant = nearest(str(kind.value), [each.lower() for each in _TYPES]).upper()
         meant = "XLA" if kind.value == "TPU" else meant  # as accelerate names it in its question
         repair = f"did you mean {meant}?" if meant else ""
-        raise kind.error("distributed_type", f"be one of {', '.join(_TYPES)}", repair)
+        kind.refuse("distributed_type", f"be one of {', '.join(_TYPES)}", repair)
     return kind
 
 
@@ -111,7 +111,7 @@ def _processes(count: Given | None, kind: Given) -> Given | None:
         return None if count is not None and count.value == -1 else count
     if count is not None and count.value != 1:
         repair = "set distributed_type to MULTI_CPU or MULTI_GPU for more"
-        raise count.error("num_processes", "be 1 where distributed_type is NO", repair)
+        count.refuse("num_processes", "be 1 where distributed_type is NO", repair)
     return count or kind.becomes(1)
 
 
@@ -120,12 +120,12 @@ def _use_cpu(given: Mapping[str, Given], kind: Given) -> Given | None:
     if kind.value == "MULTI_CPU":
         ids = given.get("gpu_ids")
         if ids is not None and ids.value not in (None, "all"):
-            raise ids.error("gpu_ids", "be left out where distributed_type is MULTI_CPU")
+            ids.refuse("gpu_ids", "be left out where distributed_type is MULTI_CPU")
         return kind.becomes(True)
     use_cpu = given.get("use_cpu")
     if use_cpu and use_cpu.value is True and str(kind.value).startswith("MULTI_"):
         rule = f"be false where distributed_type is {kind.value}"
-        raise use_cpu.error("use_cpu", rule, "or set MULTI_CPU")
+        use_cpu.refuse("use_cpu", rule, "or set MULTI_CPU")
     return use_cpu
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from accel_fn.errors import SettingsError, message
 
@@ -26,8 +27,8 @@ class Given:
         """The same place with another value."""
         return replace(self, value=value)
 
-    def error(self, name: str, rule: str, repair: str = "") -> SettingsError:
-        return SettingsError(message(self.where, name, rule, self.value, repair))
+    def refuse(self, name: str, rule: str, repair: str = "") -> NoReturn:
+        raise SettingsError(message(self.where, name, rule, self.value, repair))
 
 
 @dataclass(frozen=True, slots=True)
