@@ -47,19 +47,24 @@ if TYPE_CHECKING:
     from accel_fn.observe.estimate_memory import estimate_memory as estimate_memory
     from accel_fn.observe.evaluate import evaluate as evaluate
     from accel_fn.observe.explain import explain as explain
+    from accel_fn.step.build import build as build
     from accel_fn.step.grads import Grads as Grads
-    from accel_fn.step.plan import Kept as Kept
+    from accel_fn.step.plan import GradFn as GradFn
     from accel_fn.step.plan import Plan as Plan
-    from accel_fn.step.plan import Report as Report
-    from accel_fn.step.plan import Transform as Transform
-    from accel_fn.step.plan import compose as compose
+    from accel_fn.step.plan import SlotFunction as SlotFunction
+    from accel_fn.step.plan import Stateful as Stateful
+    from accel_fn.step.report import Report as Report
     from accel_fn.step.step import Step as Step
-    from accel_fn.step.step import build as build
+    from accel_fn.step.strategy import Strategy as Strategy
+    from accel_fn.step.transform import Transform as Transform
+    from accel_fn.step.transform import compose as compose
     from accel_fn.transforms.accumulate.accumulate import accumulate as accumulate
-    from accel_fn.transforms.activation_checkpointing import checkpointed as checkpointed
+    from accel_fn.transforms.activation_checkpointing import (
+        checkpoint_activations as checkpoint_activations,
+    )
     from accel_fn.transforms.amp.amp import with_amp as with_amp
     from accel_fn.transforms.average import average as average
-    from accel_fn.transforms.average import averaged as averaged
+    from accel_fn.transforms.average import use_average as use_average
     from accel_fn.transforms.check_replicas import check_replicas as check_replicas
     from accel_fn.transforms.clip import clip as clip
     from accel_fn.transforms.clip import clip_value as clip_value
@@ -86,10 +91,14 @@ _MODULES = {
     "comm.gather": ["gather"],
     "step.grads": ["Grads"],
     "base.launch_options": ["LaunchOptions", "launch_options"],
-    "step.plan": ["Kept", "Plan", "Report", "Transform", "compose"],
+    "step.build": ["build"],
+    "step.plan": ["GradFn", "Plan", "SlotFunction", "Stateful"],
+    "step.report": ["Report"],
+    "step.strategy": ["Strategy"],
+    "step.transform": ["Transform", "compose"],
     "comm.reduce": ["reduce_mean", "reduce_sum"],
     "base.state": ["DistState", "LossScale"],
-    "step.step": ["Step", "build"],
+    "step.step": ["Step"],
     "base.weights": ["num_labels"],
     "comm.world": ["distributed", "init"],
     "transforms.wrap": ["wrap"],
@@ -107,8 +116,8 @@ _MODULES = {
     "launcher.function.launch": ["launch"],
     "transforms.accumulate.accumulate": ["accumulate"],
     "transforms.amp.amp": ["with_amp"],
-    "transforms.average": ["average", "averaged"],
-    "transforms.activation_checkpointing": ["checkpointed"],
+    "transforms.average": ["average", "use_average"],
+    "transforms.activation_checkpointing": ["checkpoint_activations"],
     "transforms.clip": ["clip", "clip_value"],
     "transforms.compile.compiled": ["compiled"],
     "transforms.ddp.ddp": ["wrap_ddp"],

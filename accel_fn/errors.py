@@ -17,6 +17,7 @@ __all__ = [
     "NotEquivalentError",
     "OutOfMemoryError",
     "PeerError",
+    "PeerOutOfMemoryError",
     "PlanError",
     "RankError",
     "ReplicaError",
@@ -79,6 +80,15 @@ class SkippedError(AccelError, ArithmeticError):
 
 class OutOfMemoryError(AccelError, MemoryError):
     """The device is out of memory even with the smallest micro-batches."""
+
+
+class PeerOutOfMemoryError(OutOfMemoryError):
+    """Memory ran out on another rank before gradients were averaged."""
+
+    def __init__(self, failures: Sequence[str]) -> None:
+        super().__init__(failures)
+        self.failures = failures
+        """What failed on each rank, in rank order."""
 
 
 class WorkerError(AccelError, RuntimeError):

@@ -368,7 +368,7 @@ def with_graph(plan: af.Plan) -> af.Plan:
 
         return gradients
 
-    return replace(plan, grad_fns=(*plan.grad_fns, differentiate))
+    return replace(plan, wrap_grad_fn=(*plan.wrap_grad_fn, differentiate))
 
 
 def table() -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from accel_fn.errors import ArgumentError, check_count, check_positive, message
 
@@ -85,13 +84,7 @@ def _number(name: str, rule: str, read: Callable[[str], T]) -> T | None:
         raise ArgumentError(message("launch_options", name, rule, text)) from None
 
 
-class FromLaunch(partial[Any]):
-    """A function in a slot of a plan whose arguments the launch has said: `explain` says so."""
-
-    source: ClassVar[str] = "from the launch"
-
-
-class Unsaid(FromLaunch):
-    """The same where the launch has said nothing: arguments that leave the step as it is."""
-
-    source: ClassVar[str] = "the launch says nothing"
+def source_of(option: str) -> str:
+    """What `explain` adds to a setting that the script leaves to the launch."""
+    given = getattr(launch_options(), option)
+    return "the launch sets nothing" if given is None else f"{given} from the launch"

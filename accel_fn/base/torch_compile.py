@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
@@ -78,20 +78,16 @@ def compile_in_place(
         module._compiled_call_impl = partial(compiled, module)
 
 
-class Compiled(partial[Any]):
-    """A function for the slot `compile_loss`; its settings are those of `torch.compile`."""
+def compile_inside(settings: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
+    """A function that calls another one compiled with the first of these settings, if there are any.
 
-
-def compile_inside(compile_loss: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a caller that compiles as the plan does: for parts that the loss's graphs leave out."""
+    It is for parts of a model that the model's own graphs leave out.
+    """
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    for each in compile_loss:
-        if isinstance(each, Compiled):
-            return compile_function(call, **_settings(**each.keywords))
-    return call
+    return compile_function(call, **_settings(**settings[0])) if settings else call
 
 
 def _settings(mode: str, **others: Any) -> dict[str, Any]:

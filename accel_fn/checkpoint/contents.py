@@ -17,13 +17,18 @@ from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.errors import CheckpointError
 from accel_fn.step.plan import Plan, describe
 from accel_fn.step.step import Step
-from accel_fn.transforms.reproducible.reproducible import num_slots_of
-from accel_fn.transforms.schedule.advance import Schedule
 
 Steps = Mapping[str, Step]
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of a group that choose an implementation: those of the running program stay."""
-_RESULT_SLOTS = ("contexts", "grad_fns", "verdicts", "gradients", "starts", "after")
+_RESULT_SLOTS = (
+    "init_state",
+    "forward_contexts",
+    "wrap_grad_fn",
+    "accept",
+    "gradients",
+    "after_update",
+)
 """The slots that decide what is computed; the others decide where, and in how many micro-batches."""
 _STATE_SLOTS = (*_RESULT_SLOTS, "split")
 """The slots whose functions may have state."""
@@ -77,7 +82,7 @@ def contents_of(steps: Steps) -> Contents:
             "optimizer": optimizer,
             "transforms": transforms,
         }
-        found.plans[name] = signature(plan)
+        found.plans[name] = {**signature(plan), **step.strategy.signature()}
     return found
 
 
@@ -95,13 +100,12 @@ def under(place: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
 
 def signature(plan: Plan) -> dict[str, Any]:
     """Describe what must be the same in a run that resumes: no world size, micro-batches or device."""
-    slots = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _RESULT_SLOTS}
+    named = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _RESULT_SLOTS}
+    slots = {slot: [name for name in names if name] for slot, names in named.items()}
     names = {id(parameter): name for name, parameter in unwrapped(plan.model).named_parameters()}
-    num_slots = next(filter(None, map(num_slots_of, plan.own_parameters)), None)
     return {
         "weight_fn": describe(plan.weight_fn),
         **{slot: functions for slot, functions in slots.items() if functions},
-        **({"num_slots": num_slots} if num_slots else {}),
         "optimizer": type(plan.optimizer).__name__,
         "groups": [
             [names[id(each)] for each in group["params"]] for group in plan.optimizer.param_groups
@@ -110,8 +114,8 @@ def signature(plan: Plan) -> dict[str, Any]:
 
 
 def _name(function: Any) -> str:
-    text = describe(function)
-    return text if isinstance(function, Schedule) else text.partition("(")[0]
+    signature_of = getattr(function, "signature", None)
+    return signature_of() if signature_of else describe(function).partition("(")[0]
 
 
 def _stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:

@@ -61,10 +61,10 @@ def test(
             reports, prints = _check_this_world()
         else:
             reports = _check_new_world(num_processes, cpu, config_file)
-    verdicts = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
+    accept = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
     if prints:
-        (_print_as_json if as_json else _print)(reports[0], verdicts)
-    sys.exit(0 if all(verdict.holds for verdict in verdicts) else 1)
+        (_print_as_json if as_json else _print)(reports[0], accept)
+    sys.exit(0 if all(verdict.holds for verdict in accept) else 1)
 
 
 def _check_this_world() -> tuple[list[RankReport], bool]:
@@ -127,13 +127,13 @@ def merge(ranks: Sequence[Outcome]) -> Outcome:
     return replace(ranks[0], largest=largest)
 
 
-def _print_as_json(report: RankReport, verdicts: Sequence[Outcome]) -> None:
+def _print_as_json(report: RankReport, accept: Sequence[Outcome]) -> None:
     def number(value: float | None) -> float | str | None:  # JSON has no infinity and no NaN
         return value if value is None or math.isfinite(value) else str(value)
 
     print_json(
         {
-            "holds": all(verdict.holds for verdict in verdicts),
+            "holds": all(verdict.holds for verdict in accept),
             "num_processes": report.world_size,
             "device": report.device,
             "backend": report.backend,
@@ -146,24 +146,24 @@ def _print_as_json(report: RankReport, verdicts: Sequence[Outcome]) -> None:
                     "error": each.error,
                     "traceback": each.traceback,
                 }
-                for each in verdicts
+                for each in accept
             ],
         }
     )
 
 
-def _print(report: RankReport, verdicts: Sequence[Outcome]) -> None:
+def _print(report: RankReport, accept: Sequence[Outcome]) -> None:
     ranks = f"{report.world_size} ranks" if report.world_size > 1 else "1 rank"
-    print(f"{len(verdicts)} promises on {ranks}, {report.device}, backend {report.backend}")
+    print(f"{len(accept)} promises on {ranks}, {report.device}, backend {report.backend}")
     print_table(
         ["promise", "largest difference", "bound", "verdict"],
         [
             [each.promise, "-" if each.largest is None else f"{each.largest:.3g}",
              f"{each.bound:g}", _verdict_cell(each)]
-            for each in verdicts
+            for each in accept
         ],
     )  # fmt: skip
-    for verdict in verdicts:
+    for verdict in accept:
         if verdict.traceback:
             print(verdict.traceback, file=sys.stderr)
     if report.world_size == 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.errors import PeerError
@@ -48,3 +50,17 @@ def agreed(
         if verdict is not None:
             raise PeerError(f"{function}: failed on rank {rank}: {verdict}")
     return [value for value, _ in every]
+
+
+def exchange_failures(state: DistState, failure: str) -> list[str]:
+    """What failed on each rank, in rank order; empty strings if nothing did.
+
+    Cost: one small collective, and two more if something failed.
+    """
+    if state.world_size == 1:
+        return [failure]
+    failed = torch.tensor(float(bool(failure)), dtype=torch.float64)
+    primitives.start_total(failed, state, "step", what="failures").wait()
+    if not failed:
+        return [""] * state.world_size
+    return primitives.exchange(failure, state, "step")

@@ -20,10 +20,9 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.data.loader import Epoch, ShardedLoader
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 from accel_fn.observe.metrics import Totals, added, means, totals_of, widest
-from accel_fn.step.loss_module import run_forward, run_placed
-from accel_fn.step.microbatches import cut
+from accel_fn.step.loss_module import loss_module_of, run_forward, run_placed
+from accel_fn.step.microbatches import microbatches
 from accel_fn.step.step import Step
-from accel_fn.transforms.fsdp.sharded_loss import evened, loss_module_of
 
 Metric = Tensor | tuple[float | Tensor, float | Tensor]
 MetricFn = Callable[[Any, Any], Mapping[str, Metric]]
@@ -115,7 +114,7 @@ def _totals(
     totals: Totals = {}
     batches = iter(loader)
     try:
-        with bar as shown, _evaluation_mode(step._module), torch.no_grad():
+        with bar as shown, _evaluation_mode(step.strategy.loss_module), torch.no_grad():
             for batch in batches:
                 for found in _measured(step, state, metric_fn, batch):
                     totals = added(totals, found)
@@ -136,11 +135,11 @@ def _measured(
     step: Step, state: DistState, metric_fn: MetricFn | None, batch: Any
 ) -> Iterator[Totals]:
     """Sums and counts of every micro-batch."""
-    plan = step.plan
+    plan, strategy = step.plan, step.strategy
     if metric_fn is None:
-        parts, weights = evened(step._module, state, None, *cut(plan, batch))
+        parts, weights = strategy.pad(state, None, *microbatches(plan, batch))
         for part, weight in zip(parts, weights, strict=True):
-            loss = widest(run_forward(state, plan, step._module, part))
+            loss = widest(run_forward(state, plan, strategy.loss_module, part)[0])
             if not weight:
                 continue
             assert loss is not None  # the forward checks it
@@ -148,9 +147,9 @@ def _measured(
         if not parts:
             yield totals_of({"loss": (0, 0)}, None)
         return
-    model = loss_module_of(step._module).model
+    model = loss_module_of(strategy.loss_module).model
     parts = plan.split[0](batch) if plan.split else (batch,)
-    parts, mine = evened(step._module, state, None, parts, [1] * len(parts))
+    parts, mine = strategy.pad(state, None, parts, [1] * len(parts))
     for part, is_mine in zip(parts, mine, strict=True):
         found = run_placed(state, plan, lambda placed: metric_fn(model, placed), part)
         if is_mine:

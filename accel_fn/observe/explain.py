@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from accel_fn.base.launch_options import FromLaunch
+from torch.optim import Optimizer
+
 from accel_fn.base.state import DistState
-from accel_fn.step.plan import Plan, describe
-from accel_fn.transforms.fsdp.fsdp import Sharding
-from accel_fn.transforms.local_sgd.local_gradients import Parting
-from accel_fn.transforms.reproducible.reproducible import Slotting
+from accel_fn.step.plan import Plan, describe, describe_with_source, trained_by
+from accel_fn.step.strategy import describe_backward
 
 
 def explain(plan: Plan, state: DistState) -> str:
@@ -33,7 +32,7 @@ def explain(plan: Plan, state: DistState) -> str:
       place      batches stay where they are
       forward    loss_fn(Linear, batch)
       backward   the mean over the global batch
-      gradients  clip_norm(max_norm=1.0)
+      gradients  clip(1.0)
       update     SGD(lr=0.1), 2 parameter tensors, 5 numbers
     """
     text = tell(plan, state)
@@ -53,38 +52,37 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
     """What one step does, by the names of its phases, in their order; idle ones are left out."""
     several = state.world_size > 1
     told = {
-        "start": _listed(plan.starts),
-        "model": _listed([*plan.move_model, *plan.compile_loss, *plan.compile_step]),
+        "start": _listed(plan.init_state),
+        "model": _listed(
+            [*plan.place_model, *plan.shard_model, *plan.compile_loss, *plan.compile_step]
+        ),
         "split": _split(plan),
         "weigh": describe(plan.weight_fn) + (f", summed over {_ranks(state)}" if several else ""),
         "place": _listed(plan.place_batch) or "batches stay where they are",
         "forward": _forward(plan),
-        "backward": _backward(plan, several),
-        "wrapped": _listed(plan.grad_fns),
-        "verdicts": _verdicts(plan),
+        "backward": describe_backward(state, plan),
+        "wrapped": _listed(plan.wrap_grad_fn),
+        "accept": _accept(plan),
         "gradients": _listed(plan.gradients),
         "update": _update(plan),
-        "after": _listed(plan.after),
+        "after": _listed(plan.after_update),
         "stop": _stops(plan),
     }
     return {phase: text for phase, text in told.items() if text}
 
 
 def _split(plan: Plan) -> str:
-    slots = _listed([each for each in plan.own_parameters if isinstance(each, Slotting)])
-    return (
-        ", then ".join(filter(None, [slots, _listed(plan.split)])) or "the whole batch of the rank"
-    )
+    return _listed([*plan.having("virtual_ranks"), *plan.split]) or "the whole batch of the rank"
 
 
-def _verdicts(plan: Plan) -> str:
-    said = " and ".join(map(describe, plan.verdicts))
-    return f"an update, where {said} says so" if said else ""
+def _accept(plan: Plan) -> str:
+    calls = " and ".join(map(describe, plan.accept))
+    return f"the update, if {calls} accepts it" if calls else ""
 
 
 def _stops(plan: Plan) -> str:
-    said = " or ".join(map(describe, plan.stops))
-    return f"after this step, where {said} says so on any rank" if said else ""
+    calls = " or ".join(map(describe, plan.should_stop))
+    return f"after this step, if {calls} asks for it on any rank" if calls else ""
 
 
 def _ranks(state: DistState) -> str:
@@ -92,39 +90,20 @@ def _ranks(state: DistState) -> str:
 
 
 def _listed(functions: Sequence[Any]) -> str:
-    return ", then ".join(map(_told, functions))
-
-
-def _told(fn: Any) -> str:
-    return f"{describe(fn)}, {fn.source}" if isinstance(fn, FromLaunch) else describe(fn)
+    return ", then ".join(dict.fromkeys(map(describe_with_source, functions)))
 
 
 def _forward(plan: Plan) -> str:
     call = f"{describe(plan.loss_fn)}({type(plan.model).__name__}, batch)"
-    return f"{call} under {_listed(plan.contexts)}" if plan.contexts else call
-
-
-def _backward(plan: Plan, several: bool) -> str:
-    owner = _listed(plan.own_parameters)
-    if not several and not any(map(_acts_alone, plan.own_parameters)):
-        comma = "," if any(isinstance(each, FromLaunch) for each in plan.own_parameters) else ""
-        idle = f"; {owner}{comma} has nothing to do" if owner else ""
-        return "the mean over the global batch" + idle
-    if any(isinstance(each, Parting) for each in plan.own_parameters):
-        return f"the mean over the rank's own items, by {owner}"
-    return f"the mean over the global batch, by {owner or 'nothing: build will refuse this'}"
-
-
-def _acts_alone(owner: Any) -> bool:
-    """Is there something to do for it in a world of one?"""
-    is_sharding = isinstance(owner, Sharding)
-    return isinstance(owner, Slotting) or (
-        is_sharding and not owner.keywords.keys().isdisjoint(("param_dtype", "offload"))
-    )
+    return f"{call} under {_listed(plan.forward_contexts)}" if plan.forward_contexts else call
 
 
 def _update(plan: Plan) -> str:
-    optimizer, trained = plan.optimizer, plan.trained()
+    return "; ".join(map(_optimizer, plan.optimizers.values()))
+
+
+def _optimizer(optimizer: Optimizer) -> str:
+    trained = trained_by(optimizer)
     given = [group.get("lr") for group in optimizer.param_groups]
     rates = sorted({float(rate) for rate in given if rate is not None})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""

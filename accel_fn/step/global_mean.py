@@ -1,50 +1,35 @@
-"""What the micro-batches of all ranks come to: their total weight, their mean loss, and a word beside."""
+"""The mean loss over the global batch, and the share of it that each micro-batch contributes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, LossScale
 from accel_fn.comm import primitives
-from accel_fn.errors import BatchError, StateError
+from accel_fn.errors import BatchError
+from accel_fn.step.plan import Plan
+
+Metrics = Mapping[str, Tensor]
 
 
-class Tally(Protocol):
-    """Kept over the micro-batches of one global batch, by every rank."""
+class GlobalMean:
+    """The mean over the items of one global batch, kept by every rank over its micro-batches.
 
-    stop: bool
-    """Once closed: has any rank asked for an end of the run?"""
-
-    def share(self, weight: float) -> float:
-        """What the backward of a micro-batch of this weight starts from."""
-
-    def add(self, loss: Tensor, weight: float, *, last: bool) -> None:
-        """Count a micro-batch, after its forward and before its backward."""
-
-    def loads(self) -> Sequence[Tensor]:
-        """The gradients of what the module gives beside the loss, once the micro-batch is counted."""
-
-    def close(self) -> tuple[Tensor, float, float]:
-        """After the last: mean loss and weight of the global batch, and what gradients lack as a factor."""
-
-
-class SummedTally:
-    """By two small collectives: the weight before the first backward, the loss beside the last.
-
-    A micro-batch's share is w * world_size / w_total, so that an average over
-    the ranks is the mean over the global batch. One rank's failure to count
-    its batch travels as not-a-number, and is raised on all.
+    Two small sums over the ranks: of the weights, started before the first forward and awaited
+    before the first backward, and of the losses, started before the last backward. A share is
+    w * world_size / w_total, so that an average over the ranks is the mean over the
+    global batch. If a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
     """
 
     def __init__(
         self,
         state: DistState,
         weights: Sequence[float],
-        failure: Exception | None,
+        failure: Exception | None = None,
         *,
         stop: bool = False,
     ) -> None:
@@ -52,86 +37,79 @@ class SummedTally:
         self._state = state
         self._failure = failure
         self._mean = torch.zeros((), device=state.device)
-        self._works = list[primitives.Pending | primitives.PendingTotal]()
-        self._known: float | None = None
+        self._metrics: dict[str, Tensor] = {}
+        self._pending: list[primitives.Pending | primitives.PendingTotal] = []
+        self._total: float | None = None
+        self.own_weight = sum(weights)
         self.stop = stop
+        """Once the total is known: has a function on any rank asked the run to end?"""
         if state.world_size == 1:
-            self._known = checked_total(weight, failure)
+            self._total = checked_total(weight, failure)
         else:  # integers are exact up to 2**53
             self._totals = torch.tensor([weight, float(stop)], dtype=torch.float64)
-            self._works.append(self._sum(self._totals))
+            self._pending.append(self._sum(self._totals, "weights"))
 
-    def _sum(self, tensor: Tensor) -> primitives.Pending | primitives.PendingTotal:
-        return primitives.start_total(tensor, self._state, "step")
+    def _sum(self, tensor: Tensor, what: str) -> primitives.Pending | primitives.PendingTotal:
+        # The step number lets ranks notice one that caught its loss's error and went on.
+        return primitives.start_total(
+            tensor, self._state, "step", what=f"{what} {self._state.step + 1}"
+        )
 
     def total(self) -> float:
         """The weight of the global batch; waits for it."""
-        if self._known is None:
-            for work in self._works:
-                work.wait()
+        if self._total is None:
+            self._wait()
             total, stops = self._totals.tolist()
-            self._known, self.stop = checked_total(total, self._failure), stops > 0
-        return self._known
+            self._total, self.stop = checked_total(total, self._failure), stops > 0
+        return self._total
+
+    def _wait(self) -> None:
+        for each in self._pending:
+            each.wait()
+        self._pending.clear()
 
     def share(self, weight: float) -> float:
+        """What the backward of a micro-batch of this weight starts from."""
         total = self.total()
-        return weight * self._state.world_size / total if total else 0.0
+        return weight * self._state.data.world_size / total if total else 0.0
 
-    def add(self, loss: Tensor, weight: float, *, last: bool) -> None:
+    def seed(self, loss: Tensor, weight: float, scaler: LossScale | None) -> Tensor | None:
+        """The same as a tensor, times the loss scale; None is one."""
+        return seed_of(loss, self.share(weight), scaler)
+
+    def add(self, loss: Tensor, metrics: Metrics, weight: float) -> None:
+        """Count the mean loss and mean metrics of a micro-batch."""
         total = self.total()
         if weight:
-            self._mean.add_(loss, alpha=weight / total)
-        if last and self._state.world_size > 1:
-            self._works = [self._sum(self._mean)]
+            self._accumulate(loss, metrics, weight / total)
 
-    def loads(self) -> Sequence[Tensor]:
-        return ()
+    def _accumulate(self, loss: Tensor, metrics: Metrics, factor: float) -> None:
+        self._mean.add_(loss, alpha=factor)
+        for name, value in metrics.items():
+            mean = self._metrics.setdefault(name, torch.zeros_like(self._mean))
+            mean.add_(value, alpha=factor)
 
-    def close(self) -> tuple[Tensor, float, float]:
+    def send(self) -> None:
+        """Start the sums over the ranks, once the last micro-batch is counted."""
+        if self._state.world_size > 1:
+            self._pending.append(self._sum(self._mean, "losses"))
+            self._pending += [
+                self._sum(self._metrics[name], name) for name in sorted(self._metrics)
+            ]
+
+    def close(self) -> tuple[Tensor, Metrics, float]:
+        """Mean loss, mean metrics and weight of the global batch; waits for the sums."""
         total = self.total()
-        for work in self._works:
-            work.wait()
-        return self._mean, total, 1.0
+        self._wait()
+        return self._mean, self._metrics, total
 
-
-class OwnTally(SummedTally):
-    """By the same sums, of ranks that keep their gradients: a share is of this rank's items alone.
-
-    Nothing is awaited before the last backward is under way.
-    """
-
-    def __init__(
-        self,
-        state: DistState,
-        weights: Sequence[float],
-        failure: Exception | None,
-        *,
-        stop: bool,
-    ) -> None:
-        if state.scaler is not None:
-            raise StateError(
-                "step: state must carry no loss scale under local_sgd, got one; keep a state of its own "
-                "for the step that scales"
-            )
-        super().__init__(state, weights, failure, stop=stop)
-        self.own = sum(weights)
-
-    def share(self, weight: float) -> float:
-        return weight / self.own if weight else 0.0
-
-    def add(self, loss: Tensor, weight: float, *, last: bool) -> None:
-        if weight:
-            self._mean.add_(loss, alpha=weight)
-        if last:
-            self._works.append(self._sum(self._mean))
-
-    def close(self) -> tuple[Tensor, float, float]:
-        total = self.total()
-        return self._mean / total if total else self._mean, total, 1.0
+    def extras(self, plan: Plan) -> dict[str, Any]:
+        """What it adds to the report of a step."""
+        return {"stop": self.stop} if plan.should_stop else {}
 
 
 def checked_total(total: float, failure: Exception | None) -> float:
-    """A total as an int where it is one; raises where any rank's part of it could not be counted."""
+    """A total as an int where it is one; raises if any rank's part of it could not be counted."""
     if failure is not None:
         raise failure
     if total != total:
@@ -141,12 +119,9 @@ def checked_total(total: float, failure: Exception | None) -> float:
     return int(total) if total.is_integer() else total
 
 
-def mean_loss(
-    state: DistState, tally: Tally, losses: Sequence[Tensor], weights: Sequence[float]
-) -> Tensor:
-    """The mean over all ranks of losses that are there already, none on a rank without items."""
-    if not losses:
-        losses, weights = (torch.zeros((), device=state.device),), (0,)
-    for index, (loss, weight) in enumerate(zip(losses, weights, strict=True), start=1):
-        tally.add(loss, weight, last=index == len(losses))
-    return tally.close()[0]
+def seed_of(loss: Tensor, share: float, scaler: LossScale | None) -> Tensor | None:
+    """What a backward starts from: the share times the loss scale; None is one."""
+    if scaler is not None:
+        scale = scaler.scale.double() if loss.dtype == torch.float64 else scaler.scale
+        return (scale * share).to(loss.dtype)
+    return None if share == 1.0 else loss.new_full((), share)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,40 +14,38 @@ from accel_fn.errors import BatchError, LossError
 from accel_fn.step.plan import ContextFn, LossFn, Plan, describe
 
 T = TypeVar("T")
+Outcome = tuple[Tensor, Mapping[str, Tensor]]
+"""The mean loss of a micro-batch, [], and its metrics, each []."""
 
 
-class Own(nn.Module):
-    """A module of the library's, which nobody but torch's wrappers gives hooks."""
-
-
-class LossModule(Own):
-    """The user's loss as a module: what DDP wraps in place of the user's model."""
+class LossModule(nn.Module):
+    """The user's loss as a module: what a strategy wraps in place of the user's model."""
 
     def __init__(self, loss_fn: LossFn, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        # Where it is set, all that a rank without items reaches: DDP that finds unused
-        # parameters must find the model's unused there.
+        # If set, all that a rank without items reaches: DDP with find_unused_parameters must
+        # find the model's parameters unused there.
         self.idle: nn.Parameter | None = None
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: Any) -> Outcome:
         """The mean loss of a batch; for None, a zero that reaches every parameter."""
         if batch is None:
             reached = [self.idle] if self.idle is not None else self.model.parameters()
-            zeros = [self._nothing_of(p) for p in reached if p.requires_grad]
-            return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum()
+            zeros = [self._empty_zero(p) for p in reached if p.requires_grad]
+            return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum(), {}
         loss = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             _refuse_loss(loss)
-        return loss
+        return loss, {}
 
-    def _nothing_of(self, parameter: nn.Parameter) -> Tensor:
+    def _empty_zero(self, parameter: nn.Parameter) -> Tensor:
         """A zero whose gradient is empty, and sparse where the parameter's always is."""
         tables = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
         if any(table.sparse and table.weight is parameter for table in tables):
-            nowhere = torch.empty(0, dtype=torch.int64, device=parameter.device)
-            return F.embedding(nowhere, parameter, sparse=True).sum()
+            no_rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+            return F.embedding(no_rows, parameter, sparse=True).sum()
         return parameter.flatten()[:0].sum()
 
 
@@ -59,21 +57,20 @@ def _refuse_loss(loss: Any) -> None:
     )
 
 
-def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> Any:
-    """The loss of one micro-batch, and what the module gives beside; None is a rank's without items."""
-    call = bare(module)
-    return call(None) if part is None else run_placed(state, plan, call, part)
+def loss_module_of(module: nn.Module) -> LossModule:
+    """The user's loss, inside of what was made of it."""
+    return next(each for each in module.modules() if isinstance(each, LossModule))
 
 
-def bare(module: nn.Module) -> Callable[[Any], Any]:
-    """What to call of a module: of our own, where nothing goes around it, the forward alone."""
-    own = isinstance(module, Own) and not module._forward_pre_hooks
-    return module.forward if own and module._compiled_call_impl is None else module
+def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> Outcome:
+    """Loss and metrics of one micro-batch; None stands for a rank without items."""
+    outcome: Outcome = module(None) if part is None else run_placed(state, plan, module, part)
+    return outcome
 
 
 def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:
     """`call` on one micro-batch, where the plan places it and in the plan's contexts."""
-    return in_contexts(state, plan.contexts, call, placed(state, plan, part))
+    return in_contexts(state, plan.forward_contexts, call, placed(state, plan, part))
 
 
 def placed(state: DistState, plan: Plan, part: Any) -> Any:

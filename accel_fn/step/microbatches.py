@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,14 +10,13 @@ from torch import Tensor
 from accel_fn.base.weights import weigh
 from accel_fn.errors import BatchError, message
 from accel_fn.step.plan import Plan
-from accel_fn.step.trained_parameters import Settled
 
 Parts = Sequence[Any]
 Weights = Sequence[float]
 
 
-def cut(plan: Plan, batch: Any) -> tuple[Parts, Weights]:
-    """The micro-batches that count for something, and their weights."""
+def microbatches(plan: Plan, batch: Any) -> tuple[Parts, Weights]:
+    """The micro-batches of positive weight, and their weights."""
     if not plan.split:
         weight = _weigh(plan, batch)
         return ((batch,), (weight,)) if weight else ((), ())
@@ -38,19 +37,19 @@ def _weigh(plan: Plan, part: Any) -> float:
 
 
 def _check_split(split: object) -> None:
-    """Refuse what cannot be gone through, or would be gone through by keys, letters or rows."""
+    """Refuse what has no items, or whose items would be keys, letters or rows."""
     if not isinstance(split, Iterable) or isinstance(split, Mapping | str | Tensor):
         rule = "return a sequence of micro-batches"
         raise BatchError(message("step", "split", rule, type(split).__name__))
 
 
-def cut_or_fail(
-    plan: Plan, batch: Any, settled: Settled | None = None
+def microbatches_or_failure(
+    plan: Plan, batch: Any, check: Callable[[], None] | None = None
 ) -> tuple[Parts, Weights, Exception | None]:
-    """`cut`, or nothing and the reason: a failure is for all ranks to hear of before it is raised."""
+    """`microbatches`, or nothing and the error: all ranks must learn of it before one raises."""
     try:
-        if settled is not None:
-            settled.check()
-        return *cut(plan, batch), None
+        if check is not None:
+            check()
+        return *microbatches(plan, batch), None
     except Exception as error:
         return (), (), error

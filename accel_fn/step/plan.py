@@ -1,12 +1,12 @@
-"""A plan: plain data that says what a step is made of, and how plans are transformed."""
+"""Plan: plain data that lists what a step is made of, and the functions that its slots hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial, reduce
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,41 +16,22 @@ from accel_fn.base.state import DistState
 from accel_fn.base.weights import WeightFn
 from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.grads import Grads
+from accel_fn.step.report import Report
 
 LossFn = Callable[[Any, Any], Tensor]
-BatchFn = Callable[[DistState, Any], Any]
+StepFn = Callable[[DistState, Any], tuple[DistState, Report]]
+GradFn = Callable[[DistState, Any], tuple[DistState, Grads, Report]]
+InitFn = Callable[[DistState], DistState]
 ModuleFn = Callable[[DistState, Any], nn.Module]
+BatchFn = Callable[[DistState, Any], Any]
+StrategyFn = Callable[..., Any]
+"""`(state, loss module, plan, inner) -> Strategy`."""
+CompileFn = Callable[[DistState, Any], StepFn]
 ContextFn = Callable[[DistState], AbstractContextManager[Any]]
 SplitFn = Callable[[Any], Sequence[Any]]
-VerdictFn = Callable[[DistState, Grads], Tensor]
-WholeFn = Callable[..., Any]
-CompileFn = Callable[[DistState, WholeFn], WholeFn]
+AcceptFn = Callable[[DistState, Grads], Tensor]
 GradientFn = Callable[[DistState, Grads], Grads]
-StartFn = Callable[[DistState], DistState]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Report:
-    """What one step says. Tensors stay on the device: reading them is what waits for it.
-
-    Attributes:
-        loss: [], float32, detached: the mean over the items of the global batch.
-        weight: number of items of the global batch, over all ranks.
-        grad_norm: [], float32: the global norm when it was first read, of the
-            averaged and unscaled gradients; None where nothing in the plan reads it.
-        applied: [], bool: was the optimizer run? False where the update was skipped.
-        extras: what transforms add, by name.
-    """
-
-    loss: Tensor
-    weight: float
-    grad_norm: Tensor | None = None
-    applied: Tensor | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
-
-
-GradFn = Callable[[DistState, Any], tuple[DistState, Grads, Report]]
-AfterFn = Callable[[DistState, Report], DistState]
+UpdateFn = Callable[[DistState, Report], DistState]
 StopFn = Callable[[], bool]
 
 
@@ -58,10 +39,9 @@ StopFn = Callable[[], bool]
 class Plan:
     """Everything that a step is made of: four things of the user's, and slots that transforms fill.
 
-    A slot is a tuple of functions, filled by `dataclasses.replace`; the
-    built-in transforms do no more than that. The user's objects are held,
-    never changed. A function that keeps something from step to step stands there
-    as a `Kept`, so that every step has its own.
+    A slot is a tuple of functions. A transform fills it by `dataclasses.replace`. The user's
+    objects are held, never changed. A plain function is enough for a slot; a `SlotFunction`
+    can also refuse a plan, and a `Stateful` has state of its own in every step.
 
     Attributes:
         loss_fn: `(model, batch) -> Tensor`, [], the *mean* loss over the batch's items.
@@ -69,24 +49,25 @@ class Plan:
         optimizer: any `torch.optim.Optimizer` over parameters of `model`.
         weight_fn: `batch -> number`: how many items that mean is over: a finite number >= 0, of
             Python's or NumPy's kinds, or a tensor [].
+        init_state: `state -> state`, once, in `build`.
+        place_model: `(state, model) -> model`; at most one.
         place_batch: `(state, batch) -> batch`, in the order listed.
-        move_model: `(state, model) -> model`; at most one.
+        shard_model: `(state, model) -> model`, before the strategy; at most one.
         compile_loss: `(state, module) -> module`, a module that maps a batch to its loss; at most one.
-        compile_step: `(state, function) -> function`, of all of a step that is arithmetic, from
-            placed micro-batches to the update; at most one, and in a world of one.
-        own_parameters: `(state, module) -> module`, as `compile_loss`, and averages gradients, or
-            parameters, over the ranks; at most one.
-        contexts: `state -> context manager`, around forward and loss.
+        compile_step: `(state, stages) -> function (state, batch) -> (state, report)`, which runs
+            all of a step but `after_update`; at most one.
+        strategy: `(state, loss module, plan, inner) -> Strategy`: how the ranks share one step;
+            at most one.
+        forward_contexts: `state -> context manager`, around forward and loss.
         split: `batch -> micro-batches`; at most one.
-        grad_fns: `GradFn -> GradFn`, the first listed innermost, with
+        wrap_grad_fn: `GradFn -> GradFn`, the first listed innermost, with
             `GradFn = (state, batch) -> (state, Grads, Report)`.
-        verdicts: `(state, grads) -> [], bool`, on the gradients as they arrive: should this
-            update be made? It is, where all of them say so.
+        accept: `(state, grads) -> [], bool`, on the gradients as they arrive: should this update
+            be applied? It is if every function returns True.
         gradients: `(state, grads) -> grads`, in the order listed.
-        starts: `state -> state`, once, in `build`.
-        after: `(state, report) -> state`, after each update, in the order listed.
-        stops: `() -> bool`, asked as a step begins: should the run end after it? Where one of
-            any rank says so, `report.extras["stop"]` is True on all.
+        after_update: `(state, report) -> state`, in the order listed.
+        should_stop: `() -> bool`, called as a step begins: should the run end after it? If one on
+            any rank returns True, `report.extras["stop"]` is True on all.
 
     Raises:
         TypeError: one of the four is not what it must be.
@@ -100,42 +81,52 @@ class Plan:
     model: nn.Module
     optimizer: Optimizer
     weight_fn: WeightFn = num_samples
+    init_state: tuple[InitFn, ...] = field(default=(), kw_only=True)
+    place_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
     place_batch: tuple[BatchFn, ...] = field(default=(), kw_only=True)
-    move_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
+    shard_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
     compile_loss: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
     compile_step: tuple[CompileFn, ...] = field(default=(), kw_only=True)
-    own_parameters: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
-    contexts: tuple[ContextFn, ...] = field(default=(), kw_only=True)
+    strategy: tuple[StrategyFn, ...] = field(default=(), kw_only=True)
+    forward_contexts: tuple[ContextFn, ...] = field(default=(), kw_only=True)
     split: tuple[SplitFn, ...] = field(default=(), kw_only=True)
-    grad_fns: tuple[Callable[[GradFn], GradFn], ...] = field(default=(), kw_only=True)
-    verdicts: tuple[VerdictFn, ...] = field(default=(), kw_only=True)
+    wrap_grad_fn: tuple[Callable[[GradFn], GradFn], ...] = field(default=(), kw_only=True)
+    accept: tuple[AcceptFn, ...] = field(default=(), kw_only=True)
     gradients: tuple[GradientFn, ...] = field(default=(), kw_only=True)
-    starts: tuple[StartFn, ...] = field(default=(), kw_only=True)
-    after: tuple[AfterFn, ...] = field(default=(), kw_only=True)
-    stops: tuple[StopFn, ...] = field(default=(), kw_only=True)
+    after_update: tuple[UpdateFn, ...] = field(default=(), kw_only=True)
+    should_stop: tuple[StopFn, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         rules = {
             "loss_fn": (callable(self.loss_fn), "be a function (model, batch) -> loss"),
             "model": (isinstance(self.model, nn.Module), "be an nn.Module"),
-            "optimizer": (
-                isinstance(self.optimizer, Optimizer),
-                "be a torch.optim.Optimizer",
-            ),
+            "optimizer": (isinstance(self.optimizer, Optimizer), "be a torch.optim.Optimizer"),
             "weight_fn": (callable(self.weight_fn), "be a function batch -> number"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise ArgumentTypeError(message("Plan", name, rule, getattr(self, name)))
 
-    def trained(self) -> list[nn.Parameter]:
-        """The optimizer's parameters that require a gradient, in the order of its groups."""
-        groups = self.optimizer.param_groups
-        return [p for group in groups for p in group["params"] if p.requires_grad]
+    @property
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """The optimizers by name: what reads a plan loops over this, so that several are no special case."""
+        return {"optimizer": self.optimizer}
 
-    def updates_always(self, state: DistState) -> bool:
-        """Is every update made, whatever the gradients are?"""
-        return state.scaler is None and not self.verdicts
+    def trained(self) -> list[nn.Parameter]:
+        """The optimizers' parameters that require a gradient, in the order of their groups."""
+        return [p for each in self.optimizers.values() for p in trained_by(each)]
+
+    def entries(self) -> list[Any]:
+        """The functions of all slots, slot by slot."""
+        return [each for name in slot_names() for each in getattr(self, name)]
+
+    def having(self, trait: str) -> list[Any]:
+        """The slot functions with this trait."""
+        return [each for each in self.entries() if trait in getattr(each, "traits", ())]
+
+    def always_applies(self, state: DistState) -> bool:
+        """Is every update applied, whatever the gradients are?"""
+        return state.scaler is None and not self.accept
 
     def __repr__(self) -> str:
         parts = [
@@ -152,18 +143,65 @@ class Plan:
         return f"Plan({', '.join(parts)})"
 
 
-Transform = Callable[[Plan], Plan]
+class SlotFunction(partial[Any]):
+    """A function for a slot, with its settings, that takes part in `build`.
+
+    `SlotFunction(fn, **settings)` is called as `fn(..., **settings)`. Subclass it to override
+    what follows. It prints as the call of the transform that made it.
+
+    Attributes:
+        traits: what other transforms may ask a plan for by `plan.having(trait)`. In use are
+            "needs_equal_replicas", "local_gradients" (ranks keep their own gradients), "retries"
+            (a batch may be done again) and "fixed_microbatches" (their number decides the bits).
+        source: what `explain` adds: where the settings come from, if not from the call.
+
+    >>> import accel_fn as af
+    >>> class OneRank(af.SlotFunction):
+    ...     def allows(self, size):
+    ...         return size == 1
+    >>> def keep(state, grads):
+    ...     return grads
+    >>> plan = af.Plan(loss_fn, model, optimizer, gradients=(OneRank(keep),))
+    >>> state, step = af.build(af.DistState(), plan)
+    """
+
+    traits: frozenset[str] = frozenset()
+    source: str = ""
+    call: str = ""
+
+    def validate(self, state: DistState, plan: Plan) -> None:
+        """Raise if this plan cannot be built. `build` calls it before anything is moved.
+
+        It runs on every rank. `build` exchanges failures, so no rank waits for one that raised.
+        """
+
+    def claim(self, plan: Plan) -> Plan:
+        """Take over what another slot holds: `build` goes on with the plan that this returns."""
+        return plan
+
+    def allows(self, size: int) -> bool:
+        """Does it work in a world of this size?"""
+        return True
+
+    def with_source(self, source: str) -> Self:
+        """The same function; `explain` adds where its settings come from."""
+        other = type(self)(self.func, *self.args, **self.keywords)
+        other.source, other.call = source, self.call
+        return other
+
+    def __repr__(self) -> str:
+        return self.call or describe_call(self.func, self.args, self.keywords)
 
 
-class Kept(partial[Any]):
-    """In a slot: how a function is made that keeps something from step to step.
+class Stateful(SlotFunction):
+    """A factory for a slot function that has state. `build` calls it once, so each step has its own.
 
-    `build` calls it as `(state, plan) -> function` once parameters are what they will be, so
-    every step has its own; the slots of the plan before this one hold what was made already. If
-    the function has `state_dict` and `load_state_dict`, checkpoints hold what it keeps,
-    tensors in the shapes that they have in a new step. If it has
-    `check_saved`, `save` asks it first: it raises, on every rank alike, where there is nothing that
-    could be saved. So does `load`, where it has `check_loaded`.
+    It is called as `(state, plan) -> function` once parameters are what they will be; slots
+    that precede it in the plan hold functions that are made already. If the function has
+    `state_dict` and `load_state_dict`, checkpoints hold its state, tensors in the shapes
+    that they have in a new step. What `state_dict` returns is not written in place later. If the
+    function has `check_saved` or `check_loaded`, `save` and `load` call it first: it
+    raises, on every rank alike, if there is nothing that could be saved.
 
     >>> import accel_fn as af
     >>> from dataclasses import replace
@@ -175,7 +213,9 @@ class Kept(partial[Any]):
     ...             print(len(seen))
     ...         return state
     ...     return count
-    >>> plan = replace(af.Plan(loss_fn, model, optimizer), after=(af.Kept(counting, every=2),))
+    >>> plan = replace(
+    ...     af.Plan(loss_fn, model, optimizer), after_update=(af.Stateful(counting, every=2),)
+    ... )
     >>> state, step = af.build(af.DistState(), plan)
     >>> for _ in range(3):
     ...     state, report = step(state, batch)
@@ -186,94 +226,59 @@ class Kept(partial[Any]):
         """`fn(state, plan, **settings)` makes the function."""
 
 
-class OfReplicas(Kept):
-    """A `Kept` whose function takes the parameters to be equal on all ranks after every update."""
+def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of an optimizer that require a gradient, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def with_kept(plan: Plan, state: DistState) -> Plan:
-    """The plan as one step uses it: with a function of its own for each `Kept`."""
+def with_stateful(plan: Plan, state: DistState) -> Plan:
+    """The plan of one step: with a function of its own for each `Stateful`."""
     for name in slot_names():
         slot = list(getattr(plan, name))
         for place, each in enumerate(slot):
-            if isinstance(each, Kept):  # which may look at what was made before it
-                slot[place] = each(state, plan)
-                made: dict[str, Any] = {name: tuple(slot)}
-                plan = replace(plan, **made)
+            if isinstance(each, Stateful):
+                slot[place] = made = each(state, plan)
+                if each.call:
+                    made.call = each.call
+                filled: dict[str, Any] = {name: tuple(slot)}
+                plan = replace(plan, **filled)
     return plan
 
 
-class Asked(partial[Any]):
-    """A function for a slot that `build` asks, before anything is moved, whether the plan can be built."""
-
-    given_by: ClassVar[str] = ""
-    """The transform that puts it there, where users know it by that."""
-
-    def check(self, state: DistState, plan: Plan) -> None:
-        """Raise, on every rank alike, where it cannot."""
-
-
 def slot_names() -> list[str]:
-    """The slots of a plan, in the order in which it tells them."""
+    """The slots of a plan, in the order in which a step uses them."""
     return [each.name for each in fields(Plan)[4:]]
 
 
-def compose(*transforms: Transform) -> Transform:
-    """One transform that applies several, left to right. Associative; `compose()` is the identity.
-
-    Args:
-        *transforms: each a pure function `Plan -> Plan`.
-
-    Returns:
-        A transform.
-
-    Raises:
-        TypeError: one of them cannot be called, or returns no plan.
-
-    Cost: none; nothing runs before `build`.
-
-    >>> import accel_fn as af
-    >>> recipe = af.compose(af.accumulate(4), af.clip(1.0))
-    >>> recipe(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[split_batch(num_parts=4)], \
-gradients=[clip_norm(max_norm=1.0)])
-    """
-    for transform in transforms:
-        if not callable(transform):
-            raise ArgumentTypeError(
-                message("compose", "transforms", "be functions Plan -> Plan", transform)
-            )
-
-    def composed(plan: Plan) -> Plan:
-        return reduce(_transformed, transforms, plan)
-
-    return composed
-
-
-def _transformed(plan: Plan, transform: Transform) -> Plan:
-    found = transform(plan)
-    if not isinstance(found, Plan):
-        rule, got = f"return a Plan, {describe(transform)} does not", type(found).__name__
-        raise ArgumentTypeError(message("compose", "transforms", rule, got))
-    return found
-
-
 def describe(fn: Any) -> str:
-    """A function as a reader would name it: `name(argument=value)`."""
+    """A function as a reader would write it: `name`, `name(argument=value)`, or its transform's call."""
+    call = getattr(fn, "call", None)
+    if isinstance(call, str) and call:
+        return call
     if isinstance(fn, partial):
-        arguments = [
-            *map(_told, fn.args),
-            *(f"{name}={_told(value)}" for name, value in fn.keywords.items()),
-        ]
-        return f"{describe(fn.func)}({', '.join(arguments)})"
+        return describe_call(fn.func, fn.args, fn.keywords)
     name = getattr(fn, "__qualname__", None)
-    return _told_object(fn) if name is None else name.replace("<locals>.", "").split(".")[-1]
+    return _describe_object(fn) if name is None else name.replace("<locals>.", "").split(".")[-1]
 
 
-def _told(value: Any) -> str:
-    return describe(value) if callable(value) else _told_object(value)
+def describe_with_source(fn: Any) -> str:
+    """A function as a reader would write it, and where its settings come from."""
+    source = getattr(fn, "source", "")
+    return f"{describe(fn)}, {source}" if source else describe(fn)
 
 
-def _told_object(value: Any) -> str:
-    """As it tells itself; by its type where that would be an address, another one on every rank."""
-    silent: Any = object.__repr__
-    return type(value).__name__ if type(value).__repr__ is silent else repr(value)
+def describe_call(fn: Any, args: Iterable[Any], keywords: Mapping[str, Any]) -> str:
+    """A call as it is written in a program."""
+    values = [*map(_describe_value, args)]
+    values += [f"{name}={_describe_value(value)}" for name, value in keywords.items()]
+    return f"{describe(fn)}({', '.join(values)})"
+
+
+def _describe_value(value: Any) -> str:
+    return describe(value) if callable(value) else _describe_object(value)
+
+
+def _describe_object(value: Any) -> str:
+    """Its `repr`; its type where that would be an address, which differs on every rank."""
+    plain: Any = object.__repr__
+    return type(value).__name__ if type(value).__repr__ is plain else repr(value)

@@ -14,21 +14,30 @@ from torch.nn.parameter import is_lazy
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import PlanError
-from accel_fn.step.plan import Asked, Plan, describe, slot_names
-from accel_fn.transforms.local_sgd.local_gradients import Parting
+from accel_fn.step.plan import Plan, SlotFunction, describe
 
-_SINGLE = ("move_model", "compile_loss", "compile_step", "own_parameters", "split")
+_SINGLE = ("place_model", "shard_model", "compile_loss", "compile_step", "strategy", "split")
 
 
 def check_plan(state: DistState, plan: Plan) -> None:
     """Refuse a plan that cannot make a step, for a reason that needs no other rank."""
     _check_slots(state, plan)
     check_parameters(plan)
-    _check_optimizer(plan)
+    _check_optimizers(plan)
     _check_world(state, plan)
-    for each in (each for slot in slot_names() for each in getattr(plan, slot)):
-        if isinstance(each, Asked):
-            each.check(state, plan)
+    for each in plan.entries():
+        _validate(each, state, plan)
+
+
+def _validate(each: Any, state: DistState, plan: Plan) -> None:
+    """Let a slot function refuse the plan or the world."""
+    if isinstance(each, SlotFunction):
+        each.validate(state, plan)
+        if not each.allows(state.world_size):
+            raise PlanError(
+                f"build: {describe(each)} must have another number of ranks, got {state.world_size}; "
+                "leave it out, or start another number"
+            )
 
 
 def _check_slots(state: DistState, plan: Plan) -> None:
@@ -36,25 +45,24 @@ def _check_slots(state: DistState, plan: Plan) -> None:
         entries = getattr(plan, slot)
         if len(entries) > 1:
             for each in entries:
-                if isinstance(each, Asked):
-                    each.check(state, plan)  # it may know better why
+                _validate(each, state, plan)  # its reason may be more precise
             names = " and ".join(map(describe, entries))
             raise PlanError(
                 f"build: plan must have at most one function in {slot}, got {names}; "
                 f"{leave_out_one(entries)}"
             )
-    functions = [each.func if isinstance(each, partial) else each for each in plan.contexts]
-    twice = [fn for fn, count in Counter(functions).items() if count > 1]
-    if twice:
-        names = " and ".join(describe(each) for each in plan.contexts)
+    contexts = plan.forward_contexts
+    functions = [each.func if isinstance(each, partial) else each for each in contexts]
+    if any(count > 1 for count in Counter(functions).values()):
+        names = " and ".join(map(describe, contexts))
         raise PlanError(f"build: plan must enter each context once, got {names}; leave out one")
 
 
 def leave_out_one(entries: Sequence[Any]) -> str:
-    """The repair where two are too many, by the transforms' names where these are ours."""
-    names = [each.given_by for each in entries if isinstance(each, Asked)]
-    several = [name for name in dict.fromkeys(names) if name]
-    return f"leave out one of {' and '.join(several)}" if len(several) > 1 else "leave out one"
+    """The repair if two are too many, by the names of the transforms that made them."""
+    calls = [each.call for each in entries if isinstance(each, SlotFunction) and each.call]
+    names = [*dict.fromkeys(call.partition("(")[0] for call in calls)]
+    return f"leave out one of {' and '.join(names)}" if len(names) > 1 else "leave out one"
 
 
 def check_parameters(plan: Plan) -> None:
@@ -70,7 +78,8 @@ def check_parameters(plan: Plan) -> None:
             f"got a {type(plan.model).__name__} with none"
         )
     known = {id(p) for p in plan.model.parameters()}
-    given = [p for group in plan.optimizer.param_groups for p in group["params"]]
+    groups = [group for each in plan.optimizers.values() for group in each.param_groups]
+    given = [p for group in groups for p in group["params"]]
     foreign = [list(p.shape) for p in given if id(p) not in known]
     if foreign:
         raise PlanError(
@@ -84,22 +93,25 @@ def check_parameters(plan: Plan) -> None:
         )
 
 
-def _check_optimizer(plan: Plan) -> None:
-    closure = inspect.signature(type(plan.optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise PlanError(
-            f"build: optimizer must update from gradients alone, got {type(plan.optimizer).__name__}, "
-            "whose step evaluates the loss again; use another, or step.grads in a loop of your own"
-        )
+def _check_optimizers(plan: Plan) -> None:
+    for each in plan.optimizers.values():
+        closure = inspect.signature(type(each).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise PlanError(
+                f"build: optimizer must update from gradients alone, got {type(each).__name__}, "
+                "whose step evaluates the loss again; use another, or step.grads in a loop of your own"
+            )
 
 
 def _check_world(state: DistState, plan: Plan) -> None:
-    if state.world_size > 1 and not plan.own_parameters:
+    if state.world_size == 1:
+        return
+    if not plan.strategy:
         raise PlanError(
             f"build: plan must average gradients over the {state.world_size} ranks, got nothing that "
             "does; add wrap_ddp()"
         )
-    if state.world_size > 1 and not any(isinstance(each, Parting) for each in plan.own_parameters):
+    if not plan.having("local_gradients"):
         check_row_norms(plan.model)
 
 

@@ -39,26 +39,29 @@ def _summary(plan: Plan) -> list[str]:
         for name in slot_names()
         if name != "split"
     ]
-    groups = [
-        {
-            name: value
-            for name, value in group.items()
-            if isinstance(value, int | float | str | tuple)
-        }
-        for group in plan.optimizer.param_groups
+    optimizers = [
+        f"{name}={type(optimizer).__name__} {[*map(_settings, optimizer.param_groups)]}"
+        for name, optimizer in plan.optimizers.items()
     ]
     parameters = [
         f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         for name, p in plan.model.named_parameters()
     ]
-    return [*slots, f"{type(plan.optimizer).__name__} {groups}", *parameters]
+    return [*slots, *optimizers, *parameters]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group of parameters that are plain values."""
+    return {
+        name: value for name, value in group.items() if isinstance(value, int | float | str | tuple)
+    }
 
 
 def _identity(fn: Any) -> str:
-    """A function's name; with its arguments where it is ours, as a user's may differ by rank."""
-    ours = fn.func if isinstance(fn, partial) else fn
-    ours_too = str(getattr(ours, "__module__", "")).startswith("accel_fn.")
-    return describe(fn) if ours_too else describe(ours)
+    """A function's name; with its arguments if it is ours, since a user's may differ by rank."""
+    inner = fn.func if isinstance(fn, partial) else fn
+    is_ours = str(getattr(inner, "__module__", "")).startswith("accel_fn.")
+    return describe(fn) if is_ours else describe(inner)
 
 
 def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:

@@ -1,37 +1,62 @@
-"""build and Step: the one place with effects, and what it makes of a plan."""
+"""Step and its stages: what runs when a step is called."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_fn.base.state import DistState, check_state
-from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import check_joined
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, message
-from accel_fn.step.backward import cloned
-from accel_fn.step.global_mean import SummedTally, mean_loss
-from accel_fn.step.gradient_fn import gradient_fn
 from accel_fn.step.grads import Grads
-from accel_fn.step.loss_module import LossModule, run_forward
-from accel_fn.step.microbatches import cut_or_fail
-from accel_fn.step.plan import GradFn, Plan, Report, describe, with_kept
-from accel_fn.step.plan_checks import check_parameters, check_plan, check_precision
-from accel_fn.step.same_on_all_ranks import check_same_gradients, check_same_plan
-from accel_fn.step.update import apply_update, follow_parameters, follow_shards
-from accel_fn.transforms.compile.whole_step import Whole, whole_step
-from accel_fn.transforms.fsdp.sharded_loss import Sharded, evened, shards_alone
-from accel_fn.transforms.local_sgd.local_gradients import Apart
+from accel_fn.step.plan import GradFn, Plan, StepFn
+from accel_fn.step.report import Report
+from accel_fn.step.strategy import Strategy
+from accel_fn.step.update import Prepared
+
+
+class Stages:
+    """The stages of a step, one after the other. A `compile_step` function may replace the call.
+
+    An error in the first two leaves parameters, optimizers and stateful slot functions as they were.
+    """
+
+    def __init__(self, plan: Plan, strategy: Strategy) -> None:
+        self.plan = plan
+        self.strategy = strategy
+        self.grad_fn = _wrapped(plan, strategy)
+
+    def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
+        """All of a step but `after_update`."""
+        state, grads, report = self.gradients(state, batch)
+        return self.apply(state, self.prepare(state, grads, report))
+
+    def gradients(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
+        """Gradients of the global batch. The watchdog sees the collectives that DDP starts in it."""
+        if state.watchdog is None:
+            return self.grad_fn(state, batch)
+        state.watchdog.begin_step(state.step + 1)
+        try:
+            return self.grad_fn(state, batch)
+        except RuntimeError as error:
+            state.watchdog.diagnose(error, "step")
+            raise
+
+    def prepare(self, state: DistState, grads: Grads, report: Report) -> Prepared:
+        """Decide about the update and transform the gradients: all that may raise."""
+        return self.strategy.prepare(self.plan, state, grads, report)
+
+    def apply(self, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
+        """Run the optimizers, adjust the loss scale, count the batch."""
+        return self.strategy.apply(self.plan, state, prepared)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Step:
-    """One training step: `step(state, batch) -> (state, report)`. Made by `build`.
+    """One training step: `step(state, batch) -> (state, report)`. `build` makes it.
 
     `step(state, batch)` is `grads` and `update` in turn. The state is a value:
     keep the new one. Model and optimizer are the user's objects and change in
@@ -45,17 +70,10 @@ class Step:
     """
 
     plan: Plan
+    strategy: Strategy
+    stages: Stages
+    _run: StepFn
     _built_with: DistState
-    _module: nn.Module
-    """The loss, as a forward alone runs it."""
-    _grad_fn: GradFn
-    _parameters: Sequence[nn.Parameter]
-    _always: Tensor
-    """What `applied` says where nothing is checked."""
-    _unchecked: list[bool]
-    """Holds an entry until the gradients of a first update were compared over the ranks."""
-    _whole: Whole | None = None
-    """All of a call as one compiled function."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What saving and loading have to remember of this run; nothing that a step reads."""
 
@@ -77,10 +95,7 @@ class Step:
         first update of several ranks, where what the optimizer sees is compared.
         """
         self._check_state(state)
-        if self._whole is not None and self._whole.is_ready():
-            return self._whole(state, batch)
-        state, grads, report = self._run(state, batch)
-        return self._update(state, grads, report)
+        return self._finish(*self._run(state, batch))
 
     def forward(self, state: DistState, batch: Any) -> Tensor:
         """The mean loss over the global batch, as the step would compute it, without gradients.
@@ -98,12 +113,7 @@ class Step:
         Cost: two small collectives in a world of several, and what `wrap_fsdp` gathers.
         """
         self._check_state(state)
-        parts, weights, failure = cut_or_fail(self.plan, batch)
-        tally = SummedTally(state, weights, failure)
-        parts, weights = evened(self._module, state, tally, parts, weights)
-        with torch.no_grad():
-            losses = [run_forward(state, self.plan, self._module, part) for part in parts]
-        return mean_loss(state, tally, losses, weights)
+        return self.strategy.forward(self.plan, state, batch)
 
     def grads(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         """Gradients of the global batch, on all ranks alike, without an update.
@@ -120,11 +130,11 @@ class Step:
         copy of the gradients, since the next backward reuses the memory of these.
         """
         self._check_state(state)
-        state, grads, report = self._run(state, batch)
-        return state, grads if self.plan.grad_fns else cloned(state, grads), report
+        state, grads, report = self.stages.gradients(state, batch)
+        return state, grads if self.plan.wrap_grad_fn else _cloned(state, grads), report
 
     def update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
-        """Gradient transforms, then the optimizer, then what comes after; counts one batch.
+        """Gradient transforms, then the optimizer, then `after_update`; counts one batch.
 
         Args:
             state: as `grads` gave it, or a later one.
@@ -142,48 +152,13 @@ class Step:
         """
         self._check_state(state)
         self._check_outcome(grads, report)
-        shards_alone(self._module)
-        return self._update(state, grads, report)
+        self.strategy.reset()
+        prepared = self.stages.prepare(state, grads, report)
+        return self._finish(*self.stages.apply(state, prepared))
 
-    def _run(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
-        """Gradients, watched: DDP talks in it, and its errors are those of the group."""
-        if state.watchdog is None:
-            return self._grad_fn(state, batch)
-        state.watchdog.begin_step(state.step + 1)
-        try:
-            return self._grad_fn(state, batch)
-        except RuntimeError as error:
-            state.watchdog.diagnose(error, "step")
-            raise
-
-    def _update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
-        plan, scaler = self.plan, state.scaler
-        finite = None if scaler is None else torch.isfinite(grads.norm())
-        ok = finite
-        for judge in plan.verdicts:
-            verdict = judge(state, grads)
-            ok = verdict if ok is None else ok & verdict
-        for transform in plan.gradients:
-            grads = transform(state, grads)
-            if not isinstance(grads, Grads):
-                rule = f"return Grads, {describe(transform)} does not"
-                raise ArgumentTypeError(message("step", "gradients", rule, type(grads).__name__))
-        if self._unchecked and self._unchecked.pop():
-            check_same_gradients(state, plan, grads)
-        apply_update(plan.optimizer, self._parameters, grads, ok)
-        norm = grads.norm_read
-        report = Report(
-            loss=report.loss,
-            weight=report.weight,
-            grad_norm=None if norm is None else norm.float(),
-            applied=self._always if ok is None else ok,
-            extras=report.extras,
-        )
-        if scaler is not None and finite is not None:
-            scaler = scaler.adjust(finite)
-        state = state.advanced(scaler)
-        for after in plan.after:
-            state = after(state, report)
+    def _finish(self, state: DistState, report: Report) -> tuple[DistState, Report]:
+        for after_update in self.plan.after_update:
+            state = after_update(state, report)
         return state, report
 
     def _check_state(self, state: DistState) -> None:
@@ -210,82 +185,36 @@ class Step:
             if not isinstance(value, kind):
                 rule, got = f"be a {kind.__name__}, as step.grads gives it", type(value).__name__
                 raise ArgumentTypeError(message("step.update", name, rule, got))
-        if len(grads.tensors) != len(self._parameters):
-            rule = (
-                f"hold one tensor, or None, for each of {len(self._parameters)} trained parameters"
-            )
+        trained = self.plan.trained()
+        if len(grads.tensors) != len(trained):
+            rule = f"hold one tensor, or None, for each of {len(trained)} trained parameters"
             raise ArgumentError(message("step.update", "grads", rule, len(grads.tensors)))
 
     def __repr__(self) -> str:
         return f"Step({self.plan!r})"
 
 
-def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
-    """Make a step of a plan: the one place that moves, wraps and compiles.
-
-    The model keeps its type, its forward, its hooks and its `state_dict` keys;
-    its parameters may move to the device, and take rank 0's values. Building
-    twice, also from one plan, gives two steps that work independently. Which
-    parameters are trained is settled here: a step refuses those that come later, into the optimizer
-    or by `requires_grad`; build again.
-
-    Args:
-        state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
-        plan: what the step is made of; not changed.
-
-    Returns:
-        The state with what transforms add to it (a loss scale), and the step.
-
-    Raises:
-        ValueError: on every rank alike, transforms that cannot be combined, an optimizer
-            over other parameters than the model's, nothing to train, or several ranks and
-            nothing that averages over them.
-        RuntimeError: ranks build different plans.
-
-    Cost: in a world of several, four small collectives, and what transforms do: those that train
-    on several ranks broadcast the parameters.
-
-    >>> import accel_fn as af
-    >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
-    >>> state, step = af.build(af.DistState(), plan)
-    """
-    check_state("build", state)
-    if not isinstance(plan, Plan):
-        rule = "be a Plan"
-        raise ArgumentTypeError(message("build", "plan", rule, type(plan).__name__))
-    all_or_none(lambda: check_plan(state, plan), state, "build")
-    check_same_plan(state, plan)
-    built, model = all_or_none(lambda: _placed(state, plan), state, "build")
-    loss_module = LossModule(plan.loss_fn, model)
-    module: nn.Module = loss_module
-    parameters = dict(plan.model.named_parameters())
-    for wrap in (*plan.compile_loss, *plan.own_parameters):
-        module = wrap(built, module)
-    follow_shards(plan.optimizer, parameters, plan.model)
-    plan = all_or_none(partial(with_kept, plan, built), state, "build")
-    step = Step(
-        plan=plan,
-        _built_with=built,
-        _module=module if isinstance(module, Sharded) else loss_module,
-        _grad_fn=gradient_fn(built, plan, module),
-        _parameters=plan.trained(),
-        _always=torch.ones((), dtype=torch.bool, device=built.device),
-        _unchecked=[True] if built.world_size > 1 and not isinstance(module, Apart) else [],
-        _whole=whole_step(built, plan, loss_module) if plan.compile_step else None,
-    )
-    return built, step
+def _wrapped(plan: Plan, strategy: Strategy) -> GradFn:
+    """The gradient function of a step, inside what the plan makes of it."""
+    grad_fn: GradFn = partial(strategy.gradients, plan)
+    retrying = [each for each in plan.wrap_grad_fn if "retries" in getattr(each, "traits", ())]
+    others = [each for each in plan.wrap_grad_fn if each not in retrying]
+    for wrap in retrying:  # innermost: these do the same batch again, and keep no gradients
+        grad_fn = wrap(grad_fn)
+    if others:
+        grad_fn = partial(_kept, grad_fn)
+    for wrap in others:
+        grad_fn = wrap(grad_fn)
+    return grad_fn
 
 
-def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
-    """State and model where this rank begins: what may fail on one rank alone, where memory runs out say."""
-    model = plan.model
-    for start in plan.starts:
-        state = start(state)
-    if plan.starts:
-        check_precision(state, model)
-    for move in plan.move_model:
-        model = move(state, model)
-    if plan.move_model:
-        check_parameters(plan)
-        follow_parameters(plan.optimizer)
-    return state, model
+def _kept(grad_fn: GradFn, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
+    state, grads, report = grad_fn(state, batch)
+    return state, _cloned(state, grads), report
+
+
+def _cloned(state: DistState, grads: Grads) -> Grads:
+    """Gradients that the next backward does not overwrite: DDP's live in its buckets."""
+    if state.world_size == 1:
+        return grads
+    return replace(grads, tensors=tuple([None if t is None else t.clone() for t in grads.tensors]))

@@ -1,16 +1,78 @@
-"""One update: the open factor of the gradients, and the verdict on them, go into the optimizer."""
+"""The update of a step in two stages: prepare decides and may raise, apply writes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from accel_fn.base.state import DistState
 from accel_fn.comm.dtensor import local, shard_like
+from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.grads import Grads
+from accel_fn.step.plan import Plan, describe
+from accel_fn.step.report import Report
 from accel_fn.step.torch_internals import run_optimizer
+
+Trained = tuple[Optimizer, Sequence[nn.Parameter]]
+"""An optimizer and those of its parameters that require a gradient."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """An update that is decided and not applied."""
+
+    grads: Grads
+    report: Report
+    accepted: Tensor | None
+    """[], bool: is it applied? None: it always is."""
+    finite: Tensor | None
+    """[], bool: does the loss scale count the gradients as finite? None without a loss scale."""
+
+
+def prepare(plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
+    """Accept or refuse the gradients, then transform them. Changes no parameter and no optimizer."""
+    finite = None if state.scaler is None else torch.isfinite(grads.norm())
+    accepted = finite
+    for accept in plan.accept:
+        verdict = accept(state, grads)
+        accepted = verdict if accepted is None else accepted & verdict
+    for gradient_transform in plan.gradients:
+        grads = gradient_transform(state, grads)
+        if not isinstance(grads, Grads):
+            rule = f"return Grads, {describe(gradient_transform)} does not"
+            raise ArgumentTypeError(message("step", "gradients", rule, type(grads).__name__))
+    return Prepared(grads, report, accepted, finite)
+
+
+def apply(
+    plan: Plan, state: DistState, prepared: Prepared, trained: Sequence[Trained], always: Tensor
+) -> tuple[DistState, Report]:
+    """Run the optimizers and adjust the loss scale; `always` is `applied` if nothing decides."""
+    grads, accepted, report = prepared.grads, prepared.accepted, prepared.report
+    tensors = iter(grads.tensors)
+    for optimizer, parameters in trained:
+        own = tuple(islice(tensors, len(parameters)))
+        apply_update(optimizer, parameters, Grads(own, grads.factor), accepted)
+    for stateful in (*plan.accept, *plan.gradients):
+        if hasattr(stateful, "commit"):
+            stateful.commit()
+    norm = grads.norm_read
+    report = Report(
+        loss=report.loss,
+        weight=report.weight,
+        grad_norm=None if norm is None else norm.float(),
+        applied=always if accepted is None else accepted,
+        extras=report.extras,
+    )
+    scaler = state.scaler
+    if scaler is not None and prepared.finite is not None:
+        scaler = scaler.adjust(prepared.finite)
+    return state.advanced(scaler), report
 
 
 def apply_update(

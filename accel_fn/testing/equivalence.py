@@ -16,8 +16,8 @@ from accel_fn.base.batch import take_part
 from accel_fn.base.state import DistState
 from accel_fn.comm.dtensor import whole
 from accel_fn.errors import ArgumentError, ArgumentTypeError, NotEquivalentError, message
+from accel_fn.step.build import build
 from accel_fn.step.plan import Plan
-from accel_fn.step.step import build
 from accel_fn.testing.simulation import simulate
 
 Trace = list[dict[str, Tensor]]  # parameters and buffers by name, after every batch

@@ -1,10 +1,9 @@
-"""checkpointed: activations of the model's blocks are computed again in the backward, not kept."""
+"""checkpoint_activations: activations of the model's blocks are computed again in the backward, not kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +16,17 @@ from accel_fn.base.blocks import Blocks, check_blocks, find_blocks
 from accel_fn.base.rng import Draws, Standing, drawn_again
 from accel_fn.base.state import DistState
 from accel_fn.base.swap_forward import with_forwards
-from accel_fn.base.torch_compile import Compiled, compile_inside
+from accel_fn.base.torch_compile import compile_inside
 from accel_fn.errors import PlanError, check_flag
-from accel_fn.step.plan import Asked, ContextFn, Kept, Plan, Transform, describe
+from accel_fn.step.plan import ContextFn, Plan, Stateful, describe
+from accel_fn.step.transform import Transform, fill, transform
 
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
 """Where each is held, under what name, and it."""
 
 
-def checkpointed(*, blocks: Blocks = None, offload: bool = False) -> Transform:
+@transform
+def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> Transform:
     """Keep only what goes into each block, and compute the block again in its backward.
 
     Memory for activations falls from all of the model's to those of one block; the forward of
@@ -56,42 +57,36 @@ def checkpointed(*, blocks: Blocks = None, offload: bool = False) -> Transform:
     Source: Chen et al. 2016, arXiv:1604.06174; `torch.utils.checkpoint`.
 
     >>> import accel_fn as af
-    >>> af.checkpointed(blocks="layers")(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, contexts=[computed_again(blocks='layers', \
-offload=False)])
+    >>> af.checkpoint_activations(blocks="layers")(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, \
+forward_contexts=[checkpoint_activations(blocks='layers')])
     """
-    check_blocks("checkpointed", blocks)
-    check_flag("checkpointed", "offload", offload)
-    context = Checkpointing(computed_again, blocks=blocks, offload=offload)
-    return lambda plan: replace(plan, contexts=(*plan.contexts, context))
+    check_blocks("checkpoint_activations", blocks)
+    check_flag("checkpoint_activations", "offload", offload)
+    return fill(forward_contexts=CheckpointSlot(recompute, blocks=blocks, offload=offload))
 
 
-class Checkpointing(Kept, Asked):
-    """`computed_again` with its settings."""
+class CheckpointSlot(Stateful):
+    """`recompute` with its settings."""
 
-    def check(self, state: DistState, plan: Plan) -> None:  # noqa: ARG002
+    def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse blocks that match nothing, and graphs that would have to go through them."""
-        if not find_blocks(plan.model, self.keywords["blocks"], "checkpointed"):
+        if not find_blocks(plan.model, self.keywords["blocks"], "checkpoint_activations"):
             raise PlanError(
-                "build: checkpointed(blocks) must match modules that are repeated in a list or sequence, "
-                f"got none in {type(plan.model).__name__}; name them"
+                "build: checkpoint_activations(blocks) must match modules that are repeated in a list or "
+                f"sequence, got none in {type(plan.model).__name__}; name them"
             )
-        graphs = [*plan.compile_step, *filter(_is_whole, plan.compile_loss)]
+        graphs = [*plan.compile_step, *plan.having("full_graph")]
         if graphs:
             raise PlanError(
-                "build: checkpointed must have blocks that are called from outside of a graph, got "
+                "build: checkpoint_activations must have blocks that are called from outside of a graph, got "
                 f'{describe(graphs[0])}; use compiled(scope="blocks") or compiled(), without fullgraph'
             )
 
 
-def _is_whole(compile_loss: Callable[..., Any]) -> bool:
-    """Is a graph refused a break?"""
-    return isinstance(compile_loss, Compiled) and compile_loss.keywords["fullgraph"]
-
-
-def computed_again(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
+def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
     """The context of forward and loss, of one step."""
-    inside = compile_inside(plan.compile_loss)
+    inside = compile_inside([each.keywords for each in plan.having("torch_compile")])
     pinned = state.device.type == "cuda"
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     """Of the blocks as they are in a step: another context may have given them others."""
@@ -108,7 +103,7 @@ def computed_again(state: DistState, plan: Plan, *, blocks: Blocks, offload: boo
 
     # The same objects in every step, or a compiler would begin anew.
     outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
-    found = find_blocks(plan.model, blocks, "checkpointed").values()
+    found = find_blocks(plan.model, blocks, "checkpoint_activations").values()
     running = {block: partial(outside, block) for block in found}
 
     def within(state: DistState) -> AbstractContextManager[None]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
@@ -22,8 +21,10 @@ from accel_fn.errors import (
     check_positive,
     message,
 )
-from accel_fn.step.plan import AfterFn, OfReplicas, Plan, Report, Transform, describe
-from accel_fn.transforms.fsdp.sharded_loss import shards_alone
+from accel_fn.step.plan import Plan, Stateful
+from accel_fn.step.report import Report
+from accel_fn.step.step import Step
+from accel_fn.step.transform import Transform, fill, named
 
 RateFn = Callable[[int], float]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -36,7 +37,7 @@ class Averaging:
         """Keep an exponential moving average of the parameters.
 
         After every update that is made, `mean = decay * mean + (1 - decay) * parameter`;
-        after the first one, it is the parameter itself. Look at it by `averaged`.
+        after the first one, it is the parameter itself. Look at it by `use_average`.
 
         Law: equal on all ranks; an update that is skipped does not move it.
 
@@ -59,11 +60,13 @@ class Averaging:
         >>> import accel_fn as af
         >>> af.average(0.999)(af.Plan(loss_fn, model, optimizer))
         Plan(loss_fn, Linear, SGD, weight_fn=num_samples, \
-after=[moving_average(rate=exponential(decay=0.999), num_warmup=0)])
+after_update=[average(0.999)])
         """
         if not check_positive("average", "decay", decay) < 1:
             raise ArgumentError(message("average", "decay", "be < 1", decay))
-        return _averaging(partial(exponential, decay=float(decay)), num_warmup)
+        warmup = f", num_warmup={num_warmup}" if num_warmup else ""
+        rate = partial(exponential, decay=float(decay))
+        return _averaging(rate, num_warmup, f"average({decay}{warmup})")
 
     def uniform(self, *, num_warmup: int = 0) -> Transform:
         """Keep the mean of the parameters over all updates, as SWA does.
@@ -85,26 +88,17 @@ after=[moving_average(rate=exponential(decay=0.999), num_warmup=0)])
 
         >>> import accel_fn as af
         >>> af.average.uniform(num_warmup=100)(af.Plan(loss_fn, model, optimizer))
-        Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after=[moving_average(rate=uniform, \
-num_warmup=100)])
+        Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after_update=[average.uniform(num_warmup=100)])
         """
-        return _averaging(uniform, num_warmup)
+        warmup = f"num_warmup={num_warmup}" if num_warmup else ""
+        return _averaging(uniform, num_warmup, f"average.uniform({warmup})")
 
 
 average = Averaging()
 
 
-class Built(Protocol):
-    """A step, as far as an average looks at it."""
-
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def _module(self) -> nn.Module: ...
-
-
 @contextmanager
-def averaged(step: Built) -> Iterator[None]:
+def use_average(step: Step) -> Iterator[None]:
     """Within it, the model's parameters are their average: to evaluate, or for `save_model`.
 
     A step, `save` and `load` are refused within. Buffers stay the model's own, and what is done to
@@ -125,35 +119,30 @@ def averaged(step: Built) -> Iterator[None]:
     >>> import accel_fn as af
     >>> state, step = af.build(af.DistState(), af.average(0.9)(af.Plan(loss_fn, model, optimizer)))
     >>> state, report = step(state, batch)
-    >>> with af.averaged(step):
+    >>> with af.use_average(step):
     ...     loss = step.forward(state, batch)
     """
-    found = [each for each in step.plan.after if isinstance(each, Average)]
+    found = [each for each in step.plan.after_update if isinstance(each, Average)]
     if len(found) != 1:
         raise PlanError(
-            f"averaged: step must have one average in its plan, got {len(found)}; add average(decay)"
+            f"use_average: step must have one average in its plan, got {len(found)}; add average(decay)"
         )
-    shards_alone(step._module)
+    step.strategy.reset()
     with found[0].shown():
         try:
             yield
         finally:
-            shards_alone(step._module)
-
-
-def moving_average(state: DistState, plan: Plan, *, rate: RateFn, num_warmup: int) -> AfterFn:
-    """What keeps the average of one step."""
-    return Average(state, plan, rate, num_warmup)
+            step.strategy.reset()
 
 
 class Average:
     """Means of the parameters of one step, by name."""
 
-    def __init__(self, state: DistState, plan: Plan, rate: RateFn, num_warmup: int) -> None:
+    def __init__(self, state: DistState, plan: Plan, *, rate: RateFn, num_warmup: int) -> None:
         self._model = unwrapped(plan.model)
         self._rate = rate
         self._num_warmup = num_warmup
-        self._always = plan.updates_always(state)
+        self._always = plan.always_applies(state)
         """Is every update made?"""
         self._num_updates = 0
         """Made, as far as the host has heard."""
@@ -163,7 +152,9 @@ class Average:
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         if self._is_shown:
-            raise StateError("step: state must not be stepped within averaged(step), got an update")
+            raise StateError(
+                "step: state must not be stepped within use_average(step), got an update"
+            )
         applied = report.applied
         assert applied is not None
         heard = applied if self._always else self._echo(applied)
@@ -208,7 +199,7 @@ class Average:
         """The means, if there is any yet, in place of the parameters; all is as it was afterwards."""
         if self._is_shown:
             raise StateError(
-                "averaged: step must not be within averaged(step) already, got it twice"
+                "use_average: step must not be within use_average(step) already, got it twice"
             )
         there = {**self._values(), **dict(self._model.named_buffers())}
         kept = {name: value.clone() for name, value in there.items()}
@@ -232,7 +223,7 @@ class Average:
 
     def _check_own(self, function: str) -> None:
         if self._is_shown:
-            rule = "have its own parameters, got those of averaged(step)"
+            rule = "have its own parameters, got those of use_average(step)"
             raise StateError(f"{function}: step must {rule}; call it before or after")
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,9 +238,6 @@ class Average:
         _copy({name: saved[f"mean/{name}"] for name in self._means}, self._means)
         self._num_updates = saved["num_updates"]
 
-    def __repr__(self) -> str:
-        return f"moving_average(rate={describe(self._rate)}, num_warmup={self._num_warmup})"
-
 
 def _wide(value: Tensor) -> Tensor:
     """A mean of half precision would stand still: its last digit is more than what is added."""
@@ -262,10 +250,16 @@ def _copy(values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
             into[name].copy_(value)
 
 
-def _averaging(rate: Callable[..., float], num_warmup: int) -> Transform:
+def _averaging(rate: Callable[..., float], num_warmup: int, call: str) -> Transform:
     check_count("average", "num_warmup", num_warmup, minimum=0)
-    keeping = OfReplicas(moving_average, rate=rate, num_warmup=num_warmup)
-    return lambda plan: replace(plan, after=(*plan.after, keeping))
+    slot = AverageSlot(Average, rate=rate, num_warmup=num_warmup)
+    return named(fill(after_update=slot), call)
+
+
+class AverageSlot(Stateful):
+    """`Average` with its settings."""
+
+    traits = frozenset({"needs_equal_replicas"})
 
 
 def exponential(num_updates: int, *, decay: float) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from accel_fn.base.state import DistState
 from accel_fn.errors import check_count
-from accel_fn.step.plan import AfterFn, OfReplicas, Plan, Report, Transform
+from accel_fn.step.plan import Plan, Stateful, UpdateFn
+from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import check_same
+from accel_fn.step.transform import Transform, fill, transform
 
 
+@transform
 def check_replicas(every: int) -> Transform:
     """Compare the parameters over the ranks, every so many steps: a fingerprint of all bits and their places.
 
@@ -35,13 +36,19 @@ def check_replicas(every: int) -> Transform:
 
     >>> import accel_fn as af
     >>> af.check_replicas(every=100)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after=[same_parameters(every=100)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after_update=[check_replicas(every=100)])
     """
-    comparing = OfReplicas(same_parameters, every=check_count("check_replicas", "every", every))
-    return lambda plan: replace(plan, after=(*plan.after, comparing))
+    check_count("check_replicas", "every", every)
+    return fill(after_update=ReplicaCheck(same_parameters, every=every))
 
 
-def same_parameters(state: DistState, plan: Plan, *, every: int) -> AfterFn:
+class ReplicaCheck(Stateful):
+    """`same_parameters` with its settings."""
+
+    traits = frozenset({"needs_equal_replicas"})
+
+
+def same_parameters(state: DistState, plan: Plan, *, every: int) -> UpdateFn:
     """What compares the parameters of one step."""
     model = plan.model
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 from accel_fn.base.state import DistState
 from accel_fn.errors import check_positive
 from accel_fn.step.grads import Grads
-from accel_fn.step.plan import Plan, Transform
+from accel_fn.step.plan import SlotFunction
+from accel_fn.step.transform import Transform, fill, transform
 
 
+@transform
 def clip(max_norm: float) -> Transform:
     """Scale gradients so that their global L2 norm is at most `max_norm`.
 
@@ -37,14 +36,10 @@ def clip(max_norm: float) -> Transform:
 
     >>> import accel_fn as af
     >>> af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, gradients=[clip_norm(max_norm=1.0)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, gradients=[clip(1.0)])
     """
-    clipping = partial(clip_norm, max_norm=check_positive("clip", "max_norm", max_norm))
-
-    def clip_plan(plan: Plan) -> Plan:
-        return replace(plan, gradients=(*plan.gradients, clipping))
-
-    return clip_plan
+    bound = check_positive("clip", "max_norm", max_norm)
+    return fill(gradients=SlotFunction(clip_norm, max_norm=bound))
 
 
 def clip_norm(state: DistState, grads: Grads, *, max_norm: float) -> Grads:
@@ -52,6 +47,7 @@ def clip_norm(state: DistState, grads: Grads, *, max_norm: float) -> Grads:
     return grads.scaled((max_norm / (grads.norm() + 1e-6)).clamp(max=1.0))
 
 
+@transform
 def clip_value(max_value: float) -> Transform:
     """Clamp every element of the gradients to [-max_value, max_value].
 
@@ -73,15 +69,10 @@ def clip_value(max_value: float) -> Transform:
 
     >>> import accel_fn as af
     >>> af.clip_value(0.5)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, gradients=[clamp_values(max_value=0.5)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, gradients=[clip_value(0.5)])
     """
     bound = check_positive("clip_value", "max_value", max_value)
-    clamping = partial(clamp_values, max_value=bound)
-
-    def clamp_plan(plan: Plan) -> Plan:
-        return replace(plan, gradients=(*plan.gradients, clamping))
-
-    return clamp_plan
+    return fill(gradients=SlotFunction(clamp_values, max_value=bound))
 
 
 def clamp_values(state: DistState, grads: Grads, *, max_value: float) -> Grads:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +12,12 @@ from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, message
 from accel_fn.step.grads import Grads
-from accel_fn.step.plan import GradFn, Kept, Plan, Report, Transform
+from accel_fn.step.plan import GradFn, Plan, Stateful
+from accel_fn.step.report import Report
+from accel_fn.step.transform import Transform, fill, transform
 
 
+@transform
 def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform:
     """Leave some parameters as they are, until update number `until`.
 
@@ -45,8 +47,8 @@ def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform
 
     >>> import accel_fn as af
     >>> af.freeze("weight", until=100)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, grad_fns=[frozen(names=('weight',), until=100)], \
-after=[thawing(until=100)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, wrap_grad_fn=[freeze('weight', until=100)], \
+after_update=[freeze('weight', until=100)])
     """
     listed = (names,) if isinstance(names, str) else tuple(names)
     if not listed or not all(isinstance(name, str) for name in listed):
@@ -54,18 +56,14 @@ after=[thawing(until=100)])
         raise ArgumentTypeError(message("freeze", "names", rule, names))
     if until is not None:
         check_count("freeze", "until", until)
-    freezing = Kept(frozen, names=listed, until=until)
-    counting = () if until is None else (Kept(thawing, until=until),)
-
-    def freeze_plan(plan: Plan) -> Plan:
-        _check_names(plan, listed, until)
-        return replace(
-            plan,
-            grad_fns=(freezing, *plan.grad_fns),  # innermost, wherever it is listed
-            after=(*plan.after, *counting),
-        )
-
-    return freeze_plan
+    slots: dict[str, Any] = {"wrap_grad_fn": Stateful(frozen, names=listed, until=until)}
+    if until is not None:
+        slots["after_update"] = Stateful(thawing, until=until)
+    return fill(
+        first=("wrap_grad_fn",),  # innermost, wherever it is listed
+        check=lambda plan: _check_names(plan, listed, until),
+        **slots,
+    )
 
 
 def frozen(state: DistState, plan: Plan, *, names: Sequence[str], until: int | None) -> Frozen:
@@ -75,8 +73,8 @@ def frozen(state: DistState, plan: Plan, *, names: Sequence[str], until: int | N
 
 def thawing(state: DistState, plan: Plan, *, until: int) -> Thawing:
     """What ends it for the parameters of one step that are frozen until then."""
-    found = [each for each in plan.grad_fns if isinstance(each, Frozen) and each.until == until]
-    return Thawing(found, until, always=plan.updates_always(state))
+    found = [each for each in plan.wrap_grad_fn if isinstance(each, Frozen) and each.until == until]
+    return Thawing(found, until, always=plan.always_applies(state))
 
 
 class Frozen:
@@ -103,12 +101,9 @@ class Frozen:
             tensors = [
                 None if place in self._places else each for place, each in enumerate(grads.tensors)
             ]
-            return state, Grads(tensors, grads.factor), report
+            return state, Grads(tensors, grads.factor, norm_fn=grads.norm_fn), report
 
         return dropped
-
-    def __repr__(self) -> str:
-        return f"frozen(names={self._names!r}, until={self.until})"
 
 
 class Thawing:
@@ -151,9 +146,6 @@ class Thawing:
         """Go on from what was saved."""
         self._echo.last()
         self._set_num_updates(saved["num_updates"])
-
-    def __repr__(self) -> str:
-        return f"thawing(until={self._until})"
 
 
 def _is_named(name: str, names: Sequence[str]) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from accel_fn.base.batch import map_tensors, tensors_of
 from accel_fn.base.state import DistState
-from accel_fn.step.plan import Plan, Transform
+from accel_fn.step.plan import SlotFunction
+from accel_fn.step.transform import Transform, fill, transform
 
 
+@transform
 def place() -> Transform:
     """Move the model to `state.device` in `build`, and every micro-batch just before its forward.
 
@@ -25,17 +26,9 @@ def place() -> Transform:
 
     >>> import accel_fn as af
     >>> af.place()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, place_batch=[to_device], move_model=[move_to_device])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, place_model=[place()], place_batch=[place()])
     """
-    return _place
-
-
-def _place(plan: Plan) -> Plan:
-    return replace(
-        plan,
-        place_batch=(*plan.place_batch, to_device),
-        move_model=(*plan.move_model, move_to_device),
-    )
+    return fill(place_model=SlotFunction(move_to_device), place_batch=SlotFunction(to_device))
 
 
 def to_device(state: DistState, batch: Any) -> Any:

@@ -7,12 +7,12 @@ import signal
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
 
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
-from accel_fn.step.plan import Plan
+from accel_fn.step.plan import Plan, SlotFunction
+from accel_fn.step.transform import fill, named
 
 
 class Preemption:
@@ -57,10 +57,11 @@ class Preemption:
         self._before: dict[signal.Signals, Any] = {}
         self._asked = False
         self._owner = os.getpid()
+        self._transform = named(fill(should_stop=SlotFunction(self.asked)), "Preemption()")
 
     def __call__(self, plan: Plan) -> Plan:
-        """The plan with its steps asking this."""
-        return replace(plan, stops=(*plan.stops, self.asked))
+        """The plan whose steps end the run once a rank was signalled."""
+        return self._transform(plan)
 
     def __enter__(self) -> Preemption:
         """Note signals from now on."""
@@ -100,7 +101,7 @@ class Preemption:
         """
         raise SystemExit(os.EX_TEMPFAIL)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._owner:
             self._asked = True
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,12 +11,14 @@ from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.errors import SkippedError, check_count, check_positive
 from accel_fn.step.grads import Grads
-from accel_fn.step.plan import Kept, Plan, Transform, VerdictFn
+from accel_fn.step.plan import AcceptFn, Plan, Stateful
+from accel_fn.step.transform import Transform, fill, transform
 
 _LEAST = 2.0
 """A spike is at least so many times the mean, however even the norms before it were."""
 
 
+@transform
 def skip_nonfinite(max_consecutive: int = 10) -> Transform:
     """Leave out updates whose gradients are not finite; end a run in which no other comes.
 
@@ -45,13 +46,13 @@ def skip_nonfinite(max_consecutive: int = 10) -> Transform:
 
     >>> import accel_fn as af
     >>> af.skip_nonfinite()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, verdicts=[finite_norm(max_consecutive=10)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, accept=[skip_nonfinite()])
     """
     check_count("skip_nonfinite", "max_consecutive", max_consecutive)
-    judge = Kept(finite_norm, max_consecutive=max_consecutive)
-    return lambda plan: replace(plan, verdicts=(*plan.verdicts, judge))
+    return fill(accept=Stateful(finite_norm, max_consecutive=max_consecutive))
 
 
+@transform
 def skip_spikes(
     num_sigmas: float = 6.0, *, window: int = 128, max_consecutive: int = 10
 ) -> Transform:
@@ -85,26 +86,26 @@ def skip_spikes(
 
     >>> import accel_fn as af
     >>> af.skip_spikes()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, verdicts=[norm_in_line(num_sigmas=6.0, \
-window=128, max_consecutive=10)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, accept=[skip_spikes()])
     """
-    judge = Kept(
-        norm_in_line,
-        num_sigmas=check_positive("skip_spikes", "num_sigmas", num_sigmas),
-        window=check_count("skip_spikes", "window", window, minimum=4),
-        max_consecutive=check_count("skip_spikes", "max_consecutive", max_consecutive),
+    return fill(
+        accept=Stateful(
+            norm_in_line,
+            num_sigmas=check_positive("skip_spikes", "num_sigmas", num_sigmas),
+            window=check_count("skip_spikes", "window", window, minimum=4),
+            max_consecutive=check_count("skip_spikes", "max_consecutive", max_consecutive),
+        )
     )
-    return lambda plan: replace(plan, verdicts=(*plan.verdicts, judge))
 
 
-def finite_norm(state: DistState, plan: Plan, *, max_consecutive: int) -> VerdictFn:
+def finite_norm(state: DistState, plan: Plan, *, max_consecutive: int) -> AcceptFn:
     """A verdict for one step: is the norm finite?"""
     return FiniteNorm(state.device, max_consecutive)
 
 
 def norm_in_line(
     state: DistState, plan: Plan, *, num_sigmas: float, window: int, max_consecutive: int
-) -> VerdictFn:
+) -> AcceptFn:
     """A verdict for one step: is the norm in line with those before it?"""
     return NormInLine(state.device, num_sigmas, window, max_consecutive)
 
@@ -118,27 +119,42 @@ class FiniteNorm:
         self.max_consecutive = max_consecutive
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self._norm_before: Tensor | None = None
-        self._echo = DelayedRead()
+        self._delayed = DelayedRead()
+        self._pending: dict[str, Tensor] = {}
+        """The attributes that `commit` changes."""
 
     def __call__(self, state: DistState, grads: Grads) -> Tensor:
+        if self._pending:  # an update that was prepared and never applied
+            self._delayed.last()
         norm = grads.norm()
-        ok = self._judge(norm)
-        self._in_a_row = torch.where(ok, 0, self._in_a_row + 1)
-        in_a_row = self._echo(self._in_a_row)
-        if in_a_row is not None and in_a_row >= self.max_consecutive:
-            number, last = state.step + 1, norm
-            if in_a_row is not self._in_a_row and self._norm_before is not None:  # heard of late
-                number, last = state.step, self._norm_before
-            raise SkippedError(
-                f"step: the gradient norm must {self._RULE} once in {self.max_consecutive} updates, got "
-                f"{float(last):g} at step {number}, and so for {int(in_a_row)} in a row; look at "
-                "their batches, go on from a checkpoint, or lower the learning rate"
-            )
-        self._norm_before = norm
+        ok, changes = self._judge(norm)
+        in_a_row = torch.where(ok, 0, self._in_a_row + 1)
+        known = self._delayed(in_a_row)
+        if known is in_a_row:
+            self._check(known, state.step + 1, norm)
+        else:
+            self._check(known, state.step, self._norm_before)
+        self._pending = {"_in_a_row": in_a_row, "_norm_before": norm, **changes}
         return ok
 
-    def _judge(self, norm: Tensor) -> Tensor:
-        return torch.isfinite(norm)
+    def commit(self) -> None:
+        """Count the update, once nothing can raise before it."""
+        vars(self).update(self._pending)
+        self._pending = {}
+
+    def _check(self, in_a_row: Tensor | None, number: int, norm: Tensor | None) -> None:
+        """Raise after too many updates in a row that were not applied."""
+        if in_a_row is None or norm is None or in_a_row < self.max_consecutive:
+            return
+        raise SkippedError(
+            f"step: the gradient norm must {self._RULE} once in {self.max_consecutive} updates, got "
+            f"{float(norm):g} at step {number}, and so for {int(in_a_row)} in a row; look at "
+            "their batches, go on from a checkpoint, or lower the learning rate"
+        )
+
+    def _judge(self, norm: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Is the norm fine? And the attributes that change if the update is made."""
+        return torch.isfinite(norm), {}
 
     def state_dict(self) -> dict[str, Tensor]:
         """What goes into checkpoints."""
@@ -146,12 +162,9 @@ class FiniteNorm:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Go on from what was saved."""
-        self._echo.last()  # is of the run that is left
+        self._delayed.last()  # is of the run that is left
         self._norm_before = None
         self._in_a_row = saved["in_a_row"].to(self._in_a_row.device)
-
-    def __repr__(self) -> str:
-        return f"finite_norm(max_consecutive={self.max_consecutive})"
 
 
 class NormInLine(FiniteNorm):
@@ -168,7 +181,7 @@ class NormInLine(FiniteNorm):
         self._num_seen = torch.zeros((), dtype=torch.int64, device=device)
         self._places = torch.arange(window, device=device)
 
-    def _judge(self, norm: Tensor) -> Tensor:
+    def _judge(self, norm: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         norm = norm.to(self._norms)
         window = len(self._norms)
         known = self._places < self._num_seen
@@ -178,10 +191,9 @@ class NormInLine(FiniteNorm):
         bound = torch.maximum(mean + self.num_sigmas * spread.sqrt(), _LEAST * mean)
         ok = torch.isfinite(norm) & ((norm <= bound) | (self._num_seen < window // 2))
         here = self._places == self._num_seen % window
-        tells = ok & (norm > 0)  # of a batch in which nothing counts it is 0
-        self._norms = torch.where(here & tells, norm, self._norms)
-        self._num_seen = self._num_seen + tells
-        return ok
+        counts = ok & (norm > 0)  # it is 0 for a batch of weight 0
+        norms = torch.where(here & counts, norm, self._norms)
+        return ok, {"_norms": norms, "_num_seen": self._num_seen + counts}
 
     def state_dict(self) -> dict[str, Tensor]:
         """What goes into checkpoints."""
@@ -192,9 +204,3 @@ class NormInLine(FiniteNorm):
         super().load_state_dict(saved)
         self._norms = saved["norms"].to(self._norms.device)
         self._num_seen = saved["num_seen"].to(self._num_seen.device)
-
-    def __repr__(self) -> str:
-        return (
-            f"norm_in_line(num_sigmas={self.num_sigmas}, window={len(self._norms)}, "
-            f"max_consecutive={self.max_consecutive})"
-        )

@@ -1,38 +1,22 @@
-"""wrap: one model on several ranks, in the way that the launch says."""
+"""wrap: one model on several ranks, by the strategy that the launch names."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
-from accel_fn.base.launch_options import FromLaunch, Unsaid, launch_options
-from accel_fn.step.plan import Plan, Transform
-from accel_fn.transforms.ddp.ddp import Replicating, replicate
-from accel_fn.transforms.fsdp.fsdp import Sharding, shard
-
-
-class _Unsaid(Replicating, Unsaid):
-    """`replicate`, as the launch says nothing."""
-
-    given_by = "wrap"
+from accel_fn.base.launch_options import launch_options, source_of
+from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.transforms.ddp.ddp import wrap_ddp
+from accel_fn.transforms.fsdp.fsdp import wrap_fsdp
 
 
-class _Replicating(Replicating, FromLaunch):
-    """`replicate`, because the launch says so."""
-
-    given_by = "wrap"
-
-
-class _Sharding(Sharding, FromLaunch):
-    """`shard`, because the launch says so."""
-
-    given_by = "wrap"
-
-
+@transform
 def wrap() -> Transform:
-    """Train on all ranks as replicas or as shards, as the launch says.
+    """Train on all ranks as replicas or as shards, as the launch sets it.
 
-    `accel-fn launch --wrap fsdp`, a configuration or ACCEL_FN_WRAP says so; where nothing does,
-    replicas. `explain` says who said it. For options of either, use `wrap_ddp` or `wrap_fsdp` themselves.
+    `accel-fn launch --wrap fsdp`, a configuration or ACCEL_FN_WRAP sets it; the default is
+    replicas. `explain` shows where it comes from. For options of either, use `wrap_ddp` or
+    `wrap_fsdp` themselves.
 
     Law: that of both: W ranks are one rank.
 
@@ -46,16 +30,8 @@ def wrap() -> Transform:
 
     >>> import accel_fn as af
     >>> af.wrap()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, own_parameters=[replicate()])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap()])
     """
-    owners = {
-        None: _Unsaid(replicate),
-        "ddp": _Replicating(replicate),
-        "fsdp": _Sharding(shard),
-    }
-    owner = owners[launch_options().wrap]
-
-    def wrapped_plan(plan: Plan) -> Plan:
-        return replace(plan, own_parameters=(*plan.own_parameters, owner))
-
-    return wrapped_plan
+    made: Any = wrap_fsdp() if launch_options().wrap == "fsdp" else wrap_ddp()
+    (slot,) = made.apply.slots["strategy"]
+    return fill(strategy=slot.with_source(source_of("wrap")))

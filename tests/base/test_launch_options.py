@@ -76,24 +76,25 @@ def test_a_variable_that_cannot_be_is_refused(said, name, value, rule):
 def test_the_precision_of_the_launch_is_that_of_with_amp(said, capsys):
     said(PRECISION, "bf16")
     phases = explained(af.with_amp(), capsys)
-    assert phases["forward"].endswith("under autocast(dtype=torch.bfloat16), from the launch")
+    assert phases["forward"].endswith("under with_amp(), bf16 from the launch")
     assert "start" not in phases
 
 
 @pytest.mark.parametrize(
-    ("value", "owner", "source"),
+    ("value", "strategy", "source"),
     [
-        ("fsdp", "shard()", "from the launch"),
-        ("ddp", "replicate()", "from the launch"),
-        (None, "replicate()", "the launch says nothing"),
+        ("fsdp", "make_fsdp", "fsdp from the launch"),
+        ("ddp", "make_ddp", "ddp from the launch"),
+        (None, "make_ddp", "the launch sets nothing"),
     ],
 )
-def test_replicas_or_shards_are_what_the_launch_says(said, capsys, value, owner, source):
+def test_replicas_or_shards_are_what_the_launch_says(said, capsys, value, strategy, source):
     if value is not None:
         said(WRAP, value)
-    assert f"own_parameters=[{owner}]" in repr(af.wrap()(make_plan()))
-    told = explained(af.wrap(), capsys)["backward"]
-    assert told == f"the mean over the global batch; {owner}, {source}, has nothing to do"
+    (slot,) = af.wrap()(make_plan()).strategy
+    assert slot.func.__name__ == strategy
+    line = explained(af.wrap(), capsys)["backward"]
+    assert line == f"the mean over the global batch; wrap(), {source}, has nothing to do"
 
 
 @pytest.mark.parametrize("value", ["fsdp", "ddp", None])
@@ -117,7 +118,9 @@ def test_shards_from_the_launch_are_refused_where_wrap_fsdp_is(said):
 def test_float16_from_the_launch_scales_the_loss_as_with_amp_is_told(said, capsys):
     said(PRECISION, "fp16")
     recipe = af.with_amp(init_scale=1024.0)
-    assert "autocast(dtype=torch.float16), from the launch" in explained(recipe, capsys)["forward"]
+    assert (
+        "with_amp(init_scale=1024.0), fp16 from the launch" in explained(recipe, capsys)["forward"]
+    )
     state, _ = af.build(af.DistState(), recipe(make_plan()))
     assert state.scaler.scale == 1024.0
 
@@ -125,23 +128,23 @@ def test_float16_from_the_launch_scales_the_loss_as_with_amp_is_told(said, capsy
 @pytest.mark.parametrize(
     ("value", "line"),
     [
-        ("no", "without_autocast(), from the launch"),
-        (None, "without_autocast(), the launch says nothing"),
+        ("no", "with_amp(), no from the launch"),
+        (None, "with_amp(), the launch sets nothing"),
     ],
 )
 def test_without_a_precision_there_is_no_autocast_and_explain_says_so(said, capsys, value, line):
     if value:
         said(PRECISION, value)
     plan = af.with_amp()(make_plan())
-    assert plan.contexts == ()
+    assert plan.forward_contexts == ()
     assert explained(af.with_amp(), capsys)["start"] == line
 
 
 def test_the_number_of_the_launch_is_that_of_accumulate(said, capsys):
     said(NUMBER, "3")
-    line = "split_batch(num_parts=3), from the launch"
+    line = "accumulate(), 3 from the launch"
     assert explained(af.accumulate(), capsys)["split"] == line
-    line = "listed(at_most=3), from the launch"
+    line = "accumulate(split=None), 3 from the launch"
     assert explained(af.accumulate(split=None), capsys)["split"] == line
 
 
@@ -149,7 +152,7 @@ def test_without_a_number_the_batch_stays_whole_and_explain_says_so(said, capsys
     assert af.accumulate()(make_plan()).split == ()
     phases = explained(af.accumulate(), capsys)
     assert phases["split"] == "the whole batch of the rank"
-    assert phases["start"] == "one_microbatch(), the launch says nothing"
+    assert phases["start"] == "accumulate(), the launch sets nothing"
 
 
 @given(batches=strategies.batches())
@@ -164,8 +167,8 @@ def test_an_argument_wins_over_the_launch(said, capsys):
     said(PRECISION, "fp16")
     said(NUMBER, "3")
     phases = explained(af.compose(af.with_amp("bf16"), af.accumulate(2)), capsys)
-    assert phases["forward"].endswith("under autocast(dtype=torch.bfloat16)")
-    assert phases["split"] == "split_batch(num_parts=2)"
+    assert phases["forward"].endswith("under with_amp('bf16')")
+    assert phases["split"] == "accumulate(2)"
 
 
 def test_a_split_of_ones_own_is_not_the_launchs(said, capsys):

@@ -66,7 +66,7 @@ def where_finite(task: Task) -> Update:
     return update
 
 
-def computed_again(task: Task, *, offload: bool = False) -> Update:
+def recompute(task: Task, *, offload: bool = False) -> Update:
     def forward(model: nn.Module, batch: Batch) -> torch.Tensor:
         values, targets = batch
         for layer in model.children():
@@ -144,10 +144,13 @@ JOBS: dict[str, tuple[Loop, Loop]] = {
     "freeze": (part_frozen, ours(partial(af.freeze, "0"))),
     "skip_nonfinite": (where_finite, ours(af.skip_nonfinite)),
     "skip_spikes": (where_finite, ours(af.skip_spikes)),
-    "checkpointed": (computed_again, ours(partial(af.checkpointed, blocks=nn.Linear))),
-    "checkpointed(offload=True)": (
-        partial(computed_again, offload=True),
-        ours(partial(af.checkpointed, blocks=nn.Linear, offload=True)),
+    "checkpoint_activations": (
+        recompute,
+        ours(partial(af.checkpoint_activations, blocks=nn.Linear)),
+    ),
+    "checkpoint_activations(offload=True)": (
+        partial(recompute, offload=True),
+        ours(partial(af.checkpoint_activations, blocks=nn.Linear, offload=True)),
     ),
     'compiled("loss")': (compiled_loss, ours(partial(af.compiled, scope="loss"))),
     'compiled("blocks")': (compiled_blocks, ours(partial(af.compiled, scope="blocks"))),

@@ -153,7 +153,7 @@ def with_accel_fn_compiled(task: Task) -> Update:
 
 def with_accel_fn_reproducible(task: Task) -> Update:
     """Whose slots are its micro-batches: on two ranks four each."""
-    plan = af.compose(af.place(), af.reproducible(num_slots=8))(
+    plan = af.compose(af.place(), af.reproducible(num_virtual_ranks=8))(
         af.Plan(loss_fn, task.model, task.optimizer)
     )
     state, step = af.build(af.init(device="cpu"), plan)

@@ -131,7 +131,7 @@ def test_keys_are_those_of_the_model_that_a_user_wrapped(tmp_path, saved, loaded
     keys = {name.split("/", 1)[1] for name in read_manifest(path).entries if "model/" in name}
     assert keys == ours.regression_model().state_dict().keys()
     assert numbers(other) == numbers(step)
-    with af.averaged(other), af.averaged(step):
+    with af.use_average(other), af.use_average(step):
         assert numbers(other) == numbers(step)
 
 
@@ -315,7 +315,7 @@ def test_a_tensor_of_one_element_is_saved_whatever_its_stride(tmp_path):
 def test_another_number_of_slots_is_a_difference(tmp_path):
     af.save(tmp_path, *make(recipe=af.reproducible(4)))
     for recipe, here in ((af.reproducible(8), "8 here"), (af.wrap_ddp(), "nothing here")):
-        assert f"num_slots: 4 saved, {here}" in differences(tmp_path, *make(recipe=recipe))
+        assert f"num_virtual_ranks: 4 saved, {here}" in differences(tmp_path, *make(recipe=recipe))
     assert af.load(tmp_path, *make(recipe=af.reproducible(4))).step == 0
 
 
@@ -343,7 +343,7 @@ def test_other_data_are_refused_before_anything_is_overwritten(tmp_path, loader,
     state, other = make(3, recipe=af.clip(1.0))
     extras = {"counter": Counter(9), "data": loader}
     lines = differences(tmp_path, state, other, extras=extras)
-    assert lines[0] == "gradients: nothing saved, ['clip_norm'] here"
+    assert lines[0] == "gradients: nothing saved, ['clip'] here"
     assert any(line.startswith(f"extras/data: {expected}") for line in lines)
     assert extras["counter"].number == 9
 
@@ -640,14 +640,14 @@ def test_another_class_of_schedule_is_a_difference(tmp_path):
 
     af.save(tmp_path, *scheduled(StepLR, 2))
     assert differences(tmp_path, *scheduled(CosineAnnealingLR, 10)) == [
-        "after: ['scheduled(by=StepLR)'] saved, ['scheduled(by=CosineAnnealingLR)'] here"
+        "after_update: ['schedule(StepLR)'] saved, ['schedule(CosineAnnealingLR)'] here"
     ]
     af.load(tmp_path, *scheduled(StepLR, 7))
 
 
 def test_what_a_transform_keeps_is_kept(tmp_path):
     def counting(counter):
-        return lambda plan: replace(plan, after=(*plan.after, counter))
+        return lambda plan: replace(plan, after_update=(*plan.after_update, counter))
 
     old, new = Counting(), Counting()
     state, step = make(recipe=counting(old))
@@ -681,9 +681,9 @@ MISTAKES = {
 
 
 TRANSFORMS = {
-    "clip": (af.clip(1.0), "gradients", "['clip_norm']"),
-    "average": (af.average(0.9), "after", "['moving_average']"),
-    "schedule": (af.schedule(lambda _: 1.0), "after", "['scheduled(by=LambdaLR)']"),
+    "clip": (af.clip(1.0), "gradients", "['clip']"),
+    "average": (af.average(0.9), "after_update", "['average']"),
+    "schedule": (af.schedule(lambda _: 1.0), "after_update", "['schedule(LambdaLR)']"),
 }
 OTHERS = {
     **{name: (None, *row) for name, row in MISTAKES.items()},
@@ -738,7 +738,7 @@ def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, 
     af.save(tmp_path, advance(state, step), step)
     other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1), nn.Linear(1, 1)).double()
     last = other[3].weight.clone()
-    recipe = lambda plan: replace(plan, after=(counter,))
+    recipe = lambda plan: replace(plan, after_update=(counter,))
     state, new = make(model=other, recipe=recipe)
     state = af.load(tmp_path, state, new, extras={"new": (extra := Counter(7))}, strict=False)
     assert (state.step, counter.count, extra.number) == (2, 5, 7)
@@ -751,7 +751,7 @@ def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, 
     text = capsys.readouterr().err
     assert text.startswith(f"{tmp_path / 'step_00000002'} is of another program:\n")
     assert "  model/3.weight: nothing saved, float64 [1, 1] here\n" in text
-    assert "  after: nothing saved, ['Counting'] here\n" in text
+    assert "  after_update: nothing saved, ['Counting'] here\n" in text
 
 
 @pytest.mark.parametrize("widths", [(3, 4, 1), (3, 5, 1, 1)], ids=["shape", "more"])
@@ -764,9 +764,9 @@ def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, cap
     state, other = make(model=model, recipe=recipe)
     state = af.load(tmp_path, state, other, strict=False)
     text = capsys.readouterr().err
-    assert "  after/0 moving_average starts fresh: its state was saved in other shapes" in text
-    assert other.plan.after[0].state_dict()["num_updates"] == 0
-    assert other.plan.after[1].state_dict() == step.plan.after[1].state_dict()
+    assert "  after_update/0 average starts fresh: its state was saved in other shapes" in text
+    assert other.plan.after_update[0].state_dict()["num_updates"] == 0
+    assert other.plan.after_update[1].state_dict() == step.plan.after_update[1].state_dict()
     advance(state, other)
 
 
@@ -776,7 +776,7 @@ def test_what_a_transform_keeps_in_other_shapes_is_a_difference(tmp_path):
     af.save(tmp_path, advance(state, step), step)
     state, other = make(recipe=af.skip_spikes(window=16))
     assert differences(tmp_path, state, other) == [
-        "transforms/verdicts/0 norm_in_line/norms: float32 [8] saved, float32 [16] here"
+        "transforms/accept/0 skip_spikes/norms: float32 [8] saved, float32 [16] here"
     ]
     advance(af.load(tmp_path, state, other, strict=False), other)
 

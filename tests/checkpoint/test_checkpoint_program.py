@@ -160,7 +160,7 @@ def test_another_optimizer_starts_fresh_where_that_is_meant(tmp_path, capsys):
         f"{path} is of another program:\n  optimizer: AdamW saved, SGD here\n"
     )
     assert (state.step, other.plan.optimizer.state_dict()) == (2, fresh)
-    assert other.plan.after[0].state_dict() == step.plan.after[0].state_dict()
+    assert other.plan.after_update[0].state_dict() == step.plan.after_update[0].state_dict()
     ours.assert_identical(other.plan.model.state_dict(), step.plan.model.state_dict())
     advance(state, other)
 
@@ -170,13 +170,13 @@ def test_another_schedule_starts_fresh_where_that_is_meant(tmp_path, capsys):
     state, step = make(recipe=scheduled(StepLR, 1))
     path = af.save(tmp_path, advance(state, step), step)
     state, other = make(3, recipe=scheduled(CosineAnnealingLR, 10))
-    fresh = other.plan.after[0].state_dict()
+    fresh = other.plan.after_update[0].state_dict()
     state = af.load(tmp_path, state, other, strict=False)
     assert capsys.readouterr().err == (
-        f"{path} is of another program:\n  after: ['scheduled(by=StepLR)'] saved, "
-        "['scheduled(by=CosineAnnealingLR)'] here\n"
+        f"{path} is of another program:\n  after_update: ['schedule(StepLR)'] saved, "
+        "['schedule(CosineAnnealingLR)'] here\n"
     )
-    assert (state.step, other.plan.after[0].state_dict()) == (2, fresh)
+    assert (state.step, other.plan.after_update[0].state_dict()) == (2, fresh)
     rates = [each.plan.optimizer.param_groups[0]["lr"] for each in (step, other)]
     assert rates == pytest.approx([0.05 / 100] * 2)
     ours.assert_identical(ours.kept_tensors(other), ours.kept_tensors(step))
@@ -201,7 +201,7 @@ def test_what_an_extra_of_the_users_tells_is_among_the_differences(tmp_path):
         af.load(tmp_path, state, other, extras=extras)
     assert str(caught.value) == (
         f"load: {path} must be of this program, got differences:\n"
-        "  gradients: nothing saved, ['clip_norm'] here\n"
+        "  gradients: nothing saved, ['clip'] here\n"
         "  extras/counter: one: 4 saved, 9 here\n"
         "  extras/counter: two: 4 saved, 9 here"
     )

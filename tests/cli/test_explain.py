@@ -78,27 +78,26 @@ def test_the_command_prints_the_step_of_a_number_of_ranks(launchers, folder):
     assert done.exit_code == 0, done.stderr
     assert done.stdout.splitlines() == [
         "one step on 4 ranks, cuda:1",
-        "  model      move_to_device",
-        "  split      split_batch(num_parts=2)",
+        "  model      place()",
+        "  split      accumulate(2)",
         "  weigh      num_samples, summed over 4 ranks",
-        "  place      to_device",
+        "  place      place()",
         "  forward    loss_fn(Linear, batch)",
-        "  backward   the mean over the global batch, by replicate()",
-        "  gradients  clip_norm(max_norm=1.0)",
+        "  backward   the mean over the global batch, by wrap_ddp()",
+        "  gradients  clip(1.0)",
         "  update     SGD(lr=0.5), 2 parameter tensors, 5 numbers",
     ]
 
 
 _SAID = [
-    "  split      split_batch(num_parts=3), from the launch",
-    "  forward    loss_fn(Linear, batch) under autocast(dtype=torch.bfloat16), from the launch",
-    "  backward   the mean over the global batch, by shard(), from the launch",
+    "  split      accumulate(), 3 from the launch",
+    "  forward    loss_fn(Linear, batch) under with_amp(), bf16 from the launch",
+    "  backward   the mean over the global batch, by wrap(), fsdp from the launch",
 ]
 _UNSAID = [
-    "  start      without_autocast(), the launch says nothing, "
-    "then one_microbatch(), the launch says nothing",
+    "  start      with_amp(), the launch sets nothing, then accumulate(), the launch sets nothing",
     "  forward    loss_fn(Linear, batch)",
-    "  backward   the mean over the global batch, by replicate(), the launch says nothing",
+    "  backward   the mean over the global batch, by wrap(), the launch sets nothing",
 ]
 
 
@@ -169,7 +168,7 @@ def test_programs_get_the_phases_of_a_plan_in_a_module(here, capsys):
     assert shown["num_processes"] == 1
     assert shown["device"] == str(accelerator or "cpu")
     assert shown["phases"]["backward"] == (
-        "the mean over the global batch; replicate() has nothing to do"
+        "the mean over the global batch; wrap_ddp() has nothing to do"
     )
     assert shown["phases"]["update"] == "SGD(lr=0.5), 2 parameter tensors, 5 numbers"
     assert list(shown["phases"]) == [

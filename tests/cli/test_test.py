@@ -11,15 +11,16 @@ import accel_fn as af
 from accel_fn.base import weights
 from accel_fn.cli.test import merge
 from accel_fn.data.indexed.indexed_source import IndexedSource
-from accel_fn.step import backward as backward_module
 from accel_fn.step import grads as grads_module
-from accel_fn.step import step as step_module
+from accel_fn.step import update
+from accel_fn.step.global_mean import GlobalMean
+from accel_fn.step.strategy import Strategy
 from accel_fn.testing import simulate
 from accel_fn.testing.selftest import comm_checks
 from accel_fn.testing.selftest.check_world import check_promises
 from accel_fn.testing.selftest.results import NOT_RUN, Outcome
 from accel_fn.transforms import clip
-from accel_fn.transforms.ddp import bucket_scalars, ddp
+from accel_fn.transforms.ddp import ddp
 from accel_fn.transforms.fsdp import fsdp
 from tests.cli.commands import ROOT, run_command
 
@@ -45,25 +46,24 @@ def test_every_promise_holds_in_every_world(world_size):
 def broken(**outcomes):
     """The promises that two ranks find broken, together."""
     reports = simulate(check_promises, world_size=2, timeout_s=100)
-    verdicts = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
-    assert not any(verdict.error for verdict in verdicts)
-    return {verdict.promise for verdict in verdicts if not verdict.holds}
+    accept = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
+    assert not any(verdict.error for verdict in accept)
+    return {verdict.promise for verdict in accept if not verdict.holds}
 
 
 def test_a_mean_of_means_is_found(monkeypatch):
-    monkeypatch.setattr(bucket_scalars.CarriedTally, "share", lambda tally, weight: 1.0)
-    others = {"a loss scale changes nothing", "shards train as one"}  # which talk in another way
-    assert broken() >= TRAINING - others
+    monkeypatch.setattr(GlobalMean, "share", lambda mean, weight: 1.0)
+    assert broken() >= TRAINING
 
 
 def test_gradients_that_are_wrong_by_a_factor_are_found(monkeypatch):
-    take = backward_module.Backward._take
+    take = Strategy._take
 
-    def doubled(backward, state, weight, factor=1.0):
-        return take(backward, state, weight, 2 * factor)
+    def doubled(strategy, state, weight):
+        return take(strategy, state, weight).scaled(2.0)
 
-    monkeypatch.setattr(backward_module.Backward, "_take", doubled)
-    assert broken() >= TRAINING - {"a loss scale changes nothing"}
+    monkeypatch.setattr(Strategy, "_take", doubled)
+    assert broken() >= TRAINING
 
 
 def test_a_norm_that_is_off_by_a_millionth_is_found(monkeypatch):
@@ -100,8 +100,8 @@ def test_labels_that_count_though_they_are_ignored_are_found(monkeypatch):
 
 
 def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
-    apply_update = step_module.apply_update
-    monkeypatch.setattr(step_module, "apply_update", lambda *given: apply_update(*given[:3], None))
+    apply_update = update.apply_update
+    monkeypatch.setattr(update, "apply_update", lambda *given: apply_update(*given[:3], None))
     assert broken() == {"an fp16 overflow on one rank skips the update on all"}
 
 
@@ -140,7 +140,7 @@ def test_a_mean_without_weights_is_found(monkeypatch):
 
 def test_replicas_that_are_not_averaged_are_an_error_and_end_the_checks(monkeypatch):
     """Found by the library's own check of the first gradients, on both ranks."""
-    monkeypatch.setattr(ddp, "replicate", lambda state, module, **options: module)
+    monkeypatch.setattr(ddp, "DDP", lambda *given, **options: Strategy(*given))
     for report in simulate(check_promises, world_size=2, timeout_s=100):
         first, second, *rest = report.outcomes
         assert first.holds
@@ -189,10 +189,10 @@ def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     first, heading, *rows = done.stdout.splitlines()
     assert first == "14 promises on 2 ranks, cpu, backend gloo"
     assert heading.split() == ["promise", "largest", "difference", "bound", "verdict"]
-    verdicts = {row.split("  ")[0]: row.split()[-1] for row in rows}
-    assert verdicts.pop("a run goes on where it stopped") == "broken"
-    assert set(verdicts.values()) == {"holds"}
-    assert len(verdicts) == 13
+    accept = {row.split("  ")[0]: row.split()[-1] for row in rows}
+    assert accept.pop("a run goes on where it stopped") == "broken"
+    assert set(accept.values()) == {"holds"}
+    assert len(accept) == 13
 
 
 @pytest.mark.slow

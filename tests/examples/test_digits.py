@@ -129,13 +129,13 @@ def test_default_step_averages_accumulates_autocasts_and_clips(
         digits.main(digits.parse_arguments())
     assert [" ".join(line.split()) for line in str(told.value).splitlines()] == [
         "one step on 2 ranks, cpu",
-        "model move_to_device",
-        "split split_batch(num_parts=2)",
+        "model place()",
+        "split accumulate(2)",
         "weigh num_samples, summed over 2 ranks",
-        "place to_device",
-        "forward loss_fn(Sequential, batch) under autocast(dtype=torch.bfloat16)",
-        "backward the mean over the global batch, by replicate()",
-        "gradients clip_norm(max_norm=1.0)",
+        "place place()",
+        "forward loss_fn(Sequential, batch) under with_amp('bf16')",
+        "backward the mean over the global batch, by wrap_ddp()",
+        "gradients clip(1.0)",
         "update AdamW(lr=0.001), 14 parameter tensors, 98,250 numbers",
     ]
 

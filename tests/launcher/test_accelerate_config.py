@@ -50,7 +50,7 @@ IN_SCRIPT = {
     "deepspeed": "gradient_clipping is clip(1.0), "
     "zero_stage is wrap_fsdp(reshard_after_forward=False)",
     "megatron_lm": "megatron_lm_gradient_clipping is clip(1.0), "
-    "megatron_lm_recompute_activations is checkpointed()",
+    "megatron_lm_recompute_activations is checkpoint_activations()",
     "fp8_dynamo": 'mixed_precision fp8 is with_amp("fp8"), dynamo_backend is compiled()',
 }
 LEFT_OUT = {
@@ -116,7 +116,7 @@ def test_what_has_no_counterpart_is_named_in_one_warning(name):
         ("fsdp_config: {fsdp_sharding_strategy: 3}", "fsdp_sharding_strategy is wrap_ddp()"),
         (
             "fsdp_config: {fsdp_activation_checkpointing: 'true'}",
-            "fsdp_activation_checkpointing is checkpointed()",
+            "fsdp_activation_checkpointing is checkpoint_activations()",
         ),
         (
             "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"

@@ -33,7 +33,7 @@ each_rule = pytest.mark.parametrize(("recipe", "theirs"), RULES.values(), ids=RU
 
 def means(step):
     """Parameters as they are shown, copied."""
-    with af.averaged(step):
+    with af.use_average(step):
         return {name: value.clone() for name, value in step.plan.model.state_dict().items()}
 
 
@@ -99,7 +99,7 @@ def test_where_only_the_device_knows_yet_it_is_that_of_the_updates_made(
 ):
     """Whenever it is looked at or saved, for which the host waits."""
     state, step = make(af.compose(recipe, scaled(8.0)))
-    average = step.plan.after[0]
+    average = step.plan.after_update[0]
     average._echo = LateEcho()
     made = []
     for index, (inputs, targets) in enumerate(batches):
@@ -138,7 +138,7 @@ def test_updates_of_the_warm_up_count_for_nothing(
     def built():
         state, step = make(af.compose(make_rule(num_warmup=num_warmup), af.skip_nonfinite()))
         if is_late:
-            step.plan.after[0]._echo = LateEcho()
+            step.plan.after_update[0]._echo = LateEcho()
         return state, step
 
     state, step = built()
@@ -169,7 +169,7 @@ def test_after_showing_it_all_is_as_it_was_even_after_an_error():
     for _ in range(3):
         state, _ = step(state, BATCH)
     before = copy.deepcopy(model.state_dict())
-    with suppress(KeyError), af.averaged(step):
+    with suppress(KeyError), af.use_average(step):
         assert not torch.equal(model[0].weight, before["0.weight"])
         torch.testing.assert_close(model[1].running_mean, before["1.running_mean"])
         model(torch.randn(8, 3).double())  # moves running statistics
@@ -190,7 +190,7 @@ def test_what_is_computed_within_is_of_the_averaged_parameters(wrap, world_size)
         mine = [each.tensor_split(world_size)[state.rank] for each in data.tensors]
         for _ in range(3):
             state, _ = step(state, mine)
-        with af.averaged(step):
+        with af.use_average(step):
             shown = {n: v.clone() for n, v in ours.whole(step.plan.model.state_dict()).items()}
             found = float(step.forward(state, mine)), af.evaluate(step, loader, state)["loss"]
         own = ours.whole(step.plan.model.state_dict())
@@ -236,7 +236,7 @@ def test_parameters_that_are_no_numbers_to_average_are_left_alone(tmp_path):
     state, step = af.build(af.DistState(), plan)
     for _ in range(2):
         state, _ = step(state, BATCH)
-    with af.averaged(step):
+    with af.use_average(step):
         model.codes.data += 1
     assert model.codes.tolist() == [0, 1, 2]
     af.save(tmp_path, state, step)
@@ -257,10 +257,10 @@ def test_parameters_of_half_precision_have_a_mean_of_single_precision():
     for number in range(1, 20):
         state, _ = step(state, BATCH)
         mean += 0.001 * (1.0 + number - mean)
-    held = step.plan.after[0].state_dict()["mean/weight"]
+    held = step.plan.after_update[0].state_dict()["mean/weight"]
     assert held.dtype == torch.float32
     assert held.item() == pytest.approx(mean, rel=1e-5)
-    with af.averaged(step):
+    with af.use_average(step):
         assert model.weight.item() == held.bfloat16().item()
     assert model.weight.item() == 20.0
 
@@ -291,7 +291,7 @@ def test_weights_that_are_shown_are_the_weights_that_are_saved(tmp_path):
     state, step = make(af.average(0.5))
     for _ in range(3):
         state, _ = step(state, BATCH)
-    with af.averaged(step):
+    with af.use_average(step):
         af.save_model(step.plan.model, tmp_path)
     other = ours.regression_model(3)
     af.load_model(other, tmp_path)
@@ -303,7 +303,10 @@ def test_weights_that_are_shown_are_the_weights_that_are_saved(tmp_path):
 
 def test_a_step_within_is_refused():
     state, step = make(af.average(0.5))
-    with af.averaged(step), pytest.raises(ValueError, match="must not be stepped within averaged"):
+    with (
+        af.use_average(step),
+        pytest.raises(ValueError, match="must not be stepped within use_average"),
+    ):
         step(state, BATCH)
 
 
@@ -314,7 +317,7 @@ def test_saving_the_run_within_is_refused_on_all_ranks(tmp_path, wait):
     def run(state):
         state, step = make(af.compose(af.wrap_ddp(), af.average(0.5)), state)
         with (
-            af.averaged(step) if state.rank else nullcontext(),
+            af.use_average(step) if state.rank else nullcontext(),
             pytest.raises(af.AccelError) as told,
         ):
             af.save(tmp_path, state, step, wait=wait)
@@ -323,7 +326,7 @@ def test_saving_the_run_within_is_refused_on_all_ranks(tmp_path, wait):
     first, second = simulate(run, world_size=2)
     assert first.startswith("save: ")
     assert second == (
-        "save: step must have its own parameters, got those of averaged(step); call it before or after"
+        "save: step must have its own parameters, got those of use_average(step); call it before or after"
     )
     assert not list(tmp_path.iterdir())
 
@@ -338,7 +341,7 @@ LOADS = {
 def test_loading_a_run_within_is_refused_before_anything_is_read(tmp_path, load):
     state, step = make(af.average(0.5))
     with (
-        af.averaged(step),
+        af.use_average(step),
         pytest.raises(ValueError, match="load: step must have its own parameters, got those of"),
     ):
         load(tmp_path, state, step)
@@ -347,9 +350,9 @@ def test_loading_a_run_within_is_refused_before_anything_is_read(tmp_path, load)
 def test_showing_it_twice_is_refused():
     _, step = make(af.average(0.5))
     with (
-        af.averaged(step),
+        af.use_average(step),
         pytest.raises(ValueError, match="got it twice"),
-        af.averaged(step),
+        af.use_average(step),
     ):
         pass
 
@@ -358,8 +361,8 @@ def test_showing_it_twice_is_refused():
 def test_there_must_be_one(recipe):
     _, step = make(recipe)
     with (
-        pytest.raises(ValueError, match="averaged: step must have one average in its plan, got"),
-        af.averaged(step),
+        pytest.raises(ValueError, match="use_average: step must have one average in its plan, got"),
+        af.use_average(step),
     ):
         pass
 

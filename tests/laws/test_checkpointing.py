@@ -1,4 +1,4 @@
-"""checkpointed: the identity, bit for bit, in less memory."""
+"""checkpoint_activations: the identity, bit for bit, in less memory."""
 
 import copy
 import random
@@ -75,7 +75,7 @@ def test_random_numbers_and_running_statistics_are_those_of_the_run_without_it(
     ]
     plain = af.accumulate(num_microbatches)
     expected = train(noisy_model(), plain, batches)
-    found = train(noisy_model(), af.compose(plain, af.checkpointed(**options)), batches)
+    found = train(noisy_model(), af.compose(plain, af.checkpoint_activations(**options)), batches)
     assert found[0] == expected[0]
     ours.assert_identical(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
@@ -119,7 +119,7 @@ def test_numbers_that_a_block_draws_from_python_and_numpy_are_drawn_again(draw, 
         return losses, weights, [each() for each in DRAWS.values()]
 
     with kept_random(torch.device("cpu")):
-        expected, found = run(af.compose()), run(af.checkpointed(blocks=Drawing))
+        expected, found = run(af.compose()), run(af.checkpoint_activations(blocks=Drawing))
     assert found[0] == expected[0]
     ours.assert_identical(found[1], expected[1])
     assert found[2] == expected[2]
@@ -167,7 +167,7 @@ def test_compiled_blocks_compute_again_what_they_have_computed(scope, offload):
     compiling = af.compiled(scope=scope)
     expected = train(noisy_model(), compiling, batches)
     graphs = counters["stats"]["unique_graphs"]
-    recipe = af.compose(af.checkpointed(offload=offload), compiling)
+    recipe = af.compose(af.checkpoint_activations(offload=offload), compiling)
     found = train(noisy_model(), recipe, batches)
     assert counters["stats"]["unique_graphs"] - graphs <= 4
     # Where compiled code ends, BatchNorm is rounded: its eps is of single precision in there.
@@ -178,14 +178,17 @@ def test_compiled_blocks_compute_again_what_they_have_computed(scope, offload):
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [({"scope": "step"}, "compile_step"), ({"fullgraph": True}, "compile_loss")],
+    [
+        ({"scope": "step"}, r"compiled\(scope='step'\)"),
+        ({"fullgraph": True}, r"compiled\(fullgraph=True\)"),
+    ],
     ids=str,
 )
 def test_a_graph_without_a_break_around_blocks_is_refused(settings, name):
     model = stack()
-    recipe = af.compose(af.checkpointed(), af.compiled(**settings))
+    recipe = af.compose(af.checkpoint_activations(), af.compiled(**settings))
     plan = recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
-    text = rf"checkpointed must have blocks that .* outside of a graph, got {name}.*; use compiled"
+    text = rf"checkpoint_activations must have blocks that .* outside of a graph, got {name}.*; use compiled"
     with pytest.raises(ValueError, match=text):
         af.build(af.DistState(), plan)
 
@@ -208,7 +211,7 @@ def dealt_batches(draw):
 )
 def test_it_is_the_same_step_over_ranks(wrap, offload, parts, num_microbatches):
     recipe = af.compose(wrap, af.accumulate(num_microbatches), af.clip(0.1))
-    checkpointing = af.compose(recipe, af.checkpointed(offload=offload))
+    checkpointing = af.compose(recipe, af.checkpoint_activations(offload=offload))
     expected = ours.trained(stack(), parts, recipe)
     for plain, found in zip(expected, ours.trained(stack(), parts, checkpointing), strict=True):
         assert found[0] == plain[0]
@@ -222,7 +225,7 @@ def test_what_is_chosen_is_computed_again_and_nothing_else(blocks, chosen):
         layer = model.get_submodule(name)
         layer.forward = partial(counted, calls, name, layer.forward)
     plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), af.checkpointed(blocks=blocks)(plan))
+    state, step = af.build(af.DistState(), af.checkpoint_activations(blocks=blocks)(plan))
     step(state, (torch.ones(4, 3).double(), torch.ones(4, 1).double()))
     again = {name for name, number in calls.items() if number > 1}
     assert again == {name for name in LAYERS if any(is_in(name, each) for each in chosen)}
@@ -257,12 +260,14 @@ def saved_bytes(recipe):
 
 def test_it_keeps_what_goes_into_each_block_and_no_more():
     """12 blocks keep three activations each otherwise: two inputs of layers, and what tanh gives."""
-    plain, found = saved_bytes(af.compose()), saved_bytes(af.checkpointed())
+    plain, found = saved_bytes(af.compose()), saved_bytes(af.checkpoint_activations())
     assert found <= 0.6 * plain
 
 
 def test_with_offload_what_goes_into_the_blocks_is_handed_to_the_host():
-    plain, found = (saved_bytes(af.checkpointed(offload=offload)) for offload in (False, True))
+    plain, found = (
+        saved_bytes(af.checkpoint_activations(offload=offload)) for offload in (False, True)
+    )
     assert plain - found == 12 * 64 * 5 * 8  # of 12 blocks, 64 samples of 5 numbers in float64
 
 
@@ -281,7 +286,7 @@ def test_with_offload_an_accelerator_holds_nothing_of_what_goes_into_the_blocks(
     for offload in (False, True):
         model = nn.Sequential(*[Block(width) for _ in range(depth)])
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        recipe = af.compose(af.place(), af.checkpointed(offload=offload))
+        recipe = af.compose(af.place(), af.checkpoint_activations(offload=offload))
         state, step = af.build(af.init(device="cuda"), recipe(plan))
         step(state, torch.ones(size, width))
     # The first block's input is the batch; the last one's output is kept for the loss all the same.
@@ -293,7 +298,7 @@ def test_outside_of_a_step_the_model_is_as_it_was(batches):
     model = stack()
     forwards = [block.forward for block in model.blocks]
     plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), af.checkpointed()(plan))
+    state, step = af.build(af.DistState(), af.checkpoint_activations()(plan))
     step(state, batches[0])
     with torch.no_grad():
         step.forward(state, batches[0])
@@ -307,7 +312,7 @@ def test_a_forward_of_an_instance_s_own_stays():
     model.blocks[0].forward = lambda inputs: own(inputs) * 2
     held = vars(model.blocks[0])["forward"]
     plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), af.checkpointed()(plan))
+    state, step = af.build(af.DistState(), af.checkpoint_activations()(plan))
     step(state, (torch.ones(4, 3).double(), torch.ones(4, 1).double()))
     assert vars(model.blocks[0])["forward"] is held
 
@@ -317,8 +322,10 @@ def test_blocks_that_match_nothing_are_refused_on_every_rank():
         for blocks, text in ((nn.Conv2d, "got 'Conv2d'"), ("absent", "got 'absent'")):
             model = stack()
             plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-            recipe = af.compose(af.wrap_ddp(), af.checkpointed(blocks=blocks))
-            with pytest.raises(ValueError, match=rf"checkpointed\(blocks\) must match .*{text}"):
+            recipe = af.compose(af.wrap_ddp(), af.checkpoint_activations(blocks=blocks))
+            with pytest.raises(
+                ValueError, match=rf"checkpoint_activations\(blocks\) must match .*{text}"
+            ):
                 af.build(state, recipe(plan))
 
     simulate(run, world_size=2)
@@ -332,16 +339,16 @@ def test_a_model_that_repeats_nothing_must_name_them():
     with pytest.raises(
         ValueError, match="repeated in a list or sequence, got none in Linear; name"
     ):
-        af.build(af.DistState(), af.checkpointed()(plan))
+        af.build(af.DistState(), af.checkpoint_activations()(plan))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"blocks": 3}, "checkpointed: blocks must be a class of modules, a name"),
-        ({"offload": "yes"}, "checkpointed: offload must be True or False, got 'yes'"),
+        ({"blocks": 3}, "checkpoint_activations: blocks must be a class of modules, a name"),
+        ({"offload": "yes"}, "checkpoint_activations: offload must be True or False, got 'yes'"),
     ],
 )
 def test_what_is_no_choice_is_refused(options, text):
     with pytest.raises(TypeError, match=text):
-        af.checkpointed(**options)
+        af.checkpoint_activations(**options)

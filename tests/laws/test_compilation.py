@@ -93,7 +93,9 @@ def not_compiled(transforms):
 
 @pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
 @pytest.mark.parametrize("scope", ["loss", "blocks"])
-@pytest.mark.parametrize("beside", ["", "af.checkpointed(), "], ids=["alone", "checkpointed"])
+@pytest.mark.parametrize(
+    "beside", ["", "af.checkpoint_activations(), "], ids=["alone", "checkpoint_activations"]
+)
 def test_a_compiled_loss_of_several_processes_is_one_process(wrap, scope, beside):
     """In processes: the compiler says to all threads that they are compiled, which optimizers read."""
     transforms = "af.accumulate(3), af.clip(0.5)"

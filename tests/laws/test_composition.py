@@ -25,7 +25,7 @@ TRANSFORMS = {
     "check_replicas": af.check_replicas(2),
     "average": af.average(0.9),
     "schedule": af.schedule(lambda num_updates: 1 / (num_updates + 1)),
-    "checkpointed": af.checkpointed(blocks="0"),
+    "checkpoint_activations": af.checkpoint_activations(blocks="0"),
     "Preemption": af.Preemption(signals=()),
 }
 
@@ -62,17 +62,23 @@ def changed(**instead):
 
 @given(
     order=st.permutations(list(TRANSFORMS)),
-    wrap=st.sampled_from([af.wrap_ddp(), af.wrap_fsdp()]),
-    accumulate=st.sampled_from([af.accumulate(2), af.accumulate("auto")]),
+    shared=st.sampled_from(
+        [
+            (af.wrap_ddp(), af.accumulate(2)),
+            (af.wrap_ddp(), af.accumulate("auto")),
+            (af.wrap_fsdp(), af.accumulate(2)),
+        ]
+    ),
     clip=st.sampled_from([af.clip(0.3), af.clip_value(0.1)]),
     precision=st.sampled_from(list(PRECISIONS)),
     batches=strategies.batches(num_batches=2),
     world_size=st.integers(1, 3),
 )
 def test_any_order_of_transforms_is_the_same_step_to_the_bit(
-    order, wrap, accumulate, clip, precision, batches, world_size
+    order, shared, clip, precision, batches, world_size
 ):
     dtype, autocast = PRECISIONS[precision]
+    wrap, accumulate = shared
     transforms = changed(wrap_ddp=wrap, accumulate=accumulate, clip=clip, with_amp=autocast)
     parts = ours.dealt_evenly(
         [tuple(each.to(dtype) for each in batch) for batch in batches], world_size

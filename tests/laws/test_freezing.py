@@ -100,7 +100,7 @@ def test_a_gradient_function_sees_no_such_gradient_wherever_it_is_listed(listed_
 
             return watched
 
-        return replace(plan, grad_fns=(*plan.grad_fns, wrap))
+        return replace(plan, wrap_grad_fn=(*plan.wrap_grad_fn, wrap))
 
     transforms = [af.freeze("0"), watching]
     model = ours.regression_model()
@@ -120,7 +120,7 @@ def built(recipe, *, late=False):
     plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
     state, step = af.build(af.DistState(), recipe(plan))
     if late:
-        for each in step.plan.after:
+        for each in step.plan.after_update:
             each._echo = LateEcho()
     return state, step
 
@@ -159,7 +159,7 @@ def test_the_host_waits_for_an_accelerator_only_where_the_next_update_may_be_the
             return super().last()
 
     state, step = built(af.compose(af.freeze("0", until=5), af.skip_nonfinite()))
-    [thawing] = step.plan.after
+    [thawing] = step.plan.after_update
     thawing._echo = Counting()
     waits = []
     for batch in spoilt([*BATCHES, *BATCHES], {2, 5}):

@@ -21,7 +21,7 @@ def scheduled(scheduler):
             scheduler.step()
         return state
 
-    return lambda plan: replace(plan, after=(*plan.after, advance))
+    return lambda plan: replace(plan, after_update=(*plan.after_update, advance))
 
 
 def rates(batches, world_size, num_microbatches, poisoned):
@@ -138,7 +138,7 @@ def test_a_gradient_function_may_ask_for_gradients_twice():
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        plan = replace(af.wrap_ddp()(plan), grad_fns=(twice,))
+        plan = replace(af.wrap_ddp()(plan), wrap_grad_fn=(twice,))
         state, step = af.build(state, plan)
         step(state, (torch.ones(2, 3).double(), torch.ones(2, 1).double()))
 

@@ -23,7 +23,7 @@ RECIPES = {
     "in shards": af.wrap_fsdp(),
     "micro-batches": af.compose(af.accumulate(3), af.wrap_ddp()),
     "a gradient function": lambda plan: replace(
-        af.wrap_ddp()(plan), grad_fns=(lambda inner: lambda *given: inner(*given),)
+        af.wrap_ddp()(plan), wrap_grad_fn=(lambda inner: lambda *given: inner(*given),)
     ),
 }
 
@@ -163,7 +163,7 @@ def test_a_rank_that_does_not_listen_is_refused():
     def run(state):
         model = ours.regression_model()
         plan = af.wrap_ddp()(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
-        with pytest.raises(RuntimeError, match="stops"):
+        with pytest.raises(RuntimeError, match="should_stop"):
             af.build(state, af.Preemption(())(plan) if state.rank else plan)
 
     simulate(run, world_size=2)
@@ -173,5 +173,5 @@ def test_explain_tells_of_it(capsys):
     model = ours.regression_model()
     plan = af.Preemption(())(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
     af.explain(plan, af.DistState())
-    line = "  stop       after this step, where asked says so on any rank"
+    line = "  stop       after this step, if Preemption() asks for it on any rank"
     assert line in capsys.readouterr().out.splitlines()

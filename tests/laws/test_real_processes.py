@@ -147,7 +147,7 @@ def test_an_overflow_in_one_process_skips_the_update_in_all(num_processes, wrap)
     clean = [batch for index, batch in enumerate(batches("mse")) if index != 2]
     _, expected = ours.trained_by_hand(ours.regression_model(), clean)
     scaling = (
-        "lambda plan: __import__('dataclasses').replace(plan, starts=(lambda state: "
+        "lambda plan: __import__('dataclasses').replace(plan, init_state=(lambda state: "
         "__import__('dataclasses').replace(state, scaler=af.LossScale.start(256.0)),))"
     )
     for told in run(num_processes, wrap=wrap, transforms=scaling, poisoned=2):

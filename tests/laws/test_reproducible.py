@@ -57,7 +57,7 @@ def built(state, recipe, model=None, loss_fn=ours.mse):
     """With reproducible, unless the recipe holds it."""
     model = Net() if model is None else model
     plan = recipe(af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), lr=0.05)))
-    return af.build(state, plan if plan.own_parameters else af.reproducible()(plan))
+    return af.build(state, plan if plan.strategy else af.reproducible()(plan))
 
 
 def train(state, step, data):
@@ -80,7 +80,9 @@ def sha256(tensors):
 
 def kept(state, step):
     """Parameters, buffers, what the optimizer and the transforms remember, and the loss scale."""
-    keeping = [each.state_dict() for each in (*step.plan.verdicts, *step.plan.after) if keeps(each)]
+    keeping = [
+        each.state_dict() for each in (*step.plan.accept, *step.plan.after_update) if keeps(each)
+    ]
     numbers = [
         each for each in tree_leaves(keeping) if isinstance(each, torch.Tensor | int | float)
     ]
@@ -93,7 +95,7 @@ def keeps(transform):
 
 
 def fingerprint(state, recipe, data=None, **settings):
-    """Of all that is kept, losses, norms and verdicts."""
+    """Of all that is kept, losses, norms and accept."""
     state, step = built(state, recipe, **settings)
     state, said = train(state, step, batches() if data is None else data)
     return sha256([*kept(state, step), *said])
@@ -194,7 +196,7 @@ RECIPES = {
     "plateau": follow_loss,
     "schedule": af.schedule(lambda num_updates: 1.0 / (1 + num_updates)),
     "freeze": af.freeze("heads", until=3),
-    "checkpointed": af.checkpointed(blocks="first"),
+    "checkpoint_activations": af.checkpoint_activations(blocks="first"),
 }
 
 
@@ -215,20 +217,26 @@ def spoilt(num_batches, size, bad_row):
     chosen=st.lists(st.sampled_from(sorted(RECIPES)), unique=True, max_size=4).filter(
         lambda names: not any(each <= set(names) for each in EXCLUSIVE)
     ),
-    num_slots=st.sampled_from([2, 4, 8]),
+    num_virtual_ranks=st.sampled_from([2, 4, 8]),
     samples=st.integers(1, 3),
     bad_row=st.none() | st.integers(0, 7),
 )
-@example(chosen=["fp16", "value", "average"], num_slots=4, samples=2, bad_row=5)
-@example(chosen=["accumulate", "checkpointed"], num_slots=8, samples=3, bad_row=None)
-@example(chosen=["spikes", "uniform average", "replicas"], num_slots=4, samples=2, bad_row=1)
-@example(chosen=["plateau"], num_slots=4, samples=2, bad_row=None)
-def test_it_holds_with_every_transform(chosen, num_slots, samples, bad_row):
+@example(chosen=["fp16", "value", "average"], num_virtual_ranks=4, samples=2, bad_row=5)
+@example(
+    chosen=["accumulate", "checkpoint_activations"], num_virtual_ranks=8, samples=3, bad_row=None
+)
+@example(
+    chosen=["spikes", "uniform average", "replicas"], num_virtual_ranks=4, samples=2, bad_row=1
+)
+@example(chosen=["plateau"], num_virtual_ranks=4, samples=2, bad_row=None)
+def test_it_holds_with_every_transform(chosen, num_virtual_ranks, samples, bad_row):
     if not {"fp16", "norm", "spikes"} & set(chosen):  # nobody skips what is bad
         bad_row = None
-    data = spoilt(6, num_slots * samples, bad_row)
-    recipe = af.compose(af.reproducible(num_slots), *[RECIPES[name] for name in chosen])
-    worlds = [each for each in WORLDS if each <= num_slots and each in (1, 2, num_slots)]
+    data = spoilt(6, num_virtual_ranks * samples, bad_row)
+    recipe = af.compose(af.reproducible(num_virtual_ranks), *[RECIPES[name] for name in chosen])
+    worlds = [
+        each for each in WORLDS if each <= num_virtual_ranks and each in (1, 2, num_virtual_ranks)
+    ]
     assert len(fingerprints(recipe, worlds, data=data)) == 1
 
 
@@ -255,20 +263,22 @@ def test_every_number_of_ranks_skips_the_updates_that_would_do_harm(name, made, 
 @ours.share(0.6)
 @given(
     data=strategies.labelled_batches(max_samples=4),
-    num_slots=st.sampled_from([1, 2, 4]),
+    num_virtual_ranks=st.sampled_from([1, 2, 4]),
     k=st.integers(1, 3),
 )
-def test_it_is_the_mean_over_the_global_batch(data, num_slots, k):
+def test_it_is_the_mean_over_the_global_batch(data, num_virtual_ranks, k):
     """Equal to the loop by hand: of labels, where some slots have none that count."""
     data = [
-        {key: each.repeat_interleave(num_slots, dim=0) for key, each in batch.items()}
+        {key: each.repeat_interleave(num_virtual_ranks, dim=0) for key, each in batch.items()}
         for batch in data
     ]
     _, expected = ours.trained_by_hand(
         ours.token_model(), data, loss_fn=ours.token_loss, max_norm=0.5
     )
-    sizes = [[af.num_samples(batch) // num_slots] * num_slots for batch in data]
-    recipe = af.compose(af.reproducible(num_slots), af.accumulate(k), af.clip(0.5), scaled(8.0))
+    sizes = [[af.num_samples(batch) // num_virtual_ranks] * num_virtual_ranks for batch in data]
+    recipe = af.compose(
+        af.reproducible(num_virtual_ranks), af.accumulate(k), af.clip(0.5), scaled(8.0)
+    )
     for _, parameters in ours.trained(
         ours.token_model(),
         ours.dealt(data, sizes),
@@ -317,7 +327,7 @@ def test_where_in_memory_a_slot_begins_does_not_matter():
 def test_a_word_from_one_rank_is_heard_by_all_after_the_same_step():
     def run(state):
         asked = iter([False, state.rank == 3])
-        asking = lambda plan: replace(plan, stops=(lambda: next(asked),))
+        asking = lambda plan: replace(plan, should_stop=(lambda: next(asked),))
         state, step = built(state, asking)
         heard = []
         for batch in batches(2, 8):
@@ -408,8 +418,8 @@ def test_it_is_told_of_a_step(world_size, capsys):
     plan = af.Plan(ours.mse, (model := Net()), torch.optim.AdamW(model.parameters()))
     recipe = af.compose(af.reproducible(4), af.accumulate(2))
     text = af.explain(recipe(plan), af.DistState(world_size=world_size))
-    assert "split      in_slots(num_slots=4), then split_batch(num_parts=2)" in text
-    assert "backward   the mean over the global batch, by in_slots(num_slots=4)" in text
+    assert "split      reproducible(4), then accumulate(2)" in text
+    assert "backward   the mean over the global batch, by reproducible(4)" in text
 
 
 def test_ranks_start_from_the_parameters_of_the_first():

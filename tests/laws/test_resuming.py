@@ -49,7 +49,9 @@ def part(batch, state):
 
 
 def scaled(plan):
-    return replace(plan, starts=(lambda state: replace(state, scaler=af.LossScale.start(2.0**8)),))
+    return replace(
+        plan, init_state=(lambda state: replace(state, scaler=af.LossScale.start(2.0**8)),)
+    )
 
 
 def copied(tensors):
@@ -317,23 +319,23 @@ def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
             applied.append(bool(report.applied))
         af.save(folder, state, step)
         found = copied(ours.whole(model.state_dict()))
-        with af.averaged(step):
+        with af.use_average(step):
             for name, each in ours.whole(model.state_dict()).items():
                 found[f"average of {name}"] = each.clone()
         return found, applied, plan.optimizer.param_groups[0]["lr"]
 
     def run(folder, *legs):
-        """What every rank of the last one ends with, and the verdicts of all steps."""
-        verdicts = []
+        """What every rank of the last one ends with, and the accept of all steps."""
+        accept = []
         for world_size, *way in legs:
             ends = simulate(lambda state, way=way: leg(state, folder, *way), world_size=world_size)
-            verdicts += ends[0][1]
-        return [(found, rate) for found, _, rate in ends], verdicts
+            accept += ends[0][1]
+        return [(found, rate) for found, _, rate in ends], accept
 
     last = 1, af.wrap_ddp(), len(data)
     stopped = [(2, af.wrap_ddp(), 3), (3, af.wrap_fsdp(), 6), (2, af.wrap_fsdp(), 7)]
-    [(expected, last_rate)], verdicts = run(tmp_path / "whole", last)
+    [(expected, last_rate)], accept = run(tmp_path / "whole", last)
     [(found, rate)], found_verdicts = run(tmp_path / "stopped", *stopped, last)
     ours.assert_close(found, expected)
-    assert (rate, found_verdicts) == (last_rate, verdicts)
-    assert not all(verdicts)
+    assert (rate, found_verdicts) == (last_rate, accept)
+    assert not all(accept)

@@ -25,7 +25,7 @@ def scaled(init_scale, growth_interval=2000):
     """Loss scaling without autocast, so that float64 can show what scaling alone does."""
     rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": growth_interval}
     start = partial(scale_loss, init_scale=init_scale, **rule)
-    return lambda plan: replace(plan, starts=(*plan.starts, start))
+    return lambda plan: replace(plan, init_state=(*plan.init_state, start))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)

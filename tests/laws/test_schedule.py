@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedulers
 
 import accel_fn as af
-from accel_fn.step.plan import Kept
+from accel_fn.step.plan import Stateful
 from accel_fn.testing import simulate, strategies
 from accel_fn.transforms.schedule.advance import Advance, AdvanceByMetric, DeviceSchedule, Schedule
 from accel_fn.transforms.schedule.schedule import scheduled as begun
@@ -208,8 +208,8 @@ def with_echoes(transform):
         return schedule
 
     def add(plan):
-        *others, added = transform(plan).after
-        return replace(plan, after=(*others, Kept(partial(begin, begin=added))))
+        *others, added = transform(plan).after_update
+        return replace(plan, after_update=(*others, Stateful(partial(begin, begin=added))))
 
     return add
 
@@ -269,7 +269,7 @@ def late(advance):
     def begin(state, plan):
         return DeviceSchedule.in_plan(plan, advance, state.device, LateEcho())
 
-    return lambda plan: replace(plan, after=(*plan.after, Kept(begin)))
+    return lambda plan: replace(plan, after_update=(*plan.after_update, Stateful(begin)))
 
 
 def by_host(make_scheduler, optimizer):
@@ -522,4 +522,4 @@ def test_a_plan_with_a_schedule_is_the_same_on_every_rank():
 
     first, second = simulate(run, world_size=2)
     assert first == second
-    assert "scheduled(by=MultiStepLR)" in first
+    assert "schedule(MultiStepLR)" in first

@@ -254,7 +254,7 @@ def test_what_is_heard_of_late_ends_the_run_a_step_later_and_is_told_as_it_was(a
     model = linear_model()
     plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
     state, step = af.build(af.DistState(), plan)
-    step.plan.verdicts[0]._echo = LateEcho()
+    step.plan.accept[0]._delayed = LateEcho()
     *first, last = linear_run([1.0, float("nan"), float("inf"), after])
     for batch in first:
         state, _ = step(state, batch)
@@ -266,7 +266,7 @@ def test_what_is_heard_of_late_does_not_end_the_run_that_is_gone_back_to(tmp_pat
     model = linear_model()
     plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
     state, step = af.build(af.DistState(), plan)
-    step.plan.verdicts[0]._echo = LateEcho()
+    step.plan.accept[0]._delayed = LateEcho()
     good, *bad = linear_run([1.0, float("nan"), float("nan")])
     af.save(tmp_path, state, step)
     for batch in bad:

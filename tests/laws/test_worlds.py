@@ -6,22 +6,28 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.nn.parallel import DistributedDataParallel
 
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
 
 
+class AveragedByHand(af.Strategy):
+    """A strategy of a user's own: gradients are averaged after the last backward."""
+
+    def __init__(self, state, module, plan, inner=None):
+        self.finds_unused = False
+        super().__init__(state, module, plan, inner)
+
+    def average(self, state):
+        for parameter in self.trainable():
+            if state.world_size > 1:
+                state.group.allreduce([parameter.grad]).wait()
+                parameter.grad /= state.world_size
+
+
 def wrap_by_hand(plan):
-    """A wrapper of a user's own: it takes nothing along, so loss and weight are sums of their own."""
-
-    def replicate(state, module):
-        if state.world_size == 1:
-            return module
-        return DistributedDataParallel(module, process_group=state.group)
-
-    return replace(plan, own_parameters=(replicate,))
+    return replace(plan, strategy=(AveragedByHand,))
 
 
 wrappers = pytest.mark.parametrize(

@@ -115,19 +115,19 @@ def test_only_functions_can_be_composed():
 
 
 def own_parameters_too(plan):
-    return replace(plan, own_parameters=(*plan.own_parameters, lambda state, module: module))
+    return replace(plan, strategy=(*plan.strategy, lambda state, module: module))
 
 
 @pytest.mark.parametrize(
     ("recipe", "text"),
     [
-        (af.compose(af.wrap_ddp(), own_parameters_too), "own_parameters, got replicate.* and "),
-        (af.compose(af.wrap_ddp(), af.wrap_ddp()), "own_parameters, got replicate"),
+        (af.compose(af.wrap_ddp(), own_parameters_too), "strategy, got wrap_ddp.* and "),
+        (af.compose(af.wrap_ddp(), af.wrap_ddp()), "strategy, got wrap_ddp"),
         (
             af.compose(af.accumulate(2), af.accumulate(3)),
-            r"split, got .*=2\) and .*=3\); leave out one",
+            r"split, got .*2\) and .*3\); leave out one",
         ),
-        (af.compose(af.place(), af.place()), "move_model"),
+        (af.compose(af.place(), af.place()), "place_model"),
         (af.compose(af.with_amp("bf16"), af.with_amp("fp16")), "enter each context once"),
         (
             af.compose(af.wrap_ddp(static_graph=True), af.accumulate(2)),
@@ -445,7 +445,7 @@ def test_synchronised_batch_statistics_need_accelerators():
 def test_ranks_must_build_the_same_plan():
     def run(state):
         recipe = af.compose(af.wrap_ddp(), af.clip(1.0 + state.rank))
-        with pytest.raises(RuntimeError, match=r"max_norm=2\.0.* on rank 1 and .*max_norm=1\.0"):
+        with pytest.raises(RuntimeError, match=r"clip\(2\.0\).* on rank 1 and .*clip\(1\.0\)"):
             af.build(state, recipe(make_plan()))
 
     simulate(run, world_size=2)
@@ -481,9 +481,9 @@ def breaks(state, result):
 @pytest.mark.parametrize(
     "slot",
     [
-        {"starts": (lambda state: breaks(state, state),)},
-        {"move_model": (breaks,)},
-        {"after": (af.Kept(lambda state, plan: breaks(state, breaks)),)},
+        {"init_state": (lambda state: breaks(state, state),)},
+        {"place_model": (breaks,)},
+        {"after_update": (af.Stateful(lambda state, plan: breaks(state, breaks)),)},
     ],
     ids=lambda slot: next(iter(slot)),
 )
@@ -679,7 +679,7 @@ def test_what_is_no_state_is_told_in_words(state):
 
 
 def test_what_is_built_is_a_plan():
-    with pytest.raises(TypeError, match="build: plan must be a Plan, got 'function'"):
+    with pytest.raises(TypeError, match="build: plan must be a Plan, got 'NamedTransform'"):
         af.build(af.DistState(), af.clip(1.0))
 
 
@@ -712,7 +712,7 @@ def local_gradients(plan):
 
         return forgotten
 
-    return replace(plan, grad_fns=(wrap,))
+    return replace(plan, wrap_grad_fn=(wrap,))
 
 
 def local_noise(plan):

@@ -29,7 +29,6 @@ FOREIGN = {
     "data/workers/lost_workers.py EOFError": "as a pipe raises it whose writer is gone",
     "launcher/processes/worker.py ModuleNotFoundError": "as `python -m` raises it",
     "transforms/compile/optimizer_in_graph.py TypeError": "caught there: a PlanError",
-    "transforms/fsdp/replay_after_oom.py MemoryError": "as the allocator raises it",
     "transforms/preemption.py SystemExit": "the end of the process",
 }
 

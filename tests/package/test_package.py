@@ -43,7 +43,7 @@ def test_the_test_bench_needs_no_hypothesis_until_strategies_are_asked_for():
 def test_every_public_name_loads_and_is_documented(name):
     value = getattr(af, name)
     assert name in dir(af)
-    if callable(value) and not name.startswith("Transform"):
+    if callable(value) and name not in ("GradFn", "Transform"):  # these are aliases
         assert value.__doc__
 
 
@@ -151,7 +151,7 @@ def test_one_module_alone_calls_collectives():
         for path in SOURCES
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and node.attr in collectives
-        if ast.unparse(node.value) not in ("primitives", "self", "channel")  # our own
+        if ast.unparse(node.value) not in ("primitives", "self", "channel", "mean")  # our own
     }
     assert callers == {"comm/primitives.py"}
 
@@ -175,6 +175,7 @@ KEPT = {
 FIXED_WHEN_MADE = {
     "Averaging",
     "MappingProxyType",
+    "ParamSpec",
     "Path",
     "TypeVar",
     "click.Path",

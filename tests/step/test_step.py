@@ -233,7 +233,7 @@ def test_contexts_of_the_users_are_entered_with_the_state():
         yield
 
     def note(plan):
-        return replace(plan, contexts=(*plan.contexts, noted))
+        return replace(plan, forward_contexts=(*plan.forward_contexts, noted))
 
     state, step, _ = built(
         af.compose(af.with_amp("bf16"), note, af.accumulate(2)),
@@ -332,7 +332,7 @@ def test_the_report_holds_what_gradient_functions_add():
 
         return with_count
 
-    state, step, _ = built(lambda plan: replace(plan, grad_fns=(counted,)))
+    state, step, _ = built(lambda plan: replace(plan, wrap_grad_fn=(counted,)))
     _, report = step(state, BATCH)
     assert report.extras == {"calls": 1}
 
@@ -340,7 +340,7 @@ def test_the_report_holds_what_gradient_functions_add():
 def test_a_step_names_its_plan():
     _, step, _ = built(af.clip(2.0))
     assert repr(step) == (
-        "Step(Plan(mse, Sequential, SGD, weight_fn=num_samples, gradients=[clip_norm(max_norm=2.0)]))"
+        "Step(Plan(mse, Sequential, SGD, weight_fn=num_samples, gradients=[clip(2.0)]))"
     )
 
 
@@ -461,7 +461,7 @@ def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, prec
     mean = weights[0]
     for weight in [*weights[1:8], *weights[9:]]:  # but for the update that was skipped
         mean = 0.9 * mean + 0.1 * weight
-    with af.averaged(step):
+    with af.use_average(step):
         torch.testing.assert_close(model[0].weight.detach(), mean, rtol=1e-4, atol=1e-5)
     rate = float(plan.optimizer.param_groups[0]["lr"])
     assert rate == pytest.approx(0.01 * 0.99**100, rel=1e-5)

@@ -26,12 +26,10 @@ from accel_fn.comm.mesh import make_mesh
 from accel_fn.data.streams.read_stream import shown
 from accel_fn.data.workers.lost_workers import lost_workers, make_loader, start_workers
 from accel_fn.step import torch_internals
-from accel_fn.step.loss_module import LossModule, bare
 from accel_fn.step.torch_internals import run_backward, run_optimizer
 from accel_fn.testing import simulate
 from accel_fn.testing.threads import make_group, make_store
 from accel_fn.transforms.compile.optimizer_in_graph import methods_of
-from accel_fn.transforms.ddp.ddp import Replicated
 from tests.optimizers import ROWS, batches, kinds
 from tests.strategies import mse, regression_model
 
@@ -335,26 +333,6 @@ def test_profiler_records_the_forward_of_replicas():
     assert losses == steps_of_replicas(mse)[0]
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["DistributedDataParallel.forward"] == 3
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_forward_of_replicas_says_which_module_is_active(monkeypatch, fails):
-    """A compiler cuts its graphs where the buckets of that module end."""
-    ddp, seen = nn.parallel.DistributedDataParallel, []
-    monkeypatch.setattr(ddp, "_active_ddp_module", None)  # ranks in threads share it
-
-    def loss_fn(model, batch):
-        seen.append(ddp._active_ddp_module)
-        if fails:
-            raise KeyError("no such column")
-        return mse(model, batch)
-
-    module = LossModule(loss_fn, regression_model())
-    replicated = Replicated(module, process_group=make_group(make_store(), 0, 1, 10.0))
-    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
-        bare(replicated)(batches(torch.float64)[0])
-    assert seen == [replicated]
-    assert ddp._active_ddp_module is None
 
 
 def test_profiler_records_the_step():

@@ -226,9 +226,9 @@ def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation(mode):
     "recipe",
     [
         af.compiled(scope="blocks", fullgraph=True),
-        af.compose(af.checkpointed(), af.compiled(scope="blocks")),
+        af.compose(af.checkpoint_activations(), af.compiled(scope="blocks")),
     ],
-    ids=["alone", "checkpointed"],
+    ids=["alone", "checkpoint_activations"],
 )
 def test_blocks_are_compiled_once_with_plain_keys(recipe):
     model = stack()
@@ -363,7 +363,7 @@ def test_what_comes_after_a_compiled_step_comes_after_it(optimizer):
     for each in (recipe, af.compose(recipe, af.compiled(scope="step"))):
         plan = each(make_plan(optimizer=optimizer))
         _, step, _ = run(plan, batches)
-        with af.averaged(step):
+        with af.use_average(step):
             means = {f"mean {name}": v.clone() for name, v in plan.model.state_dict().items()}
         rate = torch.tensor(plan.optimizer.param_groups[0]["lr"])
         found.append({**plan.model.state_dict(), **means, "rate": rate})

@@ -78,9 +78,9 @@ def test_unknown_settings_are_refused_when_given(settings, text):
     [
         (
             ("loss", "blocks"),
-            "have at most one function in compile_loss, got compile_loss.*compile_blo",
+            "have at most one function in compile_loss, got compiled.*blocks",
         ),
-        (("step", "step"), "have at most one function in compile_step, got compile_step"),
+        (("step", "step"), "have at most one function in compile_step, got compiled"),
     ],
 )
 def test_compiling_twice_is_refused(scopes, text):
@@ -104,17 +104,17 @@ def twice(plan):
     def compute_twice(grad_fn):
         return grad_fn
 
-    return replace(plan, grad_fns=(compute_twice,))
+    return replace(plan, wrap_grad_fn=(compute_twice,))
 
 
 @pytest.mark.parametrize(
     ("recipe", "name"),
     [
         (twice, "compute_twice"),
-        (af.freeze("0.weight", until=3), "frozen"),
-        (af.skip_nonfinite(), "finite_norm"),
-        (af.accumulate("auto"), "halving"),
-        (af.compiled(), "compile_loss"),
+        (af.freeze("0.weight", until=3), "freeze"),
+        (af.skip_nonfinite(), "skip_nonfinite"),
+        (af.accumulate("auto"), "accumulate"),
+        (af.compiled(), "compiled"),
     ],
 )
 def test_a_whole_step_with_what_is_in_no_graph_is_refused(recipe, name):

@@ -38,7 +38,7 @@ def drawn(state, num_features, num_targets):
 def test_ddp_gets_what_the_docs_name_where_the_user_gives_nothing_else(options, expected):
     def run(state):
         _, step = built(state, **options)
-        told = step._grad_fn.module._get_ddp_logging_data()
+        told = step.strategy.ddp._get_ddp_logging_data()
         names = ("gradient_as_bucket_view", "broadcast_buffers")
         return told["bucket_cap_bytes"] / 2**20, *(told[name] for name in names)
 
@@ -100,7 +100,7 @@ def test_powersgd_sends_factors_of_rank_one_after_the_calls_that_torch_sends_who
         with torch.no_grad():
             model.weight.copy_(torch.randn(8, 8, generator=generator))
         state, step = built(state, model, comm_hook="powersgd")
-        ((_, memory),) = step._grad_fn.module._comm_hooks
+        ((_, memory),) = step.strategy.ddp._comm_hooks
         found = []
         for calls in (0, memory.start_powerSGD_iter):
             memory.iter = calls

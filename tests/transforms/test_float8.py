@@ -134,8 +134,8 @@ def test_shards_and_blocks_that_are_computed_again_take_it_too():
     (expected,) = simulate(lambda state: run(state, amp), world_size=1)
     recipes = [
         af.compose(amp, af.wrap_fsdp(blocks="2")),
-        af.compose(amp, af.wrap_ddp(), af.checkpointed(blocks="2")),
-        af.compose(af.checkpointed(blocks="2"), amp, af.wrap_ddp()),
+        af.compose(amp, af.wrap_ddp(), af.checkpoint_activations(blocks="2")),
+        af.compose(af.checkpoint_activations(blocks="2"), amp, af.wrap_ddp()),
     ]
     for recipe in recipes:
         for parameters in simulate(lambda state, each=recipe: run(state, each), world_size=2):
@@ -163,7 +163,7 @@ def test_torchao_is_asked_for_by_the_name_of_its_extra(monkeypatch):
 def test_the_step_says_so():
     model = make_model()
     plan = af.with_amp("fp8")(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
-    assert "contexts=[autocast(dtype=torch.bfloat16), in_float8()]" in repr(plan)
+    assert "forward_contexts=[with_amp('fp8'), with_amp('fp8')]" in repr(plan)
 
 
 def test_evaluation_is_in_float8_too_and_copies_of_a_plan_do_not_meet():

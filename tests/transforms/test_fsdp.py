@@ -248,11 +248,14 @@ def test_in_a_world_of_one_nothing_is_sharded():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"replicate": 1}, "the mean over the global batch; shard() has nothing to do"),
-        ({"offload": True}, "the mean over the global batch, by shard(offload=True)"),
+        (
+            {"replicate": 1},
+            "the mean over the global batch; wrap_fsdp(replicate=1) has nothing to do",
+        ),
+        ({"offload": True}, "the mean over the global batch, by wrap_fsdp(offload=True)"),
         (
             {"param_dtype": torch.bfloat16},
-            "the mean over the global batch, by shard(param_dtype=torch.bfloat16)",
+            "the mean over the global batch, by wrap_fsdp(param_dtype=torch.bfloat16)",
         ),
     ],
     ids=str,

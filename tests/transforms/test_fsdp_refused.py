@@ -38,7 +38,7 @@ def refused(recipe, words, *, model=None, optimizer=ours.sgd, world_size=2):
     [
         (
             af.compose(af.wrap_ddp(), af.wrap_fsdp()),
-            "own_parameters, got replicate() and shard(); leave out one of wrap_ddp and wrap_fsdp",
+            "strategy, got wrap_ddp() and wrap_fsdp(); leave out one of wrap_ddp and wrap_fsdp",
         ),
         (
             af.wrap_fsdp(replicate=2),
@@ -157,7 +157,7 @@ def test_settings_are_checked_when_they_are_given(settings, words):
         af.wrap_fsdp(**settings)
 
 
-@pytest.mark.parametrize("transform", [af.wrap_fsdp, af.checkpointed])
+@pytest.mark.parametrize("transform", [af.wrap_fsdp, af.checkpoint_activations])
 @pytest.mark.parametrize("blocks", [[], ()], ids=str)
 def test_a_choice_of_no_blocks_is_refused_when_it_is_given(transform, blocks):
     words = f"blocks must name one block at least, got {blocks}; leave it out for the repeated ones"
@@ -168,4 +168,4 @@ def test_a_choice_of_no_blocks_is_refused_when_it_is_given(transform, blocks):
 def test_the_plan_says_what_was_asked_for():
     plan = af.Plan(ours.mse, stack(), ours.sgd(stack().parameters()))
     told = af.explain(af.wrap_fsdp(blocks="blocks", replicate=2)(plan), af.DistState(world_size=4))
-    assert "the mean over the global batch, by shard(blocks='blocks', replicate=2)" in told
+    assert "the mean over the global batch, by wrap_fsdp(blocks='blocks', replicate=2)" in told

@@ -41,15 +41,15 @@ def train(state, recipe, start=0, folder=None, skips=True):
     for index, batch in list(enumerate(BATCHES))[start:]:
         if index == 2 and folder:
             af.save(folder, state, step)
-        is_bad = index == 3 and (step.plan.verdicts or state.scaler)
+        is_bad = index == 3 and (step.plan.accept or state.scaler)
         if is_bad and not skips:
             continue
         bad = float("nan") if is_bad and state.rank == state.world_size - 1 else 1.0
         mine = [each.tensor_split(state.world_size)[state.rank] for each in batch]
         state, _ = step(state, (mine[0] * bad, mine[1]))
     found = copied(model)
-    if any("moving_average" in repr(each) for each in step.plan.after):
-        with af.averaged(step):
+    if "average" in repr(step.plan):
+        with af.use_average(step):
             found |= {f"mean {name}": each for name, each in copied(model).items()}
     return found
 
@@ -108,7 +108,7 @@ def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update(keeps_wh
             call()
             state, _ = step.update(state, grads, report)
             call()
-            with af.averaged(step):
+            with af.use_average(step):
                 mean = copied(model)
                 call()
         found = copied(model)
@@ -131,7 +131,7 @@ def test_an_average_is_sharded_as_the_parameters_are():
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
         state, step = af.build(state, af.compose(af.wrap_fsdp(), af.average(0.9))(plan))
         state, _ = step(state, BATCHES[0])
-        kept = step.plan.after[0].state_dict()
+        kept = step.plan.after_update[0].state_dict()
         means = [kept[f"mean/{name}"] for name, _ in model.named_parameters()]
         return [
             (mean.placements, mean.to_local().shape) == (each.placements, each.to_local().shape)

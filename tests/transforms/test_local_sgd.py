@@ -116,7 +116,7 @@ def test_what_comes_after_an_update_sees_the_average_wherever_it_is_listed():
             seen.append(report_of[state.rank]())
             return state
 
-        return lambda plan: replace(plan, after=(*plan.after, watch))
+        return lambda plan: replace(plan, after_update=(*plan.after_update, watch))
 
     report_of = {}
 
@@ -166,7 +166,7 @@ def test_a_gradient_function_that_drops_the_rank_s_weight_is_refused():
         return wrapped
 
     def run(state):
-        recipe = af.compose(lambda plan: replace(plan, grad_fns=(forgetting,)), af.local_sgd(2))
+        recipe = af.compose(lambda plan: replace(plan, wrap_grad_fn=(forgetting,)), af.local_sgd(2))
         state, step = built(state, recipe)
         with pytest.raises(
             ValueError,
@@ -320,8 +320,8 @@ def test_it_is_told_that_gradients_are_the_rank_s_own():
     model = ours.regression_model()
     plan = af.local_sgd(8)(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
     told = af.explain(plan, af.DistState(world_size=4))
-    assert "the mean over the rank's own items, by train_apart()" in told
-    assert "average_ranks(every=8)" in told
+    assert "the mean over the rank's own items, by local_sgd(" in told
+    assert "after      local_sgd(" in told
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -330,16 +330,16 @@ def test_it_is_told_that_gradients_are_the_rank_s_own():
     [
         (
             af.compose(af.wrap_fsdp(), af.local_sgd(2)),
-            "must be all that owns the parameters, since ranks need parameters and gradients of their own, "
-            "got shard(); leave out one of wrap_fsdp and local_sgd",
+            "must be the only strategy, since every rank needs parameters and gradients of its own, "
+            "got wrap_fsdp(); leave out one of wrap_fsdp and local_sgd",
         ),
         (
             af.compose(af.local_sgd(2), af.wrap_fsdp()),
-            "got shard(); leave out one of local_sgd and wrap_fsdp",
+            "got wrap_fsdp(); leave out one of local_sgd and wrap_fsdp",
         ),
         (
             af.compose(af.local_sgd(2), af.wrap_ddp()),
-            "got replicate(); leave out one of local_sgd and wrap_ddp",
+            "got wrap_ddp(); leave out one of local_sgd and wrap_ddp",
         ),
         (
             af.compose(af.with_amp("fp16"), af.local_sgd(2)),
@@ -348,17 +348,17 @@ def test_it_is_told_that_gradients_are_the_rank_s_own():
         ),
         (
             af.compose(af.skip_nonfinite(), af.local_sgd(2)),
-            "must make every update, as gradients differ between ranks, got "
-            "finite_norm(max_consecutive=10); leave out one",
+            "must apply every update, as gradients differ between ranks, got "
+            "skip_nonfinite(); leave out one",
         ),
         (
             af.compose(af.local_sgd(2), af.check_replicas(5)),
-            "must not be combined with what takes parameters to be equal on all ranks, got "
-            "same_parameters(every=5); leave out one",
+            "must not be combined with what needs equal parameters on all ranks, got "
+            "check_replicas(5); leave out one",
         ),
-        (af.compose(af.local_sgd(2), af.average(0.9)), "got moving_average("),
+        (af.compose(af.local_sgd(2), af.average(0.9)), "got average(0.9)"),
     ],
-    ids=["wrap_fsdp", "before wrap_fsdp", "wrap_ddp", "fp16", "verdicts", "replicas", "average"],
+    ids=["wrap_fsdp", "before wrap_fsdp", "wrap_ddp", "fp16", "accept", "replicas", "average"],
 )
 def test_what_it_cannot_be_combined_with_is_refused_on_every_rank(recipe, words, world_size):
     def run(state):
@@ -369,9 +369,7 @@ def test_what_it_cannot_be_combined_with_is_refused_on_every_rank(recipe, words,
 
 
 def test_two_of_them_are_refused():
-    with pytest.raises(
-        ValueError, match=r"got train_apart\(\) and train_apart\(\); leave out one$"
-    ):
+    with pytest.raises(ValueError, match=r"got local_sgd\(2\) and local_sgd\(2\); leave out one$"):
         built(af.DistState(), af.compose(af.local_sgd(2), af.local_sgd(2)))
 
 
@@ -381,7 +379,7 @@ def test_a_state_with_the_loss_scale_of_another_step_is_refused():
             raise AssertionError("it is refused before anything is moved")
 
         def moving(plan):
-            return replace(plan, move_model=(move,))
+            return replace(plan, place_model=(move,))
 
         scaled = replace(state, scaler=af.LossScale.start(2.0))
         with pytest.raises(ValueError, match="build: local_sgd must be used without a loss scale"):

@@ -96,7 +96,7 @@ say((sent() - before) / 10 / (4 * 1024 * 1025))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for what a socket has sent")
-@pytest.mark.parametrize("owner", ["af.reproducible(num_slots=8)", "af.wrap_ddp()"])
+@pytest.mark.parametrize("owner", ["af.reproducible(num_virtual_ranks=8)", "af.wrap_ddp()"])
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_as_much_is_sent_as_an_all_reduce_sends(owner, num_processes):
     """In gradients, of each rank in a step."""
@@ -149,20 +149,22 @@ on_linux = pytest.mark.skipif(
 
 @on_linux
 def test_twice_as_many_slots_hold_one_gradient_more():
-    most = [most_held(f"af.reproducible(num_slots={each})", LARGE, 1) for each in (1, 4, 16)]
+    most = [
+        most_held(f"af.reproducible(num_virtual_ranks={each})", LARGE, 1) for each in (1, 4, 16)
+    ]
     assert [later - before for before, later in pairwise(most)] == pytest.approx([2, 2], abs=0.3)
 
 
 @on_linux
 @pytest.mark.parametrize(
-    ("model", "num_slots", "more"),
+    ("model", "num_virtual_ranks", "more"),
     [(LARGE, 2, 1.5), (LARGE, 8, 1.5), (MANY, 8, 2.0)],
     ids=["large, 1 slot each", "large, 4", "many, 4"],
 )
-def test_two_processes_hold_so_many_gradients_more_than_with_ddp(model, num_slots, more):
+def test_two_processes_hold_so_many_gradients_more_than_with_ddp(model, num_virtual_ranks, more):
     """Of many parameters log2 of a rank's slots; of a single one, what its sum over the ranks takes."""
     beside = most_held("af.wrap_ddp()", model, 2)
-    found = most_held(f"af.reproducible(num_slots={num_slots})", model, 2)
+    found = most_held(f"af.reproducible(num_virtual_ranks={num_virtual_ranks})", model, 2)
     assert found - beside == pytest.approx(more, abs=0.3)
 
 

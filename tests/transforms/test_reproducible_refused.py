@@ -41,19 +41,23 @@ def refused(recipe, world_size=1, make=ours.regression_model):
 
 
 def test_a_number_of_slots_is_a_power_of_two():
-    with pytest.raises(ValueError, match="reproducible: num_slots must be a power of two, got 6"):
+    with pytest.raises(
+        ValueError, match="reproducible: num_virtual_ranks must be a power of two, got 6"
+    ):
         af.reproducible(6)
-    with pytest.raises(ValueError, match="reproducible: num_slots must be an integer >= 1, got 0"):
+    with pytest.raises(
+        ValueError, match="reproducible: num_virtual_ranks must be an integer >= 1, got 0"
+    ):
         af.reproducible(0)
-    with pytest.raises(TypeError, match=r"num_slots must be an integer >= 1, got 2\.0"):
+    with pytest.raises(TypeError, match=r"num_virtual_ranks must be an integer >= 1, got 2\.0"):
         af.reproducible(2.0)
 
 
-@pytest.mark.parametrize(("num_slots", "world_size"), [(8, 3), (2, 4), (1, 2)])
-def test_the_number_of_ranks_divides_that_of_slots(num_slots, world_size):
-    assert refused(af.reproducible(num_slots), world_size) == (
-        f"build: reproducible(num_slots={num_slots}) must have a number of ranks that divides num_slots, "
-        f"a power of two, got {world_size} ranks"
+@pytest.mark.parametrize(("num_virtual_ranks", "world_size"), [(8, 3), (2, 4), (1, 2)])
+def test_the_number_of_ranks_divides_that_of_slots(num_virtual_ranks, world_size):
+    assert refused(af.reproducible(num_virtual_ranks), world_size) == (
+        f"build: reproducible(num_virtual_ranks={num_virtual_ranks}) must have a number of ranks "
+        f"that divides num_virtual_ranks, a power of two, got {world_size} ranks"
     )
 
 
@@ -101,22 +105,22 @@ def test_one_that_was_frozen_and_is_not_any_more_is_named_by_the_step_on_all_ran
     [
         (
             af.compose(af.reproducible(), af.wrap_ddp()),
-            "build: plan must have at most one function in own_parameters, got "
-            "in_slots(num_slots=8) and replicate(); leave out one of reproducible and wrap_ddp",
+            "build: plan must have at most one function in strategy, got "
+            "reproducible() and wrap_ddp(); leave out one of reproducible and wrap_ddp",
         ),
         (
             af.compose(af.wrap_fsdp(), af.reproducible(4)),
-            "build: plan must have at most one function in own_parameters, got shard() and "
-            "in_slots(num_slots=4); leave out one of wrap_fsdp and reproducible",
+            "build: plan must have at most one function in strategy, got wrap_fsdp() and "
+            "reproducible(4); leave out one of wrap_fsdp and reproducible",
         ),
         (
             af.compose(af.reproducible(), af.accumulate("auto")),
             'build: accumulate("auto") must not be used with reproducible, whose bits depend on the number '
-            "of micro-batches; give a number, or more slots",
+            "of micro-batches; give a number, or more virtual ranks",
         ),
         (
             af.compose(af.reproducible(), af.compiled(scope="step")),
-            'build: compiled(scope="step") must not be used with reproducible, which adds up slots in an '
+            'build: compiled(scope="step") must not be used with reproducible, which adds up gradients in an '
             'order of its own; use scope="loss"',
         ),
     ],
@@ -159,7 +163,7 @@ def test_a_forward_that_changes_what_is_saved_is_told_of_on_all_ranks_after_the_
     (words,) = set(simulate(run, world_size=world_size))
     assert words == (
         "step: reproducible's model must change no buffers in its forward, which on each rank is that of "
-        "other slots, got calls; give it persistent=False where it does not count"
+        "other samples, got calls; give it persistent=False where it does not count"
     )
 
 
@@ -238,7 +242,7 @@ def test_where_a_rank_trains_alone_such_a_table_is_fine(recipe, world_size):
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "sizes", "got"),
+    ("num_virtual_ranks", "sizes", "got"),
     [
         (8, [12], "12"),
         (8, [6, 6], "6 + 6"),
@@ -246,10 +250,10 @@ def test_where_a_rank_trains_alone_such_a_table_is_fine(recipe, world_size):
         (4, [5, 5, 5, 1], "5 + 5 + 5 + 1"),
     ],
 )
-def test_samples_that_do_not_fill_the_slots_are_refused_on_all_ranks(num_slots, sizes, got):
+def test_samples_that_do_not_fill_the_slots_are_refused_on_all_ranks(num_virtual_ranks, sizes, got):
     def run(state):
         state, step = af.build(
-            state, af.reproducible(num_slots)(make_plan(ours.regression_model()))
+            state, af.reproducible(num_virtual_ranks)(make_plan(ours.regression_model()))
         )
         size = sizes[state.rank]
         with pytest.raises(af.AccelError) as caught:
@@ -258,8 +262,9 @@ def test_samples_that_do_not_fill_the_slots_are_refused_on_all_ranks(num_slots, 
 
     (words,) = set(simulate(run, world_size=len(sizes)))
     assert words == (
-        f"step: batch must have a number of samples that num_slots={num_slots} of reproducible divides, as "
-        f"many on every rank, got {got}; let it divide batch_size, and use drop_last=True"
+        f"step: batch must have a number of samples that num_virtual_ranks={num_virtual_ranks} of "
+        f"reproducible divides, as many on every rank, got {got}; let it divide batch_size, and use "
+        "drop_last=True"
     )
 
 

@@ -17,7 +17,7 @@ SIGNATURES = {
         "reduce_dtype=torch.float32, offload=False)"
     ),
     "local_sgd": "(every)",
-    "reproducible": "(num_slots=8)",
+    "reproducible": "(num_virtual_ranks=8)",
     "with_amp": (
         "(precision=None, *, init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, "
         "growth_interval=2000)"
@@ -26,7 +26,7 @@ SIGNATURES = {
     "clip": "(max_norm)",
     "clip_value": "(max_value)",
     "compiled": "(*, scope='loss', mode='default', fullgraph=False, dynamic=None)",
-    "checkpointed": "(*, blocks=None, offload=False)",
+    "checkpoint_activations": "(*, blocks=None, offload=False)",
     "schedule": "(scheduler_or_fn, *, metric=None)",
     "average": "(decay, *, num_warmup=0)",
     "average.uniform": "(*, num_warmup=0)",
@@ -54,5 +54,5 @@ def test_a_transform_says_its_law_and_its_cost(name):
 
 def test_no_transform_is_left_out():
     homes = {name for name, home in af._HOMES.items() if home.startswith("transforms.")}
-    beside = {"Preemption", "averaged"}  # a class of its own, and what looks at an average
+    beside = {"Preemption", "use_average"}  # a class of its own, and what looks at an average
     assert homes - beside == SIGNATURES.keys() - {"average.uniform"}

@@ -106,7 +106,7 @@ class Agent(LocalElasticAgent):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return started
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=_STOP_WITHIN_S)
         self._kill_left()
 
@@ -122,7 +122,7 @@ class Agent(LocalElasticAgent):
             self._kill_at_once = True
             raise
 
-    def forward_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def forward_signal(self, number: int, frame: FrameType | None) -> None:
         """Send a signal on to the ranks; those that leave for it are not started again here."""
         self._remaining_restarts = 0
         if self._pcontext is not None:

@@ -21,8 +21,9 @@ from accel_fn.comm.gather import gather
 from accel_fn.comm.primitives import exchange
 from accel_fn.comm.reduce import reduce_mean, reduce_sum
 from accel_fn.data.shard_loader import shard_loader
-from accel_fn.step.plan import Plan, compose
-from accel_fn.step.step import build
+from accel_fn.step.build import build
+from accel_fn.step.plan import Plan
+from accel_fn.step.transform import compose
 from accel_fn.testing.selftest.training_checks import (
     drawn,
     flat,

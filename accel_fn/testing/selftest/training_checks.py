@@ -19,8 +19,9 @@ from accel_fn.base.state import DistState, LossScale
 from accel_fn.base.weights import num_labels
 from accel_fn.comm.dtensor import whole
 from accel_fn.comm.primitives import exchange
-from accel_fn.step.plan import Plan, Transform, compose
-from accel_fn.step.step import build
+from accel_fn.step.build import build
+from accel_fn.step.plan import Plan
+from accel_fn.step.transform import Transform, compose
 from accel_fn.transforms.accumulate.accumulate import accumulate
 from accel_fn.transforms.amp.amp import with_amp
 from accel_fn.transforms.clip import clip
@@ -182,7 +183,7 @@ def check_scaling(state: DistState) -> float:
         return replace(state, scaler=LossScale.start(_SCALE, device=state.device))
 
     def scaled(plan: Plan) -> Plan:
-        return replace(plan, starts=(*plan.starts, scale))
+        return replace(plan, init_state=(*plan.init_state, scale))
 
     expected = train_by_hand(small_model(state), _mse, _batches(state))
     return largest(_trained(state, small_model(state), _mse, _batches(state), scaled), expected)

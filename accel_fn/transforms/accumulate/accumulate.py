@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 from accel_fn.base.batch import split_batch
-from accel_fn.base.launch_options import FromLaunch, Unsaid, launch_options
+from accel_fn.base.launch_options import launch_options, source_of
 from accel_fn.base.state import DistState
 from accel_fn.errors import (
     ArgumentError,
@@ -17,10 +15,12 @@ from accel_fn.errors import (
     check_count,
     message,
 )
-from accel_fn.step.plan import Plan, SplitFn, Transform
-from accel_fn.transforms.accumulate.retry_on_oom import Fitting, Halving
+from accel_fn.step.plan import SlotFunction, Stateful
+from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.transforms.accumulate.retry_on_oom import FittingSplit, RetryOnOOM
 
 
+@transform
 def accumulate(
     num_microbatches: int | Literal["auto"] | None = None,
     *,
@@ -50,8 +50,8 @@ def accumulate(
     Raises:
         ValueError: `num_microbatches` is no integer >= 1 (TypeError too where it is no integer).
             From the step, on all ranks, with `split=None`: a batch is no list, or too long.
-        MemoryError: from the step, on all ranks, with "auto": one sample is too much. On one
-            rank, with `wrap_fsdp`: no sample is too much.
+            In `build`, with "auto": beside `wrap_fsdp` in a world of several, or `reproducible`.
+        MemoryError: from the step, on all ranks, with "auto": one sample is too much.
         TypeError: `split` is none of these.
 
     Cost: one forward and backward per micro-batch; gradients are averaged once, in the last. "auto" adds a
@@ -60,51 +60,38 @@ def accumulate(
 
     >>> import accel_fn as af
     >>> af.accumulate(4)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[split_batch(num_parts=4)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[accumulate(4)])
     """
     if num_microbatches == "auto":
         return _automatic(split)
-    num_parts, bind = _number(num_microbatches)
-    splitting: SplitFn
+    source = "" if num_microbatches is not None else source_of("num_microbatches")
+    if num_microbatches is None:
+        num_microbatches = launch_options().num_microbatches
+        if num_microbatches is None and split == "rows":
+            return fill(init_state=SlotFunction(one_microbatch).with_source(source))
+    given = 1 if num_microbatches is None else num_microbatches
+    num_parts = check_count("accumulate", "num_microbatches", given)
     if split is None:
-        splitting = bind(listed, at_most=num_parts)
-    elif callable(split):
-        splitting = split
-    elif split == "rows":
-        splitting = bind(split_batch, num_parts=num_parts)
-    else:
-        rule = 'be a function batch -> micro-batches, "rows" or None'
-        raise ArgumentTypeError(message("accumulate", "split", rule, split))
-
-    keeping = Unsaid(one_microbatch)
-
-    def accumulate_plan(plan: Plan) -> Plan:
-        if bind is Unsaid and split == "rows":
-            return replace(plan, starts=(*plan.starts, keeping))
-        return replace(plan, split=(*plan.split, splitting))
-
-    return accumulate_plan
+        return fill(split=SlotFunction(check_list, at_most=num_parts).with_source(source))
+    if callable(split):
+        return fill(split=split)
+    if split == "rows":
+        return fill(split=SlotFunction(split_batch, num_parts=num_parts).with_source(source))
+    rule = 'be a function batch -> micro-batches, "rows" or None'
+    raise ArgumentTypeError(message("accumulate", "split", rule, split))
 
 
 def _automatic(split: object) -> Transform:
     if split != "rows":
         rule = 'be "rows" where num_microbatches is "auto"'
         raise ArgumentError(message("accumulate", "split", rule, split))
-    fitting = Fitting(halving)
-    return lambda plan: replace(plan, split=(*plan.split, fitting))
+    return fill(split=RetrySlot(FittingSplit), wrap_grad_fn=RetrySlot(RetryOnOOM))
 
 
-def halving(state: DistState, plan: Plan) -> SplitFn:
-    """As many micro-batches as are found to fit, of one step."""
-    return Halving(state.world_size)
+class RetrySlot(Stateful):
+    """What does a batch again: strategies then vote before they average gradients."""
 
-
-def _number(given: int | None) -> tuple[int, type[partial[Any]]]:
-    """The number of micro-batches, and who says so."""
-    if given is not None:
-        return check_count("accumulate", "num_microbatches", given), partial
-    said = launch_options().num_microbatches
-    return (1, Unsaid) if said is None else (said, FromLaunch)
+    traits = frozenset({"retries"})
 
 
 def one_microbatch(state: DistState) -> DistState:
@@ -112,7 +99,7 @@ def one_microbatch(state: DistState) -> DistState:
     return state
 
 
-def listed(batch: Any, *, at_most: int) -> list[Any]:
+def check_list(batch: Any, *, at_most: int) -> list[Any]:
     """The micro-batches of a batch that is a list of them."""
     if type(batch) is not list:  # a tuple is one batch, of inputs and targets
         rule, repair = (

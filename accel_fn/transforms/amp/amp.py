@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from accel_fn.base.launch_options import FromLaunch, Unsaid, launch_options
+from accel_fn.base.launch_options import launch_options, source_of
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.errors import ArgumentError, PlanError, message
-from accel_fn.step.plan import Plan, Transform
-from accel_fn.transforms.amp.float8 import Float8, in_float8, torchao
+from accel_fn.step.plan import SlotFunction
+from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.transforms.amp.float8 import Float8Slot, in_float8, torchao
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -23,6 +23,7 @@ _DTYPES = {
 }
 
 
+@transform
 def with_amp(
     precision: str | torch.dtype | None = None,
     *,
@@ -73,7 +74,7 @@ def with_amp(
 
     >>> import accel_fn as af
     >>> af.with_amp("bf16")(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, contexts=[autocast(dtype=torch.bfloat16)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, forward_contexts=[with_amp('bf16')])
     """
     settings: dict[str, Any] = {
         "init_scale": init_scale,
@@ -82,29 +83,24 @@ def with_amp(
         "growth_interval": growth_interval,
     }
     LossScale.start(**settings)  # refuse bad settings here, not in build
-    dtype, bind = _dtype(precision)
-    contexts: tuple[Any, ...] = () if dtype is None else (bind(autocast, dtype=dtype),)
-    if precision == "fp8":
-        torchao()  # refuse its absence here, not in build
-        contexts = (*contexts, Float8(in_float8))
-    starts = {None: (bind(without_autocast),), torch.float16: (bind(scale_loss, **settings),)}
-    starting = starts.get(dtype, ())
-
-    def amp_plan(plan: Plan) -> Plan:
-        return replace(plan, contexts=(*plan.contexts, *contexts), starts=(*plan.starts, *starting))
-
-    return amp_plan
-
-
-def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, type[partial[Any]]]:
-    """The dtype of autocast, None for no autocast, and who says so."""
+    source = ""
     if precision is None:
-        said = launch_options().mixed_precision
-        return _DTYPES.get(said or "no"), Unsaid if said is None else FromLaunch
-    if precision not in _DTYPES:
+        precision, source = launch_options().mixed_precision or "no", source_of("mixed_precision")
+    elif precision not in _DTYPES:
         rule = 'be "bf16", "fp16", "fp8", torch.bfloat16 or torch.float16'
         raise ArgumentError(message("with_amp", "precision", rule, precision))
-    return _DTYPES[precision], partial
+    dtype = _DTYPES.get(precision)
+    if dtype is None:
+        return fill(init_state=SlotFunction(without_autocast).with_source(source))
+    slots: dict[str, Any] = {
+        "forward_contexts": SlotFunction(autocast, dtype=dtype).with_source(source)
+    }
+    if dtype == torch.float16:
+        slots["init_state"] = SlotFunction(scale_loss, **settings).with_source(source)
+    if precision == "fp8":
+        torchao()  # refuse its absence here, not in build
+        slots["forward_contexts"] = (slots["forward_contexts"], Float8Slot(in_float8))
+    return fill(**slots)
 
 
 def without_autocast(state: DistState) -> DistState:

@@ -15,16 +15,16 @@ from torch.func import functional_call
 from accel_fn.base.state import DistState
 from accel_fn.base.swap_forward import with_forwards
 from accel_fn.errors import ExtraError, PlanError
-from accel_fn.step.plan import Asked, ContextFn, Kept, Plan
+from accel_fn.step.plan import ContextFn, Plan, Stateful
 
 _MULTIPLE = 16  # of the sizes of what such kernels multiply
 _FIRST_CAPABILITY = (8, 9)  # of NVIDIA's devices: Ada, Hopper and later
 
 
-class Float8(Kept, Asked):
+class Float8Slot(Stateful):
     """`in_float8`, for the slot of contexts."""
 
-    def check(self, state: DistState, plan: Plan) -> None:
+    def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse a device that has no such kernels, and a model without layers for them."""
         torchao()
         if state.device.type == "cuda" and torch.version.cuda:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +16,6 @@ from accel_fn.base.blocks import repeated
 from accel_fn.base.state import DistState
 from accel_fn.base.torch_compile import (
     MODES,
-    Compiled,
     check_compiler,
     compile_function,
     compile_in_place,
@@ -26,14 +25,17 @@ from accel_fn.base.torch_compile import (
 )
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, check_flag, message
-from accel_fn.step.plan import Asked, Plan, Transform, WholeFn, describe
+from accel_fn.step.plan import Plan, SlotFunction, describe
+from accel_fn.step.step import Stages
 from accel_fn.step.torch_internals import has_hooks
-from accel_fn.transforms.accumulate.retry_on_oom import Fitting
+from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.transforms.compile.whole_step import CompiledStep, GraphFn
 
 _IN_CPP = ("default", "max-autotune-no-cudagraphs")
 """Modes whose kernels torch can call from C++."""
 
 
+@transform
 def compiled(
     *,
     scope: str = "loss",
@@ -67,8 +69,7 @@ def compiled(
 
     >>> import accel_fn as af
     >>> af.compiled()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, compile_loss=[compile_loss(mode='default', \
-fullgraph=False, dynamic=None)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, compile_loss=[compiled()])
     """
     if mode not in MODES:
         raise ArgumentError(message("compiled", "mode", f"be one of {', '.join(MODES)}", mode))
@@ -76,36 +77,42 @@ fullgraph=False, dynamic=None)])
     if dynamic is not None and not isinstance(dynamic, bool):
         raise ArgumentTypeError(message("compiled", "dynamic", "be True, False or None", dynamic))
     settings: dict[str, Any] = {"mode": mode, "fullgraph": fullgraph, "dynamic": dynamic}
-    slots = {
-        "loss": ("compile_loss", Compiled(compile_loss, **settings)),
-        "blocks": ("compile_loss", Compiled(compile_blocks, **settings)),
-        "step": ("compile_step", Compiling(compile_step, mode=mode, dynamic=dynamic)),
+    slots: dict[str, tuple[str, Any]] = {
+        "loss": ("compile_loss", CompileSlot(compile_loss, **settings)),
+        "blocks": ("compile_loss", CompileSlot(compile_blocks, **settings)),
+        "step": ("compile_step", CompileStepSlot(compile_step, mode=mode, dynamic=dynamic)),
     }
     if scope not in slots:
         raise ArgumentError(message("compiled", "scope", f"be one of {', '.join(slots)}", scope))
     slot, function = slots[scope]
-
-    def compiled_plan(plan: Plan) -> Plan:
-        filled: dict[str, Any] = {slot: (*getattr(plan, slot), function)}
-        return replace(plan, **filled)
-
-    return compiled_plan
+    return fill(**{slot: function})
 
 
-class Compiling(Asked):
+class CompileSlot(SlotFunction):
+    """A function for `compile_loss` whose settings are those of `torch.compile`."""
+
+    @property
+    def traits(self) -> frozenset[str]:  # type: ignore[override]
+        """What its graphs are: `checkpoint_activations` needs a break in them."""
+        full = {"full_graph"} if self.keywords["fullgraph"] else set[str]()
+        return frozenset({"torch_compile", *full})
+
+
+class CompileStepSlot(SlotFunction):
     """`compile_step` with its settings."""
 
-    def check(self, state: DistState, plan: Plan) -> None:
+    def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse what one graph cannot hold."""
         if state.world_size > 1:
             raise PlanError(
                 f'build: compiled(scope="step") must have a world of one, got {state.world_size} ranks, '
                 'whose gradients no graph can average; use scope="loss"'
             )
-        fitting = [each for each in plan.split if isinstance(each, Fitting)]
-        outside = [*plan.compile_loss, *fitting, *plan.grad_fns, *plan.verdicts]
+        retrying = plan.having("retries")
+        others = [each for each in plan.wrap_grad_fn if each not in retrying]
+        outside = [*plan.compile_loss, *retrying, *others, *plan.accept]
         if outside:
-            names = ", ".join(map(describe, outside))
+            names = ", ".join(dict.fromkeys(map(describe, outside)))
             raise PlanError(
                 'build: compiled(scope="step") must hold all from micro-batches to the update, got '
                 f'{names}; leave it out, or use scope="loss"'
@@ -120,8 +127,9 @@ class Compiling(Asked):
 
 def _hooked(plan: Plan) -> str:
     """What has hooks that are called in an update or for a gradient: a name of it, or none."""
-    if has_hooks(plan.optimizer):
-        return f"{type(plan.optimizer).__name__}.step"
+    for optimizer in plan.optimizers.values():
+        if has_hooks(optimizer):
+            return f"{type(optimizer).__name__}.step"
     named = plan.model.named_parameters()
     return next((n for n, p in named if p._backward_hooks or p._post_accumulate_grad_hooks), "")
 
@@ -156,7 +164,14 @@ def _by_kind(blocks: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
     return kinds.values()
 
 
-def compile_step(state: DistState, whole: WholeFn, *, mode: str, dynamic: bool | None) -> WholeFn:
+def compile_step(
+    state: DistState, stages: Stages, *, mode: str, dynamic: bool | None
+) -> CompiledStep:
+    """All of a step but `after_update` as one call of a compiled function."""
+    return CompiledStep(state, stages, partial(_compile_graph, state, mode=mode, dynamic=dynamic))
+
+
+def _compile_graph(state: DistState, whole: GraphFn, *, mode: str, dynamic: bool | None) -> GraphFn:
     """The function compiled into one graph, without the checks of sizes that its guards make anyway."""
     _check_machine(state)
     options = {**options_of(mode), "size_asserts": False, "guard_filter_fn": moving_guards}

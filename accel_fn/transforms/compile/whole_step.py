@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from accel_fn.base.state import DistState, LossScale
 from accel_fn.base.torch_compile import reason_of, without_clock
 from accel_fn.errors import LossError
 from accel_fn.step.grads import Grads
-from accel_fn.step.loss_module import LossModule, in_contexts, placed
-from accel_fn.step.microbatches import Parts, Weights, cut
-from accel_fn.step.plan import Plan, Report, WholeFn
-from accel_fn.step.trained_parameters import Settled
+from accel_fn.step.loss_module import LossModule, in_contexts, loss_module_of, placed
+from accel_fn.step.microbatches import Parts, Weights, microbatches
+from accel_fn.step.plan import Plan
+from accel_fn.step.report import Report
+from accel_fn.step.step import Stages
 from accel_fn.transforms.compile.optimizer_in_graph import (
     Captured,
     Group,
@@ -25,70 +26,78 @@ from accel_fn.transforms.compile.optimizer_in_graph import (
     keeps_tensors,
 )
 
-_MOVING = ("scale", "good_steps", "skipped")
+GraphFn = Callable[..., Any]
+_SCALE_FIELDS = ("scale", "good_steps", "skipped")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Whole:
-    """A step of one rank that is one call of a compiled function."""
+class CompiledStep:
+    """A step of one rank as one call of a compiled function; until that can run, its stages."""
 
-    plan: Plan
-    settled: Settled
-    captured: Captured
-    run: WholeFn
-    always: Tensor
-    """What `applied` says where nothing is checked."""
-    stateless: bool
-    """Does the optimizer remember nothing between two updates?"""
-    fresh: list[bool]
-    """Holds an entry until there is a graph."""
-    late: list[bool]
-    """Holds an entry until parameters that came to the optimizer after others could be updated."""
-
-    def is_ready(self) -> bool:
-        """Does the optimizer have the state that its first update makes?"""
-        if self.late:
-            self.late.clear()
-            return False
-        return self.stateless or bool(self.plan.optimizer.state)
+    def __init__(
+        self, state: DistState, stages: Stages, compile_graph: Callable[[GraphFn], GraphFn]
+    ) -> None:
+        # Here and not above the function, as it imports the compiler.
+        torch.compiler.allow_in_graph(gradients_of)  # type: ignore[no-untyped-call]
+        plan = stages.plan
+        self._plan = plan
+        self._stages = stages
+        self._parameters = stages.strategy.parameters
+        self._optimizer = plan.optimizer
+        self._captured = Captured(plan.optimizer, plan.trained(), state.device)
+        module = loss_module_of(stages.strategy.loss_module)
+        self._run = compile_graph(_graph_function(plan, module, self._captured))
+        self._always = torch.ones((), dtype=torch.bool, device=state.device)
+        """What `applied` is if nothing decides about the update."""
+        self._is_stateless = not keeps_tensors(plan.optimizer, state.device)
+        """Does the optimizer remember nothing between two updates?"""
+        self._has_late_parameters = 0 < len(plan.optimizer.state) < len(plan.trained())
+        """Does the next update make the state of parameters that were added after others?"""
+        self._is_new = True
+        """Is there no graph yet?"""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
-        plan = self.plan
-        extras = {"stop": any(ask() for ask in plan.stops)} if plan.stops else {}
-        self.settled.check()
-        parts, weights = cut(plan, batch)
-        total = sum(weights)
+        """All of a step but `after_update`."""
+        plan = self._plan
+        if not self._is_ready():
+            return self._stages(state, batch)
+        stops = [should_stop() for should_stop in plan.should_stop]
+        self._parameters.check()
+        parts, weights = microbatches(plan, batch)
         shares = _shares(state, weights) if len(weights) != 1 else None
         if plan.place_batch:
             parts = [placed(state, plan, part) for part in parts]
         if not parts:
-            parts = (None,)  # nothing that counts: a gradient of zero
-        loss, norm, ok, scale = self._compiled(state, parts, shares)
+            parts = (None,)  # no items: a gradient of zero
+        loss, norm, accepted, scale = self._call_graph(state, parts, shares)
         report = Report(
             loss=loss,
-            weight=total,
+            weight=sum(weights),
             grad_norm=norm,
-            applied=self.always if ok is None else ok,
-            extras=extras,
+            applied=self._always if accepted is None else accepted,
+            extras={"stop": any(stops)} if stops else {},
         )
         scaler = state.scaler
         if scaler is not None and scale is not None:
-            scaler = replace(scaler, **dict(zip(_MOVING, scale, strict=True)))
-        state = state.advanced(scaler)
-        for after in plan.after:
-            state = after(state, report)
-        return state, report
+            scaler = replace(scaler, **dict(zip(_SCALE_FIELDS, scale, strict=True)))
+        return state.advanced(scaler), report
 
-    def _compiled(self, state: DistState, parts: Parts, shares: Tensor | None) -> Any:
-        held = self.captured
+    def _is_ready(self) -> bool:
+        """Does the optimizer have the state that its first update makes?"""
+        if self._has_late_parameters:
+            self._has_late_parameters = False
+            return False
+        return self._is_stateless or bool(self._optimizer.state)
+
+    def _call_graph(self, state: DistState, parts: Parts, shares: Tensor | None) -> Any:
+        held = self._captured
         inputs = state, parts, shares, held.memory(), held.settings(), held.rates
         try:
-            if not self.fresh:
-                return self.run(*inputs)
-            self.fresh.clear()
+            if not self._is_new:
+                return self._run(*inputs)
+            self._is_new = False
             held.settle()
             with without_clock():
-                return self.run(*inputs)
+                return self._run(*inputs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             raise LossError(
                 'step: compiled(scope="step") must make do with the '
@@ -111,20 +120,8 @@ def _shares(state: DistState, weights: Weights) -> Tensor:
     return torch.tensor(shares, dtype=dtype, device=state.device)
 
 
-def whole_step(state: DistState, plan: Plan, module: LossModule) -> Whole:
-    """The step of a plan that has something in `compile_step`."""
-    # Here and not above the function, as it imports the compiler.
-    torch.compiler.allow_in_graph(gradients_of)  # type: ignore[no-untyped-call]
-    captured = Captured(plan.optimizer, plan.trained(), state.device)
-    stateless = not keeps_tensors(plan.optimizer, state.device)
-    run = plan.compile_step[0](state, _function(plan, module, captured))
-    always = torch.ones((), dtype=torch.bool, device=state.device)
-    is_late = 0 < len(plan.optimizer.state) < len(plan.trained())
-    return Whole(plan, Settled.of(plan), captured, run, always, stateless, [True], [True] * is_late)
-
-
-def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
-    """All of a step that is arithmetic."""
+def _graph_function(plan: Plan, module: LossModule, captured: Captured) -> GraphFn:
+    """All of a step that is arithmetic, as one function for the compiler."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     trained = [names[each] for each in plan.trained()]
 
@@ -141,7 +138,7 @@ def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
         tensors: list[Tensor | None] = []
         losses: list[Tensor] = []
         for index, part in enumerate(parts):
-            loss = in_contexts(state, plan.contexts, module.forward, part)
+            loss, _ = in_contexts(state, plan.forward_contexts, module.forward, part)
             share = None if shares is None else shares[index]
             found = gradients_of(loss, _seed(loss, share, scaler), parameters)
             tensors = (
@@ -158,7 +155,7 @@ def _function(plan: Plan, module: LossModule, captured: Captured) -> WholeFn:
             scale = None
             if scaler is not None and ok is not None:
                 moved = scaler.adjust(ok)
-                scale = tuple(getattr(moved, name) for name in _MOVING)
+                scale = tuple(getattr(moved, name) for name in _SCALE_FIELDS)
             mean = torch.stack(losses).sum().float()
             return mean, None if norm is None else norm.float(), ok, scale
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,17 +13,20 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_fn.base.batch import tensors_of
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, PlanError, message
-from accel_fn.step.loss_module import Own, bare
-from accel_fn.step.plan import Asked, Plan, Transform
-from accel_fn.transforms.ddp.bucket_scalars import Carrier, is_wide
+from accel_fn.step.grads import Grads
+from accel_fn.step.loss_module import loss_module_of
+from accel_fn.step.plan import Plan, SlotFunction
+from accel_fn.step.report import Report
+from accel_fn.step.strategy import Strategy
+from accel_fn.step.transform import Transform, fill, transform
 
 _COMM_HOOKS = ("fp16", "bf16", "powersgd")
 _OURS = ("self", "module", "process_group", "device_ids", "output_device")
 
 
+@transform
 def wrap_ddp(
     *, comm_hook: str | None = None, sync_batchnorm: bool = False, **ddp_options: Any
 ) -> Transform:
@@ -58,41 +61,31 @@ def wrap_ddp(
             a `max_norm`.
 
     Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
-    the last backward. On an accelerator, with a `comm_hook` or with float16, also two
-    small collectives: of weights, started before the first forward and awaited before the
-    first backward, and of losses, beside the last backward. Else these numbers travel with
-    the gradients, and where the global batch and the world are no powers of two, the
-    factor left open costs an optimizer that is not fused one pass over the gradients.
+    the last backward, and two small collectives: of weights, started before the first forward
+    and awaited before the first backward, and of losses, beside the last backward.
 
     Source: Li et al. 2020, arXiv:2006.15704.
 
     >>> import accel_fn as af
     >>> af.wrap_ddp(bucket_cap_mb=50)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, own_parameters=[replicate(bucket_cap_mb=50)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap_ddp(bucket_cap_mb=50)])
     """
     if comm_hook is not None and comm_hook not in _COMM_HOOKS:
         rule = f"be one of {_COMM_HOOKS} or None"
         raise ArgumentError(message("wrap_ddp", "comm_hook", rule, comm_hook))
     _check_options(ddp_options)
-    settings = dict(ddp_options)
-    if comm_hook is not None:
-        settings["comm_hook"] = comm_hook
-    if sync_batchnorm:
-        settings["sync_batchnorm"] = True
-    replicating = Replicating(replicate, **settings)
-
-    def ddp_plan(plan: Plan) -> Plan:
-        return replace(plan, own_parameters=(*plan.own_parameters, replicating))
-
-    return ddp_plan
+    options: dict[str, Any] = {
+        "comm_hook": comm_hook,
+        "sync_batchnorm": sync_batchnorm,
+        **ddp_options,
+    }
+    return fill(strategy=DDPSlot(make_ddp, **options))
 
 
-class Replicating(Asked):
-    """`replicate` with its settings."""
+class DDPSlot(SlotFunction):
+    """`make_ddp` with its settings."""
 
-    given_by = "wrap_ddp"
-
-    def check(self, state: DistState, plan: Plan) -> None:  # noqa: ARG002
+    def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse what DDP would not see."""
         if self.keywords.get("static_graph") and plan.split:
             raise PlanError(
@@ -115,79 +108,94 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise ArgumentError(message("wrap_ddp", "ddp_options", rule, name, repair))
 
 
-def replicate(
-    state: DistState,
-    module: nn.Module,
-    *,
-    comm_hook: str | None = None,
-    sync_batchnorm: bool = False,
-    **ddp_options: Any,
-) -> nn.Module:
-    """`module` under DDP over the state's group; itself in a world of one."""
+def make_ddp(
+    state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None, **options: Any
+) -> Strategy:
+    """DDP over the state's group; one rank in a world of one."""
     if state.world_size == 1:
-        return module
-    if sync_batchnorm and state.device.type == "cpu":
-        raise PlanError(
-            "build: wrap_ddp(sync_batchnorm=True) must have accelerators, got ranks on cpu; "
-            "torch's SyncBatchNorm has no other kernels"
-        )
-    if sync_batchnorm:
-        module = nn.SyncBatchNorm.convert_sync_batchnorm(module, state.group)  # type: ignore[no-untyped-call]
-    options = {"gradient_as_bucket_view": True, **ddp_options}
-    if state.device.type == "cpu":
-        options.setdefault("bucket_cap_mb", 100)
-    finds_unused = bool(options.get("find_unused_parameters"))
-    if finds_unused:
-        module.idle = nn.Parameter(torch.zeros((), device=state.device))
-    on_host = state.device.type == "cpu" and state.scaler is None and comm_hook is None
-    if on_host and is_wide(module):
-        module = Carrier(module, finds_unused=finds_unused)
-    replicated = Replicated(module, process_group=state.group, **options)
-    _settle_buckets(replicated)
-    if comm_hook is not None:
-        _register(replicated, state.group, comm_hook)
-    return replicated
+        return Strategy(state, module, plan, inner)
+    return DDP(state, module, plan, inner, **options)
 
 
-class Replicated(DistributedDataParallel, Own):
-    """DDP around a module of our own, without what goes around its forward where nobody looks."""
+class DDP(Strategy):
+    """Replicas whose gradients DistributedDataParallel averages in the last backward."""
 
-    def forward(self, batch: Any) -> Any:
-        """As DDP's, but for the profiler's label and the calls through which hooks would be run."""
-        looked_at = torch._C._autograd._profiler_enabled()
-        if looked_at or self._use_python_reducer or self._delay_all_reduce_all_params:
-            return super().forward(batch)  # type: ignore[no-untyped-call]
-        [batch], _ = self._pre_forward(batch)  # type: ignore[no-untyped-call]
-        DistributedDataParallel._active_ddp_module = self  # a compiler asks for it
-        try:
-            outcome = bare(self.module)(batch)
-        finally:
-            DistributedDataParallel._active_ddp_module = None  # also after simulated ranks
-        return self._post_forward(outcome)  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        state: DistState,
+        module: nn.Module,
+        plan: Plan,
+        inner: Strategy | None = None,
+        *,
+        comm_hook: str | None = None,
+        sync_batchnorm: bool = False,
+        **ddp_options: Any,
+    ) -> None:
+        if sync_batchnorm and state.device.type == "cpu":
+            raise PlanError(
+                "build: wrap_ddp(sync_batchnorm=True) must have accelerators, got ranks on cpu; "
+                "torch's SyncBatchNorm has no other kernels"
+            )
+        if sync_batchnorm:
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module, state.group)  # type: ignore[no-untyped-call]
+        options = {"gradient_as_bucket_view": True, **ddp_options}
+        if state.device.type == "cpu":
+            options.setdefault("bucket_cap_mb", 100)
+        self.finds_unused = bool(options.get("find_unused_parameters"))
+        if self.finds_unused:
+            loss_module_of(module).idle = nn.Parameter(torch.zeros((), device=state.device))
+        self.ddp = DistributedDataParallel(module, process_group=state.group, **options)
+        _fix_buckets(self.ddp)
+        if comm_hook is not None:
+            _register(self.ddp, state.group, comm_hook)
+        super().__init__(state, self.ddp, plan, inner)
+        self.loss_module = module
+
+    def gradients(
+        self, plan: Plan, state: DistState, batch: Any
+    ) -> tuple[DistState, Grads, Report]:
+        """Those of `Strategy`; with retries, DDP's collectives come before the first forward."""
+        if self.retries:
+            with self.no_sync():
+                self.ddp(
+                    None
+                )  # broadcasts buffers, which a rank out of memory would not join later
+        return super().gradients(plan, state, batch)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """A context whose backward fills DDP's buckets without averaging them."""
+        found: AbstractContextManager[Any] = self.ddp.no_sync()
+        return found
+
+    def average(self, state: DistState) -> None:
+        """Average by a backward of zeros, if every micro-batch's was under `no_sync`."""
+        if self.retries:
+            loss, _ = self.ddp(None)
+            self.backward(loss, loss.new_zeros(()))
 
 
-def _settle_buckets(replicated: DistributedDataParallel) -> None:
-    """Let DDP lay out its buckets for good, by a first backward of zeros.
+def _fix_buckets(ddp: DistributedDataParallel) -> None:
+    """Let DDP lay out its gradient buckets for good, by a first backward of zeros.
 
     It does so after its first backward, and a sum over three ranks or more
     depends on the layout in its last bit: a run that is resumed would differ
     from one that was not, and the first step from the same step again.
     """
-    if replicated.static_graph or replicated.find_unused_parameters:
+    if ddp.static_graph or ddp.find_unused_parameters:
         return  # laid out once, and the first backward of a static graph must be a real one
-    roots = tensors_of(replicated(None))
-    torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
-    replicated.zero_grad(set_to_none=True)
+    loss, _ = ddp(None)
+    loss.backward(torch.zeros_like(loss))
+    ddp.zero_grad(set_to_none=True)
 
 
-def _register(replicated: DistributedDataParallel, group: Any, name: str) -> None:
+def _register(ddp: DistributedDataParallel, group: Any, name: str) -> None:
     """Register one of torch's communication hooks by its short name."""
     if name == "powersgd":
         memory = powerSGD_hook.PowerSGDState(group)
-        replicated.register_comm_hook(memory, powerSGD_hook.powerSGD_hook)
+        ddp.register_comm_hook(memory, powerSGD_hook.powerSGD_hook)
         return
     compress = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[
         name
     ]
     # Under a name of ours: by its own, DDP refuses the bf16 hook wherever there is no CUDA.
-    replicated.register_comm_hook(group, lambda group, bucket: compress(group, bucket))
+    ddp.register_comm_hook(group, lambda group, bucket: compress(group, bucket))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -21,17 +20,24 @@ from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 from accel_fn.base.blocks import Blocks, check_blocks, find_blocks, is_container
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.comm.dtensor import is_sharded
+from accel_fn.comm.collectives import broadcast
+from accel_fn.comm.dtensor import is_sharded, place_of
 from accel_fn.comm.mesh import make_mesh
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, check_flag, message
-from accel_fn.step.plan import Asked, Plan, Transform
-from accel_fn.transforms.accumulate.retry_on_oom import Fitting
-from accel_fn.transforms.fsdp.sharded_loss import Sharded, loss_module_of
+from accel_fn.step.global_mean import GlobalMean
+from accel_fn.step.loss_module import loss_module_of
+from accel_fn.step.microbatches import Parts, Weights
+from accel_fn.step.plan import Plan, SlotFunction
+from accel_fn.step.strategy import Strategy
+from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.step.update import follow_shards
+from accel_fn.transforms.fsdp.sharded_loss import ShardedLoss
 
 _WHOLE_ONLY = (Adafactor, Muon, Rprop)
 _NOT_FUSED = (SGD, Adagrad)
 
 
+@transform
 def wrap_fsdp(
     *,
     blocks: Blocks = None,
@@ -75,7 +81,7 @@ def wrap_fsdp(
     Raises:
         ValueError: `replicate` is no integer >= 1 (TypeError too where it is no integer), or `blocks`
             are a list of none. In `build`, on all ranks: `replicate` does not divide the number of
-            ranks, or is not 1 with `accumulate("auto")`, `blocks` match nothing, or the model
+            ranks; there is `accumulate("auto")` and several ranks; `blocks` match nothing; or the model
             holds what FSDP cannot shard, by name: a parameter that is tied across blocks, 0-dim,
             not contiguous, sharded already, or of another dtype; or, in a world of several, an
             `nn.Embedding` with a `max_norm`.
@@ -91,7 +97,7 @@ def wrap_fsdp(
 
     >>> import accel_fn as af
     >>> af.wrap_fsdp(replicate=2)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, own_parameters=[shard(replicate=2)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap_fsdp(replicate=2)])
     """
     check_blocks("wrap_fsdp", blocks)
     check_count("wrap_fsdp", "replicate", replicate)
@@ -104,64 +110,128 @@ def wrap_fsdp(
             rule = "be a floating-point torch.dtype or None"
             raise ArgumentTypeError(message("wrap_fsdp", name, rule, dtype))
     settings: dict[str, Any] = {"blocks": blocks, "replicate": replicate, **flags, **dtypes}
-    defaults: Mapping[str, Any] = shard.__kwdefaults__ or {}
-    sharding = Sharding(shard, **{n: v for n, v in settings.items() if v != defaults[n]})
-
-    def fsdp_plan(plan: Plan) -> Plan:
-        return replace(plan, own_parameters=(*plan.own_parameters, sharding))
-
-    return fsdp_plan
+    return fill(strategy=FSDPSlot(make_fsdp, **settings))
 
 
-class Sharding(Asked):
-    """`shard` with its settings."""
+class FSDPSlot(SlotFunction):
+    """`make_fsdp` with its settings."""
 
-    given_by = "wrap_fsdp"
+    @property
+    def traits(self) -> frozenset[str]:  # type: ignore[override]
+        """It shards nothing on one rank, but may still convert or offload parameters."""
+        alone = self.keywords["param_dtype"] is not None or self.keywords["offload"]
+        return frozenset({"acts_alone"} if alone else ())
 
-    def check(self, state: DistState, plan: Plan) -> None:
-        replicate = self.keywords.get("replicate", 1)
+    def validate(self, state: DistState, plan: Plan) -> None:
+        """Refuse what FSDP cannot shard, or what its collectives cannot follow."""
+        replicate = self.keywords["replicate"]
         if state.world_size % replicate:
             rule = f"divide the number of ranks, {state.world_size}"
             raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
-        if any(isinstance(each, Fitting) for each in plan.split) and state.world_size > 1:
-            _check_fitting(replicate)
+        if plan.having("retries") and state.world_size > 1:
+            raise PlanError(
+                'build: accumulate("auto") must not be used with wrap_fsdp, since a rank that is out of '
+                "memory cannot join the collectives of the others; give a number of micro-batches, or "
+                "use wrap_ddp"
+            )
         alone = [name for name in ("param_dtype", "offload") if self.keywords.get(name)]
         if plan.compile_step and alone:
             raise PlanError(
                 f'build: wrap_fsdp({alone[0]}) must not be used with compiled(scope="step"), whose graph '
                 'cannot hold what gathers parameters; leave it out, or use scope="loss"'
             )
-        _check_parameters(plan.model, _units(plan.model, self.keywords.get("blocks")))
-        _check_optimizer(plan.optimizer)
+        _check_parameters(plan.model, _units(plan.model, self.keywords["blocks"]))
+        for optimizer in plan.optimizers.values():
+            _check_optimizer(optimizer)
 
 
-def _check_fitting(replicate: int) -> None:
-    if replicate != 1:
-        rule = 'be 1 with accumulate("auto")'
-        repair = "give a number of micro-batches"
-        raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate, repair))
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise PlanError(
-            f'build: accumulate("auto") with wrap_fsdp must have torch >= 2.13, got {torch.__version__}; '
-            "give a number of micro-batches"
-        )
+def make_fsdp(
+    state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None, **settings: Any
+) -> Strategy:
+    """FSDP over the state's group; one rank where there is nothing to do."""
+    if state.world_size == 1 and settings["param_dtype"] is None and not settings["offload"]:
+        return Strategy(state, module, plan, inner)
+    return FSDP(state, module, plan, inner, **settings)
 
 
-def shard(
+class FSDP(Strategy):
+    """Shards of parameters, gradients and optimizer state on every rank, by `fully_shard`."""
+
+    def __init__(
+        self,
+        state: DistState,
+        module: nn.Module,
+        plan: Plan,
+        inner: Strategy | None = None,
+        *,
+        reshard_after_forward: bool,
+        **settings: Any,
+    ) -> None:
+        before = dict(plan.model.named_parameters())
+        sharded = ShardedLoss(module, keeps_whole=not reshard_after_forward)
+        _shard(state, sharded, reshard_after_forward=reshard_after_forward, **settings)
+        for optimizer in plan.optimizers.values():
+            follow_shards(optimizer, before, plan.model)
+        self.sharded = sharded
+        super().__init__(state, sharded, plan, inner)
+
+    def trainable(self) -> Sequence[nn.Parameter]:
+        """Every parameter, unsharded, and its shard."""
+        return self.sharded.trainable()
+
+    def pad(
+        self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
+    ) -> tuple[Parts, Weights]:
+        """As many micro-batches on every rank, since every forward and backward unshards parameters.
+
+        A rank that has fewer computes one of another rank's instead, with no weight: times
+        zero, its gradient is zero wherever that rank's is finite.
+
+        Cost: one small collective; a broadcast of a micro-batch if the numbers differ.
+        """
+        if state.world_size == 1:
+            return parts, weights
+        if mean is not None:
+            mean.total()  # if one rank could not count its batch, all raise here
+        counts = primitives.exchange_number(len(parts), state, "step")
+        most = max(counts)
+        if min(counts) == most:
+            return parts, weights
+        source = counts.index(most)
+        spare = broadcast(parts[0] if state.rank == source else None, state, source=source)
+        lacking = most - len(parts)
+        return [*parts, *[spare] * lacking], [*weights, *[0] * lacking]
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """A context whose backward leaves the gradients on this rank, unsharded."""
+        return self.sharded.no_sync()
+
+    def compared_ranks(self, state: DistState) -> Sequence[int]:
+        """The ranks that hold the same shards: those of the other groups with `replicate`."""
+        placed = primitives.exchange(self._place(), state, "check_replicas")
+        return [rank for rank, place in enumerate(placed) if place == placed[state.rank]]
+
+    def _place(self) -> int:
+        return max(map(place_of, self.sharded.parameters()))
+
+    def reset(self) -> None:
+        """Reshard every unit, and forget what was gathered and not finished."""
+        self.sharded.reset()
+
+
+def _shard(
     state: DistState,
-    module: nn.Module,
+    sharded: ShardedLoss,
     *,
-    blocks: Blocks = None,
-    replicate: int = 1,
-    reshard_after_forward: bool = True,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = torch.float32,
-    offload: bool = False,
-) -> nn.Module:
-    """`module` over shards of its model's parameters; itself where there is nothing to do."""
-    if state.world_size == 1 and param_dtype is None and not offload:
-        return module
-    model = loss_module_of(module).model
+    blocks: Blocks,
+    replicate: int,
+    reshard_after_forward: bool,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    offload: bool,
+) -> None:
+    """Shard the model of a loss, unit by unit, from rank 0's parameters and buffers."""
+    model = loss_module_of(sharded).model
     tops, units = dict(_tops(model, "")), _units(model, blocks)
     if state.world_size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -173,16 +243,14 @@ def shard(
         "mp_policy": MixedPrecisionPolicy(param_dtype, _adding(model, param_dtype, reduce_dtype)),
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
-    sharded = Sharded(module, keeps_whole=not reshard_after_forward)
     for name in sorted(units, key=lambda name: name.count(".") if name else -1, reverse=True):
         reshard = reshard_after_forward and name not in tops
-        sharded.own(units[name], partial(fully_shard, reshard_after_forward=reshard, **options))
+        sharded.shard(units[name], partial(fully_shard, reshard_after_forward=reshard, **options))
     for top in tops.values():
-        sharded.watch(top)
+        sharded.add_top(top)
     fully_shard(sharded, mesh=mesh)
     with torch.no_grad():
         sharded(None)  # FSDP takes what runs first for the root
-    return sharded
 
 
 def _units(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:

@@ -14,20 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.batch import map_tensors
-from accel_fn.base.state import DistState
-from accel_fn.comm import primitives
-from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.dtensor import is_sharded
-from accel_fn.step.global_mean import SummedTally
-from accel_fn.step.loss_module import LossModule
-from accel_fn.step.microbatches import Parts, Weights
-from accel_fn.transforms.fsdp.replay_after_oom import Gathering, Reducing, Way
+from accel_fn.step.loss_module import Outcome
 
 
-class Sharded(nn.Module):
-    """A module that maps a batch to its loss, over parameters that are whole only while they are needed.
+class ShardedLoss(nn.Module):
+    """A module that maps a batch to its loss, over parameters that are unsharded only while needed.
 
-    Every forward and backward gathers them, so all ranks must run as many: see `evened`.
+    Every forward and backward gathers them, so all ranks must run as many: see `FSDP.pad`.
     """
 
     def __init__(self, module: nn.Module, *, keeps_whole: bool) -> None:
@@ -40,51 +34,35 @@ class Sharded(nn.Module):
         self._tops: list[nn.Module] = []
         """Those of them that hold what is in no block."""
 
-    def count_collectives(self) -> Way:
-        """From now on, of its forwards and backwards."""
-        way = Way()
-        self._call("set_custom_all_gather", self._kinds, Gathering(way))
-        self._call("set_custom_reduce_scatter", self._kinds, Reducing(way))
-        return way
-
-    def own(self, unit: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
+    def shard(self, unit: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
         """Shard the parameters of a part of the model, which keeps its class."""
         kind = type(unit)
         unit.register_forward_hook(_without_views)
         fully_shard(unit)
         self._kinds[unit], unit.__class__ = type(unit), kind
 
-    def watch(self, top: nn.Module) -> None:
+    def add_top(self, top: nn.Module) -> None:
         """Gather what this part holds in no block before every loss; it may also be called alone."""
         self._tops.append(top)
         top.register_forward_hook(self.free)
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: Any) -> Outcome:
         """The loss of a batch; for None, a zero that reaches every shard."""
         if batch is None:
             zeros = [each.to_local().flatten()[:0].sum() for each in self._shards()]
-            return torch.stack(zeros).sum()
+            return torch.stack(zeros).sum(), {}
         self._call("unshard", self._tops)  # the loss may call any method of the model
-        loss: Tensor = self.module(batch)
+        outcome: Outcome = self.module(batch)
         self.free()
-        return loss
+        return outcome
 
     def free(self, *_: object) -> None:
         """Have shards alone, unless a backward is to come."""
         if not torch.is_grad_enabled():
             self._call("reshard", self._kinds)
 
-    @contextmanager
-    def clean(self) -> Iterator[None]:
-        """Begin anew where what is done in it fails."""
-        try:
-            yield
-        except BaseException:
-            self.begin_anew()
-            raise
-
-    def begin_anew(self) -> None:
-        """Have shards alone, and forget what was gathered, and what was not finished."""
+    def reset(self) -> None:
+        """Reshard every unit, and forget what was gathered and not finished."""
         forget = getattr(self, "reset_iter_state", None)  # of FSDP, since torch 2.13
         if forget is not None:
             forget()
@@ -144,43 +122,3 @@ def _without_views(_module: nn.Module, _inputs: object, output: Any) -> Any:
         return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor
 
     return map_tensors(apart, output)
-
-
-def shards_alone(module: nn.Module) -> None:
-    """Have shards alone, where a call of the model outside of a step has left them whole for its backward."""
-    if isinstance(module, Sharded):
-        module.begin_anew()
-
-
-def loss_module_of(module: nn.Module) -> LossModule:
-    """The user's loss, inside of what was made of it."""
-    return next(each for each in module.modules() if isinstance(each, LossModule))
-
-
-def evened(
-    module: nn.Module,
-    state: DistState,
-    tally: SummedTally | None,
-    parts: Parts,
-    weights: Weights,
-) -> tuple[Parts, Weights]:
-    """As many micro-batches on every rank, where a forward needs all ranks.
-
-    A rank that has fewer computes one of another rank's instead, with no weight: times
-    zero, its gradient is zero wherever that rank's is finite.
-
-    Cost: for sharded parameters one small collective; a broadcast of a micro-batch where the
-    numbers differ.
-    """
-    if not isinstance(module, Sharded) or state.world_size == 1:
-        return parts, weights
-    if tally is not None:
-        tally.total()  # where one rank could not count its batch, all raise here
-    counts = primitives.exchange_number(len(parts), state, "step")
-    most = max(counts)
-    if min(counts) == most:
-        return parts, weights
-    source = counts.index(most)
-    spare = broadcast(parts[0] if state.rank == source else None, state, source=source)
-    lacking = most - len(parts)
-    return [*parts, *[spare] * lacking], [*weights, *[0] * lacking]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,15 +13,20 @@ from torch.utils import _pytree as pytree
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.errors import PlanError, ReplicaError, StateError, check_count
-from accel_fn.step.plan import AfterFn, Kept, OfReplicas, Plan, Report, Transform, describe
+from accel_fn.step.global_mean import GlobalMean, Metrics
+from accel_fn.step.microbatches import Weights
+from accel_fn.step.plan import Plan, SlotFunction, Stateful, describe
 from accel_fn.step.plan_checks import leave_out_one
-from accel_fn.transforms.local_sgd.local_gradients import Apart, Parting
+from accel_fn.step.report import Report
+from accel_fn.step.strategy import Strategy
+from accel_fn.step.transform import Transform, fill, transform
 
 _HALVES = (torch.float16, torch.bfloat16)
 _BUCKET_NUMEL = 2**24
 """So many numbers travel at a time; two buffers of that size are what an average takes."""
 
 
+@transform
 def local_sgd(every: int) -> Transform:
     """Train on all ranks without exchanging gradients; average the ranks after every so many updates.
 
@@ -47,7 +51,7 @@ def local_sgd(every: int) -> Transform:
 
     Raises:
         ValueError: `every` is no integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`; a loss
-            scale, verdicts, `average` or `check_replicas`, which take all ranks to decide or to be
+            scale, `accept` functions, `average` or `check_replicas`, which take all ranks to decide or to be
             alike. From `save`: between two averages. From the step, a RuntimeError, on
             every rank: an optimizer that has come to hold state of other parameters on another rank.
 
@@ -59,45 +63,41 @@ def local_sgd(every: int) -> Transform:
 
     >>> import accel_fn as af
     >>> af.local_sgd(every=8)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, own_parameters=[train_apart()], \
-after=[average_ranks(every=8)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[local_sgd(every=8)], \
+after_update=[local_sgd(every=8)])
     """
-    averaging = Kept(average_ranks, every=check_count("local_sgd", "every", every))
-    parting = _Parting(train_apart)
-
-    def local_plan(plan: Plan) -> Plan:
-        return replace(
-            plan,
-            own_parameters=(*plan.own_parameters, parting),
-            after=(averaging, *plan.after),  # the others see the average, wherever it is listed
-        )
-
-    return local_plan
+    check_count("local_sgd", "every", every)
+    return fill(
+        first=("after_update",),  # the others see the average, wherever it is listed
+        strategy=LocalSlot(make_local),
+        after_update=Stateful(RankAverage, every=every),
+    )
 
 
-class _Parting(Parting):
-    """`train_apart`, and what it cannot be combined with."""
+class LocalSlot(SlotFunction):
+    """`make_local`, and what it cannot be combined with."""
 
-    given_by = "local_sgd"
+    traits = frozenset({"local_gradients"})
 
-    def check(self, state: DistState, plan: Plan) -> None:
+    def validate(self, state: DistState, plan: Plan) -> None:
+        """Refuse what needs ranks to be equal after every update."""
         _check_scale(state)
-        owners = [describe(each) for each in plan.own_parameters if not isinstance(each, Parting)]
-        if owners:
+        others = [describe(each) for each in plan.strategy if not isinstance(each, LocalSlot)]
+        if others:
             raise PlanError(
-                "build: local_sgd must be all that owns the parameters, since ranks need parameters and "
-                f"gradients of their own, got {' and '.join(owners)}; {leave_out_one(plan.own_parameters)}"
+                "build: local_sgd must be the only strategy, since every rank needs parameters and "
+                f"gradients of its own, got {' and '.join(others)}; {leave_out_one(plan.strategy)}"
             )
-        if plan.verdicts:
+        if plan.accept:
             raise PlanError(
-                "build: local_sgd must make every update, as gradients differ between ranks, got "
-                f"{' and '.join(map(describe, plan.verdicts))}; leave out one"
+                "build: local_sgd must apply every update, as gradients differ between ranks, got "
+                f"{' and '.join(map(describe, plan.accept))}; leave out one"
             )
-        alike = [describe(each) for each in plan.after if isinstance(each, OfReplicas)]
-        if alike:
+        replicas = plan.having("needs_equal_replicas")
+        if replicas:
             raise PlanError(
-                "build: local_sgd must not be combined with what takes parameters to be equal on all "
-                f"ranks, got {' and '.join(alike)}; leave out one"
+                "build: local_sgd must not be combined with what needs equal parameters on all "
+                f"ranks, got {' and '.join(map(describe, replicas))}; leave out one"
             )
 
 
@@ -109,28 +109,70 @@ def _check_scale(state: DistState) -> None:
         )
 
 
-def train_apart(state: DistState, module: nn.Module) -> nn.Module:
-    """`module` with rank 0's parameters and buffers, its gradients left where they are."""
+def make_local(
+    state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
+) -> Strategy:
+    """Ranks that keep their gradients; one rank in a world of one."""
     _check_scale(state)
-    if state.world_size == 1:
-        return module
-    tensors = [_plain(each) for each in [*module.parameters(), *module.buffers()]]
-    for bucket in _buckets(tensors):
-        first = _flat(bucket)
-        primitives.broadcast(first, state, 0, "build")
-        _write(first, bucket)
-    return Apart(module)
+    kind = Strategy if state.world_size == 1 else LocalGradients
+    return kind(state, module, plan, inner)
 
 
-def average_ranks(state: DistState, plan: Plan, *, every: int) -> AfterFn:
-    """What averages the ranks of one step."""
-    return RankAverage(plan, every)
+class LocalGradients(Strategy):
+    """Every rank updates from its own part of the batch; all start from rank 0's parameters."""
+
+    traits = frozenset()
+
+    def __init__(
+        self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
+    ) -> None:
+        tensors = [_plain(each) for each in [*module.parameters(), *module.buffers()]]
+        for bucket in _buckets(tensors):
+            first = _flat(bucket)
+            primitives.broadcast(first, state, 0, "build")
+            _write(first, bucket)
+        super().__init__(state, module, plan, inner)
+
+    def global_mean(
+        self, state: DistState, weights: Weights, failure: Exception | None, stop: bool
+    ) -> GlobalMean:
+        """The mean loss over the global batch, while gradients are of the mean over the rank's items."""
+        if state.scaler is not None:
+            raise StateError(
+                "step: state must carry no loss scale under local_sgd, got one; keep a state of its own "
+                "for the step that scales"
+            )
+        return OwnMean(state, weights, failure, stop=stop)
+
+
+class OwnMean(GlobalMean):
+    """A share is of this rank's items alone. Nothing is awaited before the last backward has started."""
+
+    def share(self, weight: float) -> float:
+        """What the backward of a micro-batch of this weight starts from."""
+        return weight / self.own_weight if weight else 0.0
+
+    def add(self, loss: Tensor, metrics: Metrics, weight: float) -> None:
+        """Count the losses themselves: the total is not known yet."""
+        if weight:
+            self._accumulate(loss, metrics, weight)
+
+    def close(self) -> tuple[Tensor, Metrics, float]:
+        """Mean loss, mean metrics and weight of the global batch; waits for the sums."""
+        mean, metrics, total = super().close()
+        if not total:
+            return mean, metrics, total
+        return mean / total, {name: each / total for name, each in metrics.items()}, total
+
+    def extras(self, plan: Plan) -> dict[str, Any]:
+        """What it adds to the report of a step."""
+        return {**super().extras(plan), "own_weight": self.own_weight}
 
 
 class RankAverage:
     """Counts updates, and the items of this rank since the last average, and averages when it is time."""
 
-    def __init__(self, plan: Plan, every: int) -> None:
+    def __init__(self, state: DistState, plan: Plan, *, every: int) -> None:
         self._plan = plan
         self._every = every
         self._num_updates = 0
@@ -175,16 +217,13 @@ class RankAverage:
         self._num_updates = saved["num_updates"]
         self._start_anew()
 
-    def __repr__(self) -> str:
-        return f"average_ranks(every={self._every})"
-
 
 def _tensors(plan: Plan) -> dict[str, Tensor]:
     """What is averaged: parameters that are trained, buffers, and what the optimizer keeps of them."""
     name_of = {id(each): name for name, each in plan.model.named_parameters()}
     found: dict[str, Any] = {name_of[id(each)]: each for each in plan.trained()}
     for parameter in plan.trained():
-        for key, value in plan.optimizer.state.get(parameter, {}).items():
+        for key, value in _state_of(plan, parameter).items():
             for number, leaf in enumerate(pytree.tree_leaves(value)):
                 found[f"{name_of[id(parameter)]} {key} {number}"] = leaf
     found |= dict(plan.model.named_buffers())
@@ -193,6 +232,12 @@ def _tensors(plan: Plan) -> dict[str, Tensor]:
         for name, each in sorted(found.items())
         if isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex())
     }
+
+
+def _state_of(plan: Plan, parameter: nn.Parameter) -> Mapping[str, Any]:
+    """What an optimizer keeps of a parameter."""
+    held = [each.state[parameter] for each in plan.optimizers.values() if parameter in each.state]
+    return held[0] if held else {}
 
 
 def average(tensors: Mapping[str, Tensor], weight: float, state: DistState) -> None:

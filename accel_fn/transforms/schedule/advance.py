@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
-from accel_fn.step.plan import Plan, Report
+from accel_fn.step.plan import Plan
+from accel_fn.step.report import Report
 
 MetricFn = Callable[[Report], Tensor | float]
 
@@ -114,8 +115,9 @@ class Schedule:
         self._advance.hear_all()
         self._advance.put_back(saved)
 
-    def __repr__(self) -> str:
-        return f"scheduled(by={type(self._advance.scheduler).__name__})"
+    def signature(self) -> str:
+        """What a checkpoint compares: the class of the scheduler, not the call that made it."""
+        return f"schedule({type(self._advance.scheduler).__name__})"
 
 
 class Rates:
@@ -195,7 +197,7 @@ class DeviceSchedule(Schedule):
         cls, plan: Plan, advance: Advance, device: torch.device, echo: DelayedRead
     ) -> DeviceSchedule:
         """The next schedule of a plan."""
-        earlier = [each for each in plan.after if isinstance(each, cls)]
+        earlier = [each for each in plan.after_update if isinstance(each, cls)]
         rates = earlier[0].rates if earlier else Rates(plan.optimizer, device)
         return cls(advance, rates, echo, is_first=not earlier)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeGuard
 
 from torch.optim import Optimizer
@@ -14,7 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
-from accel_fn.step.plan import AfterFn, Asked, Kept, Plan, Transform
+from accel_fn.step.plan import Plan, Stateful, UpdateFn
+from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import takes_factor
 from accel_fn.transforms.schedule.advance import (
     Advance,
@@ -27,6 +27,7 @@ from accel_fn.transforms.schedule.advance import (
 MultiplierFn = Callable[[int], float]
 
 
+@transform
 def schedule(
     scheduler_or_fn: LRScheduler | MultiplierFn, *, metric: MetricFn | None = None
 ) -> Transform:
@@ -62,7 +63,7 @@ def schedule(
 
     >>> import accel_fn as af
     >>> af.schedule(lambda num_updates: 0.5**num_updates)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after=[scheduled(by=<lambda>)])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after_update=[schedule(<lambda>)])
     """
     given = scheduler_or_fn
     is_scheduler = isinstance(given, LRScheduler) or heeds_metric(given)
@@ -73,25 +74,24 @@ def schedule(
         rule = "be given for a scheduler that heeds one, as ReduceLROnPlateau does"
         raise ArgumentError(message("schedule", "metric", rule, type(given).__name__))
 
-    def schedule_plan(plan: Plan) -> Plan:
+    def check(plan: Plan) -> None:
         over: Any = getattr(given, "optimizer", None)
-        if is_scheduler and over is not plan.optimizer:
+        if is_scheduler and not any(over is each for each in plan.optimizers.values()):
             raise PlanError(
                 f"schedule: scheduler_or_fn must be over the plan's optimizer, got a "
                 f"{type(given).__name__} over another {type(over).__name__}"
             )
-        return replace(plan, after=(*plan.after, following))
 
-    following = Scheduling(scheduled, by=given, **({} if metric is None else {"metric": metric}))
-    return schedule_plan
+    return fill(check=check, after_update=ScheduleSlot(scheduled, by=given, metric=metric))
 
 
-class Scheduling(Kept, Asked):
+class ScheduleSlot(Stateful):
     """`scheduled` with its settings."""
 
-    def check(self, state: DistState, plan: Plan) -> None:  # noqa: ARG002
+    def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse a function beside another schedule."""
-        all_of_plan = [each.keywords["by"] for each in plan.after if isinstance(each, Scheduling)]
+        slots = [each for each in plan.after_update if isinstance(each, ScheduleSlot)]
+        all_of_plan = [each.keywords["by"] for each in slots]
         schedulers = [each for each in all_of_plan if hasattr(each, "optimizer")]
         if len(all_of_plan) > 1 and len(schedulers) < len(all_of_plan):
             raise PlanError(
@@ -103,7 +103,7 @@ class Scheduling(Kept, Asked):
 
 def scheduled(
     state: DistState, plan: Plan, *, by: LRScheduler | MultiplierFn, metric: MetricFn | None = None
-) -> AfterFn:
+) -> UpdateFn:
     """What advances the schedule of one step."""
     advance: Advance
     if heeds_metric(by):
@@ -111,7 +111,7 @@ def scheduled(
     else:
         given = by if isinstance(by, LRScheduler) else LambdaLR(plan.optimizer, _checked(by))
         advance = Advance(given)
-    always = plan.updates_always(state)
+    always = plan.always_applies(state)
     if not always and state.device.type != "cpu" and takes_factor(plan.optimizer):
         return DeviceSchedule.in_plan(plan, advance, state.device, DelayedRead())
     return Schedule(advance, always=always)

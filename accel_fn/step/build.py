@@ -1,0 +1,94 @@
+"""build: the one place that moves, wraps and compiles; it makes a step of a plan."""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+
+from torch import nn
+
+from accel_fn.base.state import DistState, check_state
+from accel_fn.comm.collectives import all_or_none
+from accel_fn.errors import ArgumentTypeError, message
+from accel_fn.step.loss_module import LossModule
+from accel_fn.step.plan import Plan, SlotFunction, with_stateful
+from accel_fn.step.plan_checks import check_parameters, check_plan, check_precision
+from accel_fn.step.same_on_all_ranks import check_same_plan
+from accel_fn.step.step import Stages, Step
+from accel_fn.step.strategy import Strategy
+from accel_fn.step.update import follow_parameters
+
+
+def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
+    """Make a step of a plan: the one place that moves, wraps and compiles.
+
+    The model keeps its type, its forward, its hooks and its `state_dict` keys;
+    its parameters may move to the device, and take rank 0's values. Building
+    twice, also from one plan, gives two steps that work independently. `build` fixes which
+    parameters are trained: a step refuses those that are added later, to the optimizer
+    or by `requires_grad`; build again.
+
+    Args:
+        state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
+        plan: what the step is made of; not changed.
+
+    Returns:
+        The state with what transforms add to it (a loss scale), and the step.
+
+    Raises:
+        ValueError: on every rank alike, transforms that cannot be combined, an optimizer
+            over other parameters than the model's, nothing to train, or several ranks and
+            no strategy that shares the step among them.
+        RuntimeError: ranks build different plans.
+
+    Cost: in a world of several, four small collectives, and what transforms do: those that train
+    on several ranks broadcast the parameters.
+
+    >>> import accel_fn as af
+    >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.DistState(), plan)
+    """
+    check_state("build", state)
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(message("build", "plan", "be a Plan", type(plan).__name__))
+    plan = all_or_none(partial(_validated, state, plan), state, "build")
+    check_same_plan(state, plan)
+    built, model = all_or_none(partial(_placed, state, plan), state, "build")
+    module: nn.Module = LossModule(plan.loss_fn, model)
+    for compile_loss in plan.compile_loss:
+        module = compile_loss(built, module)
+    make_strategy = plan.strategy[0] if plan.strategy else Strategy
+    strategy = make_strategy(built, module, plan)
+    _check_strategy(strategy)
+    plan = all_or_none(partial(with_stateful, plan, built), state, "build")
+    stages = Stages(plan, strategy)
+    run = plan.compile_step[0](built, stages) if plan.compile_step else stages
+    return built, Step(plan, strategy, stages, run, built)
+
+
+def _check_strategy(strategy: object) -> None:
+    if not isinstance(strategy, Strategy):
+        rule = "return a Strategy"
+        raise ArgumentTypeError(message("build", "strategy", rule, type(strategy).__name__))
+
+
+def _validated(state: DistState, plan: Plan) -> Plan:
+    """The plan, once every check that needs no other rank has passed."""
+    for each in plan.entries():
+        if isinstance(each, SlotFunction):
+            plan = each.claim(plan)
+    check_plan(state, plan)
+    return plan
+
+
+def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
+    """State and model where this rank begins. This may fail on one rank alone, out of memory for example."""
+    state = reduce(lambda state, init_state: init_state(state), plan.init_state, state)
+    if plan.init_state:
+        check_precision(state, plan.model)
+    moves = (*plan.place_model, *plan.shard_model)
+    model = reduce(lambda model, move: move(state, model), moves, plan.model)
+    if moves:
+        check_parameters(plan)
+        for optimizer in plan.optimizers.values():
+            follow_parameters(optimizer)
+    return state, model

@@ -1,0 +1,29 @@
+"""Report: what one step computed, beside the update itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Report:
+    """What one step returns beside the state. Tensors stay on the device: reading them waits for it.
+
+    Attributes:
+        loss: [], float32, detached: the mean over the items of the global batch.
+        weight: number of items of the global batch, over all ranks.
+        grad_norm: [], float32: the global norm when it was first read, of the
+            averaged and unscaled gradients; None where nothing in the plan reads it.
+        applied: [], bool: was the optimizer run? False where the update was skipped.
+        extras: what transforms add, by name.
+    """
+
+    loss: Tensor
+    weight: float
+    grad_norm: Tensor | None = None
+    applied: Tensor | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,209 @@
+"""Strategy: how the ranks share one step. `Strategy` itself is one rank; others override methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn.base.state import DistState
+from accel_fn.comm.agree import exchange_failures
+from accel_fn.comm.dtensor import is_sharded, place_of
+from accel_fn.errors import PeerOutOfMemoryError
+from accel_fn.step.global_mean import GlobalMean
+from accel_fn.step.grads import Grads, global_norm
+from accel_fn.step.graph_checks import GraphChecks, TrainedParameters
+from accel_fn.step.loss_module import run_forward
+from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
+from accel_fn.step.plan import Plan, describe_with_source, trained_by
+from accel_fn.step.report import Report
+from accel_fn.step.same_on_all_ranks import check_same_gradients
+from accel_fn.step.torch_internals import run_backward
+from accel_fn.step.update import Prepared, apply, prepare
+
+_NOTHING = nullcontext()
+
+
+class Strategy:
+    """How the ranks share one step. It is asked by method, never by type.
+
+    A slot function `(state, module, plan, inner) -> Strategy` in `plan.strategy` makes it. A
+    subclass wraps the loss module, then calls `super().__init__`.
+    """
+
+    traits: ClassVar[frozenset[str]] = frozenset({"equal_on_ranks"})
+    """"equal_on_ranks": all ranks give the optimizer the same gradients."""
+    finds_unused: bool = True
+    """May a loss leave parameters without a gradient?"""
+
+    def __init__(
+        self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
+    ) -> None:
+        self.module = module
+        """Maps a batch to `(loss, metrics)`, as training runs it."""
+        self.loss_module = module
+        """The same as a forward alone runs it."""
+        self.inner = inner
+        self.retries = state.world_size > 1 and bool(plan.having("retries"))
+        """May a rank fail before gradients are averaged, and all do the batch again?"""
+        self._reachable = self.trainable()
+        self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
+        self._trained = plan.trained()
+        self._always = torch.ones((), dtype=torch.bool, device=state.device)
+        """What `applied` is if nothing decides about the update."""
+        self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
+        """Are the gradients of the next update compared over the ranks? Those of the first are."""
+        self.parameters = TrainedParameters(plan)
+        self.checks = GraphChecks(plan, self._reachable, finds_unused=self.finds_unused)
+
+    def trainable(self) -> Sequence[nn.Parameter]:
+        """The parameters that a backward may reach."""
+        return [each for each in self.module.parameters() if each.requires_grad]
+
+    def gradients(
+        self, plan: Plan, state: DistState, batch: Any
+    ) -> tuple[DistState, Grads, Report]:
+        """Forward and backward of every micro-batch, to the exact mean over the global batch."""
+        try:
+            for parameter in self._reachable:
+                parameter.grad = None
+            stop = any(should_stop() for should_stop in plan.should_stop)
+            parts, weights, failure = microbatches_or_failure(plan, batch, self.parameters.check)
+            mean = self.global_mean(state, weights, failure, stop)
+            parts, weights = self.pad(state, mean, parts, weights)
+            if not parts:  # a rank without items still joins every collective
+                parts, weights = (None,), (0,)
+            for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+                is_last = index == len(parts) - 1 and not self.retries
+                with _NOTHING if is_last else self.no_sync():
+                    loss, metrics = run_forward(state, plan, self.module, part)
+                    mean.add(loss.detach(), metrics, weight)
+                    if is_last:
+                        mean.send()  # beside the last backward
+                    if not index:
+                        self.checks.before_backward(loss, part)
+                    self.backward(loss, mean.seed(loss, weight, state.scaler))
+            if self.retries:
+                if parts[0] is not None:
+                    self.checks.check_reached()
+                self.vote(state)
+                mean.send()
+            self.average(state)
+            loss, metrics, total = mean.close()
+            grads = self._take(state, total)
+        except BaseException as error:
+            self.reset()
+            if isinstance(error, RuntimeError):
+                self.parameters.explain(error)
+            raise
+        report = Report(loss=loss, weight=total, extras=mean.extras(plan))
+        return state, grads, report
+
+    def forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
+        """The mean loss over the global batch, [], float32, without gradients."""
+        parts, weights, failure = microbatches_or_failure(plan, batch)
+        mean = GlobalMean(state, weights, failure)
+        parts, weights = self.pad(state, mean, parts, weights)
+        with torch.no_grad():
+            for part, weight in zip(parts, weights, strict=True):
+                loss, metrics = run_forward(state, plan, self.loss_module, part)
+                mean.add(loss, metrics, weight)
+        mean.send()
+        return mean.close()[0]
+
+    def global_mean(
+        self, state: DistState, weights: Weights, failure: Exception | None, stop: bool
+    ) -> GlobalMean:
+        """Start the mean over the global batch."""
+        return GlobalMean(state, weights, failure, stop=stop)
+
+    def pad(
+        self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
+    ) -> tuple[Parts, Weights]:
+        """The micro-batches that this rank runs: more than its own if every rank must run as many."""
+        return parts, weights
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """A context whose backward leaves gradients on this rank: for all micro-batches but the last."""
+        return _NOTHING
+
+    def backward(self, loss: Tensor, seed: Tensor | None) -> None:
+        """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""
+        run_backward(loss, seed, self._reachable)
+
+    def vote(self, state: DistState, failure: str = "") -> None:
+        """Raise on every rank if memory ran out on one, before any rank averages gradients."""
+        failures = exchange_failures(state, failure)
+        if any(failures):
+            raise PeerOutOfMemoryError(failures)
+
+    def average(self, state: DistState) -> None:
+        """Average the gradients over the ranks, if the last backward has not done so."""
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Global L2 norm of gradients, each element counted once over all ranks that hold a part."""
+        return global_norm(tensors)
+
+    def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
+        """Stage one of an update: every collective, and all that may raise. Changes nothing."""
+        prepared = prepare(plan, state, grads, report)
+        if self._compares:
+            check_same_gradients(state, plan, prepared.grads)
+            self._compares = False
+        return prepared
+
+    def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
+        """Stage two of an update: optimizers and loss scale. Local writes alone."""
+        return apply(plan, state, prepared, self._optimizers, self._always)
+
+    def placements(self, plan: Plan) -> Mapping[str, int]:
+        """Which part of each parameter this rank holds, by name: 0 if it holds all of it."""
+        return {name: place_of(each) for name, each in plan.model.named_parameters()}
+
+    def holds_whole(self) -> bool:
+        """Does every rank hold all of every parameter?"""
+        return not any(is_sharded(each) for each in self.module.parameters())
+
+    def compared_ranks(self, state: DistState) -> Sequence[int]:
+        """The ranks whose parameters must equal this rank's, bit for bit."""
+        return range(state.world_size)
+
+    def signature(self) -> Mapping[str, Any]:
+        """What decides the bits beside the plan: a checkpoint refuses a step with another."""
+        return {}
+
+    def describe(self, state: DistState, plan: Plan) -> str:
+        """The line of `explain` about the backward."""
+        return describe_backward(state, plan)
+
+    def reset(self) -> None:
+        """Forget what a step that failed has left behind."""
+
+    def _take(self, state: DistState, weight: float) -> Grads:
+        """The gradients, off the parameters, with the factor that undoes the loss scale."""
+        tensors = tuple([parameter.grad for parameter in self._trained])
+        self.checks.after_backward(tensors, weight)
+        for parameter in self._reachable:
+            parameter.grad = None
+        if state.scaler is None:
+            return Grads(tensors, norm_fn=self.norm)
+        is_double = any(each is not None and each.dtype == torch.float64 for each in tensors)
+        dtype = torch.float64 if is_double else torch.float32
+        return Grads(tensors, state.scaler.scale.to(dtype).reciprocal(), norm_fn=self.norm)
+
+
+def describe_backward(state: DistState, plan: Plan) -> str:
+    """Over what the backward of a plan averages, and how; nothing is built."""
+    calls = " and ".join(map(describe_with_source, plan.strategy))
+    if plan.having("local_gradients") and state.world_size > 1:
+        return f"the mean over the rank's own items, by {calls}"
+    mean = "the mean over the global batch"
+    if state.world_size > 1 or plan.having("acts_alone"):
+        return f"{mean}, by {calls or 'nothing: build will refuse this'}"
+    if not calls:
+        return mean
+    comma = "," if any(getattr(each, "source", "") for each in plan.strategy) else ""
+    return f"{mean}; {calls}{comma} has nothing to do"
