@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.data.loader import Epoch, ShardedLoader
-from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, ExtraError, message
 from accel_fn.observe.metrics import Totals, added, means, totals_of, widest
 from accel_fn.step.loss_module import loss_module_of, run_forward, run_placed
 from accel_fn.step.microbatches import microbatches
@@ -182,13 +181,14 @@ def _bar(
     """What shows how far an evaluation is: tqdm's bar, or nothing."""
     found = importlib.util.find_spec("tqdm") is not None
     if progress and not found:
-        raise ArgumentError(
-            "evaluate: progress=True must have tqdm, which is not installed; pip install tqdm"
+        raise ExtraError(
+            "evaluate: tqdm must be installed for progress=True; pip install tqdm", name="tqdm"
         )
     wanted = sys.stderr.isatty() and found if progress is None else progress
     if not wanted or not state.is_main:
         return nullcontext()
-    tqdm = importlib.import_module("tqdm").tqdm
+    from tqdm import tqdm
+
     bar: AbstractContextManager[Any] = tqdm(
         total=_num_batches(loader), desc="evaluate", unit="batch", leave=False
     )

@@ -2,6 +2,7 @@
 
 import collections
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,72 +23,86 @@ def make_plan(loss_fn=ours.mse, **options):
     return af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), float("inf"), True, "1", None])
-@pytest.mark.parametrize(
-    ("function", "name"), [(af.clip, "max_norm"), (af.clip_value, "max_value")]
-)
-def test_a_bound_must_be_finite_and_positive(function, name, value):
-    with pytest.raises(
-        ValueError, match=rf"clip(_value)?: {name} must be a finite number > 0, got"
-    ):
-        function(value)
-
-
-@pytest.mark.parametrize("value", [0, -2, 1.5, True, float("nan"), "2"])
-def test_a_number_of_microbatches_must_be_a_count(value):
-    with pytest.raises(
-        ValueError, match="accumulate: num_microbatches must be an integer >= 1, got"
-    ):
-        af.accumulate(value)
-
-
-@pytest.mark.parametrize("value", [True, "1", None])
-def test_an_argument_of_the_wrong_type_is_a_type_error_too(value):
-    with pytest.raises(TypeError, match="clip: max_norm"):
-        af.clip(value)
-
-
-@pytest.mark.parametrize("value", [4, "columns", True])
-def test_a_split_must_be_a_function(value):
-    with pytest.raises(TypeError, match=r'split must be a function .*, "rows" or None, got'):
-        af.accumulate(2, split=value)
-
-
-@pytest.mark.parametrize("value", ["fp4", "float16", torch.float32, 16])
-def test_a_precision_must_be_known(value):
-    with pytest.raises(ValueError, match='with_amp: precision must be "bf16", "fp16", "fp8"'):
-        af.with_amp(value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"init_scale": 0}, "init_scale must be a finite number > 0, got 0"),
-        ({"growth_factor": 1.0}, "growth_factor must be > 1, got 1.0"),
-        ({"backoff_factor": 1.0}, "backoff_factor must be < 1, got 1.0"),
-        ({"growth_interval": 0}, "growth_interval must be an integer >= 1, got 0"),
+BOUNDS = (-1.0, 0.0, float("nan"), float("inf"), True, "1", None)
+REFUSED = [  # error, text, function, values of its argument
+    (ValueError, "clip: max_norm must be a finite number > 0, got", af.clip, BOUNDS),
+    (TypeError, "clip: max_norm", af.clip, (True, "1", None)),
+    (ValueError, "clip_value: max_value must be a finite number > 0, got", af.clip_value, BOUNDS),
+    (
+        ValueError,
+        "accumulate: num_microbatches must be an integer >= 1, got",
+        af.accumulate,
+        (0, -2, 1.5, True, float("nan"), "2"),
+    ),
+    (
+        TypeError,
+        r'split must be a function .*, "rows" or None, got',
+        lambda value: af.accumulate(2, split=value),
+        (4, "columns", True),
+    ),
+    (
+        ValueError,
+        'with_amp: precision must be "bf16", "fp16", "fp8"',
+        af.with_amp,
+        ("fp4", "float16", torch.float32, 16),
+    ),
+    (
+        ValueError,
+        "wrap_ddp: comm_hook must be one of",
+        lambda v: af.wrap_ddp(comm_hook=v),
+        ("int8",),
+    ),
+    (
+        TypeError,
+        "compose: transforms must be functions Plan -> Plan, got 3",
+        partial(af.compose, af.clip(1.0)),
+        (3,),
+    ),
+    (
+        TypeError,
+        "num_labels: key_or_path must be a key",
+        af.num_labels,
+        ((), True, 1.5, None, {"labels"}, (1.5,), ("labels", None)),
+    ),
+    (
+        TypeError,
+        "num_labels: ignore_index must be an integer, got",
+        lambda value: af.num_labels("labels", ignore_index=value),
+        ("pad", None, 1.5, True),
+    ),
+]
+CALLS = [
+    *[
+        (error, text, partial(call, value))
+        for error, text, call, values in REFUSED
+        for value in values
     ],
-)
-def test_settings_of_the_loss_scale_are_refused_when_given(settings, text):
-    with pytest.raises(ValueError, match=text):
-        af.with_amp("fp16", **settings)
+    *[
+        (ValueError, text, partial(af.with_amp, "fp16", **settings))
+        for settings, text in [
+            ({"init_scale": 0}, "init_scale must be a finite number > 0, got 0"),
+            ({"growth_factor": 1.0}, "growth_factor must be > 1, got 1.0"),
+            ({"backoff_factor": 1.0}, "backoff_factor must be < 1, got 1.0"),
+            ({"growth_interval": 0}, "growth_interval must be an integer >= 1, got 0"),
+        ]
+    ],
+    (
+        ValueError,
+        r"got 'bucket_cap'; did you mean bucket_cap_mb\?",
+        partial(af.wrap_ddp, bucket_cap=5),
+    ),
+    (
+        ValueError,
+        "process_group must not be given; it comes from the state",
+        partial(af.wrap_ddp, process_group=None),
+    ),
+]
 
 
-def test_an_option_that_ddp_does_not_have_is_named_with_the_nearest():
-    with pytest.raises(ValueError, match=r"got 'bucket_cap'; did you mean bucket_cap_mb\?"):
-        af.wrap_ddp(bucket_cap=5)
-
-
-def test_an_option_that_comes_from_the_state_is_refused():
-    with pytest.raises(
-        ValueError, match="process_group must not be given; it comes from the state"
-    ):
-        af.wrap_ddp(process_group=None)
-
-
-def test_a_communication_hook_must_be_known():
-    with pytest.raises(ValueError, match="wrap_ddp: comm_hook must be one of"):
-        af.wrap_ddp(comm_hook="int8")
+@pytest.mark.parametrize(("error", "text", "call"), CALLS)
+def test_a_bad_argument_is_refused_when_it_is_given(error, text, call):
+    with pytest.raises(error, match=text):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -105,13 +120,6 @@ def test_a_plan_is_made_of_what_it_says(position, text):
     arguments[position] = 7
     with pytest.raises(TypeError, match=f"Plan: {text}.* got 7"):
         af.Plan(*arguments)
-
-
-def test_only_functions_can_be_composed():
-    with pytest.raises(
-        TypeError, match="compose: transforms must be functions Plan -> Plan, got 3"
-    ):
-        af.compose(af.clip(1.0), 3)
 
 
 def own_parameters_too(plan):
@@ -622,18 +630,6 @@ def test_parameters_that_are_frozen_after_build_are_named(recipe, world_size):
             step(state, BATCH)
 
     simulate(run, world_size=world_size)
-
-
-@pytest.mark.parametrize("path", [(), True, 1.5, None, {"labels"}, (1.5,), ("labels", None)])
-def test_a_path_to_labels_is_made_of_keys(path):
-    with pytest.raises(TypeError, match="num_labels: key_or_path must be a key"):
-        af.num_labels(path)
-
-
-@pytest.mark.parametrize("index", ["pad", None, 1.5, True])
-def test_the_label_that_does_not_count_is_an_integer(index):
-    with pytest.raises(TypeError, match="num_labels: ignore_index must be an integer, got"):
-        af.num_labels("labels", ignore_index=index)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -243,7 +243,17 @@ def test_modules_keep_nothing_of_a_run():
     assert found - facts == set(KEPT)
 
 
-HEAVY = ("torch", "click", "cloudpickle", "pydantic", "rich", "safetensors", "xxhash", "yaml")
+HEAVY = (
+    "torch",
+    "click",
+    "cloudpickle",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "tqdm",
+    "xxhash",
+    "yaml",
+)
 
 
 @cache
