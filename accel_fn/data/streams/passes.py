@@ -18,7 +18,7 @@ from accel_fn.data.workers.pool import IdlePools, WorkerPool
 from accel_fn.data.workers.progress import Progress
 
 # Simulated ranks are threads: a worker that one of them forks while another forks its own would
-# hold the pipe by which that other is known to have ended.
+# hold the pipe by which that other is known to have ended, and locks that were held meanwhile.
 _STARTING = threading.Lock()
 _KEPT = (
     "num_workers",
@@ -75,10 +75,10 @@ class Passes:
 
     def start(self, epoch: int, first_batch: int) -> Iterator[Any]:
         """Yield what the stream gives from there on. Workers start here, not at the first item."""
-        pool = self.pools.take()
         self._own.manual_seed(mix(mix(self._seed) + epoch))
-        pool.place[0], pool.place[1] = epoch, first_batch
         with _STARTING:
+            pool = self.pools.take()
+            pool.place[0], pool.place[1] = epoch, first_batch
             pool.start()
         return self._items(pool)
 
