@@ -12,12 +12,12 @@ from torch import Tensor
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint.compare import is_model
 from accel_fn.checkpoint.format.names import is_name
-from accel_fn.checkpoint.ties import is_expanded
 from accel_fn.comm.dtensor import local
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, check_count, message
-from accel_fn.step.plan import Plan, slot_names
+from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
+from accel_fn.step.ties import is_expanded
 
 
 def check_steps(steps: Mapping[str, Step], function: str) -> None:
@@ -75,7 +75,7 @@ def check_at(at: str | int, function: str) -> None:
 
 def check_plan(plan: Plan, method: str) -> None:
     """Call this method of every slot function that has it: it may refuse to be saved, or loaded, now."""
-    for function in (each for slot in slot_names() for each in getattr(plan, slot)):
+    for function in plan.entries():
         check = getattr(function, method, None)
         if check is not None:
             check()

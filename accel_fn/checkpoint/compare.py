@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from accel_fn.base.state import DistState
-from accel_fn.checkpoint.contents import Contents, place_of
 from accel_fn.checkpoint.format.manifest import Entry, Manifest
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, to_entries
+from accel_fn.step.contents import Contents, place_of
 
 _NOTHING = "nothing"
 
@@ -91,15 +91,13 @@ def misfits(manifest: Manifest, contents: Contents) -> dict[str, str]:
 
 
 def has_optimizer(
-    manifest: Manifest, contents: Contents, fits: Mapping[str, Tensor], step: str
+    manifest: Manifest, contents: Contents, fits: Mapping[str, Tensor], step: str, optimizer: str
 ) -> bool:
     """Return whether that step was saved with this optimizer over these parameters, in shapes that fit."""
     saved, here = manifest.plans.get(step, {}), contents.plans[step]
-    prefix = place_of("model", step)
-    names = {f"{prefix}{name}" for group in here["groups"] for name in group}
-    return names <= fits.keys() and all(
-        saved.get(key) == here[key] for key in ("optimizer", "groups")
-    )
+    prefix, groups = place_of("model", step), f"{optimizer} groups"
+    names = {f"{prefix}{name}" for group in here[groups] for name in group}
+    return names <= fits.keys() and all(saved.get(key) == here[key] for key in (optimizer, groups))
 
 
 def listed(lines: Iterable[str]) -> str:

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from accel_fn.base.state import DistState, LossScale, check_state
 from accel_fn.checkpoint.argument_checks import check_plan, check_same
 from accel_fn.checkpoint.compare import listed
-from accel_fn.checkpoint.contents import HOW, load_optimizer
 from accel_fn.checkpoint.format.plain_data import from_plain
 from accel_fn.checkpoint.weights.files import INDEX, SINGLE
 from accel_fn.checkpoint.weights.save_load_model import load_model
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import is_sharded, shard_like
 from accel_fn.errors import ArgumentTypeError, CheckpointError, check_folder, message
+from accel_fn.step.contents import HOW, load_optimizer
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def _read(
     has_scale = (path / _SCALER).exists()
     scale = from_plain(path / _SCALER, "load_accelerate") if has_scale else {}
     with _expecting(path / _OPTIMIZER, "an optimizer's state_dict"):
-        differences = _differences(optimizer, step.plan.optimizer)
+        differences = _differences(optimizer, _optimizer(step))
         num_updates = _num_updates(optimizer)
     if differences:
         raise CheckpointError(
@@ -137,6 +137,11 @@ def _read(
     with _expecting(path / _SCALER, "a scaler's state_dict"):
         scaler = _scale(scale, state.scaler) if state.scaler and scale else state.scaler
     return _Saved(path, optimizer, num_updates, others, bool(scale), scaler)
+
+
+def _optimizer(step: Step) -> Optimizer:
+    (optimizer,) = step.plan.optimizers.values()
+    return optimizer
 
 
 def _check_folder(path: Path, names: Sequence[str]) -> None:
@@ -215,10 +220,10 @@ def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any]) -> None:
     load_model(step.plan.model, saved.path)
     state = {
         number: {key: _shard(value, parameter) for key, value in values.items()}
-        for number, parameter, values in _by_parameter(saved.optimizer, step.plan.optimizer)
+        for number, parameter, values in _by_parameter(saved.optimizer, _optimizer(step))
         if values
     }
-    load_optimizer(step.plan, {**saved.optimizer, "state": state})
+    load_optimizer(_optimizer(step), {**saved.optimizer, "state": state})
     for scheduler, each in zip(schedulers, saved.schedulers, strict=True):
         scheduler.load_state_dict(each)
 

@@ -9,12 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from accel_fn.base.rng import derive_random, restore_random
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import compare
 from accel_fn.checkpoint.background import finish_writing
-from accel_fn.checkpoint.contents import (
+from accel_fn.checkpoint.format.manifest import Manifest, read_manifest
+from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS, file_of, name_of, steps_in
+from accel_fn.checkpoint.format.plain_data import dict_from_plain
+from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
+from accel_fn.checkpoint.save import EXTRA
+from accel_fn.comm.collectives import all_or_none
+from accel_fn.comm.primitives import exchange
+from accel_fn.errors import CheckpointError, check_flag, check_folder
+from accel_fn.step.contents import (
     Contents,
     contents_of,
     named_steps,
@@ -24,14 +34,6 @@ from accel_fn.checkpoint.contents import (
     targets_for,
     under,
 )
-from accel_fn.checkpoint.format.manifest import Manifest, read_manifest
-from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS, file_of, name_of, steps_in
-from accel_fn.checkpoint.format.plain_data import dict_from_plain
-from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
-from accel_fn.checkpoint.save import EXTRA
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.primitives import exchange
-from accel_fn.errors import CheckpointError, check_flag, check_folder
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
@@ -185,24 +187,28 @@ def _fill(saved: _Saved, steps: Mapping[str, Step], state: DistState, *, strict:
     """Overwrite what fits: all of it, if `strict`."""
     manifest, contents, of_rank = saved.manifest, saved.contents, saved.of_rank
     fits = compare.fitting(manifest, contents)
-    optimizers = {
-        name for name in steps if strict or compare.has_optimizer(manifest, contents, fits, name)
-    }
     fresh = {} if strict else compare.misfits(manifest, contents)
-    entries = {
-        name: entry for name, entry in manifest.entries.items() if not name.startswith(tuple(fresh))
+    specs = {
+        name: (getattr(torch, entry.dtype), entry.shape)
+        for name, entry in manifest.entries.items()
+        if not name.startswith(tuple(fresh))
     }
-    tensors = dict(fits)
+    optimizers, tensors = {}, dict(fits)
     for name, each in steps.items():
-        for kind in ["transforms", "optimizer"] if name in optimizers else ["transforms"]:
-            tensors |= targets_for(kind, each.plan, name, contents.tensors, entries)
-    read_tensors(saved.path, tensors, entries)
+        optimizers[name] = [
+            optimizer
+            for optimizer in each.plan.optimizers
+            if strict or compare.has_optimizer(manifest, contents, fits, name, optimizer)
+        ]
+        for kind in ["transforms", *optimizers[name]]:
+            tensors |= targets_for(kind, each.plan, name, contents.tensors, specs)
+    read_tensors(saved.path, tensors, manifest.entries)
     if manifest.world_size == state.world_size:
         for name in of_rank["buffers"].keys() & tensors.keys():
             tensors[name].copy_(of_rank["buffers"][name])
     for name in steps.keys() & saved.common["steps"].keys():
         rest = saved.common["steps"][name]
-        put_back(steps[name].plan, name, tensors, rest, optimizer=name in optimizers, fresh=fresh)
+        put_back(steps[name].plan, name, tensors, rest, optimizers=optimizers[name], fresh=fresh)
     scaler = state.scaler and (scale_from_dict(saved.common["scaler"], state) or state.scaler)
     loaded = replace(state, step=manifest.step, scaler=scaler)
     _load_random(of_rank, manifest, loaded)

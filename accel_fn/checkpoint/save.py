@@ -15,13 +15,6 @@ from accel_fn.base.rng import random_state
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint.background import Background, finish_writing
-from accel_fn.checkpoint.contents import (
-    Contents,
-    contents_of,
-    named_steps,
-    notes_of,
-    scale_to_dict,
-)
 from accel_fn.checkpoint.draft import Draft, tidy
 from accel_fn.checkpoint.format.hashing import check_hashing, hash_of, memory_of, sync
 from accel_fn.checkpoint.format.manifest import Manifest
@@ -34,6 +27,13 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import check_flag, check_folder
 from accel_fn.observe.explain import tell
+from accel_fn.step.contents import (
+    Contents,
+    contents_of,
+    named_steps,
+    notes_of,
+    scale_to_dict,
+)
 from accel_fn.step.step import Step
 
 EXTRA = "extras/"

@@ -312,7 +312,7 @@ def test_a_tensor_of_one_element_is_saved_whatever_its_stride(tmp_path):
     assert model.first.tolist() == [4.0]
 
 
-def test_another_number_of_slots_is_a_difference(tmp_path):
+def test_another_number_of_virtual_ranks_is_a_difference(tmp_path):
     af.save(tmp_path, *make(recipe=af.reproducible(4)))
     for recipe, here in ((af.reproducible(8), "8 here"), (af.wrap_ddp(), "nothing here")):
         assert f"num_virtual_ranks: 4 saved, {here}" in differences(tmp_path, *make(recipe=recipe))

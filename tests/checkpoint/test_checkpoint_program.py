@@ -61,7 +61,7 @@ OTHERS = {
     ),
     "groups": (
         {"optimizer": in_two_groups},
-        f"groups: [{ALL}] saved, [['0.weight'], ['0.bias', '2.weight', '2.bias']] here",
+        f"optimizer groups: [{ALL}] saved, [['0.weight'], ['0.bias', '2.weight', '2.bias']] here",
     ),
 }
 
@@ -146,7 +146,7 @@ def test_keys_are_those_of_the_model_that_a_user_gave_to_ddp(tmp_path):
     state, step = make(model=model)
     manifest = read_manifest(af.save(tmp_path / "run", state, step))
     assert manifest.entries.keys() == {f"model/{name}" for name in plain.state_dict()}
-    assert manifest.plans[""]["groups"] == [[*plain.state_dict()]]
+    assert manifest.plans[""]["optimizer groups"] == [[*plain.state_dict()]]
 
 
 def test_another_optimizer_starts_fresh_where_that_is_meant(tmp_path, capsys):

@@ -20,10 +20,10 @@ from torch.nn.parallel import DataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import accel_fn as af
-from accel_fn.checkpoint.ties import view_key
 from accel_fn.checkpoint.weights import files as files_module
 from accel_fn.checkpoint.weights import open_files
 from accel_fn.checkpoint.weights.save_load_model import load_model, parse_size, save_model
+from accel_fn.step.ties import view_key
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMES = """

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from accel_fn.checkpoint.contents import place_of, under
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
@@ -17,6 +16,7 @@ from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tenso
 from accel_fn.checkpoint.weights.entries import Entries, check_dense, check_storable
 from accel_fn.checkpoint.weights.files import write_set
 from accel_fn.errors import ArgumentError, CheckpointError, ExtraError, message
+from accel_fn.step.contents import place_of, under
 
 
 def export_model(

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.base.unwrap import unwrapped
-from accel_fn.checkpoint.format.manifest import Entry
-from accel_fn.checkpoint.ties import split_tied
 from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.errors import CheckpointError
 from accel_fn.step.plan import Plan, describe
 from accel_fn.step.step import Step
+from accel_fn.step.ties import split_tied
 
 Steps = Mapping[str, Step]
 HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -33,6 +33,7 @@ _RESULT_SLOTS = (
 _STATE_SLOTS = (*_RESULT_SLOTS, "split")
 """The slots whose functions may have state."""
 _Value = TypeVar("_Value")
+Spec = tuple[torch.dtype, tuple[int, ...]]
 
 
 def named_steps(step: Step | Steps) -> Steps:
@@ -50,7 +51,7 @@ class Contents:
     """Everything of the steps of a run that is the same on all ranks."""
 
     tensors: dict[str, Tensor]
-    """`model/NAME`, `optimizer/NAME/KEY` and `transforms/WHERE/KEY`; of a step with a name,
+    """`model/NAME`, `OPTIMIZER/NAME/KEY` and `transforms/WHERE/KEY`; of a step with a name,
     `model@STEP/NAME` and so on."""
     rest: dict[str, dict[str, Any]]
     """By step: what of model, optimizer and transforms is no tensor of a parameter."""
@@ -76,13 +77,12 @@ def contents_of(steps: Steps) -> Contents:
             found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})
             found.stateful[place] = f"{where} of step {name!r}" if name else where
             transforms[where] = {key: saved[key] for key in saved if key not in tensors}
-        optimizer = _add_optimizer(found, place_of("optimizer", name), plan)
-        found.rest[name] = {
-            "model": extra_state,
-            "optimizer": optimizer,
-            "transforms": transforms,
-        }
-        found.plans[name] = {**signature(plan), **step.strategy.signature()}
+        rest = {"model": extra_state, "transforms": transforms, "optimizers": {}}
+        for each, optimizer in plan.optimizers.items():
+            prefix = place_of(each, name)
+            rest["optimizers"][each] = _add_optimizer(found, prefix, plan, optimizer)
+        found.rest[name] = rest
+        found.plans[name] = signature(step)
     return found
 
 
@@ -98,19 +98,24 @@ def under(place: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
     }
 
 
-def signature(plan: Plan) -> dict[str, Any]:
+def signature(step: Step) -> dict[str, Any]:
     """Describe what must be the same in a run that resumes: no world size, micro-batches or device."""
+    plan = step.plan
     named = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _RESULT_SLOTS}
     slots = {slot: [name for name in names if name] for slot, names in named.items()}
+    found: dict[str, Any] = {"weight_fn": describe(plan.weight_fn)}
+    found |= {slot: functions for slot, functions in slots.items() if functions}
+    found |= step.strategy.signature()
+    for name, optimizer in plan.optimizers.items():
+        found[name] = type(optimizer).__name__
+        found[f"{name} groups"] = _groups(plan, optimizer)
+    return found
+
+
+def _groups(plan: Plan, optimizer: Optimizer) -> list[list[str]]:
+    """Name the parameters of each group."""
     names = {id(parameter): name for name, parameter in unwrapped(plan.model).named_parameters()}
-    return {
-        "weight_fn": describe(plan.weight_fn),
-        **{slot: functions for slot, functions in slots.items() if functions},
-        "optimizer": type(plan.optimizer).__name__,
-        "groups": [
-            [names[id(each)] for each in group["params"]] for group in plan.optimizer.param_groups
-        ],
-    }
+    return [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
 
 
 def _name(function: Any) -> str:
@@ -148,15 +153,17 @@ def _moved(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def targets_for(
-    kind: str, plan: Plan, step: str, there: Mapping[str, Tensor], entries: Mapping[str, Entry]
+    kind: str, plan: Plan, step: str, there: Mapping[str, Tensor], specs: Mapping[str, Spec]
 ) -> dict[str, Tensor]:
-    """Return a tensor to read each entry of a kind into: the one that is there, or a new one."""
+    """Return a tensor to read each entry of a kind into: the one that is there, or a new one.
+
+    The kind is "transforms" or the name of an optimizer.
+    """
     prefix = place_of(kind, step)
     parameters = dict(unwrapped(plan.model).named_parameters())
     found = {}
-    for name, entry in under(prefix, entries).items():
+    for name, (dtype, shape) in under(prefix, specs).items():
         parameter = parameters.get(name.rpartition("/")[0])
-        dtype, shape = getattr(torch, entry.dtype), entry.shape
         target = there.get(f"{prefix}{name}")
         if target is None or target.dtype != dtype or tuple(target.shape) != shape:
             if parameter is not None and is_sharded(parameter) and tuple(parameter.shape) == shape:
@@ -174,16 +181,21 @@ def put_back(
     tensors: Mapping[str, Tensor],
     rest: dict[str, Any],
     *,
-    optimizer: bool,
+    optimizers: Collection[str],
     fresh: Collection[str],
 ) -> None:
-    """Load what was saved into the model, the transforms and the optimizer; tensors are read already.
+    """Load what was saved into model, transforms and these optimizers; tensors are read already.
 
     Transforms whose entries begin with one of `fresh` stay as they are.
     """
     _put_back_model(unwrapped(plan.model), under(place_of("model", step), tensors), rest["model"])
-    if optimizer:
-        _put_back_optimizer(plan, under(place_of("optimizer", step), tensors), rest["optimizer"])
+    for name in optimizers:
+        _put_back_optimizer(
+            plan,
+            plan.optimizers[name],
+            under(place_of(name, step), tensors),
+            rest["optimizers"][name],
+        )
     for place, where, function in _stateful_functions(plan, step):
         if where in rest["transforms"] and place not in fresh:
             function.load_state_dict({**rest["transforms"][where], **under(place, tensors)})
@@ -229,15 +241,14 @@ def _address(tensor: Tensor) -> tuple[torch.device, int]:
     return held.device, held.data_ptr()
 
 
-# The optimizer.
+# Optimizers.
 
 
-def load_optimizer(plan: Plan, saved: Mapping[str, Any]) -> None:
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an optimizer's `state_dict`, but for `HOW`; tensors keep the dtypes that were saved.
 
     Torch turns state of a float64 parameter into float64, float32 counters too.
     """
-    optimizer = plan.optimizer
     groups = [
         {**theirs, **{key: ours[key] for key in HOW if key in ours}}
         for theirs, ours in zip(saved["param_groups"], optimizer.param_groups, strict=True)
@@ -253,10 +264,12 @@ def load_optimizer(plan: Plan, saved: Mapping[str, Any]) -> None:
                 loaded[key] = value.to(loaded[key].device)
 
 
-def _add_optimizer(found: Contents, prefix: str, plan: Plan) -> dict[str, Any]:
+def _add_optimizer(
+    found: Contents, prefix: str, plan: Plan, optimizer: Optimizer
+) -> dict[str, Any]:
     """Add tensors by parameter and key; return the rest of the optimizer's `state_dict`."""
-    saved = plan.optimizer.state_dict()
-    order = _order(plan)
+    saved = optimizer.state_dict()
+    order = _order(plan, optimizer)
     rest: dict[str, dict[str, Any]] = {}
     for number, values in saved["state"].items():
         for key, value in values.items():
@@ -268,15 +281,18 @@ def _add_optimizer(found: Contents, prefix: str, plan: Plan) -> dict[str, Any]:
     return {"state": rest, "others": others}
 
 
-def _put_back_optimizer(plan: Plan, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
+def _put_back_optimizer(
+    plan: Plan, optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: dict[str, Any]
+) -> None:
     saved = {name: dict(values) for name, values in rest["state"].items()}
     for place, value in tensors.items():
         name, _, key = place.rpartition("/")
         saved.setdefault(name, {})[key] = value
-    state = {number: saved[name] for number, name in enumerate(_order(plan)) if name in saved}
-    load_optimizer(plan, {**rest["others"], "state": state})
+    order = _order(plan, optimizer)
+    state = {number: saved[name] for number, name in enumerate(order) if name in saved}
+    load_optimizer(optimizer, {**rest["others"], "state": state})
 
 
-def _order(plan: Plan) -> list[str]:
+def _order(plan: Plan, optimizer: Optimizer) -> list[str]:
     """Name the optimizer's parameters, in the order of the numbers in its `state_dict`."""
-    return list(dict.fromkeys(name for group in signature(plan)["groups"] for name in group))
+    return list(dict.fromkeys(name for group in _groups(plan, optimizer) for name in group))
