@@ -91,6 +91,8 @@ class Channel:
 
         Does nothing if the exchange is over already.
         """
+        # It does not stay for the rest of the exchange: in a training loop it would wait for ranks
+        # that wait for it in a step.
         if not self._is_over:
             self._is_over = True
             self._keep(

@@ -106,6 +106,8 @@ class Order:
         full, tail = divmod(self.num_samples, self.batch_size)
         if self.drop_last or tail == 0:
             return full
+        # A tail smaller than the world joins the batch before it: every rank has a sample in every
+        # batch, and none is padded or dropped. Only there do batches depend on the world size.
         return full if full > 0 and tail < self.world_size else full + 1
 
     def facts(self) -> dict[str, int | None]:

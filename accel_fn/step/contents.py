@@ -214,6 +214,8 @@ def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]
     found.tensors.update({f"{prefix}{key}": each for key, each in tensors.items()})
     found.tied.update({f"{prefix}{key}": f"{prefix}{first}" for key, first in tied.items()})
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    # Buffers apart: DDP copies rank 0's to the others when a forward starts, so running statistics
+    # differ in between. Saved are rank 0's, and another rank's if they differ from these.
     found.buffers.extend(f"{prefix}{key}" for key in tensors if key not in parameters)
     return extra_state
 

@@ -45,7 +45,9 @@ class GlobalMean:
         """Once the total is known: has a function on any rank asked the run to end?"""
         if state.world_size == 1:
             self._total = checked_total(weight, failure)
-        else:  # integers are exact up to 2**53
+        else:
+            # On the host in float64, exact for integers up to 2**53: an accelerator is not kept
+            # waiting and need not know float64, and a rank that fails is known without it.
             self._totals = torch.tensor([weight, float(stop)], dtype=torch.float64)
             self._pending.append(self._sum(self._totals, "weights"))
 

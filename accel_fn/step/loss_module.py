@@ -19,7 +19,11 @@ Outcome = tuple[Tensor, Mapping[str, Tensor]]
 
 
 class LossModule(nn.Module):
-    """The user's loss as a module: what a strategy wraps in place of the user's model."""
+    """The user's loss as a module: what a strategy wraps in place of the user's model.
+
+    So the model keeps its type, hooks and `state_dict` keys, and the loss may call any method of
+    it. The price: gradients must come from the one backward that the step runs.
+    """
 
     def __init__(self, loss_fn: LossFn, model: nn.Module) -> None:
         super().__init__()

@@ -17,6 +17,8 @@ Weights = Sequence[float]
 
 def microbatches(plan: Plan, batch: Any) -> tuple[Parts, Weights]:
     """The micro-batches of positive weight, and their weights."""
+    # Split and weighed before placement: weights are counted on the host, without waiting for
+    # an accelerator, and only one micro-batch at a time is on the device.
     if not plan.split:
         weight = _weigh(plan, batch)
         return ((batch,), (weight,)) if weight else ((), ())

@@ -233,6 +233,8 @@ def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def with_stateful(plan: Plan, state: DistState) -> Plan:
     """The plan of one step: with a function of its own for each `Stateful`."""
+    # State belongs to the step: a plan is data that may be built twice, and the two steps of a GAN
+    # share one `DistState`.
     for name in slot_names():
         slot = list(getattr(plan, name))
         for place, each in enumerate(slot):

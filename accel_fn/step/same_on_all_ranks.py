@@ -69,6 +69,8 @@ def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
 
     Cost: one read of the gradients, two small collectives, one host synchronisation.
     """
+    # Once, in the first update: a gradient function that forgets to average, or random numbers
+    # drawn by rank, would otherwise let the replicas drift apart silently.
     names = {id(p): name for name, p in plan.model.named_parameters()}
     tensors = {"the factor": grads.factor}
     for parameter, tensor in zip(plan.trained(), grads.tensors, strict=True):

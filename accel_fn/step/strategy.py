@@ -132,6 +132,8 @@ class Strategy:
 
     def backward(self, loss: Tensor, seed: Tensor | None) -> None:
         """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""
+        # Into these parameters alone: the generator's step of a GAN leaves `.grad` of the
+        # discriminator as it is, so no `zero_grad` is needed anywhere.
         run_backward(loss, seed, self._reachable)
 
     def vote(self, state: DistState, failure: str = "") -> None:

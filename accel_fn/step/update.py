@@ -36,6 +36,7 @@ class Prepared:
 
 def prepare(plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
     """Accept or refuse the gradients, then transform them. Changes no parameter and no optimizer."""
+    # The loss scale heeds this check alone: a spike says nothing about the range of float16.
     finite = None if state.scaler is None else torch.isfinite(grads.norm())
     accepted = finite
     for accept in plan.accept:

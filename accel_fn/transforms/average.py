@@ -136,7 +136,11 @@ def use_average(step: Step) -> Iterator[None]:
 
 
 class Average:
-    """Means of the parameters of one step, by name."""
+    """Means of the parameters of one step, by name.
+
+    Not torch's `AveragedModel`: that copies the whole module, counts calls and not updates, and
+    rounds the weight of a uniform average to float32. Tests compare the two.
+    """
 
     def __init__(self, state: DistState, plan: Plan, *, rate: RateFn, num_warmup: int) -> None:
         self._model = unwrapped(plan.model)

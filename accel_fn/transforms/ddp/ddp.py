@@ -169,6 +169,8 @@ class DDP(Strategy):
 
     def average(self, state: DistState) -> None:
         """Average by a backward of zeros, if every micro-batch's was under `no_sync`."""
+        # A rank out of memory in the middle of a backward cannot notify peers that wait for its
+        # gradients, so they stay on their ranks until all have voted.
         if self.retries:
             loss, _ = self.ddp(None)
             self.backward(loss, loss.new_zeros(()))

@@ -177,6 +177,8 @@ class FSDP(Strategy):
 
     def trainable(self) -> Sequence[nn.Parameter]:
         """Every parameter, unsharded, and its shard."""
+        # FSDP's hooks take gradients from these objects, which are the same in every step. Given to
+        # the engine as inputs, they keep it from the `.grad` of other models in the loss.
         return self.sharded.trainable()
 
     def pad(
@@ -189,6 +191,8 @@ class FSDP(Strategy):
 
         Cost: one small collective; a broadcast of a micro-batch if the numbers differ.
         """
+        # Only a forward knows which blocks it reaches, and in which order, so it must be a real one.
+        # To gather the whole model instead would take the memory that sharding saves.
         if state.world_size == 1:
             return parts, weights
         if mean is not None:

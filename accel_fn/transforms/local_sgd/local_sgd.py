@@ -175,7 +175,9 @@ class RankAverage:
     def __init__(self, state: DistState, plan: Plan, *, every: int) -> None:
         self._plan = plan
         self._every = every
-        self._num_updates = 0
+        self._num_updates = (
+            0  # not state.step: of two steps that share a state, one may never average
+        )
         self._num_items = 0.0
         self._is_apart = False
 
@@ -201,6 +203,8 @@ class RankAverage:
 
     def check_saved(self) -> None:
         """Refuse, on every rank, to save what is another thing on each."""
+        # To average here would make the run depend on when it is saved; to save every rank's
+        # parameters would tie the run to this number of ranks.
         if self._is_apart:
             raise StateError(
                 "save: state must be one at which local_sgd has averaged the ranks, got "
