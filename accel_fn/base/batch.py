@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from accel_fn.base.state import DistState
 from accel_fn.errors import BatchError
 
 _ATOMS = (str, bytes, int, float, bool, type(None))
@@ -48,6 +49,20 @@ def tensors_of(tree: Any) -> list[Tensor]:
     if kind in _ATOMS:
         return []
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def to_device(state: DistState, batch: Any) -> Any:
+    """Move the tensors of a batch to the state's device, without a wait where that is safe."""
+    device = state.device
+    elsewhere = [tensor for tensor in tensors_of(batch) if tensor.device != device]
+    if not elsewhere:
+        return batch
+    overlap = device.type != "cpu"  # a copy to the host that nobody waits for is read too early
+
+    def to(tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=overlap)
+
+    return map_tensors(to, batch)
 
 
 def num_samples(batch: Any) -> int:

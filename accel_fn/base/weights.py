@@ -84,8 +84,12 @@ def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:
         raise BatchError(message("num_labels", "key_or_path", rule, has)) from error
 
 
-def weigh(weight_fn: WeightFn, batch: Any) -> float:
-    """Return the checked weight of a batch: a finite int or float >= 0, from any kind of number."""
+def weigh(weight_fn: WeightFn, batches: Sequence[Any]) -> list[float]:
+    """Return the checked weight of each batch: a finite int or float >= 0, from any kind of number."""
+    return [_weight(weight_fn, batch) for batch in batches]
+
+
+def _weight(weight_fn: WeightFn, batch: Any) -> float:
     weight = weight_fn(batch)
     if type(weight) is int and 0 <= weight <= _EXACT:
         return weight

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import Axis, DistState
-from accel_fn.errors import ArgumentError, StateError, WorldError, message
+from accel_fn.errors import StateError, WorldError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -271,37 +271,3 @@ class _Heads:
                     f"rank {rank} and {names[1]} on rank {self._rank}"
                 )
         return [number for number, _ in heads]
-
-
-def check_backend(function: str, backend: str | None) -> None:
-    """Refuse a backend that this torch does not have; several are written by device, as in torch."""
-    if backend is None:
-        return
-    named = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    there = [name for name in named if dist.is_backend_available(name)]
-    if not {part.split(":")[-1].lower() for part in str(backend).split(",")} <= {*there}:
-        rule = f"be None or of those that this torch has ({', '.join(there)})"
-        raise ArgumentError(message(function, "backend", rule, backend))
-
-
-def default_backend(device: torch.device, backend: str | None) -> str:
-    """Return the backends by device: one for `device`, and Gloo for the host."""
-    if device.type == "cpu" or (backend is not None and ":" in backend):
-        return backend or "gloo"
-    if backend is None and not has_backend(device):
-        raise WorldError(
-            "init: device must be one that has a backend for several ranks, got "
-            f"{device.type!r} in a world of several; pass device='cpu', or the backend that has one"
-        )
-    return f"cpu:gloo,{device.type}:{backend or dist.get_default_backend_for_device(device)}"
-
-
-def has_backend(device: torch.device) -> bool:
-    """Is there a backend for such devices? For MPS torch names Gloo, which does not support it."""
-    name = dist.Backend.default_device_backend_map.get(device.type, "")
-    return device.type in dist.Backend.backend_capability.get(name, ())
-
-
-def current_world() -> tuple[int, int] | None:
-    """Return rank and world size if this process is in a world already."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accel_fn.base.state import Watchdog
-from accel_fn.comm.primitives import current_world
+from accel_fn.comm.backends import current_world
 from accel_fn.comm.watchdog.store_log import StoreLog
 from accel_fn.comm.watchdog.watchdog import StoreWatchdog
 from accel_fn.errors import WorldError, WorldTimeoutError

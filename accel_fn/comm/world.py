@@ -12,7 +12,7 @@ import torch
 
 from accel_fn.base.launch_options import launch_options
 from accel_fn.base.state import DistState, device_of
-from accel_fn.comm import primitives
+from accel_fn.comm import backends
 from accel_fn.comm.cluster_env import read_task
 from accel_fn.comm.rendezvous import join_world, leave_world
 from accel_fn.errors import WorldError, check_count, check_positive
@@ -130,7 +130,7 @@ def _join(
         timeout_s = launch_options().timeout_s or _TIMEOUT_S
     check_positive("init", "timeout_s", timeout_s)
     check_count("init", "seed", seed, minimum=0)
-    primitives.check_backend("init", backend)
+    backends.check_backend("init", backend)
     launch = read_launch(os.environ) or _current_launch()
     device = device or os.environ.get("ACCEL_FN_DEVICE") or None
     if launch is None:
@@ -144,7 +144,7 @@ def _join(
             host=launch.host,
             port=launch.port,
             serves=launch.serves,
-            backend=primitives.default_backend(place, backend),
+            backend=backends.default_backend(place, backend),
             timeout_s=timeout_s,
         )
     return DistState(
@@ -161,7 +161,7 @@ def _join(
 
 def _current_launch() -> Launch | None:
     """Return the world that the script joined by itself, through torch.distributed."""
-    world = primitives.current_world()
+    world = backends.current_world()
     return None if world is None else Launch(*world, 0, 1, "", 0, False)
 
 
@@ -270,6 +270,6 @@ def _default_kind(world_size: int) -> torch.device:
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )
-    if accelerator is None or (world_size > 1 and not primitives.has_backend(accelerator)):
+    if accelerator is None or (world_size > 1 and not backends.has_backend(accelerator)):
         return torch.device("cpu")
     return torch.device(accelerator.type)

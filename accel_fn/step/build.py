@@ -14,7 +14,7 @@ from accel_fn.step.plan import Plan, SlotFunction, with_stateful
 from accel_fn.step.plan_checks import check_parameters, check_plan, check_precision
 from accel_fn.step.same_on_all_ranks import check_same_plan
 from accel_fn.step.step import Stages, Step
-from accel_fn.step.strategy import Strategy
+from accel_fn.step.strategy import Strategy, check_strategy
 from accel_fn.step.update import follow_parameters
 
 
@@ -58,17 +58,11 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
         module = compile_loss(built, module)
     make_strategy = plan.strategy[0] if plan.strategy else Strategy
     strategy = make_strategy(built, module, plan)
-    _check_strategy(strategy)
+    check_strategy(strategy)
     plan = all_or_none(partial(with_stateful, plan, built), state, "build")
     stages = Stages(plan, strategy)
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
     return built, Step(plan, strategy, stages, run, built)
-
-
-def _check_strategy(strategy: object) -> None:
-    if not isinstance(strategy, Strategy):
-        rule = "return a Strategy"
-        raise ArgumentTypeError(message("build", "strategy", rule, type(strategy).__name__))
 
 
 def _validated(state: DistState, plan: Plan) -> Plan:

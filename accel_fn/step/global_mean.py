@@ -35,6 +35,7 @@ class GlobalMean:
     ) -> None:
         weight = float("nan") if failure else float(sum(weights))
         self._state = state
+        self._num_ranks = 1
         self._failure = failure
         self._mean = torch.zeros((), device=state.device)
         self._metrics: dict[str, Tensor] = {}
@@ -48,6 +49,7 @@ class GlobalMean:
         else:
             # On the host in float64, exact for integers up to 2**53: an accelerator is not kept
             # waiting and need not know float64, and a rank that fails is known without it.
+            self._num_ranks = state.data.world_size
             self._totals = torch.tensor([weight, float(stop)], dtype=torch.float64)
             self._pending.append(self._sum(self._totals, "weights"))
 
@@ -73,19 +75,16 @@ class GlobalMean:
     def share(self, weight: float) -> float:
         """What the backward of a micro-batch of this weight starts from."""
         total = self.total()
-        return weight * self._state.data.world_size / total if total else 0.0
-
-    def seed(self, loss: Tensor, weight: float, scaler: LossScale | None) -> Tensor | None:
-        """The same as a tensor, times the loss scale; None is one."""
-        return seed_of(loss, self.share(weight), scaler)
+        return weight * self._num_ranks / total if total else 0.0
 
     def add(self, loss: Tensor, metrics: Metrics, weight: float) -> None:
         """Count the mean loss and mean metrics of a micro-batch."""
-        total = self.total()
-        if weight:
-            self._accumulate(loss, metrics, weight / total)
+        self.add_scaled(loss, metrics, weight / (self.total() or 1))
 
-    def _accumulate(self, loss: Tensor, metrics: Metrics, factor: float) -> None:
+    def add_scaled(self, loss: Tensor, metrics: Metrics, factor: float) -> None:
+        """Add these values times a factor; values of weight 0 may be anything, so they do not count."""
+        if not factor:
+            return
         self._mean.add_(loss, alpha=factor)
         for name, value in metrics.items():
             mean = self._metrics.setdefault(name, torch.zeros_like(self._mean))
@@ -102,7 +101,8 @@ class GlobalMean:
     def close(self) -> tuple[Tensor, Metrics, float]:
         """Mean loss, mean metrics and weight of the global batch; waits for the sums."""
         total = self.total()
-        self._wait()
+        if self._pending:
+            self._wait()
         return self._mean, self._metrics, total
 
     def extras(self, plan: Plan) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Grads:
             loss does not reach it.
         factor: [], the dtype of the gradients but at least float32, on their
             device; None is exactly one and costs nothing.
+        norm_read: the norm as it was first read, before what was done with it; None if it never was.
         norm_fn: how the norm of the tensors is computed: the strategy's, which knows what other
             ranks hold of them; default: of these tensors alone, and of all shards of a DTensor.
 
@@ -43,7 +44,7 @@ class Grads:
     tensors: Sequence[Tensor | None]
     factor: Tensor | None = None
     _raw_norm: Tensor | None = field(default=None, repr=False)
-    _norm_read: Tensor | None = field(default=None, repr=False)
+    norm_read: Tensor | None = field(default=None, repr=False)
     norm_fn: Callable[[Sequence[Tensor]], Tensor] | None = field(default=None, repr=False)
 
     def present(self) -> list[Tensor]:
@@ -66,14 +67,9 @@ class Grads:
             raw = (self.norm_fn or global_norm)(self.present())
             object.__setattr__(self, "_raw_norm", raw)  # a cache: the value is fixed by the fields
         norm = raw if self.factor is None else raw * self.factor.abs()
-        if self._norm_read is None:
-            object.__setattr__(self, "_norm_read", norm)
+        if self.norm_read is None:
+            object.__setattr__(self, "norm_read", norm)
         return norm
-
-    @property
-    def norm_read(self) -> Tensor | None:
-        """The norm as it was when first asked for, before what was done with it; None if never."""
-        return self._norm_read
 
     def scaled(self, factor: float | Tensor) -> Grads:
         """The same gradients times `factor`. Pure; no read.
@@ -93,7 +89,7 @@ class Grads:
             got = f"{factor.dtype} {list(factor.shape)}"
             raise ArgumentError(f"Grads.scaled: factor must be a real 0-dim tensor, got {got}")
         total = factor if self.factor is None else self.factor * factor
-        return Grads(self.tensors, total, self._raw_norm, self._norm_read, self.norm_fn)
+        return Grads(self.tensors, total, self._raw_norm, self.norm_read, self.norm_fn)
 
     def _as_tensor(self, factor: object) -> Tensor:
         """A number, where and as wide as the gradients are."""
@@ -115,7 +111,7 @@ class Grads:
         """
         values = self.values()
         mapped = tuple([None if value is None else fn(value) for value in values])
-        return Grads(mapped, None, None, self._norm_read, self.norm_fn)
+        return Grads(mapped, None, None, self.norm_read, self.norm_fn)
 
     def values(self) -> tuple[Tensor | None, ...]:
         """`factor * tensors`, as new tensors unless the factor is None."""

@@ -19,8 +19,10 @@ class TrainedParameters:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._lists = [(each, len(each)) for each in _lists(plan)]
-        self._given = [p for each in _lists(plan) for p in each]
+        self._optimizers = [*plan.optimizers.values()]
+        lists = [group["params"] for each in self._optimizers for group in each.param_groups]
+        self._lists = [(each, len(each)) for each in lists]
+        self._given = [p for each in lists for p in each]
         self._frozen = [p for p in self._given if not p.requires_grad]
 
     def check(self) -> None:
@@ -28,12 +30,12 @@ class TrainedParameters:
 
         Cost: a look at each group, and at each parameter that was frozen.
         """
-        lists = _lists(self._plan)
+        lists = [group["params"] for each in self._optimizers for group in each.param_groups]
         if len(lists) != len(self._lists):
-            self._compare()
+            self._compare(lists)
         for now, (then, length) in zip(lists, self._lists, strict=False):
             if now is not then or len(now) != length:
-                self._compare()
+                self._compare(lists)
         for parameter in self._frozen:
             if parameter.requires_grad:
                 named = self._plan.model.named_parameters()
@@ -43,8 +45,8 @@ class TrainedParameters:
                     f"{name}; {_REPAIR}"
                 )
 
-    def _compare(self) -> None:
-        now = [p for each in _lists(self._plan) for p in each]
+    def _compare(self, lists: Sequence[Sequence[nn.Parameter]]) -> None:
+        now = [p for each in lists for p in each]
         if [*map(id, now)] != [*map(id, self._given)]:
             got = "others" if len(now) == len(self._given) else len(now)
             raise PlanError(
@@ -52,8 +54,10 @@ class TrainedParameters:
                 f"got {got}; {_REPAIR}"
             )
 
-    def explain(self, error: Exception) -> None:
+    def explain(self, error: BaseException) -> None:
         """Raise a clearer error if a backward failed because parameters were frozen since `build`."""
+        if not isinstance(error, RuntimeError):
+            return
         frozen_before = {id(each) for each in self._frozen}
         trained = {id(each) for each in self._given} - frozen_before
         for name, parameter in self._plan.model.named_parameters():
@@ -62,10 +66,6 @@ class TrainedParameters:
                     "step: parameters that required a gradient in build must go on to, got "
                     f"{name}; build again, or freeze those"
                 ) from error
-
-
-def _lists(plan: Plan) -> list[list[nn.Parameter]]:
-    return [group["params"] for each in plan.optimizers.values() for group in each.param_groups]
 
 
 class GraphChecks:

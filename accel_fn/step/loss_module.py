@@ -68,7 +68,11 @@ def loss_module_of(module: nn.Module) -> LossModule:
 
 def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> Outcome:
     """Loss and metrics of one micro-batch; None stands for a rank without items."""
-    outcome: Outcome = module(None) if part is None else run_placed(state, plan, module, part)
+    outcome: Outcome
+    if part is None:
+        outcome = module(None)
+    else:
+        outcome = in_contexts(state, plan.forward_contexts, module, placed(state, plan, part))
     return outcome
 
 

@@ -19,23 +19,18 @@ def microbatches(plan: Plan, batch: Any) -> tuple[Parts, Weights]:
     """The micro-batches of positive weight, and their weights."""
     # Split and weighed before placement: weights are counted on the host, without waiting for
     # an accelerator, and only one micro-batch at a time is on the device.
-    if not plan.split:
-        weight = _weigh(plan, batch)
-        return ((batch,), (weight,)) if weight else ((), ())
-    split = plan.split[0](batch)
+    split = plan.split[0](batch) if plan.split else (batch,)
     if not isinstance(split, list | tuple):
         _check_split(split)
-    weighed = [(part, _weigh(plan, part)) for part in split]
-    counted = [(part, weight) for part, weight in weighed if weight]
-    return [part for part, _ in counted], [weight for _, weight in counted]
-
-
-def _weigh(plan: Plan, part: Any) -> float:
-    weight = weigh(plan.weight_fn, part)
-    if part is None and weight:  # it stands for a rank without items: loss_fn would not be called
+        split = list(split)
+    weights = weigh(plan.weight_fn, split)
+    counted = [each for each in zip(split, weights, strict=True) if each[1]]
+    parts = [part for part, _ in counted]
+    if any(part is None for part in parts):
+        # None stands for a rank without items: loss_fn would not be called.
         repair = "use () where loss_fn needs none"
-        raise BatchError(message("step", "batch", "be a batch", part, repair))
-    return weight
+        raise BatchError(message("step", "batch", "be a batch", None, repair))
+    return parts, [weight for _, weight in counted]
 
 
 def _check_split(split: object) -> None:

@@ -31,8 +31,9 @@ class Stages:
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         """All of a step but `after_update`."""
+        plan, strategy = self.plan, self.strategy
         state, grads, report = self.gradients(state, batch)
-        return self.apply(state, self.prepare(state, grads, report))
+        return strategy.apply(plan, state, strategy.prepare(plan, state, grads, report))
 
     def gradients(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
         """Gradients of the global batch. The watchdog sees the collectives that DDP starts in it."""
@@ -95,7 +96,10 @@ class Step:
         first update of several ranks, where what the optimizer sees is compared.
         """
         self._check_state(state)
-        return self._finish(*self._run(state, batch))
+        state, report = self._run(state, batch)
+        for after_update in self.plan.after_update:
+            state = after_update(state, report)
+        return state, report
 
     def forward(self, state: DistState, batch: Any) -> Tensor:
         """The mean loss over the global batch, as the step would compute it, without gradients.
@@ -154,16 +158,15 @@ class Step:
         self._check_outcome(grads, report)
         self.strategy.reset()
         prepared = self.stages.prepare(state, grads, report)
-        return self._finish(*self.stages.apply(state, prepared))
-
-    def _finish(self, state: DistState, report: Report) -> tuple[DistState, Report]:
+        state, report = self.stages.apply(state, prepared)
         for after_update in self.plan.after_update:
             state = after_update(state, report)
         return state, report
 
     def _check_state(self, state: DistState) -> None:
-        check_state("step", state)
         built = self._built_with
+        if type(state) is not DistState:
+            check_state("step", state)
         if (
             state.group is not built.group
             or state.rank != built.rank
@@ -177,7 +180,8 @@ class Step:
             raise StateError(
                 "step: state must carry a loss scale, got none; go on from the state that build gave"
             )
-        check_joined(state, "step")
+        if state.watchdog is not None:
+            check_joined(state, "step")
 
     def _check_outcome(self, grads: Grads, report: Report) -> None:
         """Refuse what is not what `grads` gave."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from accel_fn.base.state import DistState
 from accel_fn.comm.agree import exchange_failures
 from accel_fn.comm.dtensor import is_sharded, place_of
-from accel_fn.errors import PeerOutOfMemoryError
-from accel_fn.step.global_mean import GlobalMean
+from accel_fn.errors import ArgumentTypeError, PeerOutOfMemoryError, message
+from accel_fn.step.global_mean import GlobalMean, seed_of
 from accel_fn.step.grads import Grads, global_norm
 from accel_fn.step.graph_checks import GraphChecks, TrainedParameters
 from accel_fn.step.loss_module import run_forward
@@ -74,18 +74,22 @@ class Strategy:
             parts, weights, failure = microbatches_or_failure(plan, batch, self.parameters.check)
             mean = self.global_mean(state, weights, failure, stop)
             parts, weights = self.pad(state, mean, parts, weights)
-            if not parts:  # a rank without items still joins every collective
-                parts, weights = (None,), (0,)
-            for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-                is_last = index == len(parts) - 1 and not self.retries
-                with _NOTHING if is_last else self.no_sync():
+            # A rank without items still joins every collective, with one micro-batch of weight 0.
+            parts, weights = parts or (None,), weights or (0,)
+            with ExitStack() as local:
+                if len(parts) > 1 or self.retries:
+                    local.enter_context(self.no_sync())
+                for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+                    is_last = index == len(parts) - 1 and not self.retries
+                    if is_last:
+                        local.close()  # this backward averages the gradients of all
                     loss, metrics = run_forward(state, plan, self.module, part)
+                    if not index:
+                        self.checks.before_backward(loss, part)
                     mean.add(loss.detach(), metrics, weight)
                     if is_last:
                         mean.send()  # beside the last backward
-                    if not index:
-                        self.checks.before_backward(loss, part)
-                    self.backward(loss, mean.seed(loss, weight, state.scaler))
+                    self.backward(loss, seed_of(loss, mean.share(weight), state.scaler))
             if self.retries:
                 if parts[0] is not None:
                     self.checks.check_reached()
@@ -96,8 +100,7 @@ class Strategy:
             grads = self._take(state, total)
         except BaseException as error:
             self.reset()
-            if isinstance(error, RuntimeError):
-                self.parameters.explain(error)
+            self.parameters.explain(error)
             raise
         report = Report(loss=loss, weight=total, extras=mean.extras(plan))
         return state, grads, report
@@ -195,6 +198,13 @@ class Strategy:
         is_double = any(each is not None and each.dtype == torch.float64 for each in tensors)
         dtype = torch.float64 if is_double else torch.float32
         return Grads(tensors, state.scaler.scale.to(dtype).reciprocal(), norm_fn=self.norm)
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse what a slot function returned in place of a strategy."""
+    if not isinstance(strategy, Strategy):
+        rule = "return a Strategy"
+        raise ArgumentTypeError(message("build", "strategy", rule, type(strategy).__name__))
 
 
 def describe_backward(state: DistState, plan: Plan) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.comm import primitives
+from accel_fn.comm import backends
 from accel_fn.comm.world import Launch, pick_device, read_launch
 from accel_fn.testing import simulate
 from tests.processes import free_port, launch
@@ -192,7 +192,7 @@ def test_devices_that_cannot_talk_to_each_other_are_left_out_of_a_world_of_sever
     ],
 )
 def test_a_backend_fits_the_device_and_gloo_is_beside_it(device, asked, expected):
-    assert primitives.default_backend(torch.device(device), asked) == expected
+    assert backends.default_backend(torch.device(device), asked) == expected
 
 
 def test_a_device_by_name_without_a_backend_is_refused_unless_a_backend_is_given():
@@ -200,8 +200,8 @@ def test_a_device_by_name_without_a_backend_is_refused_unless_a_backend_is_given
         RuntimeError,
         match=r"init: device must be one that has a backend for several ranks, got 'mps'",
     ):
-        primitives.default_backend(torch.device("mps"), None)
-    assert primitives.default_backend(torch.device("mps"), "mine") == "cpu:gloo,mps:mine"
+        backends.default_backend(torch.device("mps"), None)
+    assert backends.default_backend(torch.device("mps"), "mine") == "cpu:gloo,mps:mine"
 
 
 def test_a_device_that_the_machine_lacks_is_refused():

@@ -6,7 +6,7 @@ import time
 import traceback
 
 from accel_fn.base.state import DistState
-from accel_fn.comm.primitives import default_backend
+from accel_fn.comm.backends import default_backend
 from accel_fn.comm.world import init
 from accel_fn.testing.selftest.laws import Promise, promises
 from accel_fn.testing.selftest.results import NOT_RUN, Outcome, RankReport

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -45,13 +44,14 @@ class Float8Slot(Stateful):
 def torchao() -> Any:
     """Torchao's float8, which is an extra."""
     try:
-        return importlib.import_module("torchao.float8")
+        import torchao.float8  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
         raise ExtraError(
             f"with_amp: {error.name} must be installed for precision='fp8'; "
             'pip install "accel-fn[float8]"',
             name=error.name,
         ) from None
+    return torchao.float8
 
 
 def fitting(model: nn.Module) -> list[nn.Linear]:

@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -187,10 +186,10 @@ def _for_cpu(mode: str) -> dict[str, Any]:
     in_cpp = sys.platform == "linux" and mode in _IN_CPP
     own: dict[str, Any] = {"cpp_wrapper": settings.cpp_wrapper or in_cpp}
     if settings.post_grad_custom_post_pass is None:  # else the user's
-        hoisting = import_module(
-            "accel_fn.transforms.compile.pass_hoist_scalars"
-        )  # which imports the compiler
-        own["post_grad_custom_post_pass"] = hoisting.Hoisting()
+        # Imported here, as it imports the compiler.
+        from accel_fn.transforms.compile.pass_hoist_scalars import Hoisting
+
+        own["post_grad_custom_post_pass"] = Hoisting()
     return own
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
-from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 
 from accel_fn.base.blocks import Blocks, check_blocks, find_blocks, is_container
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
-from accel_fn.comm.dtensor import is_sharded, place_of
+from accel_fn.comm.dtensor import place_of
 from accel_fn.comm.mesh import make_mesh
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, check_flag, message
 from accel_fn.step.global_mean import GlobalMean
@@ -31,10 +30,8 @@ from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import follow_shards
+from accel_fn.transforms.fsdp.shardable import check_optimizer, check_shardable
 from accel_fn.transforms.fsdp.sharded_loss import ShardedLoss
-
-_WHOLE_ONLY = (Adafactor, Muon, Rprop)
-_NOT_FUSED = (SGD, Adagrad)
 
 
 @transform
@@ -140,9 +137,9 @@ class FSDPSlot(SlotFunction):
                 f'build: wrap_fsdp({alone[0]}) must not be used with compiled(scope="step"), whose graph '
                 'cannot hold what gathers parameters; leave it out, or use scope="loss"'
             )
-        _check_parameters(plan.model, _units(plan.model, self.keywords["blocks"]))
+        check_shardable(plan.model, _units(plan.model, self.keywords["blocks"]))
         for optimizer in plan.optimizers.values():
-            _check_optimizer(optimizer)
+            check_optimizer(optimizer)
 
 
 def make_fsdp(
@@ -277,54 +274,3 @@ def _adding(
     """In which dtype gradients are added up: in float64 where they are."""
     gradients = param_dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
     return None if gradients == torch.float64 else reduce_dtype
-
-
-def _check_parameters(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Refuse, by name, what FSDP cannot shard, or would only refuse in the first step."""
-    holders: dict[nn.Parameter, tuple[str, str]] = {}
-    first = next(p for p in model.parameters() if p.requires_grad)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holder = max((each for each in units if _is_in(name, each)), key=len)
-        other, elsewhere = holders.setdefault(parameter, (name, holder))
-        alike = parameter.dtype == first.dtype or not parameter.requires_grad
-        rules = {
-            "hold parameters whole; build once": not is_sharded(parameter),
-            "tie parameters within a block, or outside of all; name other blocks": elsewhere
-            == holder,
-            "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
-            "hold contiguous parameters; make it so": parameter.is_contiguous(),
-            f"train parameters of one dtype, {first.dtype}; convert it": alike,
-        }
-        for told, holds in rules.items():
-            if not holds:
-                rule, repair = told.split("; ")
-                got = name if other == name else f"{other} and {name}"
-                raise PlanError(f"build: wrap_fsdp's model must {rule}, got {got}; {repair}")
-
-
-def _is_in(name: str, unit: str) -> bool:
-    return not unit or name.startswith(f"{unit}.")
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse those of torch's whose update torch cannot compute on shards."""
-    name = type(optimizer).__name__
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    if isinstance(optimizer, _WHOLE_ONLY):
-        rule, repair = "be one that can update shards", "use AdamW, say"
-    elif fused and isinstance(optimizer, _NOT_FUSED):
-        rule, repair, name = "have a kernel for shards", "leave out fused", f"{name}(fused=True)"
-    else:
-        rule, repair, name = _broken_state(optimizer)
-    if rule:
-        raise PlanError(f"build: wrap_fsdp's optimizer must {rule}, got {name}; {repair}")
-
-
-def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
-    """What it holds of a parameter that cannot be cut with it."""
-    for parameter, held in optimizer.state.items():
-        for name, value in held.items():
-            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
-                shapes = f"{name!r} of shape {list(value.shape)} for one of {list(parameter.shape)}"
-                return "hold tensors of its parameters' shapes", "make it anew", shapes
-    return "", "", ""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.errors import PlanError, ReplicaError, StateError, check_count
+from accel_fn.errors import PlanError, StateError, check_count
 from accel_fn.step.global_mean import GlobalMean, Metrics
 from accel_fn.step.microbatches import Weights
 from accel_fn.step.plan import Plan, SlotFunction, Stateful, describe
@@ -20,10 +18,7 @@ from accel_fn.step.plan_checks import leave_out_one
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.transform import Transform, fill, transform
-
-_HALVES = (torch.float16, torch.bfloat16)
-_BUCKET_NUMEL = 2**24
-"""So many numbers travel at a time; two buffers of that size are what an average takes."""
+from accel_fn.transforms.local_sgd.average_ranks import average, buckets, flat, plain, write
 
 
 @transform
@@ -126,11 +121,11 @@ class LocalGradients(Strategy):
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
     ) -> None:
-        tensors = [_plain(each) for each in [*module.parameters(), *module.buffers()]]
-        for bucket in _buckets(tensors):
-            first = _flat(bucket)
+        tensors = [plain(each) for each in [*module.parameters(), *module.buffers()]]
+        for bucket in buckets(tensors):
+            first = flat(bucket)
             primitives.broadcast(first, state, 0, "build")
-            _write(first, bucket)
+            write(first, bucket)
         super().__init__(state, module, plan, inner)
 
     def global_mean(
@@ -154,8 +149,7 @@ class OwnMean(GlobalMean):
 
     def add(self, loss: Tensor, metrics: Metrics, weight: float) -> None:
         """Count the losses themselves: the total is not known yet."""
-        if weight:
-            self._accumulate(loss, metrics, weight)
+        self.add_scaled(loss, metrics, weight)
 
     def close(self) -> tuple[Tensor, Metrics, float]:
         """Mean loss, mean metrics and weight of the global batch; waits for the sums."""
@@ -242,70 +236,3 @@ def _state_of(plan: Plan, parameter: nn.Parameter) -> Mapping[str, Any]:
     """What an optimizer keeps of a parameter."""
     held = [each.state[parameter] for each in plan.optimizers.values() if parameter in each.state]
     return held[0] if held else {}
-
-
-def average(tensors: Mapping[str, Tensor], weight: float, state: DistState) -> None:
-    """Make tensors their mean over the ranks, weighted, in place; the same bits on all ranks.
-
-    The mean is that of one rank, the heaviest, and of how far the others are from it. So what is equal on
-    all ranks, a count of updates say, keeps its bits.
-    """
-    weights = _agreed(tensors, weight, state)
-    total = sum(weights)
-    shares = [each / total if total else 1 / len(weights) for each in weights]
-    share, source = shares[state.rank], shares.index(max(shares))
-    for bucket in _buckets(map(_plain, tensors.values())):
-        mine = _flat(bucket)
-        first = mine.clone()
-        primitives.broadcast(first, state, source, "local_sgd")
-        equal = mine == first  # also where both are infinite
-        apart = mine.sub_(first).mul_(share) if share else mine.zero_()
-        primitives.start_sum(apart.masked_fill_(equal, 0.0), state, "local_sgd").wait()
-        _write(first.add_(apart), bucket)
-
-
-def _agreed(tensors: Mapping[str, Tensor], weight: float, state: DistState) -> list[float]:
-    """Every rank's weight, once they have agreed on what there is to average."""
-    told = [f"{name} {list(each.shape)} {each.dtype}" for name, each in tensors.items()]
-    digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
-    every = primitives.exchange((weight, digest), state, "local_sgd")
-    if len({digest for _, digest in every}) > 1:
-        lists = [set(each) for each in primitives.exchange(told, state, "local_sgd")]
-        name = min(set.union(*lists) - set.intersection(*lists))
-        ranks = [rank for rank, each in enumerate(lists) if name not in each]
-        raise ReplicaError(
-            f"local_sgd: optimizer state must be of the same parameters on all ranks, got no {name} on "
-            f"ranks {ranks}; freeze what a rank's loss may not reach, or use "
-            "wrap_ddp(find_unused_parameters=True)"
-        )
-    return [weight for weight, _ in every]
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The same memory without a graph, and as real numbers."""
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, together about as many numbers as go at a time."""
-    open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for each in tensors:
-        bucket = open_.setdefault((each.dtype, each.device), [])
-        if bucket and sum(map(Tensor.numel, bucket)) + each.numel() > _BUCKET_NUMEL:
-            yield bucket.copy()
-            bucket.clear()
-        bucket.append(each)
-    yield from open_.values()
-
-
-def _flat(bucket: Sequence[Tensor]) -> Tensor:
-    """A copy in one piece, of half precision in float32."""
-    flat = torch.cat([each.reshape(-1) for each in bucket])
-    return flat.float() if flat.dtype in _HALVES else flat
-
-
-def _write(flat: Tensor, bucket: Sequence[Tensor]) -> None:
-    parts = torch.split(flat, [each.numel() for each in bucket])
-    for each, part in zip(bucket, parts, strict=True):
-        each.copy_(part.view(each.shape))

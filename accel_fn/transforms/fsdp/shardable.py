@@ -1,0 +1,65 @@
+"""Checks of models and optimizers that FSDP cannot shard, or would only refuse in the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
+
+from accel_fn.comm.dtensor import is_sharded
+from accel_fn.errors import PlanError
+
+_WHOLE_ONLY = (Adafactor, Muon, Rprop)
+_NOT_FUSED = (SGD, Adagrad)
+
+
+def check_shardable(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """Refuse, by name, what FSDP cannot shard, or would only refuse in the first step."""
+    holders: dict[nn.Parameter, tuple[str, str]] = {}
+    first = next(p for p in model.parameters() if p.requires_grad)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holder = max((each for each in units if _is_in(name, each)), key=len)
+        other, elsewhere = holders.setdefault(parameter, (name, holder))
+        alike = parameter.dtype == first.dtype or not parameter.requires_grad
+        rules = {
+            "hold parameters whole; build once": not is_sharded(parameter),
+            "tie parameters within a block, or outside of all; name other blocks": elsewhere
+            == holder,
+            "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
+            "hold contiguous parameters; make it so": parameter.is_contiguous(),
+            f"train parameters of one dtype, {first.dtype}; convert it": alike,
+        }
+        for told, holds in rules.items():
+            if not holds:
+                rule, repair = told.split("; ")
+                got = name if other == name else f"{other} and {name}"
+                raise PlanError(f"build: wrap_fsdp's model must {rule}, got {got}; {repair}")
+
+
+def _is_in(name: str, unit: str) -> bool:
+    return not unit or name.startswith(f"{unit}.")
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse those of torch's whose update torch cannot compute on shards."""
+    name = type(optimizer).__name__
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if isinstance(optimizer, _WHOLE_ONLY):
+        rule, repair = "be one that can update shards", "use AdamW, say"
+    elif fused and isinstance(optimizer, _NOT_FUSED):
+        rule, repair, name = "have a kernel for shards", "leave out fused", f"{name}(fused=True)"
+    else:
+        rule, repair, name = _broken_state(optimizer)
+    if rule:
+        raise PlanError(f"build: wrap_fsdp's optimizer must {rule}, got {name}; {repair}")
+
+
+def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
+    """What it holds of a parameter that cannot be cut with it."""
+    for parameter, held in optimizer.state.items():
+        for name, value in held.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                shapes = f"{name!r} of shape {list(value.shape)} for one of {list(parameter.shape)}"
+                return "hold tensors of its parameters' shapes", "make it anew", shapes
+    return "", "", ""
