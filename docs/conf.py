@@ -1,5 +1,6 @@
 """Sphinx: Markdown pages, and the API from the docstrings. Warnings are errors; nothing is downloaded."""
 
+import functools
 import inspect
 
 from sphinx.util.inspect import stringify_signature
@@ -29,7 +30,7 @@ nitpick_ignore_regex = [  # other projects' pages are not looked up, and type al
     ("py:class", r"(collections|contextlib|datetime|hypothesis|os|pathlib|torch|nn)\..*"),
     (
         "py:class",
-        r"(.*\.Built|Tensor|Optimizer|Path|Precision|Wrapper|ProcessGroup|Watchdog|datetime|ellipsis|\w+Fn|.*\.(T|Batch))",
+        r"(.*\.(GlobalMean|Prepared)|Tensor|Optimizer|Path|Precision|Wrapper|ProcessGroup|Watchdog|datetime|ellipsis|\w+Fn|.*\.(T|Batch))",
     ),
 ]
 
@@ -59,6 +60,8 @@ def shorten_signature(app, what, name, obj, options, signature, returns):
         return None
     if name in MADE_BY_FUNCTIONS:
         return "", None
+    if issubclass(obj, functools.partial):
+        return "(fn, **settings)", None
     full = inspect.signature(obj)
     shown = [
         each.replace(annotation=each.empty)
