@@ -72,6 +72,7 @@ def parsed(path):
 
 # What of torch.distributed a module needs, beside the type of a group.
 DISTRIBUTED = {
+    "comm/backends.py": {"torch.distributed"},  # which of them there are
     "comm/primitives.py": {"torch.distributed"},  # the collectives
     "comm/rendezvous.py": {
         "torch.distributed",
@@ -250,6 +251,7 @@ HEAVY = (
     "pydantic",
     "rich",
     "safetensors",
+    "torchao",
     "tqdm",
     "xxhash",
     "yaml",
