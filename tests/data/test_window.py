@@ -218,7 +218,7 @@ def test_the_forward_of_a_window_is_the_mean_over_its_batches():
 
 def test_a_plan_over_windows_says_so():
     _, step = built(af.DistState(), num_microbatches=4)
-    assert "split=[listed(at_most=4)]" in repr(step)
+    assert "split=[accumulate(4, split=None)]" in repr(step)
 
 
 def test_every_batch_of_a_window_is_placed_and_run_on_its_own():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
-from accel_fn.transforms.local_sgd.local_sgd import average
+from accel_fn.transforms.local_sgd.average_ranks import average
 from tests import strategies as ours
 from tests.apart import copied, held, trained_apart_by_hand
 
@@ -229,7 +229,7 @@ def test_a_rank_without_items_does_not_count_whatever_it_holds():
 
 
 def test_means_in_buckets_are_means_at_once(monkeypatch):
-    monkeypatch.setattr("accel_fn.transforms.local_sgd.local_sgd._BUCKET_NUMEL", 4)
+    monkeypatch.setattr("accel_fn.transforms.local_sgd.average_ranks._BUCKET_NUMEL", 4)
 
     def run(state):
         tensors = {str(size): torch.full((size,), float(state.rank)) for size in (1, 3, 2, 7, 4)}
