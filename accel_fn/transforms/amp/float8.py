@@ -44,7 +44,7 @@ class Float8Slot(Stateful):
 def torchao() -> Any:
     """Torchao's float8, which is an extra."""
     try:
-        import torchao.float8  # type: ignore[import-untyped]
+        import torchao.float8
     except ModuleNotFoundError as error:
         raise ExtraError(
             f"with_amp: {error.name} must be installed for precision='fp8'; "
