@@ -30,7 +30,7 @@ nitpick_ignore_regex = [  # other projects' pages are not looked up, and type al
     ("py:class", r"(collections|contextlib|datetime|hypothesis|os|pathlib|torch|nn)\..*"),
     (
         "py:class",
-        r"(.*\.(GlobalMean|Prepared)|Tensor|Optimizer|Path|Precision|Wrapper|ProcessGroup|Watchdog|datetime|ellipsis|\w+Fn|.*\.(T|Batch))",
+        r"(.*\.(GlobalMean|Prepared)|Tensor|Optimizer|Path|Precision|Wrapper|ProcessGroup|Watchdog|datetime|ellipsis|\w+Fn|(.*\.)?(T|Batch))",
     ),
 ]
 

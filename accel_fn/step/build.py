@@ -10,7 +10,7 @@ from accel_fn.base.state import DistState, check_state
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.loss_module import LossModule
-from accel_fn.step.plan import Plan, SlotFunction, with_stateful
+from accel_fn.step.plan import Batch, Plan, SlotFunction, with_stateful
 from accel_fn.step.plan_checks import check_parameters, check_plan, check_precision
 from accel_fn.step.same_on_all_ranks import check_same_plan
 from accel_fn.step.step import Stages, Step
@@ -18,7 +18,7 @@ from accel_fn.step.strategy import Strategy, check_strategy
 from accel_fn.step.update import follow_parameters
 
 
-def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
+def build(state: DistState, plan: Plan[Batch]) -> tuple[DistState, Step[Batch]]:
     """Make a step of a plan: the one place that moves, wraps and compiles.
 
     The model keeps its type, its forward, its hooks and its `state_dict` keys;
@@ -65,7 +65,7 @@ def build(state: DistState, plan: Plan) -> tuple[DistState, Step]:
     return built, Step(plan, strategy, stages, run, built)
 
 
-def _validated(state: DistState, plan: Plan) -> Plan:
+def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:
     """The plan, once every check that needs no other rank has passed."""
     for each in plan.entries():
         if isinstance(each, SlotFunction):

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Generic, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import TypeVar
 
 from accel_fn.base.batch import num_samples
 from accel_fn.base.state import DistState
@@ -18,7 +19,9 @@ from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.grads import Grads
 from accel_fn.step.report import Report
 
-LossFn = Callable[[Any, Any], Tensor]
+Batch = TypeVar("Batch", contravariant=True, default=Any)
+"""The type of a batch: that of `loss_fn`'s second parameter; Any if it has no annotation."""
+LossFn = Callable[[Any, Batch], Tensor]
 StepFn = Callable[[DistState, Any], tuple[DistState, Report]]
 GradFn = Callable[[DistState, Any], tuple[DistState, Grads, Report]]
 InitFn = Callable[[DistState], DistState]
@@ -36,7 +39,7 @@ StopFn = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Plan:
+class Plan(Generic[Batch]):
     """Everything that a step is made of: four things of the user's, and slots that transforms fill.
 
     A slot is a tuple of functions. A transform fills it by `dataclasses.replace`. The user's
@@ -77,7 +80,7 @@ class Plan:
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples)
     """
 
-    loss_fn: LossFn
+    loss_fn: LossFn[Batch]
     model: nn.Module
     optimizer: Optimizer
     weight_fn: WeightFn = num_samples
@@ -175,7 +178,7 @@ class SlotFunction(partial[Any]):
         It runs on every rank. `build` exchanges failures, so no rank waits for one that raised.
         """
 
-    def claim(self, plan: Plan) -> Plan:
+    def claim(self, plan: Plan[Batch]) -> Plan[Batch]:
         """Take over what another slot holds: `build` goes on with the plan that this returns."""
         return plan
 
@@ -231,7 +234,7 @@ def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def with_stateful(plan: Plan, state: DistState) -> Plan:
+def with_stateful(plan: Plan[Batch], state: DistState) -> Plan[Batch]:
     """The plan of one step: with a function of its own for each `Stateful`."""
     # State belongs to the step: a plan is data that may be built twice, and the two steps of a GAN
     # share one `DistState`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from accel_fn.base.state import DistState, check_state
 from accel_fn.comm.primitives import check_joined
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, message
 from accel_fn.step.grads import Grads
-from accel_fn.step.plan import GradFn, Plan, StepFn
+from accel_fn.step.plan import Batch, GradFn, Plan, StepFn
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.update import Prepared
@@ -56,7 +56,7 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Step:
+class Step(Generic[Batch]):
     """One training step: `step(state, batch) -> (state, report)`. `build` makes it.
 
     `step(state, batch)` is `grads` and `update` in turn. The state is a value:
@@ -70,7 +70,7 @@ class Step:
     (1, 8, True)
     """
 
-    plan: Plan
+    plan: Plan[Batch]
     strategy: Strategy
     stages: Stages
     _run: StepFn
@@ -78,7 +78,7 @@ class Step:
     notes: dict[str, Any] = field(default_factory=dict)
     """What saving and loading have to remember of this run; nothing that a step reads."""
 
-    def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
+    def __call__(self, state: DistState, batch: Batch) -> tuple[DistState, Report]:
         """Consume one batch: this rank's part of it.
 
         Args:
@@ -101,7 +101,7 @@ class Step:
             state = after_update(state, report)
         return state, report
 
-    def forward(self, state: DistState, batch: Any) -> Tensor:
+    def forward(self, state: DistState, batch: Batch) -> Tensor:
         """The mean loss over the global batch, as the step would compute it, without gradients.
 
         Runs under the same placement, micro-batches and autocast, in whatever
@@ -119,7 +119,7 @@ class Step:
         self._check_state(state)
         return self.strategy.forward(self.plan, state, batch)
 
-    def grads(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
+    def grads(self, state: DistState, batch: Batch) -> tuple[DistState, Grads, Report]:
         """Gradients of the global batch, on all ranks alike, without an update.
 
         Args:

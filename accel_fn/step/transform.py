@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce, wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Protocol
 
 from accel_fn.errors import ArgumentTypeError, message
-from accel_fn.step.plan import Plan, SlotFunction, describe, describe_call
+from accel_fn.step.plan import Batch, Plan, SlotFunction, describe, describe_call
 
-Transform = Callable[[Plan], Plan]
 P = ParamSpec("P")
+
+
+class Transform(Protocol):
+    """A pure function from a plan to a plan over the same batches."""
+
+    def __call__(self, plan: Plan[Batch], /) -> Plan[Batch]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -21,7 +26,7 @@ class NamedTransform:
     apply: Transform
     text: str
 
-    def __call__(self, plan: Plan) -> Plan:
+    def __call__(self, plan: Plan[Batch], /) -> Plan[Batch]:
         return self.apply(plan)
 
     def __repr__(self) -> str:
@@ -35,10 +40,9 @@ class Fill:
     slots: Mapping[str, Sequence[Any]]
     first: Collection[str]
     """The slots in which they precede what is there."""
-    """The slots in which the function precedes what is there."""
     check: Callable[[Plan], None] | None
 
-    def __call__(self, plan: Plan) -> Plan:
+    def __call__(self, plan: Plan[Batch], /) -> Plan[Batch]:
         if self.check is not None:
             self.check(plan)
         filled: dict[str, Any] = {}
@@ -107,10 +111,14 @@ def compose(*transforms: Transform) -> Transform:
             raise ArgumentTypeError(
                 message("compose", "transforms", "be functions Plan -> Plan", each)
             )
-    return lambda plan: reduce(_transformed, transforms, plan)
+
+    def composed(plan: Plan[Batch]) -> Plan[Batch]:
+        return reduce(_transformed, transforms, plan)
+
+    return composed
 
 
-def _transformed(plan: Plan, transform: Transform) -> Plan:
+def _transformed(plan: Plan[Batch], transform: Transform) -> Plan[Batch]:
     found = transform(plan)
     if not isinstance(found, Plan):
         rule, got = f"return a Plan, {describe(transform)} does not", type(found).__name__

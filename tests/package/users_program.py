@@ -1,5 +1,8 @@
 """A user's program for type checkers: lines that end in `# E` must be errors, all others none."""
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,6 +39,29 @@ except af.errors.CheckpointWriteError as error:
     number: int | None = error.errno
 except (af.errors.OutOfMemoryError, af.AccelError):
     pass
+pairs: af.Plan[tuple[Tensor, Tensor]] = af.Plan(loss_fn, model, optimizer)
+clipped: af.Plan[tuple[Tensor, Tensor]] = af.compose(af.clip(1.0), af.average(0.9))(pairs)
+typed: af.Step[tuple[Tensor, Tensor]] = af.build(state, clipped)[1]
+evaluated: Tensor = typed.forward(state, batch)
+
+
+def without_weight(plan: af.Plan) -> af.Plan:
+    return dataclasses.replace(plan, weight_fn=lambda batch: 1)
+
+
+kept = af.build(state, af.compose(without_weight, af.clip(1.0))(pairs))[1]
+state, report = kept(state, batch)
+
+
+def any_loss(module: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = module(batch["inputs"]).mean()
+    return loss
+
+
+untyped = af.build(state, af.Plan(any_loss, model, optimizer))[1]
+state, report = untyped(state, {"inputs": torch.randn(8, 4)})
+inferred = af.build(state, af.Plan(lambda module, batch: module(batch).mean(), model, optimizer))[1]
+state, report = inferred(state, torch.randn(8, 4))
 found = af.testing.simulate(lambda each: each.rank, world_size=2)
 ranks: list[int] = found
 
@@ -57,3 +83,10 @@ for epoch in sharded.epochs(2):
         print(pair.missing)  # E
         text: str = pair  # E
 other: af.ShardedLoader[str] = sharded  # E
+step(state, "nonsense")  # E
+typed(state, "nonsense")  # E
+typed.forward(state, {"inputs": batch})  # E
+typed.grads(state, None)  # E
+kept(state, "nonsense")  # E
+strings: af.Step[str] = typed  # E
+texts: af.Plan[str] = clipped  # E
