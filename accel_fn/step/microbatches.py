@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from accel_fn.base.out_of_memory import is_memory
 from accel_fn.base.weights import weigh
-from accel_fn.errors import BatchError, message
+from accel_fn.errors import BatchError, OutOfMemoryError, message
 from accel_fn.step.plan import Plan
 
 Parts = Sequence[Any]
@@ -41,7 +42,7 @@ def _check_split(split: object) -> None:
 
 
 def microbatches_or_failure(
-    plan: Plan, batch: Any, check: Callable[[], None] | None = None
+    plan: Plan, batch: Any, check: Callable[[], None] | None = None, *, retries: bool = False
 ) -> tuple[Parts, Weights, Exception | None]:
     """`microbatches`, or nothing and the error: all ranks must learn of it before one raises."""
     try:
@@ -49,4 +50,15 @@ def microbatches_or_failure(
             check()
         return *microbatches(plan, batch), None
     except Exception as error:
-        return (), (), error
+        return (), (), _not_retried(error) if retries else error
+
+
+def _not_retried(failure: Exception) -> Exception:
+    """The error, as one that is final if memory ran out: the other ranks raise theirs without a vote."""
+    if not is_memory(failure):
+        return failure
+    error = OutOfMemoryError(
+        f"step: batch must be split and weighed within memory, got {failure!r}; use a smaller batch"
+    )
+    error.__cause__ = failure
+    return error

@@ -71,7 +71,9 @@ class Strategy:
             for parameter in self._reachable:
                 parameter.grad = None
             stop = any(should_stop() for should_stop in plan.should_stop)
-            parts, weights, failure = microbatches_or_failure(plan, batch, self.parameters.check)
+            parts, weights, failure = microbatches_or_failure(
+                plan, batch, self.parameters.check, retries=self.retries
+            )
             mean = self.global_mean(state, weights, failure, stop)
             parts, weights = self.pad(state, mean, parts, weights)
             # A rank without items still joins every collective, with one micro-batch of weight 0.

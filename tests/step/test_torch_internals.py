@@ -80,6 +80,7 @@ def sgd(parameters):
         "torch.nn:Module._call_impl",
         "torch.nn.parallel:DistributedDataParallel._post_forward",
         "torch.nn.parallel:DistributedDataParallel._pre_forward",
+        "torch.nn.parallel:DistributedDataParallel._remove_autograd_hooks",
         "torch.optim:Optimizer.profile_hook_step",
         "torch.optim.optimizer:_global_optimizer_post_hooks",
         "torch.optim.optimizer:_global_optimizer_pre_hooks",

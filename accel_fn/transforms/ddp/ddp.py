@@ -144,10 +144,11 @@ class DDP(Strategy):
         self.finds_unused = bool(options.get("find_unused_parameters"))
         if self.finds_unused:
             loss_module_of(module).idle = nn.Parameter(torch.zeros((), device=state.device))
-        self.ddp = DistributedDataParallel(module, process_group=state.group, **options)
-        _fix_buckets(self.ddp)
-        if comm_hook is not None:
-            _register(self.ddp, state.group, comm_hook)
+        self._options = {"process_group": state.group, **options}
+        self._comm_hook = comm_hook and _comm_hook(comm_hook, state.group)
+        self._is_unfinished = False
+        """Has a step failed? DDP refuses a forward after a backward that did not reach its end."""
+        self.ddp = self._wrapped(module, **self._options)
         super().__init__(state, self.ddp, plan, inner)
         self.loss_module = module
 
@@ -155,12 +156,29 @@ class DDP(Strategy):
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
         """Those of `Strategy`; with retries, DDP's collectives come before the first forward."""
+        if self._is_unfinished:
+            self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+            options = {**self._options, "init_sync": False}
+            self.ddp = self.module = self._wrapped(self.loss_module, **options)
+            self._is_unfinished = False
         if self.retries:
             with self.no_sync():
                 self.ddp(
                     None
                 )  # broadcasts buffers, which a rank out of memory would not join later
-        return super().gradients(plan, state, batch)
+        try:
+            return super().gradients(plan, state, batch)
+        except BaseException:
+            self._is_unfinished = not self.retries  # their backward is under no_sync
+            raise
+
+    def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
+        """The loss in DDP, with its buckets laid out."""
+        ddp = DistributedDataParallel(module, **options)
+        _fix_buckets(ddp)
+        if self._comm_hook:
+            ddp.register_comm_hook(*self._comm_hook)
+        return ddp
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """A context whose backward fills DDP's buckets without averaging them."""
@@ -190,14 +208,12 @@ def _fix_buckets(ddp: DistributedDataParallel) -> None:
     ddp.zero_grad(set_to_none=True)
 
 
-def _register(ddp: DistributedDataParallel, group: Any, name: str) -> None:
-    """Register one of torch's communication hooks by its short name."""
+def _comm_hook(name: str, group: Any) -> tuple[Any, Any]:
+    """One of torch's communication hooks by its short name, after its state."""
     if name == "powersgd":
-        memory = powerSGD_hook.PowerSGDState(group)
-        ddp.register_comm_hook(memory, powerSGD_hook.powerSGD_hook)
-        return
+        return powerSGD_hook.PowerSGDState(group), powerSGD_hook.powerSGD_hook
     compress = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[
         name
     ]
     # Under a name of ours: by its own, DDP refuses the bf16 hook wherever there is no CUDA.
-    ddp.register_comm_hook(group, lambda group, bucket: compress(group, bucket))
+    return group, lambda group, bucket: compress(group, bucket)
