@@ -121,7 +121,7 @@ def test_two_launches_at_once_are_two_worlds(launchers, tmp_path):
         mine, other = sys.argv[1:]
         open(f"{mine}-{os.environ['RANK']}", "w").close()
         while not (os.path.exists(f"{other}-0") and os.path.exists(f"{other}-1")): time.sleep(0.01)
-        print(os.environ["MASTER_PORT"], flush=True)
+        os.write(1, f"{os.environ['MASTER_PORT']}\\n".encode())  # print writes a line's end apart
     """
     both = [
         launchers.start(tmp_path / name, "-n", 2, "script.py", *paths, script=script)
