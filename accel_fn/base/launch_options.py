@@ -85,6 +85,6 @@ def _number(name: str, rule: str, read: Callable[[str], T]) -> T | None:
 
 
 def source_of(option: str) -> str:
-    """What `explain` adds to a setting that the script leaves to the launch."""
+    """Describe, for `explain`, where a setting that the script leaves to the launch comes from."""
     given = getattr(launch_options(), option)
     return "the launch sets nothing" if given is None else f"{given} from the launch"

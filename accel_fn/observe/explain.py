@@ -49,7 +49,7 @@ def tell(plan: Plan, state: DistState) -> str:
 
 
 def phases(plan: Plan, state: DistState) -> dict[str, str]:
-    """What one step does, by the names of its phases, in their order; idle ones are left out."""
+    """Describe what one step does, by the names of its phases, in their order; idle ones are left out."""
     several = state.world_size > 1
     told = {
         "start": _listed(plan.init_state),

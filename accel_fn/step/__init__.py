@@ -1,1 +1,1 @@
-"""What one training step is: the plan, the gradients, the update."""
+"""One training step: the plan, the gradients, the update."""

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a step: tensors by name, and the rest as plain data."""
+"""The contents of a step in a checkpoint: tensors by name, and the rest as plain data."""
 
 from __future__ import annotations
 

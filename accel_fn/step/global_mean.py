@@ -73,7 +73,7 @@ class GlobalMean:
         self._pending.clear()
 
     def share(self, weight: float) -> float:
-        """What the backward of a micro-batch of this weight starts from."""
+        """Return the factor that the backward of a micro-batch of this weight starts from."""
         total = self.total()
         return weight * self._num_ranks / total if total else 0.0
 
@@ -106,7 +106,7 @@ class GlobalMean:
         return self._mean, self._metrics, total
 
     def extras(self, plan: Plan) -> dict[str, Any]:
-        """What it adds to the report of a step."""
+        """Return the entries that it adds to the report of a step."""
         return {"stop": self.stop} if plan.should_stop else {}
 
 
@@ -122,7 +122,7 @@ def checked_total(total: float, failure: Exception | None) -> float:
 
 
 def seed_of(loss: Tensor, share: float, scaler: LossScale | None) -> Tensor | None:
-    """What a backward starts from: the share times the loss scale; None is one."""
+    """Return the seed of a backward: the share times the loss scale; None is one."""
     if scaler is not None:
         scale = scaler.scale.double() if loss.dtype == torch.float64 else scaler.scale
         return (scale * share).to(loss.dtype)

@@ -1,4 +1,4 @@
-"""What a plan must fulfil before anything is moved or wrapped."""
+"""Checks of a plan before anything is moved or wrapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be equal on every rank, compared: the plan before the first step, its gradients in it."""
+"""Comparisons over the ranks: the plan before the first step, its gradients in it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_same_plan(state: DistState, plan: Plan) -> None:
 
 
 def _summary(plan: Plan) -> list[str]:
-    """What must agree: slots, hyperparameters, parameters. How a rank splits its part is its own affair."""
+    """List what ranks must agree on: slots, settings, parameters. Each may split its part differently."""
     slots = [
         f"{name}={list(map(_identity, getattr(plan, name)))}"
         for name in slot_names()

@@ -179,7 +179,7 @@ class Strategy:
         return range(state.world_size)
 
     def signature(self) -> Mapping[str, Any]:
-        """What decides the bits beside the plan: a checkpoint refuses a step with another."""
+        """Return the settings that decide the bits: a checkpoint refuses a step with others."""
         return {}
 
     def describe(self, state: DistState, plan: Plan) -> str:

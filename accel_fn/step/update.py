@@ -185,7 +185,7 @@ def follow_shards(
 
 
 def _cut(value: object, parameter: Tensor) -> object:
-    """What an optimizer holds of a parameter, for its shard."""
+    """Cut a value that an optimizer holds for a parameter, as its shard is cut."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return shard_like(value, parameter)

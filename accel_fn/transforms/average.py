@@ -231,7 +231,7 @@ class Average:
             raise StateError(f"{function}: step must {rule}; call it before or after")
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints."""
+        """Return the state that checkpoints hold."""
         self._hear(self._echo.last())
         means = {f"mean/{name}": mean for name, mean in self._means.items()}
         return {**means, "num_updates": self._num_updates}

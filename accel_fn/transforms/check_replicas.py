@@ -49,7 +49,7 @@ class ReplicaCheck(Stateful):
 
 
 def same_parameters(state: DistState, plan: Plan, *, every: int) -> UpdateFn:
-    """What compares the parameters of one step."""
+    """Make the comparison of the parameters of one step."""
     model = plan.model
 
     def compare(state: DistState, report: Report) -> DistState:

@@ -67,12 +67,12 @@ after_update=[freeze('weight', until=100)])
 
 
 def frozen(state: DistState, plan: Plan, *, names: Sequence[str], until: int | None) -> Frozen:
-    """What takes the gradients of these parameters away, of one step."""
+    """Make the function that drops the gradients of these parameters, for one step."""
     return Frozen(plan, names, until)
 
 
 def thawing(state: DistState, plan: Plan, *, until: int) -> Thawing:
-    """What ends it for the parameters of one step that are frozen until then."""
+    """Make the function that thaws the parameters that are frozen until then, for one step."""
     found = [each for each in plan.wrap_grad_fn if isinstance(each, Frozen) and each.until == until]
     return Thawing(found, until, always=plan.always_applies(state))
 
@@ -138,7 +138,7 @@ class Thawing:
             each.closed = number + 1 < self._until
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints."""
+        """Return the state that checkpoints hold."""
         self._hear(self._echo.last())
         return {"num_updates": self._num_updates}
 

@@ -157,7 +157,7 @@ class FiniteNorm:
         return torch.isfinite(norm), {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What goes into checkpoints."""
+        """Return the state that checkpoints hold."""
         return {"in_a_row": self._in_a_row}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
@@ -196,7 +196,7 @@ class NormInLine(FiniteNorm):
         return ok, {"_norms": norms, "_num_seen": self._num_seen + counts}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What goes into checkpoints."""
+        """Return the state that checkpoints hold."""
         return {**super().state_dict(), "norms": self._norms, "num_seen": self._num_seen}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ _PIECE = 1 << 19  # is still in the processor's cache when it is hashed
 
 @dataclass(frozen=True, slots=True)
 class FileMark:
-    """What a file must be: its size in bytes, and a hash of its content.
+    """The mark of a file: its size in bytes, and a hash of its content.
 
     That is the XXH3-128 of the XXH3-128 of each block of 16 MiB: blocks are read in parallel.
     """

@@ -49,7 +49,7 @@ class Manifest:
     accel_fn: str
     torch: str
     plans: Mapping[str, Mapping[str, Any]]
-    """What must be the same in the program that reads it, by the name of the Step."""
+    """The signature of each step, by its name: the program that reads it must have the same."""
     tied: Mapping[str, str]
     """Names of parameters that are another's, and that other's name."""
     explained: Mapping[str, str]

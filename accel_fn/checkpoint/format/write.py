@@ -1,4 +1,4 @@
-"""What a rank writes of a checkpoint: files of plain data, and its share of the tensors in one more."""
+"""Writing a rank's part of a checkpoint: files of plain data, and its share of the tensors in one more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a rank has written: chunks by name of the tensor, and marks by name of the file."""
+    """The files that a rank has written: chunks by name of the tensor, and marks by name of the file."""
 
     chunks: Sequence[tuple[str, Chunk]]
     files: Mapping[str, FileMark]
@@ -26,7 +26,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank has to write."""
+    """The data that a rank has to write."""
 
     rank: int
     files: Mapping[str, bytes]

@@ -89,7 +89,7 @@ def _automatic(split: object) -> Transform:
 
 
 class RetrySlot(Stateful):
-    """What does a batch again: strategies then vote before they average gradients."""
+    """A slot function that may do a batch again: strategies then vote before they average gradients."""
 
     traits = frozenset({"retries"})
 

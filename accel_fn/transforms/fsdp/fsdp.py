@@ -255,7 +255,7 @@ def _shard(
 
 
 def _units(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
-    """What is gathered at a time, by name."""
+    """Return the FSDP units of a model, by name."""
     return {**dict(_tops(model, "")), **find_blocks(model, blocks, "wrap_fsdp")}
 
 

@@ -144,7 +144,7 @@ class OwnMean(GlobalMean):
     """A share is of this rank's items alone. Nothing is awaited before the last backward has started."""
 
     def share(self, weight: float) -> float:
-        """What the backward of a micro-batch of this weight starts from."""
+        """Return the factor that the backward of a micro-batch of this weight starts from."""
         return weight / self.own_weight if weight else 0.0
 
     def add(self, loss: Tensor, metrics: Metrics, weight: float) -> None:
@@ -159,7 +159,7 @@ class OwnMean(GlobalMean):
         return mean / total, {name: each / total for name, each in metrics.items()}, total
 
     def extras(self, plan: Plan) -> dict[str, Any]:
-        """What it adds to the report of a step."""
+        """Return the entries that it adds to the report of a step."""
         return {**super().extras(plan), "own_weight": self.own_weight}
 
 
@@ -207,7 +207,7 @@ class RankAverage:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints."""
+        """Return the state that checkpoints hold."""
         return {"num_updates": self._num_updates}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -217,7 +217,7 @@ class RankAverage:
 
 
 def _tensors(plan: Plan) -> dict[str, Tensor]:
-    """What is averaged: parameters that are trained, buffers, and what the optimizer keeps of them."""
+    """Return what is averaged: trained parameters, buffers, and what the optimizer keeps of them."""
     name_of = {id(each): name for name, each in plan.model.named_parameters()}
     found: dict[str, Any] = {name_of[id(each)]: each for each in plan.trained()}
     for parameter in plan.trained():
@@ -233,6 +233,6 @@ def _tensors(plan: Plan) -> dict[str, Tensor]:
 
 
 def _state_of(plan: Plan, parameter: nn.Parameter) -> Mapping[str, Any]:
-    """What an optimizer keeps of a parameter."""
+    """Return the state that an optimizer keeps for a parameter."""
     held = [each.state[parameter] for each in plan.optimizers.values() if parameter in each.state]
     return held[0] if held else {}

@@ -78,7 +78,7 @@ class VirtualRanks(Strategy):
         return state, self._take(state, total), Report(loss=loss, weight=total, extras=extras)
 
     def signature(self) -> Mapping[str, Any]:
-        """What decides the bits beside the plan."""
+        """Return the settings that decide the bits beside the plan."""
         return {"num_virtual_ranks": self.num_virtual_ranks}
 
     def _sum(
@@ -100,7 +100,7 @@ class VirtualRanks(Strategy):
     def _summed(
         self, plan: Plan, state: DistState, parts: Parts, weights: Weights, total: float
     ) -> Tensors:
-        """What a virtual rank adds to the mean loss and to the gradients of the global batch."""
+        """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
         mean: Tensor | None = None
         for part, weight in zip(parts, weights, strict=True):
             part = _in_own_memory(state, part)

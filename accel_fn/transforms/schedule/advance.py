@@ -106,7 +106,7 @@ class Schedule:
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints."""
+        """Return the state that checkpoints hold."""
         self._advance.hear_all()
         return self._advance.kept()
 
@@ -116,7 +116,7 @@ class Schedule:
         self._advance.put_back(saved)
 
     def signature(self) -> str:
-        """What a checkpoint compares: the class of the scheduler, not the call that made it."""
+        """Return what a checkpoint compares: the class of the scheduler, not the call that made it."""
         return f"schedule({type(self._advance.scheduler).__name__})"
 
 
@@ -212,7 +212,7 @@ class DeviceSchedule(Schedule):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints."""
+        """Return the state that checkpoints hold."""
         self._hear(self._echo.last())
         return {**super().state_dict(), "rates": self.rates.advanced}
 

@@ -104,7 +104,7 @@ class ScheduleSlot(Stateful):
 def scheduled(
     state: DistState, plan: Plan, *, by: LRScheduler | MultiplierFn, metric: MetricFn | None = None
 ) -> UpdateFn:
-    """What advances the schedule of one step."""
+    """Make the function that advances the schedule of one step."""
     advance: Advance
     if heeds_metric(by):
         advance = AdvanceByMetric(by, metric or (lambda report: report.loss))
