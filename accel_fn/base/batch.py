@@ -117,6 +117,13 @@ def part_sizes(num_rows: int, num_parts: int) -> list[int]:
     return [size + 1] * extra + [size] * (num_parts - extra)
 
 
+def part_bounds(num_rows: int, num_parts: int, index: int) -> tuple[int, int]:
+    """Return where such a part starts and stops; as rows are added, it never moves back."""
+    size, extra = divmod(num_rows, num_parts)
+    start = index * size + min(index, extra)
+    return start, start + size + (index < extra)
+
+
 def split_rows(tree: Any, sizes: list[int]) -> Sequence[Any]:
     """Cut `tree` into consecutive parts of these sizes: tensors, and columns of non-tensors."""
     if isinstance(tree, Tensor):

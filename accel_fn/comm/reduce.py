@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
-from accel_fn.comm.agree import agreed
+from accel_fn.comm.collectives import agreed
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, check_alike, message
 
 T = TypeVar("T")

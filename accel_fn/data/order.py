@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from accel_fn.base.batch import part_sizes
+from accel_fn.base.batch import part_bounds
 from accel_fn.errors import ArgumentError, message
 
 _FEW = 64
@@ -91,24 +91,52 @@ def mix(value: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Cut:
+    """How samples are cut into global batches, and those into ranks' parts. Pure.
+
+    A tail smaller than the world joins the batch before it: every rank has a sample in every
+    batch, and none is padded or dropped. Only there do batches depend on the world size.
+    """
+
+    batch_size: int  # samples in a global batch
+    world_size: int
+    drop_last: bool  # leave out a last batch that is not full
+
+    def count(self, num_samples: int) -> int:
+        """Batches of so many samples, on every rank alike."""
+        full, tail = divmod(num_samples, self.batch_size)
+        if self.drop_last or tail == 0:
+            return full
+        return full if full > 0 and tail < self.world_size else full + 1
+
+    @property
+    def num_ahead(self) -> int:
+        """Samples to read beyond a batch to know whether a tail joins it."""
+        return 0 if self.drop_last or self.world_size == 1 else self.world_size
+
+    def last(self, num_samples: int, *, is_first: bool) -> int:
+        """Samples of the batch that ends an epoch, where fewer than `batch_size` are left: 0 for none."""
+        if num_samples == 0 or self.drop_last:
+            return 0
+        if num_samples < self.world_size and is_first:
+            raise ArgumentError(
+                f"shard_loader: stream must have an item for every one of {self.world_size} ranks, "
+                f"got {num_samples}; use fewer ranks"
+            )
+        return num_samples if num_samples >= self.world_size else 0  # else it joined the one before
+
+
+@dataclass(frozen=True, slots=True)
+class Order(Cut):
     """Which samples are in which batch of which epoch, for every rank. Pure."""
 
     num_samples: int
-    batch_size: int  # samples in a global batch
-    world_size: int
     shuffle: bool  # a new permutation each epoch, or the data set's order
-    drop_last: bool  # leave out a last batch that is not full
     seed: int
 
     def num_batches(self) -> int:
         """Batches of an epoch, on every rank alike."""
-        full, tail = divmod(self.num_samples, self.batch_size)
-        if self.drop_last or tail == 0:
-            return full
-        # A tail smaller than the world joins the batch before it: every rank has a sample in every
-        # batch, and none is padded or dropped. Only there do batches depend on the world size.
-        return full if full > 0 and tail < self.world_size else full + 1
+        return self.count(self.num_samples)
 
     def facts(self) -> dict[str, int | None]:
         """All but how many ranks share it, by name."""
@@ -127,9 +155,8 @@ class Order:
     def part(self, batch: int, rank: int) -> tuple[int, int]:
         """Where rank `rank`'s part of a global batch starts and stops: even to one sample, in rank order."""
         start, stop = self.bounds(batch)
-        sizes = part_sizes(stop - start, self.world_size)
-        start += sum(sizes[:rank])
-        return start, start + sizes[rank]
+        first, last = part_bounds(stop - start, self.world_size, rank)
+        return start + first, start + last
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of a global batch: [num_samples of the batch], int64."""
@@ -176,17 +203,16 @@ def check_batch_size(function: str, batch_size: int, world_size: int) -> None:
         )
 
 
-def check_sizes(function: str, order: Order, what: str = "data set") -> None:
+def check_sizes(function: str, cut: Cut, num_samples: int, what: str = "data set") -> None:
     """Refuse that, and an epoch of `what` without a batch."""
-    check_batch_size(function, order.batch_size, order.world_size)
-    ranks, num_samples = order.world_size, order.num_samples
-    if num_samples < ranks:
+    check_batch_size(function, cut.batch_size, cut.world_size)
+    if num_samples < cut.world_size:
         raise ArgumentError(
-            f"{function}: {what} must have a sample for every one of {ranks} ranks, "
+            f"{function}: {what} must have a sample for every one of {cut.world_size} ranks, "
             f"got {num_samples}; use fewer ranks"
         )
-    if order.drop_last and num_samples < order.batch_size:
+    if cut.drop_last and num_samples < cut.batch_size:
         raise ArgumentError(
             f"{function}: drop_last=True must leave a batch, got {num_samples} samples for "
-            f"batch_size={order.batch_size}; use drop_last=False or a smaller batch"
+            f"batch_size={cut.batch_size}; use drop_last=False or a smaller batch"
         )

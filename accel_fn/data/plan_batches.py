@@ -8,7 +8,7 @@ from itertools import groupby
 from math import isqrt
 
 from accel_fn.base.batch import part_sizes
-from accel_fn.data.order import Order, check_sizes
+from accel_fn.data.order import Cut, check_sizes
 from accel_fn.errors import check_count
 
 
@@ -120,11 +120,10 @@ def plan_batches(
     }
     counts = {name: check_count("plan_batches", name, value) for name, value in counts.items()}
     num_samples, batch_size, world_size, num_microbatches = counts.values()
-    order = Order(num_samples, batch_size, world_size, shuffle=False, drop_last=drop_last, seed=0)
-    check_sizes("plan_batches", order)
-    num_batches = order.num_batches()
-    start, stop = order.bounds(num_batches - 1)
-    last_batch = stop - start
+    cut = Cut(batch_size, world_size, drop_last)
+    check_sizes("plan_batches", cut, num_samples)
+    num_batches = cut.count(num_samples)
+    last_batch = batch_size if drop_last else num_samples - (num_batches - 1) * batch_size
     num_full = num_batches if last_batch == batch_size else num_batches - 1
     ranks = tuple(part_sizes(batch_size, world_size)) if num_full else ()
     last_ranks = tuple(part_sizes(last_batch, world_size))

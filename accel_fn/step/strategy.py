@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.state import DistState
-from accel_fn.comm.agree import exchange_failures
+from accel_fn.comm.collectives import exchange_failures
 from accel_fn.comm.dtensor import is_sharded, place_of
 from accel_fn.errors import ArgumentTypeError, PeerOutOfMemoryError, message
 from accel_fn.step.global_mean import GlobalMean, seed_of

@@ -68,7 +68,7 @@ def compare_skipping(name: str, station: Station, rounds: int, patience_s: float
 
 def compare_seeking(name: str, station: Station, rounds: int, patience_s: float) -> Table:
     """The samples of one batch far away, against the time that it may take."""
-    order = Order(10**12, BATCH_SIZE, 1, shuffle=True, drop_last=False, seed=0)
+    order = Order(BATCH_SIZE, 1, drop_last=False, num_samples=10**12, shuffle=True, seed=0)
 
     def seek() -> None:
         for batch in range(SEEKS_PER_BLOCK):

@@ -56,7 +56,7 @@ def read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBatc
             drop_last=drop_last,
             seed=_seed(loader, state),
         )
-        check_sizes("shard_loader", cut, "data set" if plain else "sampler")
+        check_sizes("shard_loader", cut, num_samples, "data set" if plain else "sampler")
     if plain and cut is not None:
         return cut
     batches = BatchSampler(sampler, batch_size, drop_last)

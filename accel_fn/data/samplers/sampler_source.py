@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel_fn.base.batch import part_sizes
+from accel_fn.base.batch import part_bounds
 from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel
 from accel_fn.data.indexed.load_batches import Loading
@@ -114,10 +114,8 @@ def _received(
 
 
 def _part(batch: Batch, rank: int, world_size: int) -> Batch:
-    """A rank's consecutive part."""
-    sizes = part_sizes(len(batch), world_size)
-    start = sum(sizes[:rank])
-    return batch[start : start + sizes[rank]]
+    start, stop = part_bounds(len(batch), world_size, rank)
+    return batch[start:stop]
 
 
 def _numbers(batch: Batch) -> Tensor:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
@@ -39,17 +39,21 @@ def shown(info: WorkerInfo | None) -> Iterator[None]:
         _torch_worker._worker_info = before
 
 
+@dataclass(eq=False)
 class WorkerStream(IterableDataset[Any]):
     """What a loader's workers iterate over: a user's stream, from `place` [epoch, first batch] on.
 
     A persistent worker is given its next place in shared memory.
     """
 
-    progress: Progress | None = None  # where workers write how far they are
-    reads: str  # what the progress counts, with a gap for the number
-
-    def __init__(self, place: Tensor, data: Any, rank: int, seed: int) -> None:
-        self.place, self.data, self.rank, self.seed = place, data, rank, seed
+    place: Tensor
+    data: Any
+    rank: int
+    seed: int
+    progress: Progress | None = field(default=None, init=False)
+    """Where workers write how far they are."""
+    reads: ClassVar[str]
+    """What the progress counts, with a gap for the number."""
 
     def worker(self) -> WorkerInfo | None:
         """Which worker of a loader over this stream the process is; None in the main process.

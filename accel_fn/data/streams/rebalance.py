@@ -8,8 +8,8 @@ from typing import Any
 
 from accel_fn.base.batch import part_sizes
 from accel_fn.comm.channel import Channel
+from accel_fn.data.order import Cut
 from accel_fn.data.streams.pack import pack, unpack
-from accel_fn.data.streams.round_robin import Cut
 from accel_fn.data.streams.split import HeldItems
 
 _MOST = 4  # batches between two agreements; a rank holds about one part more than that

@@ -6,45 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import Tensor
-
+from accel_fn.base.batch import part_bounds
 from accel_fn.comm.channel import Channel
+from accel_fn.data.order import Cut
 from accel_fn.data.streams.read_stream import Stream, WorkerStream
-from accel_fn.errors import ArgumentError, check_alike
+from accel_fn.errors import check_alike
 
 _BLOCK = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a stream is cut into batches, and those into ranks' parts."""
-
-    batch_size: int  # items in a global batch
-    world_size: int
-    drop_last: bool
-
-    @property
-    def num_ahead(self) -> int:
-        """Items to read beyond a batch to know whether a tail joins it."""
-        return 0 if self.drop_last or self.world_size == 1 else self.world_size
-
-    def start(self, num_items: int, rank: int) -> int:
-        """Where a rank's part of a batch of `num_items` starts; it never goes back as batches grow."""
-        size, extra = divmod(num_items, self.world_size)
-        return rank * size + min(rank, extra)
-
-    def last(self, num_items: int, *, is_first: bool) -> int:
-        """Items of the batch that ends an epoch, where `num_items` < batch_size are left: 0 for none."""
-        if num_items == 0 or self.drop_last:
-            return 0
-        if num_items < self.world_size and is_first:
-            raise ArgumentError(
-                f"shard_loader: stream must have an item for every one of {self.world_size} ranks, "
-                f"got {num_items}; use fewer ranks"
-            )
-        return num_items if num_items >= self.world_size else 0  # else it joined the one before
 
 
 def parts_of_stream(
@@ -80,22 +50,23 @@ def _next_part(stream: Stream, cut: Cut, rank: int, *, is_first: bool) -> tuple[
             is_last = True
             held += tail if start + len(held) == count else []
             count += len(tail)
-    return held[cut.start(count, rank) - start : cut.start(count, rank + 1) - start], is_last
+    first, stop = part_bounds(count, cut.world_size, rank)
+    return held[first - start : stop - start], is_last
 
 
 def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int]:
     """Items of a batch that may be in a rank's part, the place of the first, and how many were read."""
     held: list[Any] = []
     start, count = 0, 0
-    stop = cut.start(cut.batch_size + cut.world_size - 1, rank + 1)
+    _, stop = part_bounds(cut.batch_size + cut.world_size - 1, cut.world_size, rank)
     block = max(_BLOCK, cut.batch_size // cut.world_size // 4)
     while count < cut.batch_size:
         wanted = min(block, cut.batch_size - count)
         items = stream.take(wanted)
         held += items[: max(0, stop - count)]
         count += len(items)
-        held = held[cut.start(count, rank) - start :]
-        start = cut.start(count, rank)
+        first, _ = part_bounds(count, cut.world_size, rank)
+        held, start = held[first - start :], first
         if len(items) < wanted:
             break
     return held, start, count
@@ -108,27 +79,17 @@ class End:
     num_items: int
 
 
+@dataclass(eq=False)
 class RoundRobinStream(WorkerStream):
     """Worker w of n collates this rank's part of every n-th batch from the w-th on; then an `End`.
 
     Each worker reads the whole stream, and the data set takes itself for alone.
     """
 
-    reads = "in batch {}"
+    reads: ClassVar = "in batch {}"
 
-    def __init__(
-        self,
-        place: Tensor,
-        data: Any,
-        rank: int,
-        seed: int,
-        *,
-        cut: Cut,
-        collate_fn: Callable[[list[Any]], Any],
-    ) -> None:
-        super().__init__(place, data, rank, seed)
-        self.cut = cut
-        self.collate_fn = collate_fn
+    cut: Cut
+    collate_fn: Callable[[list[Any]], Any]
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first_batch = self.place.tolist()  # now: a persistent worker's place moves on

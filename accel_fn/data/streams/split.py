@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,24 +62,14 @@ def shard_of(data: Any, num_shards: int, index: int) -> IterableDataset[Any]:
     return shard
 
 
+@dataclass(eq=False)
 class ShardStream(WorkerStream):
     """A rank's shards: items in blocks, from a worker as bytes."""
 
-    reads = "after {} items"
+    reads: ClassVar = "after {} items"
 
-    def __init__(
-        self,
-        place: Tensor,
-        data: Any,
-        rank: int,
-        seed: int,
-        *,
-        split: Split,
-        block_size: int,
-    ) -> None:
-        super().__init__(place, data, rank, seed)
-        self.split = split
-        self.block_size = block_size
+    split: Split
+    block_size: int
 
     def __iter__(self) -> Iterator[Any]:
         epoch = int(self.place[0])  # now: a persistent worker's place moves on

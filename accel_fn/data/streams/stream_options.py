@@ -8,9 +8,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accel_fn.base.state import DistState
-from accel_fn.data.order import check_batch_size
+from accel_fn.data.order import Cut, check_batch_size
 from accel_fn.data.same_loader import knows_ranks
-from accel_fn.data.streams.round_robin import Cut
 from accel_fn.data.streams.split import Split, num_shards, shard_of
 from accel_fn.errors import ArgumentError, StateError, check_count, message
 

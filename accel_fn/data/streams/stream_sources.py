@@ -16,12 +16,12 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel, open_channel
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.data.order import Order, find_by_counting, mix
+from accel_fn.data.order import Cut, find_by_counting, mix
 from accel_fn.data.same_loader import check_same
 from accel_fn.data.streams.passes import Passes, options_of
 from accel_fn.data.streams.read_stream import WorkerInit
 from accel_fn.data.streams.rebalance import rebalanced_parts
-from accel_fn.data.streams.round_robin import Cut, RoundRobinStream, until_end
+from accel_fn.data.streams.round_robin import RoundRobinStream, until_end
 from accel_fn.data.streams.split import HeldItems, ShardStream, Split
 from accel_fn.data.streams.stream_options import StreamOptions, read_stream_options
 from accel_fn.data.workers.lost_workers import identity
@@ -66,9 +66,7 @@ class _StreamSource:
             raise ArgumentTypeError(
                 message("len", "data set", "have a __len__", self._name, repair)
             )
-        cut = self._cut
-        order = Order(self._num_items, cut.batch_size, cut.world_size, False, cut.drop_last, 0)
-        return order.num_batches()
+        return self._cut.count(self._num_items)
 
     def facts(self) -> dict[str, int | None]:
         return {
