@@ -15,6 +15,7 @@ def extra(function: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ExtraError(
-            f'{function}: {error.name} must be installed; pip install "accel-fn[checkpoint]"',
+            f"{function}: {error.name} must be installed; "
+            'in a clone of accel_fn: pip install ".[checkpoint]"',
             name=error.name,
         ) from None

@@ -23,7 +23,7 @@ def main() -> None:
             raise
         sys.exit(
             f"accel-fn: the command line needs {error.name}, which is not installed; "
-            'pip install "accel-fn[cli]"'
+            'in a clone of accel_fn: pip install ".[cli]"'
         )
     app(prog_name="accel-fn")
 

@@ -168,5 +168,6 @@ def test_a_library_that_is_missing_is_one_line(folder, tmp_path):
     done = run_python(tmp_path, "-c", script, "export", "run/step_00000002", "weights")
     assert done.returncode == 1
     assert done.stderr == (
-        'Error: export: safetensors.torch must be installed; pip install "accel-fn[checkpoint]"\n'
+        "Error: export: safetensors.torch must be installed; "
+        'in a clone of accel_fn: pip install ".[checkpoint]"\n'
     )

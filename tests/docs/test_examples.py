@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import gc
 import importlib
@@ -91,15 +92,36 @@ def namespace() -> dict[str, Any]:
     }
 
 
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROGRAM, RESUMING = re.findall(r"^```diff\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+IMPORTS = """import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+"""
+
+
+def side(diff: str, sign: str) -> str:
+    """One side of a diff: the lines that both sides share, and those with this sign."""
+    lines = diff.splitlines()
+    return "".join(f"{line[1:]}\n" for line in lines if line[:1] in ("", " ", sign))
+
+
+def resumed(program: str) -> str:
+    """The program of README.md under its second diff."""
+    old = side(RESUMING, "-")
+    assert program.count(old) == 1
+    return program.replace(old, side(RESUMING, "+"))
+
+
 @pytest.fixture(scope="module")
 def printed_alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the program of README.md prints, pasted into an empty file of an empty folder."""
-    return run_readme(tmp_path_factory.mktemp("alone"), [])
+    """What the new program of README.md prints, pasted into an empty file of an empty folder."""
+    return run_program(IMPORTS + side(PROGRAM, "+"), tmp_path_factory.mktemp("alone"), [])
 
 
-def run_readme(folder: Path, launcher: list[str]) -> str:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    program = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0]
+def run_program(program: str, folder: Path, launcher: list[str]) -> str:
     (folder / "train.py").write_text(program, encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *launcher, "train.py"]
@@ -108,10 +130,19 @@ def run_readme(folder: Path, launcher: list[str]) -> str:
     return done.stdout
 
 
-def test_program_of_the_readme_learns(printed_alone: str) -> None:
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed_alone)]
-    assert len(losses) == 5
-    assert losses[-1] < losses[0] / 2
+def losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+
+
+def test_the_file_that_the_readme_names_is_its_new_program() -> None:
+    text = (ROOT / "examples" / "circle.py").read_text(encoding="utf-8")
+    assert text.partition('"""\n\n')[2] == IMPORTS + side(PROGRAM, "+")
+
+
+def test_both_programs_of_the_readme_learn(printed_alone: str, tmp_path: Path) -> None:
+    for printed in (run_program(IMPORTS + side(PROGRAM, "-"), tmp_path, []), printed_alone):
+        assert len(losses(printed)) == 5
+        assert losses(printed)[-1] < losses(printed)[0] / 2
 
 
 @pytest.mark.slow
@@ -119,23 +150,26 @@ def test_program_of_the_readme_prints_the_same_on_two_processes(
     printed_alone: str, tmp_path: Path
 ) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert run_readme(tmp_path, launcher) == printed_alone
+    assert run_program(IMPORTS + side(PROGRAM, "+"), tmp_path, launcher) == printed_alone
 
 
 def test_a_run_of_the_readme_goes_on_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lines in place of the loop; stopped within an epoch, and started again."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    program, saving = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    program = program[: program.index("for epoch in")] + saving.replace("epochs(5", "epochs(2")
-    stopping = program + "        if state.step == 20:\n            break\n"
+    """With the lines that resume; stopped within an epoch, and started again."""
+    program = resumed(IMPORTS + side(PROGRAM, "+")).replace("epochs(5", "epochs(2")
+    saving = side(RESUMING, "+").splitlines(keepends=True)[-1]
+    assert saving in program
+    stopping = program.replace(
+        saving, saving + "        if state.step == 20:\n            raise SystemExit\n"
+    )
     ends = []
     for name, programs in (("whole", [program]), ("stopped", [stopping, program])):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         for each in programs:
-            exec(each, {})
+            with contextlib.suppress(SystemExit):
+                exec(each, {})
             gc.collect()  # the run lets go of its folder
         ends.append(Path("runs/a/step_00000032/tensors_00000.bin").read_bytes())
     assert ends[0] == ends[1]
@@ -147,7 +181,8 @@ def test_no_python_stands_in_a_block_that_is_not_run(page: Path) -> None:
     fences = re.findall(
         r"^ *```(\S+)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    texts = [text for language, text in fences if language not in ("python", "{eval-rst}")]
+    run = {"python", "{eval-rst}", "diff" if page.name == "README.md" else "python"}
+    texts = [text for language, text in fences if language not in run]
     assert not [
         text
         for text in texts
@@ -156,10 +191,10 @@ def test_no_python_stands_in_a_block_that_is_not_run(page: Path) -> None:
     ]
 
 
-def test_the_readme_links_every_page_and_nothing_else() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    linked = set(re.findall(r"\]\(([^)#]+)", text))
-    assert linked == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+def test_links_of_the_readme_lead_to_files() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+)", README))
+    assert "docs/index.md" in linked
+    assert not [link for link in linked if not (ROOT / link).is_file()]
 
 
 def test_every_public_name_is_in_the_reference() -> None:

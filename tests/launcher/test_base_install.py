@@ -41,9 +41,9 @@ COMMAND = "sys.argv = ['accel-fn', 'launch', 'x.py']; from accel_fn.cli import m
     ("program", "output", "errors"),
     [
         (NAMES, "", ""),
-        (CALL, 'launch: cloudpickle must be installed; pip install "accel-fn[cli]"\n', ""),
+        (CALL, 'launch: cloudpickle must be installed; in a clone of accel_fn: pip install ".[cli]"\n', ""),
         (COMMAND, "", "accel-fn: the command line needs click, which is not installed; "
-         'pip install "accel-fn[cli]"\n'),
+         'in a clone of accel_fn: pip install ".[cli]"\n'),
     ],
     ids=["names", "call", "command"],
 )  # fmt: skip

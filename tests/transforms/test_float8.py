@@ -155,7 +155,8 @@ def test_a_model_without_layers_that_fit_is_refused():
 def test_torchao_is_asked_for_by_the_name_of_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)  # any import of it raises
     with pytest.raises(
-        ModuleNotFoundError, match=r'precision=\'fp8\'; pip install "accel-fn\[float8\]"'
+        ModuleNotFoundError,
+        match=r'precision=\'fp8\'; in a clone of accel_fn: pip install "\.\[float8\]"',
     ):
         af.with_amp("fp8")
 

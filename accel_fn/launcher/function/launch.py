@@ -76,7 +76,8 @@ def launch(
         if str(error.name).startswith("accel_fn"):
             raise
         raise ExtraError(
-            f'launch: {error.name} must be installed; pip install "accel-fn[cli]"', name=error.name
+            f'launch: {error.name} must be installed; in a clone of accel_fn: pip install ".[cli]"',
+            name=error.name,
         ) from None
     return call(
         fn,

@@ -48,7 +48,7 @@ def torchao() -> Any:
     except ModuleNotFoundError as error:
         raise ExtraError(
             f"with_amp: {error.name} must be installed for precision='fp8'; "
-            'pip install "accel-fn[float8]"',
+            'in a clone of accel_fn: pip install ".[float8]"',
             name=error.name,
         ) from None
     return torchao.float8
