@@ -75,6 +75,25 @@ def sgd(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+def plan(
+    *,
+    model: nn.Module | None = None,
+    optimizer: MakeOptimizer = sgd,
+    loss_fn: Any = mse,
+    weight_fn: Any = af.num_samples,
+) -> af.Plan:
+    """A plan for the small model, or for another."""
+    model = model or regression_model()
+    return af.Plan(loss_fn, model, optimizer(model.parameters()), weight_fn)
+
+
+def built(
+    recipe: Recipe = lambda plan: plan, state: af.DistState | None = None, **given: Any
+) -> tuple[af.DistState, af.Step]:
+    """Build such a plan after a transform, in one process if no state is given."""
+    return af.build(state or af.DistState(), recipe(plan(**given)))
+
+
 def trained_by_hand(
     model: nn.Module,
     batches: Sequence[Any],

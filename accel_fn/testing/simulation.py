@@ -1,4 +1,7 @@
-"""simulate: run ranks as threads of one process, over real collectives."""
+"""simulate: run ranks as threads of one process, over real collectives.
+
+Uses private names of torch; tests/step/test_torch_internals.py fails when one of them changes.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
 from accel_fn.base.state import DistState
+from accel_fn.comm.mesh import make_group
 from accel_fn.errors import ArgumentTypeError, check_count, check_positive, message
-from accel_fn.testing.threads import called_alike, make_group, make_store
 
 T = TypeVar("T")
 
@@ -79,7 +83,7 @@ _idle = _Idle()  # groups cannot be destroyed safely, so they are reused
 def _make_world(world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
     if world_size == 1:
         return [None]
-    store = make_store()
+    store = HashStore()
     world: list[ProcessGroup | None] = [None] * world_size
 
     def join(rank: int) -> None:
@@ -87,6 +91,13 @@ def _make_world(world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
 
     _run_threads([lambda rank=rank: join(rank) for rank in range(world_size)])  # type: ignore[misc]
     return world
+
+
+def _called_alike(world: Sequence[ProcessGroup | None]) -> bool:
+    """Have all ranks called equally many collectives?"""
+    groups = [group for group in world if group is not None]
+    counts = {group._get_sequence_number_for_group() for group in groups}  # type: ignore[attr-defined]
+    return len(counts) <= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +178,7 @@ def simulate(
     for thread in threads:
         thread.join()
     # `fn` may have caught a time-out, and left a collective that not all ranks called.
-    if time.monotonic() - start < timeout_s and called_alike(world):
+    if time.monotonic() - start < timeout_s and _called_alike(world):
         _idle.give(world, timeout_s)
     return results
 

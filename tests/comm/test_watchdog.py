@@ -13,12 +13,12 @@ from torch._C._distributed_c10d import HashStore
 
 import accel_fn as af
 from accel_fn.comm import primitives
+from accel_fn.comm.mesh import make_group
 from accel_fn.comm.watchdog.abort import Abort
 from accel_fn.comm.watchdog.hang_report import Place, Stack, list_ranks
 from accel_fn.comm.watchdog.store_log import Entry, StoreLog
 from accel_fn.comm.watchdog.watchdog import StoreWatchdog
 from accel_fn.testing import simulate
-from accel_fn.testing.threads import make_group, make_store
 from tests.processes import free_port
 
 LIBRARIES = (f"{af.__path__[0]}/",)
@@ -332,7 +332,7 @@ def test_a_sum_goes_over_the_axis_that_it_is_given(start):
         start(number, state, "step").wait()
         return over_one, number.item()
 
-    groups = [make_group(make_store(), 0, 1, 10.0) for _ in range(2)]
+    groups = [make_group(HashStore(), 0, 1, 10.0) for _ in range(2)]
     assert simulate(run, world_size=2) == [(1.0, 3.0), (2.0, 3.0)]
 
 

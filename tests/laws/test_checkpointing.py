@@ -48,8 +48,7 @@ def noisy_model(**options):
 
 def train(model, recipe, batches):
     torch.manual_seed(1)
-    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), recipe(plan))
+    state, step = ours.built(recipe, model=model, optimizer=ours.adamw)
     losses = []
     for batch in batches:
         state, report = step(state, batch)
@@ -185,9 +184,8 @@ def test_compiled_blocks_compute_again_what_they_have_computed(scope, offload):
     ids=str,
 )
 def test_a_graph_without_a_break_around_blocks_is_refused(settings, name):
-    model = stack()
     recipe = af.compose(af.checkpoint_activations(), af.compiled(**settings))
-    plan = recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    plan = recipe(ours.plan(model=stack(), optimizer=ours.adamw))
     text = rf"checkpoint_activations must have blocks that .* outside of a graph, got {name}.*; use compiled"
     with pytest.raises(ValueError, match=text):
         af.build(af.DistState(), plan)
@@ -224,8 +222,9 @@ def test_what_is_chosen_is_computed_again_and_nothing_else(blocks, chosen):
     for name in LAYERS:
         layer = model.get_submodule(name)
         layer.forward = partial(counted, calls, name, layer.forward)
-    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), af.checkpoint_activations(blocks=blocks)(plan))
+    state, step = ours.built(
+        af.checkpoint_activations(blocks=blocks), model=model, optimizer=ours.adamw
+    )
     step(state, (torch.ones(4, 3).double(), torch.ones(4, 1).double()))
     again = {name for name, number in calls.items() if number > 1}
     assert again == {name for name in LAYERS if any(is_in(name, each) for each in chosen)}
@@ -252,8 +251,7 @@ def saved_bytes(recipe):
         return tensor
 
     held = {each.data_ptr() for each in model.parameters()}
-    plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), recipe(plan))
+    state, step = ours.built(recipe, model=model, optimizer=ours.adamw, loss_fn=loss_fn)
     step(state, (torch.ones(64, 3).double(), torch.ones(64, 1).double()))
     return sum(sizes)
 
@@ -297,8 +295,7 @@ def test_with_offload_an_accelerator_holds_nothing_of_what_goes_into_the_blocks(
 def test_outside_of_a_step_the_model_is_as_it_was(batches):
     model = stack()
     forwards = [block.forward for block in model.blocks]
-    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), af.checkpoint_activations()(plan))
+    state, step = ours.built(af.checkpoint_activations(), model=model, optimizer=ours.adamw)
     step(state, batches[0])
     with torch.no_grad():
         step.forward(state, batches[0])
@@ -311,8 +308,7 @@ def test_a_forward_of_an_instance_s_own_stays():
     own = model.blocks[0].forward
     model.blocks[0].forward = lambda inputs: own(inputs) * 2
     held = vars(model.blocks[0])["forward"]
-    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), af.checkpoint_activations()(plan))
+    state, step = ours.built(af.checkpoint_activations(), model=model, optimizer=ours.adamw)
     step(state, (torch.ones(4, 3).double(), torch.ones(4, 1).double()))
     assert vars(model.blocks[0])["forward"] is held
 

@@ -20,9 +20,7 @@ def update_of(batch, recipe, optimizer):
     """The gradient that plain SGD with a learning rate of one has applied, and the report."""
     model = ours.regression_model()
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    state, step = af.build(
-        af.DistState(), recipe(af.Plan(ours.mse, model, optimizer(model.parameters())))
-    )
+    state, step = ours.built(recipe, model=model, optimizer=optimizer)
     _, report = step(state, batch)
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     return before - after, report

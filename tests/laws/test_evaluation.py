@@ -43,9 +43,8 @@ def by_hand(model, data):
 
 
 def evaluated(state, data, batch_size, num_microbatches, **options):
-    model = ours.regression_model()
     recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(num_microbatches))
-    state, step = af.build(state, recipe(af.Plan(ours.mse, model, ours.sgd(model.parameters()))))
+    state, step = ours.built(recipe, state)
     loader = af.shard_loader(DataLoader(data, batch_size=batch_size, **options), state)
     return {
         **af.evaluate(step, loader, state, metric_fn),
@@ -120,11 +119,13 @@ def assert_same_token_loss(data, batch_size, world_size):
     expected = float(ours.token_loss(ours.token_model(), whole).detach())
 
     def run(state):
-        model = ours.token_model()
-        plan = af.Plan(
-            ours.token_loss, model, ours.sgd(model.parameters()), af.num_labels("labels")
+        state, step = ours.built(
+            af.compose(af.wrap_ddp(), af.accumulate(2)),
+            state,
+            model=ours.token_model(),
+            loss_fn=ours.token_loss,
+            weight_fn=af.num_labels("labels"),
         )
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
         loader = af.shard_loader(DataLoader(data, batch_size=batch_size), state)
         return af.evaluate(step, loader, state)["loss"]
 
@@ -146,9 +147,7 @@ def test_row_14_a_metric_of_objects_counts_every_sample_once_and_tells_what_it_r
     data = [{"id": i, "boxes": [i] * (i % 3)} for i in range(7)]
 
     def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = ours.built(af.wrap_ddp(), state)
         loader = af.shard_loader(DataLoader(data, batch_size=4, collate_fn=list), state)
 
         def count_boxes(model, batch):

@@ -103,8 +103,7 @@ def test_a_gradient_function_sees_no_such_gradient_wherever_it_is_listed(listed_
         return replace(plan, wrap_grad_fn=(*plan.wrap_grad_fn, wrap))
 
     transforms = [af.freeze("0"), watching]
-    model = ours.regression_model()
-    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    plan = ours.plan(optimizer=ours.adamw)
     state, step = af.build(af.DistState(), af.compose(*transforms[:: 1 - 2 * listed_first])(plan))
     step(state, (torch.ones(4, 3).double(), torch.zeros(4, 1).double()))
     assert seen == [[True, True, False, False]]
@@ -116,9 +115,7 @@ BATCHES = [
 
 
 def built(recipe, *, late=False):
-    model = ours.regression_model()
-    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), recipe(plan))
+    state, step = ours.built(recipe, optimizer=ours.adamw)
     if late:
         for each in step.plan.after_update:
             each._echo = LateEcho()
@@ -170,8 +167,7 @@ def test_the_host_waits_for_an_accelerator_only_where_the_next_update_may_be_the
 
 def test_ranks_agree_on_what_is_frozen():
     def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        plan = ours.plan(optimizer=ours.adamw)
         names = ["0", "2.bias"][state.rank]
         with pytest.raises(RuntimeError, match="build: plan must be the same on every rank"):
             af.build(state, af.compose(af.wrap_ddp(), af.freeze(names))(plan))
@@ -190,8 +186,7 @@ def test_ranks_agree_on_what_is_frozen():
     ],
 )
 def test_what_names_no_parameter_is_refused(names, text):
-    model = ours.regression_model()
-    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    plan = ours.plan(optimizer=ours.adamw)
     with pytest.raises(ValueError, match=text):
         af.freeze(names)(plan)
 

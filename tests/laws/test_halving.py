@@ -73,8 +73,7 @@ def limited(limit, where="after", full=FULL["accelerator"]):
 
 
 def make(state, loss_fn, recipe):
-    model = model_with_statistics()
-    plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
+    plan = ours.plan(model=model_with_statistics(), optimizer=ours.adamw, loss_fn=loss_fn)
     return af.build(state, recipe(plan))
 
 
@@ -180,12 +179,10 @@ def test_random_generators_are_where_they_were(full):
 
     def run(loss_fn, recipe):
         torch.manual_seed(1), np.random.seed(1), random.seed(1)
-        model = ours.regression_model()
-        plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
-        state, step = af.build(af.DistState(), recipe(plan))
+        state, step = ours.built(recipe, optimizer=ours.adamw, loss_fn=loss_fn)
         for _ in range(3):
             state, _ = step(state, (torch.ones(8, 3).double(), torch.ones(8, 1).double()))
-        return model.state_dict(), torch.rand(3), np.random.rand(), random.random()
+        return step.plan.model.state_dict(), torch.rand(3), np.random.rand(), random.random()
 
     def noisy(loss_fn):
         def with_noise(model, batch):
@@ -310,9 +307,7 @@ def test_another_error_is_not_tried_again():
         calls.append(1)
         raise RuntimeError("shapes do not fit")
 
-    model = ours.regression_model()
-    plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), af.accumulate("auto")(plan))
+    state, step = ours.built(af.accumulate("auto"), optimizer=ours.adamw, loss_fn=loss_fn)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         step(state, (torch.ones(4, 3).double(), torch.ones(4, 1).double()))
     assert len(calls) == 1

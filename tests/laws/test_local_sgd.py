@@ -12,6 +12,7 @@ from accel_fn.testing import simulate, strategies
 from accel_fn.transforms.local_sgd.average_ranks import average
 from tests import strategies as ours
 from tests.apart import copied, held, trained_apart_by_hand
+from tests.laws.test_worlds import dealt_batches
 
 LINEAR = {
     "plain": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -25,15 +26,6 @@ LINEAR = {
 
 
 few, some = ours.share(0.5), ours.share(0.8)
-
-
-@st.composite
-def dealt_batches(draw, num_batches=3, batches=strategies.batches):
-    """Global batches, and any way to deal them to ranks, empty ones included."""
-    found = draw(batches(num_batches=num_batches))
-    world_size = draw(strategies.world_sizes(4))
-    sizes = [draw(strategies.uneven_parts(af.num_samples(batch), world_size)) for batch in found]
-    return found, sizes
 
 
 def trained_apart(parts, recipe, optimizer=ours.adamw):
@@ -55,7 +47,7 @@ def trained_apart(parts, recipe, optimizer=ours.adamw):
 
 @some
 @given(
-    dealt=dealt_batches(),
+    dealt=dealt_batches(strategies.batches(), 4),
     optimizer=st.sampled_from(list(LINEAR)).map(LINEAR.get),
     num_microbatches=st.integers(1, 3),
 )
@@ -83,7 +75,7 @@ MASKED = {
 
 @some
 @given(
-    dealt=dealt_batches(batches=strategies.labelled_batches),
+    dealt=dealt_batches(strategies.labelled_batches(), 4),
     num_microbatches=st.integers(1, 3),
 )
 @example(dealt=([MASKED] * 3, [[2, 2], [1, 3], [3, 1]]), num_microbatches=1)
@@ -108,7 +100,7 @@ def test_ranks_averaged_after_every_update_are_one_rank_for_any_weights(dealt, n
 
 @some
 @given(
-    dealt=dealt_batches(num_batches=5),
+    dealt=dealt_batches(strategies.batches(num_batches=5), 4),
     every=st.integers(1, 3),
     num_microbatches=st.integers(1, 3),
     max_norm=st.sampled_from([None, 0.5]),
@@ -145,7 +137,7 @@ def test_one_rank_is_the_loop_by_hand_to_the_bit(batches, every):
 
 
 @few
-@given(dealt=dealt_batches(num_batches=4), every=st.integers(1, 2))
+@given(dealt=dealt_batches(strategies.batches(num_batches=4), 4), every=st.integers(1, 2))
 def test_after_an_average_all_ranks_hold_the_same_bits(dealt, every):
     first, *others = trained_apart(ours.dealt(*dealt), af.local_sgd(every))
     for trace, _ in others:
@@ -154,7 +146,7 @@ def test_after_an_average_all_ranks_hold_the_same_bits(dealt, every):
 
 
 @few
-@given(dealt=dealt_batches(num_batches=4))
+@given(dealt=dealt_batches(strategies.batches(num_batches=4), 4))
 def test_the_report_is_of_the_global_batch_and_says_what_is_the_ranks_own(dealt):
     batches, sizes = dealt
     parts = ours.dealt(batches, sizes)

@@ -109,9 +109,7 @@ def test_gradients_of_one_batch_outlive_those_of_the_next(world_size):
     """DDP's gradients live in its buckets: what `grads` gives must not."""
 
     def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = ours.built(af.wrap_ddp(), state)
         batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
         state, grads, _ = step.grads(state, batch)
         before = [tensor.clone() for tensor in grads.tensors]
@@ -136,8 +134,7 @@ def test_a_gradient_function_may_ask_for_gradients_twice():
         return averaged
 
     def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        plan = ours.plan()
         plan = replace(af.wrap_ddp()(plan), wrap_grad_fn=(twice,))
         state, step = af.build(state, plan)
         step(state, (torch.ones(2, 3).double(), torch.ones(2, 1).double()))

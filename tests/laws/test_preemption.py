@@ -79,8 +79,7 @@ def test_without_it_a_report_says_nothing_of_an_end():
 
 @pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(2)], ids=["whole", "parts"])
 def test_one_rank_hears_itself(recipe):
-    model = ours.regression_model()
-    plan = recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    plan = recipe(ours.plan(optimizer=ours.adamw))
     batch = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
     with af.Preemption() as preemption:
         state, step = af.build(af.DistState(), preemption(plan))
@@ -109,9 +108,7 @@ def test_signals_are_noted_inside_and_obeyed_again_outside(number):
 
 def test_a_step_outside_of_with_is_refused():
     """Its signals would end the process."""
-    model = ours.regression_model()
-    plan = af.Preemption()(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
-    state, step = af.build(af.DistState(), plan)
+    state, step = ours.built(af.Preemption(), optimizer=ours.adamw)
     with pytest.raises(ValueError, match="train inside `with preemption:`"):
         step(state, (torch.ones(4, 3).double(), torch.zeros(4, 1).double()))
 
@@ -161,8 +158,7 @@ def test_another_thread_is_told_that_it_handles_no_signals():
 
 def test_a_rank_that_does_not_listen_is_refused():
     def run(state):
-        model = ours.regression_model()
-        plan = af.wrap_ddp()(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+        plan = af.wrap_ddp()(ours.plan(optimizer=ours.adamw))
         with pytest.raises(RuntimeError, match="should_stop"):
             af.build(state, af.Preemption(())(plan) if state.rank else plan)
 
@@ -170,8 +166,7 @@ def test_a_rank_that_does_not_listen_is_refused():
 
 
 def test_explain_tells_of_it(capsys):
-    model = ours.regression_model()
-    plan = af.Preemption(())(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    plan = af.Preemption(())(ours.plan(optimizer=ours.adamw))
     af.explain(plan, af.DistState())
     line = "  stop       after this step, if Preemption() asks for it on any rank"
     assert line in capsys.readouterr().out.splitlines()

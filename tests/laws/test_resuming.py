@@ -62,8 +62,7 @@ class Rank:
     """One of a run's: what it trains, and how far it is."""
 
     def __init__(self, state, wrap, *, seed):
-        model = ours.regression_model(seed)
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        plan = ours.plan(model=ours.regression_model(seed), optimizer=ours.adamw)
         recipe = af.compose(wrap, scaled, af.accumulate(2), af.clip(0.5))
         self.state, self.step = af.build(state, recipe(plan))
 

@@ -38,7 +38,14 @@ def test_scaling_by_a_power_of_two_changes_no_bit(optimizer, batches, exponent, 
     assert found == losses
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+WRAPPED = [(name, af.wrap_ddp()) for name in OPTIMIZERS]
+WRAPPED += [("adamw", af.wrap_fsdp())]
+WRAPPED += [
+    pytest.param(name, af.wrap_fsdp(), marks=pytest.mark.slow) for name in ("fused adamw", "sgd")
+]  # torch has no fused SGD for shards
+
+
+@pytest.mark.parametrize(("optimizer", "wrap"), WRAPPED)
 @given(
     batches=strategies.batches(num_batches=5),
     poisoned=st.lists(st.booleans(), min_size=5, max_size=5),
@@ -47,9 +54,10 @@ def test_scaling_by_a_power_of_two_changes_no_bit(optimizer, batches, exponent, 
     bad=st.sampled_from([float("inf"), float("nan")]),
 )
 def test_an_overflow_on_one_rank_skips_the_update_on_all(
-    optimizer, batches, poisoned, world_size, culprit, bad
+    optimizer, wrap, batches, poisoned, world_size, culprit, bad
 ):
     """Equal to the reference loop over the other batches; also where the first of all is skipped."""
+    optimizer = OPTIMIZERS[optimizer]
     clean = [batch for batch, is_bad in zip(batches, poisoned, strict=False) if not is_bad]
     _, expected = ours.trained_by_hand(
         ours.regression_model(), clean, optimizer=optimizer, max_norm=0.5
@@ -67,15 +75,14 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(
         parts.append(mine)
 
     def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
-        recipe = af.compose(af.wrap_ddp(), af.clip(0.5), scaled(1024.0))
-        state, step = af.build(state, recipe(plan))
+        recipe = af.compose(wrap, af.clip(0.5), scaled(1024.0))
+        state, step = ours.built(recipe, state, optimizer=optimizer)
         applied = []
         for part in parts[state.rank]:
             state, report = step(state, part)
             applied.append(bool(report.applied))
-        return model.state_dict(), applied, float(state.scaler.scale), int(state.scaler.skipped)
+        parameters = ours.whole(step.plan.model.state_dict())
+        return parameters, applied, float(state.scaler.scale), int(state.scaler.skipped)
 
     skipped = sum(poisoned[: len(batches)])
     for parameters, applied, scale, counted in simulate(run, world_size=world_size):
@@ -163,9 +170,7 @@ def test_two_float16_steps_share_one_scale():
 @pytest.mark.parametrize("recipe", [af.clip_value(0.1), af.clip(0.1)], ids=["clip_value", "clip"])
 def test_what_transforms_make_of_an_overflow_does_not_hide_it(recipe, bad):
     """clip_value would turn an infinity into its bound: the verdict comes first."""
-    model = ours.regression_model()
-    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), af.compose(scaled(8.0), recipe)(plan))
+    state, step = ours.built(af.compose(scaled(8.0), recipe))
     state, report = step(state, (torch.full((2, 3), bad).double(), torch.ones(2, 1).double()))
     assert not report.applied
-    ours.assert_identical(model.state_dict(), ours.regression_model().state_dict())
+    ours.assert_identical(step.plan.model.state_dict(), ours.regression_model().state_dict())

@@ -330,8 +330,7 @@ PLACES = {
 def test_a_rate_is_on_the_device_where_that_knows_first_whether_updates_are_made(
     state, optimizer, recipe, kind, make_scheduler
 ):
-    model = ours.regression_model()
-    plan = recipe(af.Plan(ours.mse, model, optimizer(model.parameters())))
+    plan = recipe(ours.plan(optimizer=optimizer))
     made = begun(state, plan, by=make_scheduler(plan.optimizer))
     assert type(made) is kind
 

@@ -34,10 +34,8 @@ def test_training_over_windows_is_training_over_joined_batches(
     samples = data(num_samples)
 
     def run(state):
-        model = ours.regression_model()
         recipe = af.compose(af.wrap_ddp(), af.accumulate(k, split=None), af.clip(0.5))
-        plan = recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
-        state, step = af.build(state, plan)
+        state, step = ours.built(recipe, state, optimizer=ours.adamw)
         loader = af.shard_loader(DataLoader(samples, batch_size=batch_size, shuffle=True), state)
         loader = af.window(loader, k)
         joined = []
@@ -45,7 +43,7 @@ def test_training_over_windows_is_training_over_joined_batches(
             for number, batch in enumerate(epoch):
                 joined.append(loader.global_indices(epoch.index, number))
                 state, _ = step(state, batch)
-        return model.state_dict(), joined, state.step
+        return step.plan.model.state_dict(), joined, state.step
 
     results = simulate(run, world_size=world_size)
     joined = [samples[indices] for indices in results[0][1]]

@@ -58,7 +58,12 @@ def test_any_ranks_are_one_rank(wrap, dealt, num_microbatches):
         assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
 
 
-@wrappers
+@pytest.mark.parametrize(
+    "wrap",
+    [af.wrap_ddp(), wrap_by_hand, af.wrap_fsdp(reshard_after_forward=False)],
+    ids=["wrap_ddp", "by_hand", "wrap_fsdp"],
+)
+@ours.share(0.5)
 @given(dealt=dealt_batches(strategies.labelled_batches(), 4), num_microbatches=st.integers(1, 3))
 def test_any_ranks_are_one_rank_by_tokens(wrap, dealt, num_microbatches):
     batches, sizes = dealt
@@ -122,9 +127,7 @@ def test_the_forward_alone_is_the_loss_of_the_global_batch(dealt):
     parts = ours.dealt(batches, sizes)
 
     def run(state):
-        mine = ours.regression_model()
-        plan = af.Plan(ours.mse, mine, ours.sgd(mine.parameters()))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
+        state, step = ours.built(af.compose(af.wrap_ddp(), af.accumulate(2)), state)
         return float(step.forward(state, parts[state.rank][0]))
 
     assert simulate(run, world_size=len(parts)) == pytest.approx([expected] * len(parts), rel=1e-6)

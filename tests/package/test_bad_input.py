@@ -149,8 +149,7 @@ def test_what_cannot_be_combined_is_refused_in_build_by_name(recipe, text):
 
 
 def test_float16_parameters_are_not_scaled():
-    model = ours.regression_model().half()
-    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    plan = ours.plan(model=ours.regression_model().half())
     with pytest.raises(ValueError, match=r"float16 0\.weight; use model\.float\(\)"):
         af.build(af.DistState(), af.with_amp("fp16")(plan))
 
@@ -247,8 +246,7 @@ def test_as_many_other_parameters_are_not_those_that_build_found():
 
 
 def test_an_optimizer_that_evaluates_the_loss_again_is_refused():
-    model = ours.regression_model()
-    plan = af.Plan(ours.mse, model, torch.optim.LBFGS(model.parameters()))
+    plan = ours.plan(optimizer=torch.optim.LBFGS)
     with pytest.raises(ValueError, match="must update from gradients alone, got LBFGS"):
         af.build(af.DistState(), plan)
 
@@ -337,16 +335,14 @@ def test_reentrant_checkpoints_are_refused_on_every_rank(recipe, world_size, hid
 
 def test_a_reentrant_checkpoint_that_comes_later_is_refused_by_the_step_after_it():
     """A gradient that is no longer there has the graph looked at again."""
-    model = ours.regression_model()
-    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), plan)
+    state, step = ours.built()
     state, _ = step(state, BATCH)
-    forward = model[0].forward
+    forward = step.plan.model[0].forward
 
     def again(inputs):
         return checkpoint(forward, inputs.clone().requires_grad_(), use_reentrant=True)
 
-    model[0].forward = again
+    step.plan.model[0].forward = again
     state, _ = step(state, BATCH)
     with pytest.raises(ValueError, match="use_reentrant"):
         step(state, BATCH)
@@ -405,9 +401,7 @@ class Branches(nn.Module):
 
 def test_a_parameter_that_the_loss_misses_is_named_in_a_world_of_several():
     def run(state):
-        model = Branches()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = ours.built(af.wrap_ddp(), state, model=Branches())
         with pytest.raises(ValueError, match=r"got no gradient for unused\.weight, unused\.bias"):
             step(state, BATCH)
 
@@ -418,8 +412,9 @@ def test_a_parameter_that_the_loss_misses_is_named_in_a_world_of_several():
 def test_a_parameter_that_the_loss_misses_stays_as_it_is(world_size):
     def run(state):
         model = Branches()
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp(find_unused_parameters=True)(plan))
+        state, step = ours.built(
+            af.wrap_ddp(find_unused_parameters=True), state, model=model, optimizer=ours.adamw
+        )
         before = model.unused.weight.detach().clone(), model.used.weight.detach().clone()
         # an empty rank must not make an unused parameter a used one with a gradient of zero
         step(state, BATCH if state.is_main else tuple(value[:0] for value in BATCH))
@@ -461,8 +456,7 @@ def test_ranks_must_build_the_same_plan():
 
 def test_ranks_must_build_the_same_model():
     def run(state):
-        model = nn.Linear(3, 1 + state.rank)
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        plan = ours.plan(model=nn.Linear(3, 1 + state.rank))
         with pytest.raises(RuntimeError, match=r"weight \[2, 3\].* on rank 1 and weight \[1, 3\]"):
             af.build(state, af.wrap_ddp()(plan))
 
@@ -612,8 +606,7 @@ def test_a_gradient_transform_returns_gradients():
 
 
 def test_a_model_whose_shapes_are_not_known_yet_is_refused():
-    model = nn.Sequential(nn.LazyLinear(1)).double()
-    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    plan = ours.plan(model=nn.Sequential(nn.LazyLinear(1)).double())
     with pytest.raises(
         ValueError, match=r"parameters with shapes, got 0\.weight without; call the"
     ):

@@ -90,7 +90,7 @@ DISTRIBUTED = {
     "comm/dtensor.py": {"torch.distributed.tensor"},
     "transforms/ddp/ddp.py": {"torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel"},
     "transforms/fsdp/fsdp.py": {"torch.distributed.fsdp"},
-    "testing/threads.py": {"torch._C._distributed_c10d"},
+    "testing/simulation.py": {"torch._C._distributed_c10d"},
     "launcher/function/wait.py": {
         "torch._C._distributed_c10d"
     },  # the store of the ranks' rendezvous

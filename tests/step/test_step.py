@@ -19,10 +19,13 @@ BATCH = (torch.arange(12.0).reshape(4, 3).double() / 10, torch.ones(4, 1).double
 
 
 def built(recipe=None, state=None, loss_fn=ours.mse, model=None):
-    model = model or ours.regression_model()
-    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-    state, step = af.build(state or af.DistState(), (recipe or af.compose())(plan))
-    return state, step, model
+    state, step = ours.built(
+        recipe or af.compose(),
+        state or af.DistState(),
+        model=model or ours.regression_model(),
+        loss_fn=loss_fn,
+    )
+    return state, step, step.plan.model
 
 
 def test_a_step_counts_a_batch_and_reports_it():
@@ -94,17 +97,16 @@ def test_another_model_in_the_loss_keeps_its_gradients(world_size):
         critic = ours.regression_model(seed=1)
         for parameter in critic.parameters():
             parameter.grad = torch.ones_like(parameter)
-        generator = nn.Linear(3, 3).double()
-        plan = af.Plan(
-            lambda model, batch: -critic(model(batch[0])).mean(),
-            generator,
-            ours.sgd(generator.parameters()),
+        state, step = ours.built(
+            af.wrap_ddp(),
+            state,
+            model=nn.Linear(3, 3).double(),
+            loss_fn=lambda model, batch: -critic(model(batch[0])).mean(),
         )
-        state, step = af.build(state, af.wrap_ddp()(plan))
-        before = generator.weight.detach().clone()
+        before = step.plan.model.weight.detach().clone()
         step(state, BATCH)
         untouched = all(torch.equal(p.grad, torch.ones_like(p)) for p in critic.parameters())
-        return untouched, torch.equal(before, generator.weight)
+        return untouched, torch.equal(before, step.plan.model.weight)
 
     assert simulate(run, world_size=world_size) == [(True, False)] * world_size
 
@@ -127,17 +129,6 @@ def test_two_steps_built_of_one_plan_work_independently(world_size):
     )
     for parameters in simulate(run, world_size=world_size):
         ours.assert_close(parameters, expected)
-
-
-def test_two_steps_with_two_optimizers_share_one_state():
-    first_state, first, first_model = built()
-    state, second, second_model = built(state=first_state, model=ours.regression_model(seed=1))
-    between, _ = first(state, BATCH)
-    after, _ = second(replace(between, step=state.step), BATCH)
-    assert after.step == 1
-    for seed, model in ((0, first_model), (1, second_model)):
-        _, expected = ours.trained_by_hand(ours.regression_model(seed), [BATCH], optimizer=ours.sgd)
-        ours.assert_identical(model.state_dict(), expected)
 
 
 class Helper(nn.Module):
@@ -212,8 +203,7 @@ def test_bf16_runs_forward_and_loss_under_autocast():
         return F.mse_loss(output.float(), batch[1])
 
     model = ours.regression_model().float()
-    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), af.with_amp(torch.bfloat16)(plan))
+    state, step = ours.built(af.with_amp(torch.bfloat16), model=model, loss_fn=loss_fn)
     batch = tuple(value.float() for value in BATCH)
     state, _ = step(state, batch)
     step.forward(state, batch)
@@ -312,8 +302,7 @@ def test_batch_statistics_are_rank_zeros_on_all_ranks(world_size):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(0.1)
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = ours.built(af.wrap_ddp(), state, model=model)
         for index in range(3):
             state, _ = step(state, (BATCH[0] * (1 + state.rank + index), BATCH[1]))
         step(state, BATCH)
@@ -376,8 +365,7 @@ def test_every_tensor_of_a_micro_batch_is_moved_and_the_batch_stays():
 
 def test_parameters_that_a_move_has_replaced_are_no_longer_the_optimizers():
     """To the meta device torch makes new parameters; to an accelerator it keeps them."""
-    model = ours.regression_model()
-    plan = af.place()(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    plan = af.place()(ours.plan(optimizer=ours.adamw))
     with pytest.raises(ValueError, match="or make the optimizer after what replaces parameters"):
         af.build(af.DistState(device="meta"), plan)
 

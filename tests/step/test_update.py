@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,21 +68,8 @@ def refuse_step(optimizer, *_):
 @every_optimizer
 @fused_or_not
 @every_dtype
-@pytest.mark.parametrize("factor", [None, 1.0])
-def test_factor_of_one_changes_no_bit(make, fused, dtype, factor):
-    ours, by_hand = parameters(dtype, dtype), parameters(dtype, dtype)
-    optimizer, reference = make(ours, fused=fused), make(by_hand, fused=fused)
-    for seed in range(3):
-        tensors = normal([dtype, dtype], seed)
-        update(optimizer, tensors, None if factor is None else torch.tensor(factor, dtype=dtype))
-        update_by_hand(reference, tensors)
-    assert_same_bits(ours, by_hand)
-
-
-@every_optimizer
-@fused_or_not
-@every_dtype
 @given(exponent=st.integers(-30, 30), seed=strategies.seeds())
+@example(exponent=0, seed=0)
 def test_power_of_two_is_exact(make, fused, dtype, exponent, seed):
     ours, by_hand = parameters(dtype), parameters(dtype)
     tensors = normal([dtype], seed)
@@ -212,18 +199,6 @@ def test_update_without_any_gradient_changes_nothing(make, fused, ok):
 @every_optimizer
 @fused_or_not
 @every_dtype
-def test_good_verdict_changes_no_bit(make, fused, dtype):
-    checked, unchecked = parameters(dtype), parameters(dtype)
-    one, other = make(checked, fused=fused), make(unchecked, fused=fused)
-    for seed in range(2):
-        update(one, normal([dtype], seed), torch.tensor(0.5, dtype=dtype), OK)
-        update(other, normal([dtype], seed), torch.tensor(0.5, dtype=dtype), None)
-    assert_same_bits(checked, unchecked)
-
-
-@every_optimizer
-@fused_or_not
-@every_dtype
 @pytest.mark.parametrize("factor", [None, 0.5])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_bad_verdict_changes_no_bit_of_parameters_and_state(make, fused, dtype, factor, bad):
@@ -248,7 +223,7 @@ def test_skipped_first_update_leaves_no_trace(make, fused, dtype):
     update(one, [torch.full((4,), torch.inf, dtype=dtype)], factor, BAD)
     for seed in range(2):
         update(one, normal([dtype], seed), factor, OK)
-        update(other, normal([dtype], seed), factor, OK)
+        update(other, normal([dtype], seed), factor)  # a good verdict changes no bit either
     assert_same_bits(skipping, plain)
 
 

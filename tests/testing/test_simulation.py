@@ -286,7 +286,6 @@ def test_buffers_of_any_kind_are_compared():
 
 
 def test_models_of_other_parameters_are_not_compared():
-    model = nn.Linear(3, 1).double()
-    other = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    other = ours.plan(model=nn.Linear(3, 1).double(), optimizer=ours.adamw)
     with pytest.raises(ValueError, match=r"same parameters and buffers, got 0\.bias \[5\]"):
         assert_equivalent(make_plan(), other, BATCHES)

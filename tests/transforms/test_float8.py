@@ -84,8 +84,7 @@ def test_it_is_the_training_of_torchaos_layers(how, num_parts):
         recipe = af.compose(af.with_amp("fp8"), af.wrap_ddp())
         if how == "micro-batches":
             recipe = af.compose(recipe, af.accumulate(num_parts))
-        plan = recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
-        state, step = af.build(state, plan)
+        state, step = ours.built(recipe, state, model=model, optimizer=ours.adamw, loss_fn=loss_fn)
         losses = []
         for whole, parts in zip(batches, cut, strict=True):
             state, report = step(state, whole if state.world_size == 1 else parts[state.rank])
@@ -123,12 +122,12 @@ def test_shards_and_blocks_that_are_computed_again_take_it_too():
     start = make_model()
 
     def run(state, recipe):
-        model = copy.deepcopy(start)
-        plan = recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
-        state, step = af.build(state, plan)
+        state, step = ours.built(
+            recipe, state, model=copy.deepcopy(start), optimizer=ours.adamw, loss_fn=loss_fn
+        )
         for _ in range(3):
             state, _ = step(state, batch)
-        return ours.whole(model.state_dict())
+        return ours.whole(step.plan.model.state_dict())
 
     amp = af.with_amp("fp8")
     (expected,) = simulate(lambda state: run(state, amp), world_size=1)
@@ -144,8 +143,9 @@ def test_shards_and_blocks_that_are_computed_again_take_it_too():
 
 
 def test_a_model_without_layers_that_fit_is_refused():
-    model = torch.nn.Linear(3, 16)
-    plan = af.with_amp("fp8")(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+    plan = af.with_amp("fp8")(
+        ours.plan(model=torch.nn.Linear(3, 16), optimizer=ours.adamw, loss_fn=loss_fn)
+    )
     with pytest.raises(
         ValueError, match=r"build: with_amp\('fp8'\) must find linear layers .*16.*Linear"
     ):
@@ -162,8 +162,7 @@ def test_torchao_is_asked_for_by_the_name_of_its_extra(monkeypatch):
 
 
 def test_the_step_says_so():
-    model = make_model()
-    plan = af.with_amp("fp8")(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
+    plan = af.with_amp("fp8")(ours.plan(model=make_model(), optimizer=ours.adamw, loss_fn=loss_fn))
     assert "forward_contexts=[with_amp('fp8'), with_amp('fp8')]" in repr(plan)
 
 
@@ -197,11 +196,8 @@ def test_reproducible_has_one_hash_of_it_on_any_number_of_ranks():
 @pytest.mark.filterwarnings("ignore")  # of torchao's and the compiler's own code
 def test_compiled_products_take_one_graph():
     """Not one per step, of which torch makes eight before it gives up."""
-    model = make_model()
     recipe = af.compose(af.with_amp("fp8"), af.compiled())
-    state, step = af.build(
-        af.DistState(), recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
-    )
+    state, step = ours.built(recipe, model=make_model(), optimizer=ours.adamw, loss_fn=loss_fn)
     graphs = counters["stats"]["unique_graphs"]
     for batch in make_batches(4):
         state, _ = step(state, batch)

@@ -47,8 +47,7 @@ def test_what_is_chosen_is_gathered_at_a_time_and_nothing_else(blocks, units):
 
         for name, layer in layers.items():
             layer.register_forward_hook(lambda *_, name=name: look(name))
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_fsdp(blocks=blocks)(plan))
+        state, step = ours.built(af.wrap_fsdp(blocks=blocks), state, model=model)
         step.forward(state, part(batches(1)[0], state))
         return seen
 
@@ -80,8 +79,7 @@ def test_gradients_are_added_up_in_the_dtype_asked_for(settings, is_exact):
     def run(state):
         model = nn.Linear(1, 1, bias=False)
         loss_fn = lambda model, batch: model(batch).float().mean()
-        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_fsdp(**settings)(plan))
+        state, step = ours.built(af.wrap_fsdp(**settings), state, model=model, loss_fn=loss_fn)
         _, grads, _ = step.grads(state, torch.full((1, 1), 1024.0 if state.is_main else 4.0))
         return float(grads.tensors[0].full_tensor())
 
@@ -212,10 +210,9 @@ def test_blocks_compute_in_the_dtype_asked_for_and_shards_keep_theirs(dtype, wor
     def run(state):
         model = stack(block=Looking).float()
         wrap = af.wrap_fsdp(param_dtype=dtype, reduce_dtype=None)
-        plan = af.Plan(
-            lambda model, batch: ours.mse(model, batch).float(), model, ours.sgd(model.parameters())
+        state, step = ours.built(
+            wrap, state, model=model, loss_fn=lambda model, batch: ours.mse(model, batch).float()
         )
-        state, step = af.build(state, wrap(plan))
         inputs = torch.ones(4, 3)
         losses = [float(step(state, (inputs, inputs[:, :1].to(dtype)))[1].loss) for _ in range(20)]
         return losses[-1] < losses[0], {each.dtype for each in model.parameters()}
@@ -226,9 +223,9 @@ def test_blocks_compute_in_the_dtype_asked_for_and_shards_keep_theirs(dtype, wor
 
 def test_one_rank_computes_in_a_dtype_as_several_do():
     def run(state):
-        model = stack().float()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_fsdp(param_dtype=torch.bfloat16)(plan))
+        state, step = ours.built(
+            af.wrap_fsdp(param_dtype=torch.bfloat16), state, model=stack().float()
+        )
         batch = tuple(each.to(torch.bfloat16) for each in batches(1, size=8)[0])
         _, grads, _ = step.grads(state, part(batch, state))
         return [each.full_tensor() for each in grads.tensors]
@@ -261,8 +258,7 @@ def test_in_a_world_of_one_nothing_is_sharded():
     ids=str,
 )
 def test_explain_tells_what_it_does_in_a_world_of_one(options, told, capsys):
-    model = stack()
-    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    plan = ours.plan(model=stack())
     text = af.explain(af.wrap_fsdp(**options)(plan), af.DistState())
     assert f"backward   {told}" in text
 
@@ -294,9 +290,12 @@ def test_one_accelerator_trains_as_the_cpu_does(settings, fused):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no other memory")
 def test_with_offload_an_accelerator_holds_no_part_of_the_model_between_steps():
     def held_after(recipe):
-        model = Stack(depth=4, width=1024)
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        state, step = af.build(af.init(device="cuda"), af.compose(af.place(), recipe)(plan))
+        state, step = ours.built(
+            af.compose(af.place(), recipe),
+            af.init(device="cuda"),
+            model=Stack(depth=4, width=1024),
+            optimizer=ours.adamw,
+        )
         batch = torch.ones(2, 3), torch.ones(2, 1)
         for _ in range(2):
             state, _ = step(state, batch)

@@ -122,8 +122,7 @@ def test_a_block_stays_whole_from_its_forward_to_its_backward_only_without_resha
 
         wrap = af.wrap_fsdp(reshard_after_forward=reshard)
         recipe = af.compose(wrap, af.accumulate(num_microbatches))
-        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, recipe(plan))
+        state, step = ours.built(recipe, state, model=model, loss_fn=loss_fn)
         for batch in batches(2):
             state, _ = step(state, part(batch, state))
         look()
@@ -188,14 +187,12 @@ def test_a_forward_alone_leaves_shards_and_gives_the_loss_of_the_global_batch():
     expected = ours.mse(stack(), batch).item()
 
     def run(state):
-        model = stack()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.compose(af.wrap_fsdp(), af.accumulate(3))(plan))
+        state, step = ours.built(af.compose(af.wrap_fsdp(), af.accumulate(3)), state, model=stack())
         mine = batch if state.rank == 1 else ours.rows(batch, 0, 0)
         loss = float(step.forward(state, mine))
         with torch.no_grad():
-            model(batch[0])
-        return loss, all(isinstance(each, DTensor) for each in model.parameters())
+            step.plan.model(batch[0])
+        return loss, all(isinstance(each, DTensor) for each in step.plan.model.parameters())
 
     assert simulate(run, world_size=3) == [(pytest.approx(expected, rel=1e-6), True)] * 3
 
@@ -204,11 +201,9 @@ def test_evaluation_counts_every_sample_once():
     data = torch.utils.data.TensorDataset(*batches(1, size=11)[0])
 
     def run(state, recipe):
-        model = stack()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, recipe(plan))
+        state, step = ours.built(recipe, state, model=stack())
         loader = af.shard_loader(torch.utils.data.DataLoader(data, batch_size=4), state)
-        near = lambda model, batch: {"off": (model(batch[0]) - batch[1]).abs().squeeze(1)}
+        near = lambda model, batch: {"off": (step.plan.model(batch[0]) - batch[1]).abs().squeeze(1)}
         return {**af.evaluate(step, loader, state), **af.evaluate(step, loader, state, near)}
 
     expected = run(af.DistState(), af.compose())
@@ -249,8 +244,7 @@ def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
             return (failing if len(calls) == num_microbatches + 1 else ours.mse)(model, batch)
 
         recipe = af.compose(af.wrap_fsdp(), af.accumulate(num_microbatches))
-        plan = recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
-        state, step = af.build(state, plan)
+        state, step = ours.built(recipe, state, model=model, optimizer=ours.adamw, loss_fn=loss_fn)
         for index, batch in enumerate(batches()):
             if index == 1:
                 with pytest.raises(ZeroDivisionError):
@@ -278,8 +272,7 @@ def test_nothing_is_left_of_the_micro_batches_before_one_that_fails(dtype):
 
         model = stack().float()
         recipe = af.compose(af.wrap_fsdp(param_dtype=dtype), af.accumulate(2))
-        plan = recipe(af.Plan(loss_fn, model, ours.adamw(model.parameters())))
-        state, step = af.build(state, plan)
+        state, step = ours.built(recipe, state, model=model, optimizer=ours.adamw, loss_fn=loss_fn)
         batch = part([each.float() for each in batches(1)[0]], state)
         if fails:
             with pytest.raises(ZeroDivisionError):

@@ -33,9 +33,7 @@ RECIPES = {
 
 def train(state, recipe, start=0, folder=None, skips=True):
     """Where something skips it, batch 3 has no finite gradient on the last rank, or is not there."""
-    model = ours.regression_model()
-    plan = recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
-    state, step = af.build(state, plan)
+    state, step = ours.built(recipe, state, optimizer=ours.adamw)
     if start:
         state = af.load(folder, state, step)
     for index, batch in list(enumerate(BATCHES))[start:]:
@@ -47,10 +45,10 @@ def train(state, recipe, start=0, folder=None, skips=True):
         bad = float("nan") if is_bad and state.rank == state.world_size - 1 else 1.0
         mine = [each.tensor_split(state.world_size)[state.rank] for each in batch]
         state, _ = step(state, (mine[0] * bad, mine[1]))
-    found = copied(model)
+    found = copied(step.plan.model)
     if "average" in repr(step.plan):
         with af.use_average(step):
-            found |= {f"mean {name}": each for name, each in copied(model).items()}
+            found |= {f"mean {name}": each for name, each in copied(step.plan.model).items()}
     return found
 
 
@@ -127,15 +125,15 @@ def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update(keeps_wh
 
 def test_an_average_is_sharded_as_the_parameters_are():
     def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.compose(af.wrap_fsdp(), af.average(0.9))(plan))
+        state, step = ours.built(
+            af.compose(af.wrap_fsdp(), af.average(0.9)), state, optimizer=ours.adamw
+        )
         state, _ = step(state, BATCHES[0])
         kept = step.plan.after_update[0].state_dict()
-        means = [kept[f"mean/{name}"] for name, _ in model.named_parameters()]
+        means = [kept[f"mean/{name}"] for name, _ in step.plan.model.named_parameters()]
         return [
             (mean.placements, mean.to_local().shape) == (each.placements, each.to_local().shape)
-            for mean, each in zip(means, model.parameters(), strict=True)
+            for mean, each in zip(means, step.plan.model.parameters(), strict=True)
         ]
 
     assert simulate(run, world_size=2) == [[True] * 4] * 2

@@ -317,8 +317,7 @@ def test_a_run_of_two_ranks_goes_on_in_another_number_as_the_loop_over_all_batch
 
 
 def test_it_is_told_that_gradients_are_the_rank_s_own():
-    model = ours.regression_model()
-    plan = af.local_sgd(8)(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
+    plan = af.local_sgd(8)(ours.plan())
     told = af.explain(plan, af.DistState(world_size=4))
     assert "the mean over the rank's own items, by local_sgd(" in told
     assert "after      local_sgd(" in told
