@@ -1,7 +1,9 @@
 """Sphinx: Markdown pages, and the API from the docstrings. Warnings are errors; nothing is downloaded."""
 
-import functools
 import inspect
+import tempfile
+import zlib
+from pathlib import Path
 
 from sphinx.util.inspect import stringify_signature
 
@@ -13,8 +15,15 @@ author = "the accel_fn authors"
 copyright = author
 version = release = accel_fn.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build", "inventories"]
 html_theme = "furo"
 html_title = f"accel_fn {release}"
 html_copy_source = False
@@ -26,14 +35,36 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 nitpicky = True
-nitpick_ignore_regex = [  # other projects' pages are not looked up, and type aliases have none
-    ("py:class", r"(collections|contextlib|datetime|hypothesis|os|pathlib|torch|nn)\..*"),
+nitpick_ignore_regex = [  # type aliases and type variables have no page
     (
         "py:class",
-        r"(.*\.(GlobalMean|Prepared)|Tensor|Optimizer|Path|Precision|Wrapper|ProcessGroup|Watchdog|datetime|ellipsis|\w+Fn|(.*\.)?(T|Batch))",
+        r"(.*\.(GlobalMean|Prepared)|Precision|Wrapper|Watchdog|ellipsis|\w+Fn|(.*\.)?(T|Batch))",
     ),
 ]
 
+SITES = {
+    "python": "https://docs.python.org/3/",
+    "torch": "https://docs.pytorch.org/docs/stable/",
+    "hypothesis": "https://hypothesis.readthedocs.io/en/latest/",
+}
+
+
+def inventory(name):
+    """Compress docs/inventories/NAME.txt, of lines `name page`, into the file that intersphinx reads."""
+    names = (Path(__file__).parent / "inventories" / f"{name}.txt").read_text().splitlines()
+    lines = "".join(f"{each} py:class 1 {page} -\n" for each, page in map(str.split, names))
+    head = f"# Sphinx inventory version 2\n# Project: {name}\n# Version: \n"
+    path = Path(tempfile.mkdtemp()) / "objects.inv"
+    compressed = zlib.compress(lines.encode())
+    path.write_bytes(
+        f"{head}# The remainder of this file is compressed using zlib.\n".encode() + compressed
+    )
+    return str(path)
+
+
+intersphinx_mapping = {name: (url, inventory(name)) for name, url in SITES.items()}
+
+DEFINED_IN = {}
 # A public name is documented where users find it, not in the private module that defines it.
 for module in (accel_fn, testing, testing.strategies):
     home = "accel_fn.testing.strategies" if module is testing.strategies else module.__name__
@@ -41,7 +72,14 @@ for module in (accel_fn, testing, testing.strategies):
         member = getattr(module, name)
         ours = getattr(member, "__module__", "").startswith("accel_fn.")
         if ours and (inspect.isclass(member) or inspect.isfunction(member)):
+            DEFINED_IN[home, name] = member.__module__
             member.__module__ = home
+
+PARAMETERS = [
+    inspect.Parameter("fn", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+    inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD),
+]
+accel_fn.SlotFunction.__signature__ = inspect.Signature(PARAMETERS)  # else that of partial
 
 MADE_BY_FUNCTIONS = (
     "accel_fn.Step",
@@ -60,8 +98,6 @@ def shorten_signature(app, what, name, obj, options, signature, returns):
         return None
     if name in MADE_BY_FUNCTIONS:
         return "", None
-    if issubclass(obj, functools.partial):
-        return "(fn, **settings)", None
     full = inspect.signature(obj)
     shown = [
         each.replace(annotation=each.empty)
@@ -82,6 +118,12 @@ def keep_colons(app, what, name, obj, options, lines):
             lines[before + 1] = f"{' ' * indent}: {text}"
 
 
+def defining_module(app, module, name):
+    """Return the module whose source the link beside a name shows."""
+    return DEFINED_IN.get((module, name.partition(".")[0]), module)
+
+
 def setup(app):
+    app.connect("viewcode-follow-imported", defining_module)
     app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon

@@ -198,9 +198,19 @@ def test_links_of_the_readme_lead_to_files() -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r":: accel_fn\.(\w+)(?:\(.*\))?$", reference, re.MULTILINE))
-    assert documented == {*af.__all__, "errors"}
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    reference = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    documented = re.findall(r":: accel_fn\.(\w+)(?:\(.*\))?$", reference, re.MULTILINE)
+    assert sorted({*documented, "errors"}) == sorted({*af.__all__, "errors"})
+    assert len(documented) == len(set(documented))
+
+
+def test_every_class_of_error_is_in_troubleshooting() -> None:
+    """In the table of causes, which autosummary fills, and with a section of its own."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    classes = {*af.errors.__all__} - {"AccelError"}
+    assert set(re.findall(r"^   (\w+)$", text, re.MULTILINE)) == classes
+    assert set(re.findall(r"^### (\w+Error)$", text, re.MULTILINE)) == classes
 
 
 def test_tests_that_a_page_names_exist() -> None:
