@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
-from accel_fn.cli.output import json_option, print_json
+from accel_fn.cli.output import json_option, print_json, wrapped
+
+_NAME_WIDTH = 28
 
 
 @click.command()
@@ -33,27 +35,22 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield section.replace("_", " ")
         if isinstance(content, dict):
             for name, value in content.items():
-                shown = name if section == "variables" else name.replace("_", " ")
-                yield from _entry(shown, value)
+                yield from _entry(name if section == "variables" else name.replace("_", " "), value)
         else:
             yield from (f"  {line}" for line in _shown(section, content).splitlines())
         yield ""
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
+    """The name and its value; a value of several lines is below the name."""
     if isinstance(value, dict):
         value = ", ".join(f"{each} {_shown(each, part)}" for each, part in value.items())
-    if isinstance(value, list) and value and isinstance(value[0], dict):
+    lines = _shown(name, value).splitlines()
+    if len(lines) > 1:
         yield f"  {name}"
-        for each in value:
-            yield "    " + ", ".join(_shown(part, held) for part, held in each.items())
-        return
-    text = _shown(name, value)
-    if "\n" in text:
-        yield f"  {name}"
-        yield from (f"    {line}" for line in text.splitlines())
+        yield from (f"    {line}" for line in lines)
     else:
-        yield f"  {name:<18} {text}"
+        yield wrapped(f"  {name:<{_NAME_WIDTH}} ", "".join(lines))
 
 
 def _shown(name: str, value: Any) -> str:
@@ -61,6 +58,4 @@ def _shown(name: str, value: Any) -> str:
         return "-"
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    if name in ("total", "available", "limit", "memory"):
-        return f"{value / 2**30:.1f} GiB"
-    return str(value)
+    return f"{value / 2**30:.1f} GiB" if name in ("total", "limit") else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,18 @@ def _print_plain(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
         print("  ".join(cells).rstrip())
+
+
+def wrapped(label: str, text: str) -> str:
+    """Wrap a text at words, so that lines of 80 columns hang below where it starts."""
+    return textwrap.fill(
+        text,
+        80,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def print_json(value: object) -> None:

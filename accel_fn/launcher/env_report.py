@@ -16,11 +16,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from accel_fn.launcher.machines import probe
 from accel_fn.launcher.machines.cpus import read_processors
 from accel_fn.launcher.settings.sources import SETTINGS_FILE, user_file
 
 _TORCH_WITHIN_S = 60
+_PROBE = """
+import json, torch
+from torch.utils.collect_env import get_env_info
+found = {name: value for name, value in get_env_info()._asdict().items() if value}
+lines = (found.pop("cpu_info", None) or "").splitlines()
+found["cpu"] = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)
+                if not key.startswith(("Flags", "Vulnerab"))}
+print(json.dumps(found))
+"""
 _DEVICES = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 _VARIABLES = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_(ADDR|PORT)"
@@ -41,7 +49,6 @@ def collect(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "versions": _versions,
         "extras": _extras,
         "torch": probe_torch,
-        "system": _system,
         "processor": _processor,
         "memory": _memory,
         "driver": lambda: _nvidia_smi(*_DEVICES),
@@ -62,7 +69,8 @@ def _part(find: Callable[[], Any]) -> Any:
 
 def _versions() -> dict[str, str | None]:
     names = ("accel-fn", "torch", "numpy")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+    own = f"{platform.python_version()} ({sys.executable})"
+    return {"python": own, **{name: version(name) for name in names}}
 
 
 def version(distribution: str) -> str | None:
@@ -88,10 +96,10 @@ def _extras() -> dict[str, dict[str, str | None]]:
 
 
 def probe_torch(python: str = sys.executable) -> dict[str, Any]:
-    """Run probe.py with another Python; return its report, or `error`."""
+    """Run torch.utils.collect_env in another Python; return its report, or `error`."""
     try:
         done = subprocess.run(
-            [python, str(Path(probe.__file__))],
+            [python, "-c", _PROBE],
             capture_output=True,
             text=True,
             timeout=_TORCH_WITHIN_S,
@@ -107,45 +115,18 @@ def probe_torch(python: str = sys.executable) -> dict[str, Any]:
     return answer
 
 
-def _system() -> dict[str, str]:
-    libc = " ".join(platform.libc_ver()).strip()
-    return {
-        "platform": platform.platform(),
-        "architecture": platform.machine(),
-        **({"libc": libc} if libc else {}),
-        "python": sys.executable,
-        "working_folder": str(Path.cwd()),
-    }
-
-
-def _processor() -> dict[str, Any]:
+def _processor() -> dict[str, int]:
     usable = read_processors()
     return {
-        "name": _processor_name(),
-        "threads": os.cpu_count(),
         "usable_cores": usable.cores,
-        "usable_threads": sum(len(node) for node in usable.nodes),
+        "usable_threads": sum(map(len, usable.nodes)),
         "numa_nodes": len(usable.nodes),
     }
 
 
-def _processor_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor()
-    match = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1] if match else platform.machine()
-
-
 def _memory() -> dict[str, int]:
     """In bytes."""
-    found = {}
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found["total"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, IndexError):
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-        found["available"] = int(re.findall(r"^MemAvailable:\s*(\d+) kB", text, re.M)[0]) * 1024
+    found = {"total": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
     with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
         found["limit"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
     return found
@@ -174,16 +155,16 @@ def _set_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def _configuration(environment: Mapping[str, str]) -> dict[str, str | None]:
     """Files that `accel-fn launch` would read from here."""
     own = user_file(environment)
+    places = (Path.cwd(), *Path.cwd().parents)
     return {
-        "file": next(_settings_files(Path.cwd()), None),
+        "file": next((str(file) for place in places for file in _settings_files(place)), None),
         "user_file": str(own) if own is not None and own.is_file() else None,
     }
 
 
-def _settings_files(folder: Path) -> Iterator[str]:
-    for place in (folder, *folder.parents):
-        if (place / SETTINGS_FILE).is_file():
-            yield str(place / SETTINGS_FILE)
-        project = place / "pyproject.toml"
-        if project.is_file() and "[tool.accel_fn]" in project.read_text(errors="replace"):
-            yield str(project)
+def _settings_files(folder: Path) -> Iterator[Path]:
+    if (folder / SETTINGS_FILE).is_file():
+        yield folder / SETTINGS_FILE
+    project = folder / "pyproject.toml"
+    if project.is_file() and "[tool.accel_fn]" in project.read_text(errors="replace"):
+        yield project

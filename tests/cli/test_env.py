@@ -3,12 +3,12 @@
 import json
 import os
 import platform
+import resource
 import socket
-import time
+import sys
 from importlib import metadata
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
@@ -30,32 +30,25 @@ def report(tmp_path_factory):
 
 
 def test_versions_are_those_that_are_installed(report):
+    python = report["versions"].pop("python")
+    assert python == f"{platform.python_version()} ({sys.executable})"
     assert report["versions"] == {
-        "python": platform.python_version(),
-        "accel-fn": metadata.version("accel-fn"),
-        "torch": metadata.version("torch"),
-        "numpy": numpy.__version__,
+        name: metadata.version(name) for name in ("accel-fn", "torch", "numpy")
     }
     assert report["extras"]["cli"]["click"] == metadata.version("click")
     assert set(report["extras"]) == {"checkpoint", "cli", "examples", "float8", "testing"}
 
 
-def test_the_report_has_the_build_and_devices_of_torch(report):
-    found = report["torch"]
-    assert found["version"] == torch.__version__
-    assert found["cuda"] == torch.version.cuda
-    assert ("gloo" in found["backends"]) == torch.distributed.is_gloo_available()
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    assert len(found["devices"]) == count
-    for index, device in enumerate(found["devices"]):
-        assert device["device"].endswith(f":{index}")
-        assert device["memory"] > 2**28
+def test_the_report_has_what_torch_collects(report):
+    assert report["torch"]["torch_version"] == torch.__version__
+    assert report["torch"]["is_cuda_available"] == str(torch.cuda.is_available())
+    assert int(report["torch"]["cpu"]["CPU(s)"]) == os.cpu_count()
 
 
 def test_the_machine_is_this_one(report):
-    assert report["processor"]["threads"] == os.cpu_count()
-    assert 1 <= report["processor"]["usable_cores"] <= os.cpu_count()
-    assert report["processor"]["numa_nodes"] >= 1
+    usable = report["processor"]
+    assert 1 <= usable["usable_cores"] <= usable["usable_threads"] <= os.cpu_count()
+    assert usable["numa_nodes"] >= 1
     assert report["memory"]["total"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert report["network_interfaces"] == [name for _, name in socket.if_nameindex()]
 
@@ -80,8 +73,8 @@ def test_a_torch_that_is_broken_is_a_line_of_the_report(tmp_path):
     paths = os.pathsep.join([str(broken.parent), str(ROOT)])
     done = run_command(tmp_path, "env", PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
-    assert "ImportError: libcudart.so.12: cannot open (exit 1)" in done.stdout
-    assert f"python             {platform.python_version()}" in done.stdout
+    assert "ImportError: libcudart.so.12: cannot open (exit 1)" in " ".join(done.stdout.split())
+    assert f"  python                       {platform.python_version()} (" in done.stdout
 
 
 def test_a_torch_that_crashes_or_hangs_is_a_line_too(tmp_path, monkeypatch):
@@ -107,24 +100,23 @@ def test_a_part_that_cannot_be_found_out_is_its_error(monkeypatch):
     assert found["memory"]["total"] > 0
 
 
-def test_devices_and_memory_are_printed_in_readable_units():
-    torch_part = {
-        "version": "2.0",
-        "devices": [{"device": "cuda:0", "name": "H200", "memory": 3 * 2**30}],
-    }
-    topology = "     GPU0\nGPU0  X"
-    variables = {"OMP_NUM_THREADS": "1"}
+def test_the_report_is_printed_in_80_columns_with_hanging_indents():
     report = {
-        "torch": torch_part,
-        "topology": topology,
+        "extras": {"cli": {f"package{number}": "1.0" for number in range(9)}},
+        "memory": {"total": 3 * 2**30},
+        "topology": "     GPU0\nGPU0  X",
         "network_interfaces": [],
-        "variables": variables,
+        "variables": {"OMP_NUM_THREADS": "1"},
     }
     lines = list(_lines(report))
-    assert "    cuda:0, H200, 3.0 GiB" in lines
+    assert lines[0] == "extras"
+    assert lines[1].splitlines()[0].startswith("  cli                          package0 1.0, ")
+    assert lines[1].splitlines()[1].startswith(" " * 31 + "package")
+    assert max(map(len, "\n".join(lines).splitlines())) <= 80
+    assert "  total                        3.0 GiB" in lines
     assert "  GPU0  X" in lines
     assert lines[lines.index("network interfaces") + 1] == "  -"
-    assert "  OMP_NUM_THREADS    1" in lines
+    assert "  OMP_NUM_THREADS              1" in lines
 
 
 @pytest.mark.parametrize(
@@ -133,12 +125,13 @@ def test_devices_and_memory_are_printed_in_readable_units():
 def test_help_is_quick_and_needs_no_torch(tmp_path, command):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    start = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = run_command(tmp_path, command, "--help", PYTHONPATH=paths)
-    took_s = time.monotonic() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Usage: accel-fn {command} [OPTIONS]")
-    assert took_s < 2  # 0.1 s where nothing else runs
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used_s < 0.5  # of the processor: others may keep it busy
 
 
 def test_settings_are_shown_without_torch_or_pydantic_in_the_help(tmp_path):

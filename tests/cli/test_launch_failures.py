@@ -1,11 +1,13 @@
 """accel-fn launch: when ranks fail, the real error is the last thing on the screen."""
 
+import os
 import re
+import signal
 
 import pytest
 
 from tests.cli.commands import run_python
-from tests.cli.launchers import gone
+from tests.cli.launchers import gone, is_running, until
 
 _SCRIPT = """
 import os, signal, sys, time
@@ -124,6 +126,91 @@ def test_the_others_are_stopped_within_five_seconds_also_those_that_refuse(launc
     assert (ended.exit_code, ended.last_lines[-1]) == (1, "ValueError: boom")
     assert ended.seconds < 10  # five, and what a busy machine adds
     gone(pids, within_s=0.1)
+
+
+@pytest.mark.parametrize("how", ["raise ValueError('of the fork')", "sys.exit(5)", "os.abort()"])
+def test_a_process_that_a_rank_forks_does_not_end_the_rank(launchers, tmp_path, how):
+    """Neither its error nor its crash is taken for that of the rank, which fails later by itself."""
+    script = f"""
+        import os, sys
+        if os.fork() == 0:
+            {how}
+        os.wait()
+        os._exit(7)
+    """
+    ended = launchers.run(tmp_path, "script.py", script=script)
+    assert (ended.exit_code, ended.last_lines[-1]) == (7, "exit code 7")
+    assert ended.stderr.count("of the fork") == 2 * ("ValueError" in how)  # its own traceback
+    assert "Fatal Python error" not in ended.stderr
+    assert "processes/worker.py" not in ended.stderr
+
+
+@pytest.mark.parametrize(("code", "status"), [(-1, 255), (256 + 3, 3)])
+def test_an_exit_code_is_the_one_that_the_system_sees(launchers, tmp_path, code, status):
+    ended = launchers.run(tmp_path, "script.py", script=f"raise SystemExit({code})")
+    assert (ended.exit_code, ended.last_lines[-1]) == (status, f"exit code {status}")
+
+
+def test_a_child_with_a_group_of_its_own_ends_with_a_launch_and_one_with_a_session_stays(
+    launchers, tmp_path
+):
+    script = """
+        import os, subprocess
+        grouped = subprocess.Popen(["sleep", "100"], process_group=0)
+        apart = subprocess.Popen(["sleep", "100"], start_new_session=True)
+        print("pids", grouped.pid, apart.pid, flush=True)
+        raise ValueError("boom")
+    """
+    ended = launchers.run(tmp_path, "script.py", script=script)
+    grouped, apart = map(int, ended.stdout.split()[1:])
+    gone([grouped], within_s=0.1)
+    assert is_running(apart)
+    os.kill(apart, signal.SIGKILL)
+
+
+def test_files_of_the_user_in_a_log_folder_are_left_alone(launchers, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for name in ("pid", "crash", "stopped", "deeper/pid", "deeper/crash"):
+        (logs / name).parent.mkdir(exist_ok=True)
+        (logs / name).touch()
+    ended = launchers.run(tmp_path, "--log-dir", "logs", "script.py", script="")
+    assert ended.exit_code == 0
+    kept = {str(path.relative_to(logs)) for path in logs.rglob("*") if path.is_file()}
+    kept -= {str(path.relative_to(logs)) for path in logs.rglob("std*.log")}
+    assert kept == {"pid", "crash", "stopped", "deeper/pid", "deeper/crash"}
+
+
+def test_a_launch_does_not_disarm_the_reaper_of_another_in_the_same_log_folder(launchers, tmp_path):
+    script = """
+        import os, subprocess, sys, time
+        if "--wait" in sys.argv:
+            child = subprocess.Popen(["sleep", "100"])
+            open("new", "w").write(str(child.pid))
+            os.rename("new", "child")
+            time.sleep(100)
+    """
+    options = ["--log-dir", "logs", "script.py"]
+    first = launchers.start(tmp_path / "a", *options, "--wait", script=script)
+    path = tmp_path / "a/child"
+    child = until(lambda: path.read_text() if path.exists() else None, lambda: "a child")
+    logs = ["--log-dir", tmp_path / "a/logs", "script.py"]
+    assert launchers.run(tmp_path / "b", *logs, script=script).exit_code == 0
+    first.kill(signal.SIGKILL).wait()
+    gone([child])
+
+
+def test_a_temporary_folder_with_a_line_end_in_its_name_is_removed_and_no_other(
+    launchers, tmp_path
+):
+    named, other = tmp_path / "a\nb", tmp_path / "a"
+    for folder in (named, other):
+        folder.mkdir()
+        (folder / "own").touch()
+    ended = launchers.run(tmp_path, "script.py", script="", TMPDIR=str(named))
+    assert ended.exit_code == 0
+    assert [path.name for path in named.iterdir()] == ["own"]
+    assert (other / "own").exists()
 
 
 def test_a_script_may_print_its_own_errors(launchers, tmp_path):

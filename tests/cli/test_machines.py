@@ -67,9 +67,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.slow
 def test_two_machines_train_as_one_process_does(launchers, tmp_path, alone):
-    """The second may know the first by another of its addresses."""
-    hosts = ("127.0.0.2", "127.0.0.3")
-    machines = start_two(launchers, tmp_path, *_DIGITS, "out", hosts=hosts)
+    machines = start_two(launchers, tmp_path, *_DIGITS, "out")
     ended = [machine.wait() for machine in machines]
     assert [each.exit_code for each in ended] == [0, 0], ended
     assert_same(curves(tmp_path / "a"), alone)
@@ -140,15 +138,81 @@ def test_every_machine_prints_the_first_failure_and_stops(launchers, tmp_path):
     gone(pids, within_s=0.1)
 
 
-def test_a_machine_without_the_first_one_does_not_wait(launchers, tmp_path):
+_ENDS_FIRST = """
+    import os, sys, time
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print("up", attempt, flush=True)
+    if os.environ["RANK"] == "0" and attempt == "0":
+        while not os.path.exists("fail"): time.sleep(0.02)
+        sys.exit(9)
+"""
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(0, 9), (1, 0)])
+def test_a_machine_that_has_finished_goes_by_those_that_have_not(
+    launchers, tmp_path, restarts, code
+):
+    """It starts again with a machine that fails later, or ends with that one's exit code."""
+    options = ["--max-restarts", restarts, "script.py"]
+    first, second = start_two(launchers, tmp_path, *options, script=_ENDS_FIRST)
+    for each in (first, second):
+        each.printed("up 0")
+    time.sleep(2)  # the second has ended
+    (tmp_path / "a" / "fail").touch()
+    ended = [each.wait(timeout_s=60) for each in (first, second)]
+    assert [each.exit_code for each in ended] == [code, code], ended
+    assert [each.stdout for each in ended] == ["up 0\n" + "up 1\n" * restarts] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_machine_does_not_wait_for_one_whose_launcher_has_ended(
+    launchers, tmp_path, victim, number
+):
     """Ranks that talk to their peers would fail by themselves; these would not notice."""
     machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
     pids = [pid for each in machines for _, pid in each.printed(r"up (\d) (\d+)")]
-    machines[0].kill(signal.SIGKILL).wait()
-    left = machines[1].wait(timeout_s=10)
+    machines[victim].kill(number).wait()
+    silent = (victim, number) == (1, signal.SIGKILL)
+    left = machines[1 - victim].wait(timeout_s=60 if silent else 20)
     assert left.exit_code == 1
     assert left.last_lines[-1] == "accel-fn launch: stopped: another machine has ended"
+    assert ("machine 1 has not answered for 30 s" in left.stderr) == silent
     gone(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_launcher_that_was_killed_is_replaced_though_the_others_did_not_notice(
+    launchers, tmp_path, at_once
+):
+    script = """
+        import os, time
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        print("up", attempt, flush=True)
+        while attempt == 0: time.sleep(0.02)
+    """
+    options, port = ["--max-restarts", 1, "script.py"], free_port()
+    first, second = (
+        start_one(launchers, tmp_path / "ab"[rank], rank, port, *options, script=script)
+        for rank in (0, 1)
+    )
+    for each in (first, second):
+        each.printed("up 0")
+    second.kill(signal.SIGKILL).wait()
+    if not at_once:
+        until(lambda: "not answered" in first.stderr or None, lambda: "a word of it", 60)
+    third = start_one(launchers, tmp_path / "c", 1, port, *options, script=script)
+    assert [each.wait(timeout_s=90).exit_code for each in (first, third)] == [0, 0]
+
+
+def test_the_store_listens_at_the_machines_own_address_alone(launchers, tmp_path):
+    port = free_port()
+    machine = start_one(launchers, tmp_path, 0, port, "script.py", script="")
+    until(lambda: answers("127.0.0.2", port, 1) or None, lambda: "an open port")
+    assert not answers("127.0.0.1", port, 1)
+    assert machine.kill(signal.SIGINT).wait(timeout_s=10).exit_code == 130
 
 
 def test_a_launcher_that_is_started_again_joins_the_next_attempt(launchers, tmp_path):

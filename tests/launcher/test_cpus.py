@@ -15,7 +15,7 @@ from accel_fn.launcher.machines.cpus import (
 )
 
 
-def tree(root, *, siblings, nodes=(), **files):
+def tree(root, *, siblings, nodes=(), cpu_max=None):
     for group in siblings:
         for cpu in group:
             path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -25,10 +25,10 @@ def tree(root, *, siblings, nodes=(), **files):
         path = root / f"sys/devices/system/node/node{number}/cpulist"
         path.parent.mkdir(parents=True)
         path.write_text(cpus + "\n")
-    for name, text in files.items():
-        path = root / "sys/fs/cgroup" / name.replace("__", "/").replace("cpu_", "cpu.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+    if cpu_max:
+        path = root / "sys/fs/cgroup/cpu.max"
+        path.parent.mkdir(parents=True)
+        path.write_text(cpu_max + "\n")
     return root
 
 
@@ -47,18 +47,16 @@ def test_only_what_may_be_used_counts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "cores"),
+    ("cpu_max", "cores"),
     [
-        ({"cpu_max": "150000 100000"}, 2),
-        ({"cpu_max": "10000 100000"}, 1),
-        ({"cpu_max": "max 100000"}, 4),
-        ({"cpu_max": "900000 100000"}, 4),
-        ({"cpu__cpu_cfs_quota_us": "300000", "cpu__cpu_cfs_period_us": "100000"}, 3),
-        ({"cpu__cpu_cfs_quota_us": "-1", "cpu__cpu_cfs_period_us": "100000"}, 4),
+        ("150000 100000", 2),
+        ("10000 100000", 1),
+        ("max 100000", 4),
+        ("900000 100000", 4),
     ],
 )
-def test_a_containers_share_bounds_the_cores(tmp_path, files, cores):
-    root = tree(tmp_path, siblings=FOUR_CORES, **files)
+def test_a_containers_share_bounds_the_cores(tmp_path, cpu_max, cores):
+    root = tree(tmp_path, siblings=FOUR_CORES, cpu_max=cpu_max)
     assert read_processors(root, allowed=range(8)).cores == cores
 
 

@@ -5,7 +5,6 @@ Without torch: a rank whose function needs none does not wait for its import.
 
 from __future__ import annotations
 
-import faulthandler
 import io
 import linecache
 import os
@@ -25,7 +24,7 @@ import cloudpickle
 from accel_fn.errors import ArgumentTypeError, RankError, message
 from accel_fn.launcher.processes import worker
 
-CALL, VALUE, RAISED, CRASH = "call", "value", "raised", "crash"
+CALL, VALUE, RAISED = "call", "value", "raised"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +55,17 @@ def main(caller: str, cpus: str, place: str) -> None:
     if cpus:
         worker.bind(cpus)
     folder = Path(place)
-    own = folder / os.environ["RANK"]
-    worker.write_pid(own)
-    # If native code crashes, this holds the line that called it.
-    faulthandler.enable(os.open(own / CRASH, os.O_WRONLY | os.O_CREAT))
+    own, pid = folder / os.environ["RANK"], os.getpid()
+    worker.record_stacks(own / worker.STACK)
     try:
         value = _run((folder / CALL).read_bytes())
     except BaseException as error:
+        if os.getpid() != pid:  # a fork of the rank is not the rank
+            raise
         _write(own / RAISED, pickle.dumps(_raised(error)))
         sys.exit(1)
-    _write(own / VALUE, value)
+    if os.getpid() == pid:
+        _write(own / VALUE, value)
 
 
 def _run(data: bytes) -> bytes:

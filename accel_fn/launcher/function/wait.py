@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_fn.errors import RankError
-from accel_fn.launcher.function.child import CALL, CRASH, RAISED, VALUE, Raised
-from accel_fn.launcher.processes.failures import Failure, cause
+from accel_fn.launcher.function.child import CALL, RAISED, VALUE, Raised
+from accel_fn.launcher.processes.failures import Failure, cause, read_crash
 from accel_fn.launcher.processes.reaper import Reaper, kill_left
 
 _POLL_S, _SETTLE_S, _STOP_WITHIN_S = 0.02, 0.5, 3.0
@@ -72,21 +72,21 @@ def run_ranks(call: bytes, places: Sequence[Place], listener: socket.socket) -> 
 
     If some fail, raise the error of the first once all have ended.
     """
-    run_id = places[0].variables["TORCHELASTIC_RUN_ID"]
-    reaper = Reaper(run_id)
+    reaper = Reaper(places[0].variables["TORCHELASTIC_RUN_ID"])
     folder = reaper.make_folder(tempfile.gettempdir())
     ranks: list[Rank] = []
     try:
         (folder / CALL).write_bytes(call)
         for number, place in enumerate(places):
             ranks.append(_start(number, place, folder))
+            reaper.watch([ranks[-1].process.pid])
         failed_at = _wait(ranks, listener)
         if failed_at is not None:
             raise _failure(ranks, failed_at)
         return [_result(rank) for rank in ranks]
     finally:
         _stop(ranks)
-        kill_left(folder, run_id)
+        kill_left([rank.process.pid for rank in ranks], reaper.run_id)
         reaper.finish()
 
 
@@ -144,7 +144,7 @@ def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
     failures = []
     for rank in ranks:
         if rank.has_failed():
-            raised, crash = rank.raised(), rank.folder / CRASH
+            raised = rank.raised()
             failures.append(
                 Failure(
                     rank=rank.number,
@@ -152,7 +152,7 @@ def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
                     pid=rank.process.pid,
                     exit_code=rank.process.returncode,
                     time=raised.time if raised else failed_at,
-                    stack=crash.read_text(errors="replace") if crash.is_file() else "",
+                    stack=read_crash(rank.folder),
                     exception=raised.last_line if raised else "",
                     stopped=rank.number in running and not raised,
                 )

@@ -68,19 +68,11 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def _quota(root: Path) -> float:
-    """Read how many processors a container may keep busy (cgroup 2, else 1); inf without a limit."""
-    groups = root / "sys/fs/cgroup"
+    """Read how many processors a container may keep busy (cgroup 2); inf without a limit."""
     try:
-        limit, period = (groups / "cpu.max").read_text().split()
-        return int(limit) / int(period) if limit != "max" else math.inf
-    except (OSError, ValueError):
-        pass
-    try:
-        limit, period = (
-            (groups / f"cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
-        )
-        return int(limit) / int(period) if int(limit) > 0 else math.inf
-    except (OSError, ValueError):
+        limit, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
+        return int(limit) / int(period)
+    except (OSError, ValueError):  # no limit reads as "max"
         return math.inf
 
 

@@ -46,44 +46,32 @@ def detect(environment: Mapping[str, str] = os.environ) -> Machine:
     return machine
 
 
-def visible_devices(listed: list[list[str]], variable: str | None) -> list[str]:
-    """Select the GPUs that CUDA shows; each is listed as its id and those of its MIG parts.
+def visible_devices(ids: list[str], variable: str | None) -> list[str]:
+    """Select the GPUs that CUDA shows of those with these ids.
 
     CUDA reads the variable as indices or starts of ids; the first entry that matches nothing
     ends the list, and a repeated entry empties it. Of MIG parts, CUDA shows one.
     """
-    ids = [each[0] for each in listed]
-    parts = [part for each in listed for part in each[1:]]
     if variable is None:
-        return parts[:1] or ids
+        return ids
+    if variable.startswith("MIG-"):
+        return [variable]
     chosen: list[str] = []
     for entry in (each.strip() for each in variable.split(",")):
         if entry.isdecimal():
             found = ids[int(entry) : int(entry) + 1]
         else:
-            found = [each for each in (*ids, *parts) if entry and each.startswith(entry)]
+            found = [each for each in ids if entry and each.startswith(entry)]
         if len(found) != 1:
             break
         if found[0] in chosen:
             return []
         chosen += found
-    return chosen[:1] if parts else chosen
+    return chosen
 
 
-def parse_listing(listing: str) -> list[list[str]]:
-    """Parse the output of `nvidia-smi -L`: GPUs, each with its MIG parts."""
-    gpus: list[list[str]] = []
-    for line in listing.splitlines():
-        found = re.search(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", line)
-        if found and line.startswith("GPU "):
-            gpus.append([found[1]])
-        elif found and gpus:
-            gpus[-1].append(found[1])
-    return gpus
-
-
-def list_gpus() -> list[list[str]]:
-    """List GPUs by nvidia-smi, which knows what this process may open, else by the driver's folder."""
+def list_gpus() -> list[str]:
+    """List ids of GPUs by nvidia-smi, which knows what this process may open, else by the driver."""
     program = shutil.which("nvidia-smi")
     if program:
         try:
@@ -92,9 +80,9 @@ def list_gpus() -> list[list[str]]:
             )
         except (OSError, subprocess.SubprocessError):
             return []
-        return parse_listing(done.stdout)
+        return re.findall(r"^GPU .*\(UUID: (GPU-[^)]+)\)", done.stdout, re.MULTILINE)
     try:
-        return [[f"GPU-{each.name}"] for each in sorted(_DRIVER.iterdir())]
+        return [f"GPU-{each.name}" for each in sorted(_DRIVER.iterdir())]
     except OSError:
         return []
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import struct
+from ipaddress import ip_address
 
 from accel_fn.errors import WorldError
 
@@ -25,19 +26,21 @@ def check_host(host: str, source: str) -> None:
 
 
 def listen(host: str, port: int, *, alone: bool) -> socket.socket:
-    """Listen at a port, 0 being a free one: on `host` alone, else on all addresses."""
+    """Listen at an address of this machine, at a port, 0 being a free one.
+
+    A name that leads to this machine's loopback (as its own does on Debian) leads other machines
+    here all the same: only for them this listens on all addresses.
+    """
     try:
-        if alone:
-            family = socket.getaddrinfo(host, port)[0][0]
-            return socket.create_server((host, port), family=family)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not alone and address[0] != host and ip_address(address[0]).is_loopback:
+            family, address = socket.AF_INET, ("", port)
+        return socket.create_server(address, family=family)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             raise WorldError(
-                f"launch: main_process_ip must be an address of this machine, got {host!r}; "
-                "leave it out on one machine"
+                f"launch: main_process_ip must be an address of this machine, got {host!r}"
+                + ("; leave it out on one machine" if alone else ", which is machine 0")
             ) from None
         repair = "choose another, or leave it out for a free one" if alone else "choose another"
         raise WorldError(

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -27,6 +28,7 @@ from accel_fn.launcher.machines.machines import Machines
 from accel_fn.launcher.machines.network import answers, listen
 
 _MEET_WITHIN_S, _LOG_AFTER_S, _LINGER_S, _POLL_S = 600.0, 10.0, 3.0, 0.05
+_BEAT_S, GONE_AFTER_S = 1.0, 30.0
 
 _logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ class StoreRendezvous(RendezvousHandler):
         self._machines, self._rank, self._run_id = machines, rank, run_id
         self._store: TCPStore | None = None
         self._attempt_store: TCPStore | None = None
+        self._beat_at = 0.0
+        self._beats: dict[int, tuple[bytes, float]] = {}
         self.attempt = -1
 
     def get_backend(self) -> str:
@@ -91,19 +95,44 @@ class StoreRendezvous(RendezvousHandler):
         return store, port
 
     def _take_over(self, store: TCPStore) -> None:
-        """If another launcher was this machine, wait until the others start an attempt without it."""
-        deadline = time.monotonic() + _LINGER_S
-        latest = 0
-        while True:
+        """If another launcher was this machine, wait until the others or its silence show its end."""
+        deadline, latest, beat = time.monotonic() + GONE_AFTER_S, 0, f"beat/{self._rank}"
+        first = store.get(beat) if store.check([beat]) else b""
+        while time.monotonic() < deadline:
             while store.check([f"attempt/{latest + 1}"]):
                 latest += 1
             if not store.check([f"here/{latest}/{self._rank}"]):
                 return
-            if time.monotonic() > deadline:
+            if store.check([beat]) and store.get(beat) != first:
                 raise WorldError(
                     f"launch: machine_rank must be another on each machine, got {self._rank} twice"
                 )
             time.sleep(_POLL_S)
+        self.attempt = latest  # the others leave this one for the next
+
+    def beat(self) -> int | None:
+        """Show the others that this launcher runs; machine 0 returns the first that is silent.
+
+        The silence of machine 0 needs no count: its store is gone with it.
+        """
+        now = time.monotonic()
+        if self._machines.num_machines == 1 or self._store is None or now < self._beat_at + _BEAT_S:
+            return None
+        self._beat_at = now
+        try:
+            self._store.set(f"beat/{self._rank}", str(now))
+            for peer in range(1, self._machines.num_machines) if self._rank == 0 else ():
+                key = f"beat/{peer}"
+                beat = self._store.get(key) if self._store.check([key]) else b""
+                last, since = self._beats.setdefault(peer, (beat, now))
+                if last != beat:
+                    self._beats[peer] = beat, now
+                elif now > since + GONE_AFTER_S:
+                    del self._beats[peer]  # its successor has as long
+                    return peer
+        except DistError:
+            pass  # machine 0 is gone: `has_ended` returns True
+        return None
 
     def _join(self, store: TCPStore) -> None:
         """Wait until all machines are at one attempt."""
@@ -154,6 +183,7 @@ class StoreRendezvous(RendezvousHandler):
             if waited > _LOG_AFTER_S and not logged:
                 logged = True
                 _logger.warning("machine %d waits for %s", self._rank, peer)
+            self.beat()
             time.sleep(_POLL_S)
 
     def _linger(self, store: TCPStore) -> None:
@@ -173,6 +203,23 @@ class StoreRendezvous(RendezvousHandler):
             return self._store.check(["ended"])
         except DistError:
             return True
+
+    def leave(self) -> None:
+        """Have the other machines end, too."""
+        if self._store is not None:
+            with suppress(DistError):
+                self._store.set("ended", "")
+
+    def all_finished(self) -> bool:
+        """Record that the ranks of this machine have ended well; have those of all machines?"""
+        if self._machines.num_machines == 1 or self._store is None:
+            return True
+        peers = range(self._machines.num_machines)
+        try:
+            self._store.set(f"done/{self.attempt}/{self._rank}", "")
+            return self._store.check([f"done/{self.attempt}/{peer}" for peer in peers])
+        except DistError:
+            return False  # machine 0 is gone: `has_ended` returns True
 
     def exchange_reports(self, report: str) -> list[str]:
         """Send the report of this machine's ranks to all machines; return those that arrive.
@@ -203,21 +250,15 @@ def _readable(rank: int, size: str) -> str:
 
 
 def _serve(machines: Machines, port: int) -> tuple[TCPStore, int]:
-    """Serve a store at a port of this machine, 0 being a free one; return both."""
-    alone = machines.num_machines == 1
-    listener = listen(machines.host, port, alone=alone)
+    """Serve a store at a port of this machine's address, 0 being a free one; return both."""
+    listener = listen(machines.host, port, alone=machines.num_machines == 1)
     port = listener.getsockname()[1]
     store = TCPStore(
-        machines.host if alone else "localhost",
+        machines.host,
         port,
         is_master=True,
         timeout=timedelta(seconds=_MEET_WITHIN_S),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    if not alone and not answers(machines.host, port, 5.0):
-        raise WorldError(
-            f"launch: main_process_ip must lead to machine 0, which this is, got {machines.host!r}; "
-            "give one of its own addresses"
-        )
     return store, port

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -28,7 +29,7 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from accel_fn.errors import WorldError
-from accel_fn.launcher.machines.store_rendezvous import StoreRendezvous
+from accel_fn.launcher.machines.store_rendezvous import GONE_AFTER_S, StoreRendezvous
 from accel_fn.launcher.processes.failures import (
     Failure,
     cause,
@@ -36,7 +37,7 @@ from accel_fn.launcher.processes.failures import (
     lost_peer,
     read_failure,
 )
-from accel_fn.launcher.processes.reaper import kill_left
+from accel_fn.launcher.processes.reaper import Reaper, kill_left
 
 _RECORD_WITHIN_S, _POLL_S = 1.2, 0.05
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
@@ -46,52 +47,49 @@ _logger = logging.getLogger(__name__)
 
 
 class RankFolders(DefaultLogsSpecs):
-    """A folder for each rank of each attempt; checks the size of the world that came together."""
+    """Torch's folders of logs, and a folder of the launch's own for the record of each rank's end."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        redirects: Std,
-        tee: Std,
-        world_size: int,
-        on_start: Callable[[Path], None],
-    ) -> None:
-        super().__init__(log_dir=str(folder), redirects=redirects, tee=tee)
-        self._world_size, self._on_start = world_size, on_start
+    def __init__(self, logs: Path, records: Path, *, redirects: Std, tee: Std, size: int) -> None:
+        super().__init__(log_dir=str(logs), redirects=redirects, tee=tee)
+        self._records, self._size, self._attempts = records, size, itertools.count()
         self.ranks: dict[int, Path] = {}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders of an attempt."""
-        for variables in envs.values():
-            if variables["WORLD_SIZE"] != str(self._world_size):
-                raise WorldError(
-                    f"launch: num_processes must be those that came together, "
-                    f"{variables['WORLD_SIZE']}, got {self._world_size}; is it the same on every "
-                    "machine?"
-                )
-        places = super().reify(envs)
-        self.ranks = {rank: Path(file).parent for rank, file in places.error_files.items()}
-        self._on_start(self.ranks[0].parent)
-        return places
+        """Make the folders of an attempt; check the size of the world that came together."""
+        size = envs[0]["WORLD_SIZE"]
+        if size != str(self._size):
+            raise WorldError(
+                f"launch: num_processes must be those that came together, {size}, got "
+                f"{self._size}; is it the same on every machine?"
+            )
+        logs = super().reify(envs)
+        attempt = self._records / f"records_{next(self._attempts)}"
+        self.ranks = {rank: attempt / str(rank) for rank in envs}
+        for rank, folder in self.ranks.items():
+            folder.mkdir(parents=True)
+            envs[rank]["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+        files = {rank: each["TORCHELASTIC_ERROR_FILE"] for rank, each in envs.items()}
+        return replace(logs, error_files=files)
 
 
 class Agent(LocalElasticAgent):
     """Torch's agent; `failures` are those of the latest attempt, in no order."""
 
-    def __init__(self, spec: WorkerSpec, folders: RankFolders) -> None:
-        super().__init__(spec, folders, log_line_prefix_template="[rank ${rank}]: ")
+    def __init__(self, spec: WorkerSpec, folders: RankFolders, reaper: Reaper) -> None:
+        super().__init__(
+            spec, folders, exit_barrier_timeout=5, log_line_prefix_template="[rank ${rank}]: "
+        )
         handler = spec.rdzv_handler
-        self._folders = folders
-        self._machines_rendezvous = handler if isinstance(handler, StoreRendezvous) else None
+        self._folders, self._reaper = folders, reaper
+        self._machines = handler if isinstance(handler, StoreRendezvous) else None
         self.failures: list[Failure] = []
         self._kill_at_once = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks; all machines count restarts alike."""
         most = worker_group.spec.max_restarts
-        if self._machines_rendezvous is not None:
-            self._remaining_restarts = max(0, most - self._machines_rendezvous.attempt)
+        if self._machines is not None:
+            self._remaining_restarts = max(0, most - self._machines.attempt)
         attempt = most - self._remaining_restarts
         if attempt:
             why = "started by another machine"
@@ -104,6 +102,7 @@ class Agent(LocalElasticAgent):
             started: dict[int, int] = super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._reaper.watch(started.values())
         return started
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -133,12 +132,11 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Poll the ranks; if one has failed, stop the others and record how each ended."""
         exit_codes = self._poll_until_cause()
-        ended = _failed(exit_codes)
-        peer_gone = self._machines_rendezvous is not None and self._machines_rendezvous.has_ended()
-        stopped_at = time.time()
-        if None in exit_codes.values() and not ended and not peer_gone:
+        ended, stopped_at = _failed(exit_codes), time.time()
+        has_lost = self._has_lost_machine()
+        if None in exit_codes.values() and not ended and not has_lost:
             return RunResult(state=WorkerState.HEALTHY)  # torch would poll again: others may end
-        if ended or peer_gone:
+        if ended or has_lost:
             self._shutdown(timeout=_STOP_WITHIN_S)
             self._kill_left()
         result: RunResult = super()._monitor_workers(worker_group)
@@ -155,10 +153,23 @@ class Agent(LocalElasticAgent):
                 )
                 for rank, failure in result.failures.items()
             ]
-        if peer_gone:
-            self._remaining_restarts = 0
+        elif not has_lost and self._machines is not None and not self._machines.all_finished():
+            return RunResult(state=WorkerState.HEALTHY)  # if another fails, all start again
+        if has_lost:
             return RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
+
+    def _has_lost_machine(self) -> bool:
+        """Has another machine given up for all, or is it silent?"""
+        if self._machines is None:
+            return False
+        if self._machines.has_ended():
+            self._remaining_restarts = 0
+            return True
+        silent = self._machines.beat()
+        if silent is not None:
+            _logger.warning("machine %d has not answered for %g s", silent, GONE_AFTER_S)
+        return silent is not None
 
     def _poll_until_cause(self) -> dict[int, int | None]:
         """Each local rank's exit code, None while it runs; a failure counts once its cause is known.
@@ -186,9 +197,8 @@ class Agent(LocalElasticAgent):
 
     def _kill_left(self) -> None:
         """What failed ranks left behind must not meet those of the next attempt."""
-        run_id = self._worker_group.spec.rdzv_handler.get_run_id()
-        for folder in self._folders.ranks.values():
-            kill_left(folder, run_id)
+        if self._pcontext is not None:
+            kill_left(self._pcontext.pids().values(), self._reaper.run_id)
 
 
 def _failed(exit_codes: dict[int, int | None]) -> set[int]:

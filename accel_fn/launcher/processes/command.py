@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import os
+import pkgutil
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from accel_fn.errors import ArgumentError, message
-from accel_fn.launcher.processes.find_module import why_missing
 
 Kind = Literal["script", "module", "program"]
 
@@ -46,8 +50,17 @@ def _check_script(target: str) -> None:
 
 
 def _check_module(target: str) -> None:
-    if repair := why_missing(target):
-        raise ArgumentError(message("launch", "module", "be one that is found", target, repair))
+    """Look for the outermost package alone: what is inside is known only after an import."""
+    first, places = target.partition(".")[0], [os.getcwd(), *sys.path]
+    if PathFinder.find_spec(first, places) or (first and find_spec(first)):
+        return
+    near = difflib.get_close_matches(
+        first, [each.name for each in pkgutil.iter_modules(places)], n=1
+    )
+    repair = (
+        f"did you mean {near[0]}?" if near else "it is looked for here, then where python looks"
+    )
+    raise ArgumentError(message("launch", "module", "be one that is found", target, repair))
 
 
 def _check_program(target: str) -> None:

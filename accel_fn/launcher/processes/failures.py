@@ -112,7 +112,7 @@ def read_failure(
     stack, exception, time, own_code = _read_record(folder, stopped_at)
     place = place_in_traceback(stack) if exception else ""
     if stopped and not exception:
-        place = place_of_wait(_read(folder / "stopped"))
+        place = place_of_wait(_read_stack(folder))
     # A rank that wrote its record before the world was stopped was only slow to leave.
     return Failure(
         rank=rank,
@@ -140,18 +140,22 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
         stack, _, exception = extra["py_callstack"].rstrip().rpartition("\n")
         return stack, exception, float(extra["timestamp"]), None
     except (OSError, ValueError, KeyError, TypeError):
-        return _read_crash(folder / "crash"), "", otherwise, None
+        return read_crash(folder), "", otherwise, None
 
 
-def _read_crash(path: Path) -> str:
+def read_crash(folder: Path) -> str:
     """Read the stack that Python wrote when native code crashed, without the launcher's lines."""
-    lines = _read(path).splitlines(keepends=True)
+    lines = _read_stack(folder).splitlines(keepends=True)
+    if not any(line.startswith("Fatal Python error") for line in lines):
+        return ""  # of a signal that it outlived
     return "".join(line for line in lines if f'"{worker.__file__}"' not in line)
 
 
-def _read(path: Path) -> str:
-    """Read a file; empty if it is not there."""
-    return path.read_text(errors="replace") if path.is_file() else ""
+def _read_stack(folder: Path) -> str:
+    try:
+        return (folder / worker.STACK).read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def has_record(folder: Path) -> bool:

@@ -1,17 +1,19 @@
 """The reaper: a process beside a launcher that kills what is left when the launcher ends.
 
-It is run as a script that imports only the standard library. It reads folders of ranks from
+It is run as a script that imports only the standard library. It reads folders and ranks from
 its standard input until that closes, which happens however the launcher ends.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +24,7 @@ class Reaper:
     """The reaper of this process and of the ranks that it starts."""
 
     def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, run_id],
             stdin=subprocess.PIPE,
@@ -33,15 +36,18 @@ class Reaper:
     def make_folder(self, parent: str) -> Path:
         """Make a temporary folder, which the reaper knows, and will remove, before it exists."""
         folder = Path(parent, f"accel_fn_{os.urandom(8).hex()}")
-        self.watch(folder, remove=True)
+        self._send(str(folder))
         folder.mkdir(mode=0o700)
         return folder
 
-    def watch(self, folder: Path, *, remove: bool = False) -> None:
-        """Kill the ranks that have a folder in there when this process ends."""
+    def watch(self, ranks: Iterable[int]) -> None:
+        """Kill these processes, and what is left in their sessions, when this process ends."""
+        self._send([*ranks])
+
+    def _send(self, value: object) -> None:
         assert self._process.stdin is not None
         with suppress(OSError):  # a launch goes on without its reaper
-            self._process.stdin.write(f"{'remove' if remove else 'keep'} {folder}\n".encode())
+            self._process.stdin.write(f"{json.dumps(value)}\n".encode())
             self._process.stdin.flush()
 
     def finish(self) -> None:
@@ -50,17 +56,14 @@ class Reaper:
             self._process.communicate()
 
 
-def kill_left(folder: Path, run_id: str) -> None:
-    """Kill the processes that ranks left in their groups, such as workers of data loaders.
+def kill_left(ranks: Iterable[int], run_id: str) -> None:
+    """Kill what is left in the sessions of these ranks, such as workers of data loaders.
 
-    A process that opened a new session is not in the group: it was meant to stay.
+    A process that opened a session of its own is not in them: it was meant to stay.
     """
-    groups = set()
-    for path in folder.rglob("pid"):
-        with suppress(OSError, ValueError):
-            groups.add(int(path.read_text()))
+    sessions = {*ranks}
     for _ in range(_TRIES):
-        left = [pid for pid in _members(groups) if _is_of(run_id, pid)]
+        left = [pid for pid in _members(sessions) if _is_of(run_id, pid)]
         if not left:
             return
         for pid in left:
@@ -69,13 +72,13 @@ def kill_left(folder: Path, run_id: str) -> None:
         time.sleep(_WAIT_S)
 
 
-def _members(groups: set[int]) -> list[int]:
-    """List the living processes of these groups."""
+def _members(sessions: set[int]) -> list[int]:
+    """List the living processes of these sessions."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
-            state, _, group, *_ = path.read_text().rpartition(")")[2].split()
-            if int(group) in groups and state not in "ZX":
+            state, _, _, session, *_ = path.read_text().rpartition(")")[2].split()
+            if int(session) in sessions and state not in "ZX":
                 found.append(int(path.parent.name))
     return found
 
@@ -90,21 +93,11 @@ def _is_of(run_id: str, pid: int) -> bool:
 
 def main(run_id: str) -> None:
     """Wait until the launcher's end of the pipe is closed, then clean up."""
-    folders = [line.rstrip("\n").partition(" ") for line in sys.stdin]
-    for _, _, folder in folders:
-        kill_left(Path(folder), run_id)
-        _tidy(Path(folder))
-    for action, _, folder in folders:
-        if action == "remove":
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _tidy(folder: Path) -> None:
-    """Remove numbers of processes and empty files from a folder of logs."""
-    for path in (*folder.rglob("pid"), *folder.rglob("crash"), *folder.rglob("stopped")):
-        with suppress(OSError):
-            if path.name == "pid" or path.stat().st_size == 0:
-                path.unlink()
+    received = [json.loads(line) for line in sys.stdin]
+    kill_left((rank for each in received if isinstance(each, list) for rank in each), run_id)
+    for each in received:
+        if isinstance(each, str):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 if __name__ == "__main__":

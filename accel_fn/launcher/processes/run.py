@@ -49,12 +49,13 @@ def run(plan: LaunchPlan) -> tuple[int, str]:
     os.environ.update({each.name: each.value for each in plan.variables if each.value is not None})
     _quieten_torch()
     redirects = Std.ALL if settings.log_dir or settings.tee else Std.NONE
+    records = reaper.make_folder(tempfile.gettempdir())
     folders = RankFolders(
-        _folder(settings.log_dir, reaper),
+        _log_folder(settings.log_dir) or records,
+        records,
         redirects=redirects,
         tee=Std.ALL if settings.tee else Std.NONE,
-        world_size=machines.num_processes,
-        on_start=reaper.watch,
+        size=machines.num_processes,
     )
     handler = _handler(machines, run_id)
     cpus = ";".join(",".join(map(str, each)) for each in plan.cpus or ())
@@ -72,14 +73,17 @@ def run(plan: LaunchPlan) -> tuple[int, str]:
             local_addr=machines.host,
         ),
         folders,
+        reaper,
     )
     try:
-        return _wait(agent, handler, machines)
+        return _wait(agent, handler, machines, may_restart=settings.max_restarts > 0)
     finally:
         reaper.finish()
 
 
-def _wait(agent: Agent, handler: RendezvousHandler, machines: Machines) -> tuple[int, str]:
+def _wait(
+    agent: Agent, handler: RendezvousHandler, machines: Machines, *, may_restart: bool
+) -> tuple[int, str]:
     """Run the agent to its end; return the exit code and the report."""
     before = signal.signal(signal.SIGUSR1, agent.forward_signal)  # Slurm sends it before its limit
     try:
@@ -88,6 +92,8 @@ def _wait(agent: Agent, handler: RendezvousHandler, machines: Machines) -> tuple
         _logger.warning(
             "stopped by %s", "Ctrl-C" if stop.sigval is signal.SIGINT else stop.sigval.name
         )
+        if isinstance(handler, StoreRendezvous) and not may_restart:
+            handler.leave()
         return 128 + stop.sigval, ""
     except RendezvousError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
@@ -130,20 +136,18 @@ def _handler(machines: Machines, run_id: str) -> RendezvousHandler:
     )
 
 
-def _folder(log_dir: Path | None, reaper: Reaper) -> Path:
-    """The folder of the ranks' output and of the records of their ends."""
-    if log_dir is None:
-        return reaper.make_folder(tempfile.gettempdir())
+def _log_folder(log_dir: Path | None) -> Path | None:
+    """Make the folder of the ranks' output; refuse one that cannot be written to."""
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=log_dir):
-            reaper.watch(log_dir)
-            return log_dir
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=log_dir).close()
     except OSError as error:
         raise WorldError(
             f"launch: log_dir must be a folder that can be written to, got {str(log_dir)!r} "
             f"({error.strerror})"
         ) from None
+    return log_dir
 
 
 def _quieten_torch() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import ctypes
 import faulthandler
-import importlib.util
 import io
 import json
 import os
@@ -23,6 +22,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+STACK = "stack"
 _PR_SET_PDEATHSIG = 1
 _REPORT_AFTER_S, _END_AFTER_S = 5.0, 30.0
 
@@ -32,18 +32,12 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
     die_with(int(launcher))
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
-    folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
-    write_pid(folder)
     if kind == "program":
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the program begins
         _unblock_ctrl_c()
         os.execvp(target, [target, *arguments])  # noqa: S606
-    # If native code crashes, this holds the line that called it.
-    faulthandler.enable(os.open(folder / "crash", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
-    # If it is stopped because another rank failed, this holds the line that it waited at.
-    stopped = os.open(folder / "stopped", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    faulthandler.register(signal.SIGTERM, stopped, all_threads=False, chain=True)
+    record_stacks(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK))
     start = _run_module if kind == "module" else _run_script
     _run(start, target, list(arguments), show=bool(show))
 
@@ -58,12 +52,16 @@ def die_with(launcher: int) -> None:
         os._exit(1)
 
 
-def write_pid(folder: Path) -> None:
-    """Write this process's number into its folder; exit if that is gone, as the launcher is then."""
+def record_stacks(path: Path) -> None:
+    """Have Python write the line at which native code crashes, or SIGTERM interrupts this rank."""
     try:
-        (folder / "pid").write_text(str(os.getpid()))
-    except FileNotFoundError:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    except FileNotFoundError:  # its folder is gone, and so is the launcher
         os._exit(1)
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
+    # A process that the rank forks has these handlers, and must not write as if it were the rank.
+    os.register_at_fork(after_in_child=lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), file))
 
 
 def _unblock_ctrl_c() -> None:
@@ -92,14 +90,14 @@ def _run(
     start: Callable[[str, list[str]], None], target: str, arguments: list[str], *, show: bool
 ) -> None:
     """Run the user's program; write what ended it to a file, of which the launcher prints one."""
-    hook = _Hook()
+    hook, own = _Hook(), os.getpid()
     if not show:
         sys.excepthook = hook
     try:
         _unblock_ctrl_c()
         start(target, arguments)
     except SystemExit as end:
-        if end.code in (None, 0):
+        if _status(end) == 0 or os.getpid() != own:  # a fork of the rank is not the rank
             raise
         text = record(end, None)
         if isinstance(end.code, int):
@@ -108,6 +106,9 @@ def _run(
             print(end.code, file=sys.stderr)
     except BaseException as error:
         error.__traceback__ = frames = _of_the_program(error.__traceback__)
+        if os.getpid() != own:
+            sys.excepthook(type(error), error, frames)
+            sys.exit(1)
         text = record(error, frames)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
@@ -147,27 +148,11 @@ def _run_script(target: str, arguments: list[str]) -> None:
 
 
 def _run_module(target: str, arguments: list[str]) -> None:
-    """Run a module as `python -m MODULE` does."""
+    """Run a module as `python -m MODULE` does, by the same function of the standard library."""
     sys.argv = ["-m", *arguments]
     _search_first(os.getcwd())
-    spec = importlib.util.find_spec(target)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{target}.__main__")
-    # Not by the classes of importlib.abc, which would import two dozen other modules.
-    get_code = getattr(spec and spec.loader, "get_code", None)
-    if spec is None or get_code is None:
-        raise ModuleNotFoundError(f"No module named {target!r} that can be run", name=target)
-    code = get_code(spec.name)
-    assert code is not None
-    sys.argv[0] = str(spec.origin)
-    main_module = _replace_main(
-        __file__=spec.origin,
-        __cached__=spec.cached,
-        __loader__=spec.loader,
-        __package__=spec.parent,
-        __spec__=spec,
-    )
-    exec(code, main_module.__dict__)  # noqa: S102
+    _replace_main()
+    runpy._run_module_as_main(target)  # type: ignore[attr-defined]
 
 
 def _search_first(folder: str) -> None:
@@ -185,8 +170,9 @@ def _replace_main(**attributes: object) -> ModuleType:
 
 
 def _of_the_program(frames: TracebackType | None) -> TracebackType | None:
-    """The frames below those of this file."""
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    """The frames below those of this file and of runpy."""
+    starts = (__file__, "<frozen runpy>", runpy.__file__)
+    while frames is not None and frames.tb_frame.f_code.co_filename in starts:
         frames = frames.tb_next
     return frames
 
@@ -197,9 +183,8 @@ def record(error: BaseException, frames: TracebackType | None) -> str:
     text, last = "".join(whole.format()), "".join(whole.format_exception_only())
     own_code = None
     if isinstance(error, SystemExit):
-        by_number = isinstance(error.code, int)
-        own_code = error.code if by_number else 1
-        text = last = f"exit code {error.code}\n" if by_number else f"{error.code}\n"
+        own_code = _status(error)
+        text = last = f"{f'exit code {own_code}' if isinstance(error.code, int) else error.code}\n"
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     content = {
@@ -216,6 +201,11 @@ def record(error: BaseException, frames: TracebackType | None) -> str:
     except OSError:
         print(text, file=sys.stderr)
     return text
+
+
+def _status(end: SystemExit) -> int:
+    """The exit status that other processes will see: -1 is 255."""
+    return end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
 
 
 def _end_late(text: str) -> None:

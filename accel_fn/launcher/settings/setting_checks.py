@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 from accel_fn.comm.cluster_env import read_task
 from accel_fn.errors import SettingsError, message
@@ -15,19 +14,6 @@ _ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
 """Variables that hold the address of machine 0."""
 
 _USE_CPU = "launch with --cpu to train on the CPU"
-
-_OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
-    {
-        "XPU": "ZE_AFFINITY_MASK",
-        "NPU": "ASCEND_RT_VISIBLE_DEVICES",
-        "MLU": "MLU_VISIBLE_DEVICES",
-        "MUSA": "MUSA_VISIBLE_DEVICES",
-        "SDAA": "SDAA_VISIBLE_DEVICES",
-        "HPU": "HABANA_VISIBLE_MODULES",
-        "NEURON": "NEURON_RT_VISIBLE_CORES",
-    }
-)
-"""What selects devices where CUDA_VISIBLE_DEVICES does not."""
 
 
 def check_machine(
@@ -94,7 +80,7 @@ def _ids(ids: tuple[int, ...], variable: str | None, machine: Machine) -> Iterat
     count = machine.num_installed
     if machine.kind not in ("", "CUDA"):
         rule = f"be left out where the devices are {machine.kind}"
-        repair = f"set {_OTHER_VARIABLES.get(machine.kind, 'the variable of their driver')}"
+        repair = "set the variable of their driver"
         yield Mistake("gpu_ids", rule, ids, repair)
     elif max(ids) >= count:
         rule = f"be devices of this machine, which has {count or 'none'}"
