@@ -26,6 +26,15 @@ _CASES = {
             state, _ = step(state, torch.ones(4, 3))  # of rank 0
         time.sleep(600)  # of rank 1
     """,
+    "a_hung_data_worker": """
+        def hang(samples):
+            time.sleep(600)
+
+        loader = torch.utils.data.DataLoader([0], num_workers=1, collate_fn=hang)
+        if state.is_main:
+            af.barrier(state)  # of rank 0
+        next(iter(loader))  # of rank 1
+    """,
     "unequal_shapes": """
         if state.is_main:
             af.gather(torch.ones(5, 3), state)  # of rank 0
@@ -109,8 +118,15 @@ def test_a_gather_on_one_rank_ends_with_a_report_of_every_rank(ended):
 @of("four_steps_against_three")
 def test_four_steps_against_three_end_with_a_report_of_every_rank(ended):
     end, (first, second) = ended
-    waits = rf"^  rank 0: at {first}; in step 4, backward; last collective \d+, step, at {first}$"
+    waits = rf"^  rank 0: in collective \d+, step of .*, at {first}; (last|in) step 4, .*$"
     assert_says(end, waits, rf"^  rank 1: at {second}; last step 3, at {first}; ", exit_code=124)
+
+
+@pytest.mark.slow
+@of("a_hung_data_worker")
+def test_a_rank_that_waits_for_a_data_worker_is_placed_at_the_users_line(ended):
+    end, (_, second) = ended
+    assert_says(end, rf"^  rank 1: at {second}; no collective$", exit_code=124)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import copy
 import faulthandler
 import pickle
+import queue
 import sys
 import threading
 import time
@@ -198,6 +199,21 @@ def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
     start = time.monotonic()
     Abort(StoreLog(HashStore(), None), rank=1, world_size=3, notice_s=0.1).wait_for_reports(2)
     assert time.monotonic() - start < 5
+
+
+def test_a_wait_in_the_standard_library_is_placed_at_the_users_line():
+    items = queue.Queue()
+    thread = threading.Thread(target=items.get)
+    outer = threading.Thread(target=lambda: (thread.start(), thread.join()))  # waits in threading
+    outer.start()
+    while not (frame := sys._current_frames().get(outer.ident)) or "join" not in str(
+        Stack.of_thread(frame)
+    ):
+        time.sleep(0.01)
+    place = Stack.of_thread(frame).place(LIBRARIES)
+    items.put(None)
+    outer.join()
+    assert (place.code.co_filename, place.code.co_name) == (__file__, "<lambda>")
 
 
 def test_a_stack_is_shown_from_the_users_first_call_on():

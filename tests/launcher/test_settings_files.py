@@ -44,6 +44,11 @@ FILES = [
     ("max_restarts: yes\n", ":1: max_restarts must be an integer >= 0, got True"),
     ("cpu: null\n", ":1: cpu must be true or false, got None"),
     ("cpu: !!python/name:os.system\n", ":1:6: file must be YAML, got: could not determine"),
+    (f"max_restarts: {'1' * 5000}\n", ": file must be YAML, got: Exceeds the limit"),
+    ("tee: 2024-13-45\n", ": file must be YAML, got: month must be in 1..12"),
+    (f"tee: {'[' * 5000}\n", ": file must be YAML, got: maximum recursion depth"),
+    ("tee: [2024-02-01, {1: 2}]\n", ":1: tee must be true or false, got [datetime.date("),
+    ("? [1, {2: 3}]\n: 4\n", ": key must be a setting, got "),
     ("a: 1\n---\nb: 2\n", ":2:1: file must be YAML, got: but found another document"),
 ]  # fmt: skip
 PYPROJECTS = [
@@ -51,6 +56,10 @@ PYPROJECTS = [
     ("[a]\ntee = 1\n[tool.accel_fn]\ntee = 7\n", ":4: tee must be true or false, got 7"),
     ("[tool.accel_fn]\ntee = \n", "file must be TOML, got: Invalid value (at line 2, column 7)"),
     ("[tool.accel-fn]\ntee = true\n", "section must be [tool.accel_fn], got [tool.accel-fn]"),
+    ("tool = 1 # accel_fn\n", "tool must be a section, got 1"),
+    (f"[tool.accel_fn]\nmax_restarts = {'1' * 5000}\n", "file must be TOML, got: Exceeds"),
+    ("[tool.accel_fn]\ntee = 2024-13-45\n", "file must be TOML, got: "),
+    (f"[tool.accel_fn]\ntee = {'[' * 5000}\n", "file must be TOML, got: maximum recursion"),
     ("[tool]\naccel_fn = 3\n", "tool.accel_fn must be a section, got 3"),
 ]
 

@@ -27,7 +27,6 @@ FOREIGN = {
     "data/prefetch.py StopIteration": "the end of an iterator",
     "data/workers/pool.py RuntimeError": "an error of the user's data set, as torch raises it again",
     "data/workers/lost_workers.py EOFError": "as a pipe raises it whose writer is gone",
-    "launcher/processes/worker.py ModuleNotFoundError": "as `python -m` raises it",
     "transforms/compile/optimizer_in_graph.py TypeError": "caught there: a PlanError",
     "transforms/preemption.py SystemExit": "the end of the process",
 }

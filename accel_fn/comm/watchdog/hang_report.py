@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ from typing import Any, NamedTuple
 
 from accel_fn.comm.watchdog.store_log import Entry
 
+_PYTHON = f"{os.path.dirname(os.__file__)}{os.sep}"
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _NUM_CALLS, _NUM_TENSORS, _NUM_LINES = 30, 4, 12
 _PHASES = {"run_forward": "forward", "run_backward": "backward", "apply_update": "update"}
 
@@ -23,6 +27,11 @@ class Place(NamedTuple):
     def is_in(self, folders: tuple[str, ...]) -> bool:
         """Is it in a file below one of these folders?"""
         return self.code.co_filename.startswith(folders)
+
+    def is_in_python(self) -> bool:
+        """Is it in the standard library?"""
+        file = self.code.co_filename
+        return file.startswith((_PYTHON, "<frozen ")) and not _INSTALLED.search(file)
 
     def __str__(self) -> str:
         return f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
@@ -91,9 +100,10 @@ class Stack:
         return cls((*outer.calls, *inner))
 
     def place(self, libraries: tuple[str, ...]) -> Place | None:
-        """Return the user's innermost line."""
+        """Return the user's innermost line, also of a wait in the standard library."""
         places = [Place(frame.f_code, line) for frame, line in reversed(self.calls)]
-        return next((each for each in places if not each.is_in(libraries)), None)
+        found = [each for each in places if not each.is_in(libraries) and not each.is_in_python()]
+        return found[0] if found else None
 
     def under(self, libraries: tuple[str, ...]) -> Stack:
         """Leave out the outermost calls, of what started the user's code."""

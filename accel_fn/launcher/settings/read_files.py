@@ -16,6 +16,8 @@ from accel_fn.launcher.settings.settings import Settings
 from accel_fn.launcher.settings.value import Given, Layer, check_names
 
 _SECTION = "[tool.accel_fn]"
+_UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""What both parsers raise: numbers too long for Python and days that are none are ValueErrors."""
 
 
 def read_yaml(path: Path) -> Layer:
@@ -29,7 +31,7 @@ def read_yaml(path: Path) -> Layer:
         mark = error.problem_mark or error.context_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise SettingsError(f"{path}{place}: file must be YAML, got: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except _UNREADABLE as error:
         raise SettingsError(f"{path}: file must be YAML, got: {error}") from None
     if accelerate_config.is_accelerate_config(given):
         return accelerate_config.translate(given)
@@ -43,8 +45,10 @@ def read_pyproject(path: Path) -> Layer | None:
         return None
     try:
         tools = tomllib.loads(text).get("tool", {})
-    except tomllib.TOMLDecodeError as error:
+    except _UNREADABLE as error:
         raise SettingsError(f"{path}: file must be TOML, got: {error}") from None
+    if not isinstance(tools, dict):
+        raise SettingsError(message(str(path), "tool", "be a section", tools))
     if "accel-fn" in tools:
         raise SettingsError(f"{path}: section must be {_SECTION}, got [tool.accel-fn]")
     if "accel_fn" not in tools:
