@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from itertools import chain
 from pathlib import Path
 
@@ -11,6 +12,7 @@ nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["lint", "types", "tests", "docs"]
 nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = False  # `pythons` runs on those that are installed
 
 TORCH = "torch==2.13.0"  # of the tests and the demo; the package itself sets a lower bound
 CONSTRAINTS = ".ci/constraints.txt"  # of all else: `nox -s lock` writes it
@@ -27,6 +29,13 @@ IN_PARALLEL = (
 EVERYTHING = ("testing", "examples", "cli", "checkpoint", "float8")
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def classified_pythons() -> list[str]:
+    """The Python versions that pyproject.toml's classifiers name."""
+    classifiers = PROJECT["project"]["classifiers"]
+    versions = (each.removeprefix("Programming Language :: Python :: ") for each in classifiers)
+    return [version for version in versions if re.fullmatch(r"3\.\d+", version)]
 
 
 def group(*names: str) -> list[str]:
@@ -64,6 +73,13 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *IN_PARALLEL, EXAMPLES_APART, *session.posargs, env=ONE_THREAD)
 
 
+@nox.session(python=classified_pythons())
+def pythons(session: nox.Session) -> None:
+    """The tests on every supported Python that is installed: `-s pythons-3.12` for one of them."""
+    install(session, *EVERYTHING, groups=("tests",))
+    session.run("pytest", *IN_PARALLEL, EXAMPLES_APART, *session.posargs, env=ONE_THREAD)
+
+
 @nox.session
 def slow(session: nox.Session) -> None:
     """The slow tests: many processes, compilers, long training."""
@@ -94,7 +110,11 @@ def lock(session: nox.Session) -> None:
     session.install("uv")
     asked, found = (Path(session.create_tmp(), name) for name in ("asked.in", "found.txt"))
     project = PROJECT["project"]
-    extras = chain.from_iterable(project["optional-dependencies"].values())
+    extras = chain.from_iterable(
+        requirements
+        for name, requirements in project["optional-dependencies"].items()
+        if name != "all"
+    )
     everything = (TORCH, *project["dependencies"], *extras, *group(*PROJECT["dependency-groups"]))
     asked.write_text("\n".join(everything))
     oldest = project["requires-python"].removeprefix(">=")
@@ -152,6 +172,28 @@ def bench(session: nox.Session) -> None:
     """Ratios to the hand-written loop and to the peers, side by side: `-- --write` updates docs."""
     install(session, "cli", "checkpoint", groups=("bench",))
     session.run("python", "-m", "tests.benchmarks", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def dist(session: nox.Session) -> None:
+    """Build and check the sdist and the wheel; import every public name from the wheel alone."""
+    session.install("--constraint", CONSTRAINTS, *group("dist"))
+    built = Path(session.create_tmp()).resolve() / "dist"
+    shutil.rmtree(built, ignore_errors=True)
+    session.run("validate-pyproject", "pyproject.toml")
+    session.run("python", "-m", "build", "--outdir", str(built), ".")
+    [wheel], [sdist] = built.glob("*.whl"), built.glob("*.tar.gz")
+    session.run("twine", "check", "--strict", str(wheel), str(sdist))
+    session.run("check-wheel-contents", str(wheel))
+    clean = built.parent / "clean"
+    python = str(clean / "bin/python")
+    session.run("python", "-m", "venv", "--clear", str(clean))
+    for extras, requirement in {"base": f"{wheel}", "all": f"{wheel}[all]"}.items():
+        pinned = ("--constraint", CONSTRAINTS, TORCH, requirement)
+        session.run(python, "-m", "pip", "install", "--quiet", *pinned, external=True)
+        names = ("tests/package/import_public_names.py", extras)
+        session.run(python, "-I", *names, external=True, env=ONE_THREAD)
+    session.run(str(clean / "bin/accel-fn"), "--version", external=True)
 
 
 @nox.session

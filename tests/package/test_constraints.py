@@ -18,10 +18,13 @@ LINES = [
 ]
 PINS = [Requirement(line) for line in LINES]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
 ASKED = sorted(
     {
         *PROJECT["project"]["dependencies"],
-        *chain.from_iterable(PROJECT["project"]["optional-dependencies"].values()),
+        *chain.from_iterable(
+            requirements for name, requirements in EXTRAS.items() if name != "all"
+        ),
         *chain.from_iterable(PROJECT["dependency-groups"].values()),
     }
 )
@@ -60,7 +63,7 @@ def test_every_requirement_has_one_release_that_fits(asked, python):
 
 def test_every_session_but_those_that_choose_their_releases_installs_under_the_constraints():
     noxfile = (ROOT / "noxfile.py").read_text()
-    sessions = re.split(r"^@nox\.session\n", noxfile, flags=re.MULTILINE)[1:]
+    sessions = re.split(r"^@nox\.session.*\n", noxfile, flags=re.MULTILINE)[1:]
     free = {
         name
         for name, text in ((re.match(r"def (\w+)", each)[1], each) for each in sessions)
@@ -68,3 +71,9 @@ def test_every_session_but_those_that_choose_their_releases_installs_under_the_c
     }
     assert free == {"lock", "minimums", "newest"}
     assert 'session.install("--constraint", CONSTRAINTS, TORCH' in noxfile
+
+
+def test_the_extra_all_is_every_extra_but_that_of_the_examples():
+    [everything] = EXTRAS["all"]
+    assert Requirement(everything).name == PROJECT["project"]["name"]
+    assert Requirement(everything).extras == set(EXTRAS) - {"all", "examples"}

@@ -1,0 +1,69 @@
+"""Files for contributors: the sessions, versions and paths that they name exist."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+GITHUB = ROOT / ".github"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NOXFILE = (ROOT / "noxfile.py").read_text()
+SESSIONS = set(re.findall(r"^@nox\.session.*\ndef (\w+)\(", NOXFILE, re.MULTILINE))
+CONSTRAINTS = (ROOT / ".ci/constraints.txt").read_text().splitlines()
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / ".ci/run", GITHUB / "CONTRIBUTING.md", *WORKFLOWS], ids=str
+)
+def test_sessions_that_are_named_exist(path):
+    runs = re.findall(r'nox -s "?([\w ]+)', path.read_text())
+    jobs = yaml.safe_load(path.read_text())["jobs"].values() if path.suffix == ".yml" else ()
+    matrices = (job.get("strategy", {}).get("matrix", {}).get("session", []) for job in jobs)
+    named = {name for run in runs for name in run.split()}.union(*matrices)
+    assert named
+    assert named <= SESSIONS
+
+
+def test_pre_commit_runs_the_versions_of_the_constraints():
+    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    pins = [pin for hook in local["hooks"] for pin in hook["additional_dependencies"]]
+    assert len(pins) == len(local["hooks"])
+    assert set(pins) <= set(CONSTRAINTS)
+
+
+def test_pythons_of_the_workflows_are_those_of_the_classifiers():
+    change = yaml.safe_load((GITHUB / "workflows/change.yml").read_text())["jobs"]
+    [setup] = [step for step in change["change"]["steps"] if "with" in step]
+    pythons = {setup["with"]["python-version"], *change["pythons"]["strategy"]["matrix"]["python"]}
+    classifiers = "\n".join(PROJECT["classifiers"])
+    assert pythons == set(re.findall(r"Python :: (3\.\d+)", classifiers))
+    assert PROJECT["requires-python"].removeprefix(">=") in pythons
+
+
+def test_paths_with_owners_exist():
+    lines = (GITHUB / "CODEOWNERS").read_text().splitlines()
+    paths = [line.split()[0] for line in lines if line and not line.startswith("#")]
+    assert paths
+    assert [path for path in paths if not (ROOT / path.lstrip("/")).exists()] == []
+
+
+def test_the_citation_has_the_version_of_the_package():
+    citation = yaml.safe_load((GITHUB / "CITATION.cff").read_text())
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "accel_fn/__init__.py").read_text())[1]
+    assert citation["version"] == version
+    assert citation["license"] == PROJECT["license"]
+
+
+def test_the_page_of_versions_names_the_bounds_of_the_package_and_of_the_sessions():
+    page = (ROOT / "docs/versions.md").read_text()
+    [torch] = [each for each in PROJECT["dependencies"] if each.startswith("torch")]
+    tested = re.search(r'^TORCH = "torch==(.+?)"', NOXFILE, re.MULTILINE)[1]
+    lowest = re.search(r'"torch==(2\.\d+)\.\*"', NOXFILE)[1]
+    assert torch == f"torch>={lowest}"
+    assert f"| {tested} |" in page
+    assert re.search(rf"^\| {re.escape(lowest)}", page, re.MULTILINE)
+    assert f"Python {PROJECT['requires-python'].removeprefix('>=')} or newer" in page
