@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accel_fn.comm.world import init as init
     from accel_fn.data.loader import Epoch as Epoch
     from accel_fn.data.loader import ShardedLoader as ShardedLoader
+    from accel_fn.data.part import part as part
     from accel_fn.data.plan_batches import plan_batches as plan_batches
     from accel_fn.data.prefetch import prefetch as prefetch
     from accel_fn.data.seed_samples import sample_seed as sample_seed
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from accel_fn.transforms.schedule.schedule import schedule as schedule
     from accel_fn.transforms.skip import skip_nonfinite as skip_nonfinite
     from accel_fn.transforms.skip import skip_spikes as skip_spikes
+    from accel_fn.transforms.when import when as when
     from accel_fn.transforms.wrap import wrap as wrap
 
 _MODULES = {
@@ -108,6 +110,7 @@ _MODULES = {
     "checkpoint.save": ["save"],
     "checkpoint.weights.save_load_model": ["load_model", "save_model"],
     "data.loader": ["Epoch", "ShardedLoader"],
+    "data.part": ["part"],
     "data.plan_batches": ["plan_batches"],
     "data.prefetch": ["prefetch"],
     "data.seed_samples": ["sample_seed", "seed_samples"],
@@ -130,6 +133,7 @@ _MODULES = {
     "transforms.reproducible.reproducible": ["reproducible"],
     "transforms.schedule.schedule": ["schedule"],
     "transforms.skip": ["skip_nonfinite", "skip_spikes"],
+    "transforms.when": ["when"],
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 _PUBLIC_MODULES = ("errors", "testing")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from accel_fn.base.mappings import opened
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
 from accel_fn.errors import (
@@ -52,7 +53,7 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     {'run': 'blue-7'}
     """
     check_state("broadcast", state)
-    leaves, structure = pytree.tree_flatten(tree)
+    leaves, structure = pytree.tree_flatten(opened(tree))
 
     def checked() -> tuple[int, bytes]:
         _check_source(source, state)
@@ -64,7 +65,7 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     every = agreed(checked, state, "broadcast", leaves)
     rule = "broadcast: source must be the same on every rank"
     check_alike([each for each, _ in every], rule, error=ArgumentError)
-    sent, structure = pytree.tree_flatten(pickle.loads(every[source][1]))
+    sent, structure = pytree.tree_flatten(opened(pickle.loads(every[source][1])))
     for place, hole in enumerate(sent):
         if isinstance(hole, _Hole):
             given = leaves[place].detach() if state.rank == source else None

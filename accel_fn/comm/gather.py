@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from accel_fn.base.mappings import opened
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
@@ -28,7 +29,7 @@ def gather(tree: T, state: DistState) -> T:
 
     Tensors and lists are rows: a tensor holds one along its first dimension, a list one an item. Items may
     be anything that can be pickled, with tensors of any shape inside. Tuples, named
-    tuples, dicts and what is registered with torch's pytree are structure. A pair of
+    tuples, mappings and what is registered with torch's pytree are structure. A pair of
     tensors that torch has collated is a list: pass `tuple(batch)`.
 
     Args:
@@ -53,7 +54,7 @@ def gather(tree: T, state: DistState) -> T:
     {'scores': tensor([0, 1, 2]), 'names': ['a', 'b', 'c']}
     """
     check_state("gather", state)
-    leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda node: type(node) is list)
+    leaves, structure = pytree.tree_flatten(opened(tree, _is_list), is_leaf=_is_list)
     described = [_describe(leaf) for leaf in leaves]
     form = str(structure), [leaf for leaf, _ in described]
     every = primitives.exchange(form, state, "gather", leaves)
@@ -67,6 +68,10 @@ def gather(tree: T, state: DistState) -> T:
         for place, leaf in enumerate(leaves)
     ]
     return cast("T", pytree.tree_unflatten(joined, structure))
+
+
+def _is_list(node: Any) -> bool:
+    return type(node) is list
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from accel_fn.base.mappings import opened
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import agreed
@@ -111,7 +112,7 @@ def _reduced(
     shares_of: Callable[[Sequence[float]], list[float]],
 ) -> Any:
     """Sum each leaf over the ranks, times the share of its rank in the weights of all."""
-    leaves, structure = pytree.tree_flatten(tree)
+    leaves, structure = pytree.tree_flatten(opened(tree))
 
     def described() -> tuple[float, tuple[str, list[str]], list[float]]:
         form = str(structure), [kind_of(leaf) for leaf in leaves]

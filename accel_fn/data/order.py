@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from accel_fn.base.batch import part_bounds
+from accel_fn.base.split_batch import part_bounds
 from accel_fn.errors import ArgumentError, message
 
 _FEW = 64

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_fn.base.batch import map_tensors, num_samples, split_batch, take_part, tensors_of
+from accel_fn.base.batch import map_tensors, num_samples, tensors_of
+from accel_fn.base.split_batch import split_batch, take_part
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.batch import take_part
+from accel_fn.base.split_batch import take_part
 from accel_fn.base.state import DistState
 from accel_fn.comm.dtensor import whole
 from accel_fn.errors import ArgumentError, ArgumentTypeError, NotEquivalentError, message

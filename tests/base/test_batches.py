@@ -1,8 +1,11 @@
 """Batches of every kind: counted, mapped and cut without loss."""
 
-from collections import OrderedDict, namedtuple
+from collections import ChainMap, OrderedDict, UserDict, namedtuple
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 import accel_fn as af
-from accel_fn.base.batch import map_tensors, split_batch, take_part
+from accel_fn.base.batch import map_tensors
+from accel_fn.base.split_batch import split_batch, take_part
+from accel_fn.errors import BatchError
 
 Pair = namedtuple("Pair", "inputs names")
 
@@ -37,9 +42,7 @@ def nested(n):
         "text": "carried",
         "number": 7,
         "none": None,
-        "other list": ["not", "one", "a", "sample", "of", "many", "words", "here"][
-            : 8 if n != 8 else 7
-        ],
+        "rows of numbers": [[0.5] * (n + 1)],
         "empty": (),
     }
 
@@ -66,17 +69,29 @@ def test_strings_as_torch_collates_them_go_with_their_samples(num_samples, num_p
 
 @pytest.mark.parametrize(
     "items",
-    [[1, 2, 3, 4], [None] * 4, [{"id": i} for i in range(4)], [["a"] * i for i in (1, 2, 3, 5)]],
-    ids=["numbers", "nothing", "dicts", "words"],
+    [[None] * 4, [{"id": i} for i in range(4)], [["a"] * i for i in (1, 2, 3, 5)]],
+    ids=["nothing", "dicts", "words"],
 )
 def test_a_list_of_one_non_tensor_a_sample_is_cut_whatever_it_is(items):
     parts = split_batch((torch.arange(4), items), 2)
     assert [part[1] for part in parts] == [items[:2], items[2:]]
 
 
-@pytest.mark.parametrize("settings", [(224, 224), (None, "text"), (["a"], ["b"])], ids=str)
-def test_a_tuple_of_anything_but_texts_goes_to_every_part(settings):
-    parts = split_batch({"inputs": torch.arange(2), "settings": settings}, 2)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (224, 224, 3),
+        [0.1, 0.2],
+        (None, "text"),
+        (["a"], ["b"]),
+        ["one"],
+        {"a": 1, "b": 2},
+        range(9),
+    ],
+    ids=str,
+)
+def test_settings_go_to_every_part(settings):
+    parts = split_batch({"inputs": torch.arange(4), "settings": settings}, 2)
     assert [part["settings"] for part in parts] == [settings, settings]
 
 
@@ -118,7 +133,7 @@ def test_parts_join_to_the_batch_again(num_samples, num_parts):
     assert [name for part in parts for name in part["named"].names] == batch["named"].names
     for part in parts:
         assert (part["text"], part["number"], part["none"]) == ("carried", 7, None)
-        assert (part["empty"], part["other list"]) == ((), batch["other list"])
+        assert (part["empty"], part["rows of numbers"]) == ((), batch["rows of numbers"])
         assert part["scalar"] is batch["scalar"]
 
 
@@ -133,6 +148,141 @@ def test_ranks_take_consecutive_parts_that_may_be_empty(num_samples, num_parts):
 def test_an_empty_batch_is_one_empty_part():
     (part,) = split_batch((torch.zeros(0, 3),), 4)
     assert part[0].shape == (0, 3)
+
+
+@dataclass
+class Unknown:
+    """A class that torch's pytree does not know."""
+
+    inputs: object
+
+
+class Slotted:
+    __slots__ = ("inputs",)
+
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+
+@pytest.mark.parametrize(
+    ("beside", "text"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], "as many numbers as samples in a list or tuple, got 4 items"),
+        ((1, 2, 3, 4), "got 4 items beside 4 samples; make numbers of samples a tensor"),
+        (["cat", "dog"], "of one item a sample, got 2 items beside 4 samples; keep settings in a"),
+        ([{"id": 1}, {"id": 2}], "got 2 items beside 4 samples"),
+        (("cat", "dog"), "got 2 items beside 4 samples"),
+        (range(4), "containers that torch's pytree knows, got a range of length 4"),
+        (np.zeros(3), "got a ndarray of length 3"),
+        (Unknown(torch.zeros(4)), "got a Unknown that holds tensors; make it a tensor, a dict"),
+        (Unknown([{"deep": Unknown(torch.zeros(4))}]), "got a Unknown that holds tensors"),
+        (Slotted(torch.zeros(4)), "got a Slotted that holds tensors"),
+        (torch.distributions.Normal(torch.zeros(4), 1.0), "got a Normal that holds tensors"),
+        (torch.eye(4).to_sparse(), "hold dense tensors where it is cut, got a sparse_coo one"),
+        (
+            torch.nested.nested_tensor([torch.ones(1)] * 4, layout=torch.jagged),
+            "got a nested one; give accumulate a split",
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
+)
+def test_what_may_hold_rows_is_refused_where_a_batch_is_cut(beside, text):
+    batch = (torch.zeros(4), {"beside": beside})
+    assert split_batch(batch, 1)[0] is batch
+    with pytest.raises(BatchError, match=f"^step: batch must .*{text}"):
+        split_batch(batch, 2)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [Unknown("text"), Unknown(torch.tensor(0.5)), torch.nn.Linear(4, 4), torch.float32, Unknown],
+    ids=lambda each: str(each)[:20],
+)
+def test_objects_without_rows_go_to_every_part(beside):
+    assert [part[1] for part in split_batch((torch.zeros(4), beside), 2)] == [beside] * 2
+
+
+def test_arrays_of_numpy_are_cut_as_tensors_are():
+    array = np.arange(8).reshape(4, 2)
+    parts = split_batch({"x": torch.zeros(4), "array": array}, 3)
+    assert [part["array"].tolist() for part in parts] == [array[:2].tolist(), [[4, 5]], [[6, 7]]]
+    parts[0]["array"][0, 0] = 9
+    assert array[0, 0] == 9
+
+
+class Lazy(UserDict):
+    """A mapping with an attribute beside its items, as transformers' `BatchEncoding`."""
+
+    def __init__(self, items, source=None):
+        super().__init__(items)
+        self.source = source
+
+
+class Named(dict):
+    """A dict with an attribute."""
+
+    source = None
+
+
+class Frozen(Mapping):
+    def __init__(self, items):
+        self._items = dict(items)
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+class Sharing(Frozen, MutableMapping):
+    """A copy of it shares the items."""
+
+    def __setitem__(self, key, value):
+        self._items[key] = value
+
+    def __delitem__(self, key):
+        del self._items[key]
+
+
+class Rounding(Sharing):
+    """It keeps other values than it is given."""
+
+    def __copy__(self):
+        return type(self)(self._items)
+
+    def __setitem__(self, key, value):
+        self._items[key] = value * 1
+
+
+MAPPINGS = [Lazy, Named, Frozen, MappingProxyType, ChainMap, OrderedDict]
+
+
+@pytest.mark.parametrize("kind", MAPPINGS)
+@given(num_samples=st.integers(1, 9), num_parts=st.integers(1, 5))
+def test_any_mapping_is_cut_and_mapped_in_its_own_class(kind, num_samples, num_parts):
+    mapping = kind({"x": torch.arange(num_samples), "deep": kind({"y": torch.ones(num_samples)})})
+    if kind in (Lazy, Named):
+        mapping.source = "a file"
+    assert af.num_samples((mapping,)) == num_samples
+    for made in (*split_batch((mapping,), num_parts), map_tensors(torch.clone, (mapping,))):
+        assert (type(made[0]), type(made[0]["deep"])) == (kind, kind)
+        assert getattr(made[0], "source", None) == getattr(mapping, "source", None)
+    joined = torch.cat([part["x"] for (part,) in split_batch((mapping,), num_parts)])
+    assert joined.tolist() == mapping["x"].tolist() == list(range(num_samples))
+
+
+@pytest.mark.parametrize("kind", [Sharing, Rounding])
+def test_a_mapping_of_which_no_copy_can_be_made_is_refused_and_left_as_it_was(kind):
+    x = torch.arange(4)
+    mapping = kind({"x": x})
+    with pytest.raises(BatchError, match=f"whose copies take other values, got {kind.__name__}; r"):
+        split_batch(mapping, 2)
+    assert mapping["x"] is x
+    assert af.num_samples(mapping) == 4
 
 
 def test_parts_are_views():

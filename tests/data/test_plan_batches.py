@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.base.batch import split_batch
+from accel_fn.base.split_batch import split_batch
 
 
 @st.composite

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accel_fn as af
-from accel_fn.base.batch import split_batch
 from accel_fn.base.out_of_memory import free_memory
+from accel_fn.base.split_batch import split_batch
 from accel_fn.comm.dtensor import local
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
-from accel_fn.base.batch import split_batch
+from accel_fn.base.split_batch import split_batch
 from accel_fn.comm.dtensor import local
 from accel_fn.step.contents import contents_of, scale_to_dict
 from accel_fn.testing import simulate

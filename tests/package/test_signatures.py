@@ -30,6 +30,7 @@ SIGNATURES = {
     af.num_labels: "key_or_path, ignore_index=-100",
     af.shard_loader: "loader, state, *, batch='global', split='auto'",
     ShardedLoader.epochs: "self, num_epochs, *, since=None",
+    af.part: "tree, state",
     af.gather: "tree, state",
     af.reduce_sum: "tree, state",
     af.reduce_mean: "tree, state, *, weight=1.0",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel_fn.base.batch import part_bounds
+from accel_fn.base.split_batch import part_bounds
 from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel
 from accel_fn.data.indexed.load_batches import Loading

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fn.base.batch import part_sizes
+from accel_fn.base.split_batch import part_sizes
 from accel_fn.comm.channel import Channel
 from accel_fn.data.order import Cut
 from accel_fn.data.streams.pack import pack, unpack

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, ClassVar
 
-from accel_fn.base.batch import part_bounds
+from accel_fn.base.split_batch import part_bounds
 from accel_fn.comm.channel import Channel
 from accel_fn.data.order import Cut
 from accel_fn.data.streams.read_stream import Stream, WorkerStream

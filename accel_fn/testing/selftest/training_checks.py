@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel_fn.base.batch import take_part
+from accel_fn.base.split_batch import take_part
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.base.weights import num_labels
 from accel_fn.comm.dtensor import whole

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from accel_fn.base.batch import split_batch
 from accel_fn.base.launch_options import launch_options, source_of
+from accel_fn.base.split_batch import split_batch
 from accel_fn.base.state import DistState
 from accel_fn.errors import (
     ArgumentError,

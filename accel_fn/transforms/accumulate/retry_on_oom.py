@@ -9,9 +9,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from accel_fn.base.batch import num_samples, split_batch
+from accel_fn.base.batch import num_samples
 from accel_fn.base.out_of_memory import free_memory, is_memory
 from accel_fn.base.rng import random_state, restore_random
+from accel_fn.base.split_batch import split_batch
 from accel_fn.base.state import DistState
 from accel_fn.comm.collectives import exchange_failures
 from accel_fn.comm.primitives import exchange

@@ -49,9 +49,9 @@ def with_amp(
     the batch, ranks and micro-batches agree to roundings of float8 alone.
 
     Args:
-        precision: "bf16", "fp16", "fp8", `torch.bfloat16` or `torch.float16`; default: what the
-            launch says, by `--mixed-precision` or ACCEL_FN_MIXED_PRECISION, and no autocast
-            where it says "no" or nothing.
+        precision: "bf16", "fp16", "fp8", `torch.bfloat16`, `torch.float16`, or "no" for the
+            identity; default: what the launch says, by `--mixed-precision` or
+            ACCEL_FN_MIXED_PRECISION, and no autocast where it says "no" or nothing.
         init_scale: the first loss scale, finite and > 0. This and what follows is for float16.
         growth_factor: > 1.
         backoff_factor: in (0, 1).
@@ -86,8 +86,10 @@ def with_amp(
     source = ""
     if precision is None:
         precision, source = launch_options().mixed_precision or "no", source_of("mixed_precision")
+    elif precision == "no":
+        return fill()
     elif precision not in _DTYPES:
-        rule = 'be "bf16", "fp16", "fp8", torch.bfloat16 or torch.float16'
+        rule = 'be "no", "bf16", "fp16", "fp8", torch.bfloat16 or torch.float16'
         raise ArgumentError(message("with_amp", "precision", rule, precision))
     dtype = _DTYPES.get(precision)
     if dtype is None:

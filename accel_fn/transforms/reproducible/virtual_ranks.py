@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_fn.base.batch import map_tensors, num_samples, part_sizes, split_rows
+from accel_fn.base.batch import map_tensors, num_samples
 from accel_fn.base.rng import kept_random, key_random
+from accel_fn.base.split_batch import part_sizes, split_rows
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.errors import BatchError, PlanError, message
