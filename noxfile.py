@@ -152,6 +152,13 @@ def nightly(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random programs of users against the loop by hand: `-- --minutes 15 --seed 0`."""
+    install(session, "testing", groups=("tests",))
+    session.run("python", "-m", "tests.fuzz", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, with warnings as errors; its examples are run by the tests."""
     install(session, "testing", "cli", "checkpoint", groups=("docs",))

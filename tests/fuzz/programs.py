@@ -1,0 +1,196 @@
+"""Random programs as source, their verdict, and the shortest that fails as one does."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from accel_fn.errors import AccelError
+from accel_fn.testing import simulate
+from tests.fuzz.choices import FIELDS
+
+Program = dict[str, str]
+"""The name of a choice for every field."""
+
+RTOL = 1e-12
+REPORTED = 1e-6
+"""A report holds the loss in float32."""
+
+LABEL = "torch.where(x[:, 2] > -0.5, (x[:, :3] * 5).long().sum(1) % 3, -100)"
+TEMPLATE = """\
+import torch, torch.nn.functional as F, accel_fn as af
+from torch import nn
+{prelude}
+SIZES, W = {sizes}, {world}
+def make():
+    torch.manual_seed(0); model = {model}.double(); optimizer = {optimizer}
+    {hooks}
+    return model, optimizer
+def batch(i, rows):
+    x = torch.randn(SIZES[i], 4, generator=torch.Generator().manual_seed(10 * {seed} + i)).double()[rows]
+    y, w = x.sum(1, keepdim=True).sin(), (2 * x[:, 3:]).floor().clamp(0, 2); labels = {label}
+    {bad}
+    return {batch}
+def loss_fn(model, b):
+    x, y, labels, w = {unpack}; {loss}
+def by_hand(losses):
+    model, optimizer = make()
+    {schedule}
+    for i, _ in enumerate(SIZES):
+        if i == 1: {between}
+        updates = len(losses) + 1
+        loss = loss_fn(model, batch(i, slice(None))); loss.backward()
+        {verdict}
+        {hand}
+        optimizer.step(); optimizer.zero_grad(); losses.append(float(loss.detach()))
+        {advance}
+    return model
+def by_library(state, losses, made=[make() for _ in range(W)]):
+    model, optimizer = made[state.rank]
+    state, step = af.build(state, af.compose({recipe})(af.Plan(loss_fn, model, optimizer{weight}{more})))
+    for i in range(len(SIZES)):
+        if i == 1: {between}
+        cut = {cut}
+        state, report = step(state, batch(i, slice(cut[state.rank], cut[state.rank + 1])))
+        if report.applied: losses.append(float(report.loss))
+    return model
+"""
+MAIN = """\
+from accel_fn.testing import simulate
+models = [by_hand([])] + simulate(lambda state: by_library(state, []), world_size=W)
+for model in models: print([value.tolist() for value in model.state_dict().values()])
+"""
+PLACES = ("prelude", "hooks", "bad", "schedule", "between", "verdict", "hand", "advance", "recipe")
+
+
+def draw(rng: random.Random) -> Program:
+    """A program, mostly of the simplest choices."""
+    program = {}
+    for field, choices in FIELDS.items():
+        names = list(choices)
+        simple = field not in {"world", "sizes", "cut", "seed", "micro-batches", "strategy"}
+        program[field] = names[0] if simple and rng.random() < 0.55 else rng.choice(names)
+    return program
+
+
+def source(program: Program) -> str:
+    """The program as a user would write it."""
+    filled: dict[str, str] = dict.fromkeys((*PLACES, "weight", "more", "start"), "")
+    chosen = [FIELDS[field][name] for field, name in program.items()]
+    for name, line in itertools.chain.from_iterable(map(dict.items, chosen)):
+        joint = {"prelude": "\n", "recipe": "", "hand": "\n        "}.get(name, "")
+        filled[name] = joint.join(filter(None, (filled.get(name), line)))
+    if filled["start"]:
+        filled["schedule"], filled["advance"] = f"schedule = {filled['start']}", "schedule.step()"
+    filled["label"] = LABEL
+    filled["between"] = filled["between"] or "pass"
+    batch = FIELDS["batch"][program["batch"]]
+    outputs = filled.pop("o", "1")
+    text = TEMPLATE
+    for place in ("weight", "recipe"):
+        filled[place] = filled[place].rstrip(", ")
+    if filled["weight"]:
+        weight = filled["weight"].replace("{labels}", batch["labels"]).replace("{w}", batch["w"])
+        filled["weight"] = f", weight_fn={weight}"
+    for name, line in filled.items():
+        text = text.replace(f"{{{name}}}", line)
+    unneeded = {"        if i == 1: pass"}
+    if program["other"] != "freeze":
+        unneeded.add("        updates = len(losses) + 1")
+    lines = text.replace("{o}", outputs).splitlines()
+    return "\n".join(each for each in lines if each.strip() and each not in unneeded) + "\n"
+
+
+def is_fair(program: Program) -> bool:
+    """Whether a loop by hand is defined: documented limits are not faults."""
+    sgd = program["optimizer"] in {"sgd", "momentum", "decay", "nesterov", "fused sgd", "groups"}
+    return not (
+        (program["strategy"] == "local sgd" and (not sgd or program["clip"] != "none"))
+        or (program["strategy"] == "fsdp" and program["between"] == "assign")
+        or (program["schedule"] != "none" and program["between"] == "rate")
+        or (program["skip"] == "one batch" and program["loss"] in {"labels", "declared sum", "sum"})
+    )
+
+
+def verdict(program: Program) -> str:
+    """`equal`, `refused`, `undefined` if the loop by hand fails itself; else what is wrong."""
+    space: dict[str, Any] = {}
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        exec(compile(source(program), "<program>", "exec"), space)
+        losses: list[float] = []
+        try:
+            expected = tensors(space["by_hand"](losses))
+        except Exception:
+            return "undefined"
+        if not all(each.isfinite().all() for each in expected.values()):
+            return "undefined"
+        world_size = int(program["world"])
+        made = [space["make"]() for _ in range(world_size)]
+        found: list[list[float]] = [[] for _ in made]
+        try:
+            ends = simulate(
+                lambda state: tensors(space["by_library"](state, found[state.rank], made)),
+                world_size=world_size,
+            )
+        except AccelError:
+            return "refused"
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    for rank, end in enumerate(ends):
+        for name, value in expected.items():
+            largest = float((end[name] - value).abs().max()) if value.numel() else 0.0
+            if not largest <= RTOL * max(1.0, float(value.abs().max())):
+                return f"{name} differs by {largest:.2g} on rank {rank}"
+        for i, (loss, hand) in enumerate(zip(found[rank], losses, strict=True)):
+            if not abs(loss - hand) <= REPORTED * max(1.0, abs(hand)):
+                return f"loss {i} is {loss:.7g} on rank {rank}, {hand:.7g} by hand"
+    return "equal"
+
+
+def tensors(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    """The parameters that a run ends with."""
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+        for name, value in values.items()
+    }
+
+
+def fails(result: str) -> bool:
+    return result not in {"equal", "refused", "undefined"}
+
+
+def shrunk(program: Program, judge: Callable[[Program], str]) -> Program:
+    """The program with the simplest choice wherever it still fails."""
+    for field, choices in FIELDS.items():
+        names = list(choices)
+        place = names.index(program[field])
+        for name in names[: min(place, 2)]:
+            simpler = {**program, field: name}
+            if is_fair(simpler) and fails(judge(simpler)):
+                program = simpler
+                break
+    return program
+
+
+def ingredients(program: Program) -> frozenset[tuple[str, str]]:
+    """The choices that are not the simplest ones, without numbers."""
+    numbers = {"sizes", "seed", "cut"}
+    return frozenset(
+        (field, name)
+        for field, name in program.items()
+        if name != next(iter(FIELDS[field])) and field not in numbers
+    )
+
+
+def printed(program: Program, result: str) -> str:
+    """A program that a user can run, with what is wrong in its first line."""
+    return f"# {result}\n{source(program)}{MAIN}"
