@@ -37,7 +37,10 @@ def hunt(judge: Judge, seed: int, budget_s: float, first: bool) -> list[Program]
         result = judge(program)
         counts["fail" if fails(result) else result] += 1
         if fails(result):
-            found.append(shrunk(program, judge))
+            smallest = shrunk(program, judge)
+            if ingredients(smallest) in map(ingredients, found):
+                continue
+            found.append(smallest)
             print(f"\n# program {number} of seed {seed}: {sorted(ingredients(found[-1]))}")
             print(printed(found[-1], judge(found[-1])), flush=True)
         if counts.total() % 50 == 0:
