@@ -167,6 +167,14 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def pages(session: nox.Session) -> None:
+    """Open every page of the documentation in headless Chromium (Debian: apt-get install chromium)."""
+    install(session, "testing", "cli", "checkpoint", groups=("docs", "pages"))
+    session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
+    session.run("python", "-m", "tests.docs.pages", "docs/_build", "runs/pages", *session.posargs)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Train real handwritten digits on two processes: accuracy, weights and curves in runs/digits."""
     install(session, "examples")

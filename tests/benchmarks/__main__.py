@@ -7,12 +7,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
+from tests.benchmarks.chart import draw_chart
 from tests.benchmarks.comparing import compare
 from tests.benchmarks.conditions import settle
 from tests.benchmarks.importing import ImportCost, measure_import
@@ -58,7 +60,7 @@ def read_arguments() -> argparse.Namespace:
         type=Path,
         const=Path("docs/benchmarks.md"),
         metavar="PAGE",
-        help="put the tables between the markers of this page",
+        help="put chart and tables between the markers of this page",
     )
     arguments = parser.parse_args()
     if arguments.rounds < 1:
@@ -80,8 +82,15 @@ def main() -> int:
     print(f"\n## All ratios\n\n{render_overview(tables)}\n\n## Targets\n")
     print(summarize(tables, imported))
     if arguments.write is not None:
-        write_page(arguments.write, render_page(tables, imported, rounds))
+        page = render_page(tables, imported, rounds, read_commit())
+        write_page(arguments.write, page, draw_chart(tables))
     return 1 if any(row.is_faulty for table in tables for row in table.rows) else 0
+
+
+def read_commit() -> str:
+    """Return the short name of the commit that is measured."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run(pattern: str, rounds: int, patience_s: float) -> tuple[ImportCost | None, list[Table]]:

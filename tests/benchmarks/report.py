@@ -84,21 +84,51 @@ def describe_import(imported: ImportCost) -> str:
     )
 
 
-def render_page(tables: Sequence[Table], imported: ImportCost | None, rounds: int) -> str:
-    """The part of the page between its markers."""
+PARTS = {
+    "": "A step, beside accelerate and Fabric",
+    "two ranks": "Two ranks",
+    "data": "Data",
+    "checkpoint": "Checkpoints",
+    "start": "Starts",
+    "tiny": "Transforms",
+    "middle": "Transforms",
+}
+"""Titles of the tables, by the first word of their first line; the first is that of one rank with peers."""
+
+
+def title_of(tables: Sequence[Table]) -> str:
+    """Return the title of an overview of tables with the same variants."""
+    first = tables[0]
+    if any(row.name == "accelerate" for row in first.rows) and first.name.startswith("tiny"):
+        return PARTS[""]
+    return next(title for word, title in PARTS.items() if word and first.name.startswith(word))
+
+
+def render_page(
+    tables: Sequence[Table], imported: ImportCost | None, rounds: int, commit: str
+) -> str:
+    """Return what stands between the markers: chart, main table, the rest folded."""
     disturbed = sum(table.disturbed for table in tables) / len(tables)
     conditions = (
-        f"torch {torch.__version__}, {os.cpu_count()} CPUs, {rounds} rounds; "
-        f"other processes disturbed {disturbed:.0%} of the blocks. CPU time per update by hand, "
-        "and the ratios to it:"
+        f"Commit {commit}, torch {torch.__version__}, {os.cpu_count()} CPUs, {rounds} rounds; other "
+        f"processes disturbed {disturbed:.0%} of the blocks. Dots are medians, lines quartiles."
     )
-    parts = [conditions, render_overview(tables), summarize(tables, imported)]
-    parts += [f"### {table.name}\n\n{render_table(table)}" for table in tables]
-    return "\n\n".join(parts)
+    alike: dict[tuple[str, ...], list[Table]] = {}
+    for table in tables:
+        alike.setdefault(tuple(row.name for row in table.rows), []).append(table)
+    (_, main), *rest = [(title_of(each), render_overview(each)) for each in alike.values()]
+    chart = "![CPU time per update, as ratios to the loop by hand](_static/benchmarks.svg)"
+    head = "CPU time per update of the loop by hand, and the ratios of the others to it:"
+    folded = [*rest, ("Targets", summarize(tables, imported))]
+    parts = [
+        f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>" for title, text in folded
+    ]
+    return "\n\n".join([chart, conditions, head, main, *parts])
 
 
-def write_page(path: Path, text: str) -> None:
-    """Replace what is between the markers of a page; the rest stays."""
+def write_page(path: Path, text: str, chart: str) -> None:
+    """Replace what is between the markers of a page, and the chart beside it; the rest stays."""
     before, rest = path.read_text().split(BEGIN)
     _, after = rest.split(END)
     path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+    (path.parent / "_static" / "benchmarks.svg").write_text(chart)

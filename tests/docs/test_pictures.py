@@ -1,11 +1,60 @@
 """Pictures of the documentation are what the library does now."""
 
+import re
 import runpy
 from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.benchmarks.chart import draw_chart
+from tests.benchmarks.results import Row, Table
 
 DOCS = Path(__file__).parents[2] / "docs"
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_picture_of_an_epoch_is_what_the_loader_gives():
     module = runpy.run_path(str(DOCS / "draw_epoch.py"))
     assert module["PICTURE"].read_text() == module["draw"](), "run python docs/draw_epoch.py"
+
+
+def titles(svg):
+    return [each.text for each in ElementTree.fromstring(svg).iter(f"{SVG}title")]
+
+
+def test_the_chart_of_the_benchmarks_shows_the_figures_of_the_page():
+    """Each dot carries its figure as a title; each ratio of a table with both peers has a dot."""
+    page = (DOCS / "benchmarks.md").read_text()
+    figures = set()
+    for head, lines in re.findall(r"^\| {3}(.*)\n\| -.*\n((?:\|.*\n)+)", page, re.MULTILINE):
+        names = [each.strip() for each in head.split("|")]
+        for line in lines.splitlines():
+            name, *cells = (each.strip() for each in line.strip("|").split("|"))
+            ratios = dict(zip(names[1:], cells, strict=False))
+            if {"accelerate", "Fabric"} <= ratios.keys():
+                drawn = {"accelerate", "Fabric", "accel_fn", "accel_fn compiled"} & ratios.keys()
+                figures |= {f"{name}: {each} {ratios[each]}" for each in drawn}
+    assert len(figures) == 16 * 4 + 4 * 3
+    assert set(titles((DOCS / "_static" / "benchmarks.svg").read_text())) == figures
+
+
+def test_the_chart_places_a_dot_by_its_ratio():
+    rows = (Row("by hand"), *(Row(each, cpu_ratio=(1, 1, 1)) for each in ("accelerate", "Fabric")))
+    table = Table("tiny", (*rows, Row("accel_fn", cpu_ratio=(0.4, 0.5, 0.6))), 0.0)
+    chart = draw_chart([table, Table("no peers", rows[:2], 0.0)])
+    assert titles(chart) == [
+        "tiny: accelerate 1.00",
+        "tiny: Fabric 1.00",
+        "tiny: accel_fn 0.50",
+    ]
+    places = [float(x) for x in re.findall(r'<circle cx="([\d.]+)" cy="96', chart)]
+    zero = float(re.findall(r'd="M([\d.]+) \d+ V', chart)[0])
+    assert places[2] - zero == pytest.approx((places[0] - zero) / 2, abs=0.1)
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "_static").glob("*.svg")), ids=lambda p: p.name)
+def test_pictures_are_svg_and_are_used(picture):
+    assert ElementTree.fromstring(picture.read_text()).tag == f"{SVG}svg"
+    texts = [path.read_text() for path in [*DOCS.rglob("*.md"), DOCS / "conf.py"]]
+    assert any(f"_static/{picture.name}" in text for text in texts)
