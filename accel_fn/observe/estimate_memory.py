@@ -57,7 +57,7 @@ def estimate_memory(
     make_model: Callable[[], Any],
     *,
     make_batch: Callable[[], Any] | None = None,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
     optimizer: str = "AdamW",
     precision: str = "no",
     world_sizes: Iterable[int] = (1,),
@@ -77,7 +77,7 @@ def estimate_memory(
     Args:
         make_model: returns the model, or a model and a batch. Called once, without memory.
         make_batch: returns a global batch, a tree of tensors [num_samples, ...].
-        loss_fn: `(model, batch) -> loss`; default: call the model with the batch (the first
+        loss_fn: `(model, batch) -> loss` or `(loss, metrics)`; default: call the model with the batch (first
             element of a tuple; a dict by name), and take its `loss`, or the sum of its outputs.
         optimizer: a name in `torch.optim`.
         precision: "no", "bf16" or "fp16", as for `with_amp`.
@@ -209,7 +209,7 @@ class _Run:
 
     model: nn.Module
     optimizer: Optimizer
-    loss_fn: Callable[[Any, Any], Tensor]
+    loss_fn: Callable[[Any, Any], Any]
     device: torch.device
     autocast: torch.dtype | None
 
@@ -245,10 +245,11 @@ class _Run:
             casting = torch.autocast(self.device.type, self.autocast)  # type: ignore[assignment]
         with _Ledger(held) as ledger:
             with casting:
-                loss = self.loss_fn(self.model, part)
+                found = self.loss_fn(self.model, part)
+                loss: Tensor = found[0] if isinstance(found, tuple) else found
             alive = ledger.alive
             loss.backward()  # type: ignore[no-untyped-call]
-            del loss
+            del loss, found
             self.optimizer.step()
         return alive, ledger.peak
 

@@ -17,9 +17,16 @@ from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.data.loader import Epoch, ShardedLoader
-from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, ExtraError, message
-from accel_fn.observe.metrics import Totals, added, means, totals_of, widest
-from accel_fn.step.loss_module import loss_module_of, run_forward, run_placed
+from accel_fn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BatchError,
+    ExtraError,
+    LossError,
+    message,
+)
+from accel_fn.observe.metrics import NOTHING, Totals, added, means, totals_of, widest
+from accel_fn.step.loss_module import Metrics, loss_module_of, run_forward, run_placed
 from accel_fn.step.microbatches import microbatches
 from accel_fn.step.step import Step
 
@@ -52,7 +59,8 @@ def evaluate(
         metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch, which
             is on the device. Values are one a sample, [num_samples, ...], whole, real or bool, or
             a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape. Names
-            and shapes are the same for every batch. Default: the plan's loss over its weights, as "loss".
+            and shapes are the same for every batch. Default: the plan's loss over its weights, as "loss",
+            and the metrics that `loss_fn` returns beside it.
         progress: a bar on the main rank. Default: where there is a terminal and tqdm.
 
     Returns:
@@ -138,13 +146,11 @@ def _measured(
     if metric_fn is None:
         parts, weights = strategy.pad(state, None, *microbatches(plan, batch))
         for part, weight in zip(parts, weights, strict=True):
-            loss = widest(run_forward(state, plan, strategy.loss_module, part)[0])
-            if not weight:
-                continue
-            assert loss is not None  # the forward checks it
-            yield totals_of({"loss": (loss * weight, weight)}, None)
+            loss, metrics = run_forward(state, plan, strategy.loss_module, part)
+            if weight:
+                yield totals_of(_sums_of({"loss": loss, **metrics}, weight), None)
         if not parts:
-            yield totals_of({"loss": (0, 0)}, None)
+            yield NOTHING
         return
     model = loss_module_of(strategy.loss_module).model
     parts = plan.split[0](batch) if plan.split else (batch,)
@@ -153,6 +159,17 @@ def _measured(
         found = run_placed(state, plan, lambda placed: metric_fn(model, placed), part)
         if is_mine:
             yield totals_of(found, _num_rows(part))
+
+
+def _sums_of(values: Metrics, weight: float) -> dict[str, Metric]:
+    """What `loss_fn` returned for a micro-batch, as sums and counts."""
+    sums: dict[str, Metric] = {}
+    for name, value in values.items():
+        if isinstance(value, str):
+            raise LossError(f"evaluate: loss_fn must {value}")
+        mean = widest(value) if isinstance(value, Tensor) else None
+        sums[name] = value if mean is None else (mean * weight, weight)
+    return sums
 
 
 def _num_rows(part: Any) -> int | None:

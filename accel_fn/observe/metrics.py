@@ -40,6 +40,8 @@ class Total:
 
 
 Totals = Mapping[str, Total]
+NOTHING: Totals = {"loss": Total(torch.tensor(0), torch.tensor(0))}
+"""Of a batch without items, for which `loss_fn` is not called, so its metrics are not known."""
 
 
 def totals_of(metrics: Any, rows: int | None) -> Totals:
@@ -112,8 +114,10 @@ def _shown(value: Any) -> str:
 
 def added(totals: Totals, found: Totals) -> Totals:
     """Add the totals of one more micro-batch."""
-    if not totals:
+    if not totals or totals is NOTHING:
         return found
+    if found is NOTHING:
+        return totals
     if totals.keys() != found.keys():
         rule = f"give the same metrics for every batch, {sorted(totals)} before"
         raise ArgumentError(message("evaluate", "metric_fn", rule, sorted(found)))
@@ -127,6 +131,8 @@ def added(totals: Totals, found: Totals) -> Totals:
 
 def means(every: Sequence[Totals]) -> dict[str, float | Tensor]:
     """Compute the means from the totals of all ranks, on the host, alike on every rank."""
+    counted = [{} if _is_nothing(totals) else totals for totals in every]
+    every = counted if any(counted) else every
     shapes = [{name: list(total.sum.shape) for name, total in totals.items()} for totals in every]
     first = next((rank for rank, totals in enumerate(every) if totals), None)
     if first is None:
@@ -148,6 +154,10 @@ def means(every: Sequence[Totals]) -> dict[str, float | Tensor]:
                 stacklevel=3,
             )
     return {name: _mean(name, total) for name, total in whole.items()}
+
+
+def _is_nothing(totals: Totals) -> bool:
+    return totals.keys() == NOTHING.keys() and not totals["loss"].count.any()
 
 
 def _mean(name: str, total: Total) -> float | Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,17 @@ from torch import Tensor
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.comm import primitives
 from accel_fn.errors import BatchError
+from accel_fn.step.loss_module import Metrics
+from accel_fn.step.metric_sums import Layout, MetricSums, differing_elsewhere
 from accel_fn.step.plan import Plan
-
-Metrics = Mapping[str, Tensor]
 
 
 class GlobalMean:
     """The mean over the items of one global batch, kept by every rank over its micro-batches.
 
     Two small sums over the ranks: of the weights, started before the first forward and awaited
-    before the first backward, and of the losses, started before the last backward. A share is
-    w * world_size / w_total, so that an average over the ranks is the mean over the
+    before the first backward, and of losses and metrics, started before the last backward. A share
+    is w * world_size / w_total, so that an average over the ranks is the mean over the
     global batch. If a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
     """
 
@@ -32,25 +32,34 @@ class GlobalMean:
         failure: Exception | None = None,
         *,
         stop: bool = False,
+        layout: Layout | None = None,
     ) -> None:
+        layout = layout or Layout(sizes={})
+        failure = failure or layout.late
         weight = float("nan") if failure else float(sum(weights))
         self._state = state
+        self.layout = layout
         self._num_ranks = 1
         self._failure = failure
-        self._mean = torch.zeros((), device=state.device)
-        self._metrics: dict[str, Tensor] = {}
+        self._metrics = MetricSums()
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
         self._total: float | None = None
         self.own_weight = sum(weights)
         self.stop = stop
         """Once the total is known: has a function on any rank asked the run to end?"""
         if state.world_size == 1:
+            self._mean = torch.zeros((), dtype=layout.dtype, device=state.device)
             self._total = checked_total(weight, failure)
         else:
+            self._sums = torch.zeros(2, dtype=layout.dtype, device=state.device)
+            """Of the losses, and of ranks that found other metrics; the sums of metrics follow."""
+            self._mean = self._sums[0]
             # On the host in float64, exact for integers up to 2**53: an accelerator is not kept
-            # waiting and need not know float64, and a rank that fails is known without it.
+            # waiting and need not know float64, and a rank that fails is known without it. As long
+            # as the sums of losses and metrics, so that a rank which is a step ahead is noticed.
+            more = [0.0] * sum((layout.sizes or {}).values())
             self._num_ranks = state.data.world_size
-            self._totals = torch.tensor([weight, float(stop)], dtype=torch.float64)
+            self._totals = torch.tensor([weight, float(stop), *more], dtype=torch.float64)
             self._pending.append(self._sum(self._totals, "weights"))
 
     def _sum(self, tensor: Tensor, what: str) -> primitives.Pending | primitives.PendingTotal:
@@ -63,7 +72,7 @@ class GlobalMean:
         """The weight of the global batch; waits for it."""
         if self._total is None:
             self._wait()
-            total, stops = self._totals.tolist()
+            total, stops, *_ = self._totals.tolist()
             self._total, self.stop = checked_total(total, self._failure), stops > 0
         return self._total
 
@@ -78,7 +87,7 @@ class GlobalMean:
         return weight * self._num_ranks / total if total else 0.0
 
     def add(self, loss: Tensor, metrics: Metrics, weight: float) -> None:
-        """Count the mean loss and mean metrics of a micro-batch."""
+        """Count the mean loss and the metrics of a micro-batch."""
         self.add_scaled(loss, metrics, weight / (self.total() or 1))
 
     def add_scaled(self, loss: Tensor, metrics: Metrics, factor: float) -> None:
@@ -86,24 +95,47 @@ class GlobalMean:
         if not factor:
             return
         self._mean.add_(loss, alpha=factor)
-        for name, value in metrics.items():
-            mean = self._metrics.setdefault(name, torch.zeros_like(self._mean))
-            mean.add_(value, alpha=factor)
+        if metrics or self._metrics.found:
+            self._metrics.add(metrics, factor, self._mean)
+        elif self._metrics.found is None:
+            self._metrics.found = {}
 
     def send(self) -> None:
-        """Start the sums over the ranks, once the last micro-batch is counted."""
+        """Start the sum over the ranks, once the last micro-batch is counted."""
+        if self._metrics.found or self._metrics.wrong or self.layout.sizes != {}:
+            self._settle_metrics()
         if self._state.world_size > 1:
-            self._pending.append(self._sum(self._mean, "losses"))
-            self._pending += [
-                self._sum(self._metrics[name], name) for name in sorted(self._metrics)
-            ]
+            self._pending.append(self._sum(self._sums, "losses"))
 
-    def close(self) -> tuple[Tensor, Metrics, float]:
+    def _settle_metrics(self) -> None:
+        """Compare this rank's metrics with those of the first batch, and line them up behind the loss."""
+        layout, several = self.layout, self._state.world_size > 1
+        error = layout.settle(self._state, [self._metrics])
+        if not several:
+            return
+        if error:
+            # The other ranks learn of it by the sum, or, where the host would wait for that, in the
+            # next step.
+            self._failure, self._sums[1] = error, 1
+            layout.late = None if self._sums.is_cpu else error
+        terms = layout.vector(self._metrics.found or {}, self._sums, is_wrong=error is not None)
+        if terms:
+            self._sums = torch.cat([self._sums, *terms])
+            self._mean = self._sums[0]
+
+    def close(self) -> tuple[Tensor, dict[str, Tensor], float]:
         """Mean loss, mean metrics and weight of the global batch; waits for the sums."""
         total = self.total()
-        if self._pending:
+        if self._state.world_size > 1:
             self._wait()
-        return self._mean, self._metrics, total
+            if self._sums.is_cpu and self._sums[1]:
+                raise self._failure or differing_elsewhere()
+        return self._mean, self._means(total) if self.layout.sizes else {}, total
+
+    def _means(self, total: float) -> dict[str, Tensor]:
+        several = self._state.world_size > 1
+        sums = self.layout.unpacked(self._sums[2:]) if several else self._metrics.found or {}
+        return self.layout.means(sums, total, self._mean)
 
     def extras(self, plan: Plan) -> dict[str, Any]:
         """Return the entries that it adds to the report of a step."""

@@ -14,8 +14,10 @@ from accel_fn.errors import BatchError, LossError
 from accel_fn.step.plan import ContextFn, LossFn, Plan, describe
 
 T = TypeVar("T")
-Outcome = tuple[Tensor, Mapping[str, Tensor]]
-"""The mean loss of a micro-batch, [], and its metrics, each []."""
+Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor] | str]
+"""By name a mean, [], or a sum and its count; a str is the rule that a value breaks."""
+Outcome = tuple[Tensor, Metrics]
+"""The mean loss of a micro-batch, [], and its metrics."""
 
 
 class LossModule(nn.Module):
@@ -39,10 +41,11 @@ class LossModule(nn.Module):
             reached = [self.idle] if self.idle is not None else self.model.parameters()
             zeros = [self._empty_zero(p) for p in reached if p.requires_grad]
             return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum(), {}
-        loss = self.loss_fn(self.model, batch)
+        found: Any = self.loss_fn(self.model, batch)
+        loss, metrics = found if type(found) is tuple and len(found) == 2 else (found, None)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             _refuse_loss(loss)
-        return loss, {}
+        return loss, {} if metrics is None else checked_metrics(metrics, loss)
 
     def _empty_zero(self, parameter: nn.Parameter) -> Tensor:
         """A zero whose gradient is empty, and sparse where the parameter's always is."""
@@ -51,6 +54,55 @@ class LossModule(nn.Module):
             no_rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
             return F.embedding(no_rows, parameter, sparse=True).sum()
         return parameter.flatten()[:0].sum()
+
+
+def checked_metrics(metrics: Any, loss: Tensor) -> Metrics:
+    """The metrics without their graphs, where DDP would look for parameters.
+
+    What is refused is only marked: a rank that raised here would raise alone.
+    """
+    if not isinstance(metrics, Mapping):
+        rule = "return metrics as a mapping of names to values beside the loss"
+        return {"": f"{rule}, got {type(metrics).__name__}"}
+    return {str(name): _metric(name, value, loss) for name, value in metrics.items()}
+
+
+def _metric(name: Any, value: Any, loss: Tensor) -> Tensor | tuple[Tensor, Tensor] | str:
+    if not isinstance(name, str) or name == "loss":
+        return f'name metrics by strings other than "loss", got {name!r}'
+    if not isinstance(value, tuple):
+        mean = _number(value, loss)
+        return _refused(name, value) if mean is None else mean
+    numbers = [_number(each, loss) for each in value]
+    if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
+        return _refused(name, value)
+    return numbers[0], numbers[1]
+
+
+def _number(value: Any, loss: Tensor) -> Tensor | None:
+    """A real number as a tensor [] without a graph; None for anything else."""
+    if isinstance(value, int | float):
+        # Not in half precision: a count would not be one.
+        dtype = torch.promote_types(loss.dtype, torch.float32)
+        return loss.detach().new_full((), value, dtype=dtype)
+    if not isinstance(value, Tensor) or value.ndim or value.is_complex():
+        return None
+    return value.detach()
+
+
+def _refused(name: str, value: Any) -> str:
+    parts = value if isinstance(value, tuple) else (value,)
+    told = [
+        f"a tensor {list(each.shape)} of {each.dtype}"
+        if isinstance(each, Tensor)
+        else type(each).__name__
+        for each in parts
+    ]
+    got = f"({', '.join(told)})" if isinstance(value, tuple) else told[0]
+    return (
+        f"return metric {name!r} as a real 0-dim tensor, the mean over the batch's items, or a pair "
+        f"(sum, count) of such, got {got}"
+    )
 
 
 def _refuse_loss(loss: Any) -> None:

@@ -21,7 +21,9 @@ from accel_fn.step.report import Report
 
 Batch = TypeVar("Batch", contravariant=True, default=Any)
 """The type of a batch: that of `loss_fn`'s second parameter; Any if it has no annotation."""
-LossFn = Callable[[Any, Batch], Tensor]
+Metric = float | Tensor | tuple[float | Tensor, float | Tensor]
+"""A mean over the batch's items, or a sum and its count."""
+LossFn = Callable[[Any, Batch], Tensor | tuple[Tensor, Mapping[str, Metric]]]
 StepFn = Callable[[DistState, Any], tuple[DistState, Report]]
 GradFn = Callable[[DistState, Any], tuple[DistState, Grads, Report]]
 InitFn = Callable[[DistState], DistState]
@@ -47,7 +49,10 @@ class Plan(Generic[Batch]):
     can also refuse a plan, and a `Stateful` has state of its own in every step.
 
     Attributes:
-        loss_fn: `(model, batch) -> Tensor`, [], the *mean* loss over the batch's items.
+        loss_fn: `(model, batch) -> loss` or `(loss, metrics)`: the *mean* loss over the batch's
+            items, [], floating-point, and a dict of what to report beside it: by name, the same
+            names for every batch, a real number or tensor [], which is a mean over the same items,
+            or a pair `(sum, count)`. The report has them over the global batch.
         model: any `nn.Module`; it keeps its type, its hooks and its `state_dict` keys.
         optimizer: any `torch.optim.Optimizer` over parameters of `model`.
         weight_fn: `batch -> number`: how many items that mean is over: a finite number >= 0, of

@@ -14,10 +14,13 @@ class Report:
     """What one step returns beside the state. Tensors stay on the device: reading them waits for it.
 
     Attributes:
-        loss: [], float32, detached: the mean over the items of the global batch.
+        loss: [], detached: the mean over the items of the global batch; float32, or float64 where
+            a trained parameter is.
         weight: number of items of the global batch, over all ranks.
         grad_norm: [], float32: the global norm when it was first read, of the
             averaged and unscaled gradients; None where nothing in the plan reads it.
+        metrics: what `loss_fn` returns beside the loss, by name, over the global batch: each [], of
+            the loss's dtype, detached; nan where nothing was counted.
         applied: [], bool: was the optimizer run? False where the update was skipped.
         extras: what transforms add, by name.
     """
@@ -26,4 +29,5 @@ class Report:
     weight: float
     grad_norm: Tensor | None = None
     applied: Tensor | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from accel_fn.step.global_mean import GlobalMean, seed_of
 from accel_fn.step.grads import Grads, global_norm
 from accel_fn.step.graph_checks import GraphChecks, TrainedParameters
 from accel_fn.step.loss_module import run_forward
+from accel_fn.step.metric_sums import Layout
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
 from accel_fn.step.plan import Plan, describe_with_source, trained_by
 from accel_fn.step.report import Report
@@ -56,6 +57,8 @@ class Strategy:
         """What `applied` is if nothing decides about the update."""
         self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
         """Are the gradients of the next update compared over the ranks? Those of the first are."""
+        self.layout = Layout(loss_dtype(self._trained))
+        """Of losses and metrics: the dtype, and the names once a batch had items."""
         self.parameters = TrainedParameters(plan)
         self.checks = GraphChecks(plan, self._reachable, finds_unused=self.finds_unused)
 
@@ -104,18 +107,17 @@ class Strategy:
             self.reset()
             self.parameters.explain(error)
             raise
-        report = Report(loss=loss, weight=total, extras=mean.extras(plan))
+        report = Report(loss=loss, weight=total, metrics=metrics, extras=mean.extras(plan))
         return state, grads, report
 
     def forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
-        """The mean loss over the global batch, [], float32, without gradients."""
+        """The mean loss over the global batch, [], without gradients or metrics."""
         parts, weights, failure = microbatches_or_failure(plan, batch)
-        mean = GlobalMean(state, weights, failure)
+        mean = GlobalMean(state, weights, failure, layout=Layout(self.layout.dtype, sizes={}))
         parts, weights = self.pad(state, mean, parts, weights)
         with torch.no_grad():
             for part, weight in zip(parts, weights, strict=True):
-                loss, metrics = run_forward(state, plan, self.loss_module, part)
-                mean.add(loss, metrics, weight)
+                mean.add(run_forward(state, plan, self.loss_module, part)[0], {}, weight)
         mean.send()
         return mean.close()[0]
 
@@ -123,7 +125,7 @@ class Strategy:
         self, state: DistState, weights: Weights, failure: Exception | None, stop: bool
     ) -> GlobalMean:
         """Start the mean over the global batch."""
-        return GlobalMean(state, weights, failure, stop=stop)
+        return GlobalMean(state, weights, failure, stop=stop, layout=self.layout)
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
@@ -200,6 +202,12 @@ class Strategy:
         is_double = any(each is not None and each.dtype == torch.float64 for each in tensors)
         dtype = torch.float64 if is_double else torch.float32
         return Grads(tensors, state.scaler.scale.to(dtype).reciprocal(), norm_fn=self.norm)
+
+
+def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:
+    """The dtype in which losses and metrics are added up: float64 if a trained parameter is."""
+    wide = any(each.dtype in (torch.float64, torch.complex128) for each in trained)
+    return torch.float64 if wide else torch.float32
 
 
 def check_strategy(strategy: object) -> None:

@@ -68,6 +68,7 @@ def apply(
         weight=report.weight,
         grad_norm=None if norm is None else norm.float(),
         applied=always if accepted is None else accepted,
+        metrics=report.metrics,
         extras=report.extras,
     )
     scaler = state.scaler

@@ -33,7 +33,7 @@ def test_a_step_counts_a_batch_and_reports_it():
     after, report = step(state, BATCH)
     assert (state.step, after.step, report.weight) == (0, 1, 4)
     assert (report.loss.dtype, report.loss.shape, report.loss.requires_grad) == (
-        torch.float32,
+        torch.float64,
         (),
         False,
     )
@@ -73,7 +73,7 @@ def test_the_forward_alone_needs_no_gradient_and_changes_nothing():
     state, step, model = built(af.accumulate(3))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     loss = step.forward(state, BATCH)
-    assert (loss.requires_grad, loss.dtype, loss.shape) == (False, torch.float32, ())
+    assert (loss.requires_grad, loss.dtype, loss.shape) == (False, torch.float64, ())
     assert float(loss) == pytest.approx(ours.mse(model, BATCH).item(), rel=1e-6)
     ours.assert_identical(model.state_dict(), before)
 

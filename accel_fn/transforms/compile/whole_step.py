@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from accel_fn.base.torch_compile import reason_of, without_clock
 from accel_fn.errors import LossError
 from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import LossModule, in_contexts, loss_module_of, placed
+from accel_fn.step.metric_sums import Layout, MetricSums
 from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
@@ -45,7 +46,8 @@ class CompiledStep:
         self._optimizer = plan.optimizer
         self._captured = Captured(plan.optimizer, plan.trained(), state.device)
         module = loss_module_of(stages.strategy.loss_module)
-        self._run = compile_graph(_graph_function(plan, module, self._captured))
+        self._layout = stages.strategy.layout
+        self._run = compile_graph(_graph_function(plan, module, self._captured, self._layout))
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """What `applied` is if nothing decides about the update."""
         self._is_stateless = not keeps_tensors(plan.optimizer, state.device)
@@ -68,10 +70,13 @@ class CompiledStep:
             parts = [placed(state, plan, part) for part in parts]
         if not parts:
             parts = (None,)  # no items: a gradient of zero
-        loss, norm, accepted, scale = self._call_graph(state, parts, shares)
+        loss, norm, accepted, scale, found = self._call_graph(state, parts, shares)
+        weight = sum(weights)
+        metrics = self._metric_means(state, found, weight, loss)
         report = Report(
             loss=loss,
-            weight=sum(weights),
+            weight=weight,
+            metrics=metrics,
             grad_norm=norm,
             applied=self._always if accepted is None else accepted,
             extras={"stop": any(stops)} if stops else {},
@@ -80,6 +85,16 @@ class CompiledStep:
         if scaler is not None and scale is not None:
             scaler = replace(scaler, **dict(zip(_SCALE_FIELDS, scale, strict=True)))
         return state.advanced(scaler), report
+
+    def _metric_means(
+        self, state: DistState, found: Mapping[str, Tensor] | None, weight: float, loss: Tensor
+    ) -> Mapping[str, Tensor]:
+        if not found and self._layout.sizes == {}:
+            return {}
+        sums = MetricSums()
+        sums.found = None if found is None else dict(found)
+        self._layout.settle(state, [sums])
+        return self._layout.means(found or {}, weight, loss)
 
     def _is_ready(self) -> bool:
         """Does the optimizer have the state that its first update makes?"""
@@ -120,7 +135,7 @@ def _shares(state: DistState, weights: Weights) -> Tensor:
     return torch.tensor(shares, dtype=dtype, device=state.device)
 
 
-def _graph_function(plan: Plan, module: LossModule, captured: Captured) -> GraphFn:
+def _graph_function(plan: Plan, module: LossModule, captured: Captured, layout: Layout) -> GraphFn:
     """All of a step that is arithmetic, as one function for the compiler."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     trained = [names[each] for each in plan.trained()]
@@ -132,19 +147,27 @@ def _graph_function(plan: Plan, module: LossModule, captured: Captured) -> Graph
         memory: Sequence[Memory],
         groups: Sequence[Group],
         rates: Tensor,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...] | None]:
+    ) -> tuple[
+        Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...] | None, dict[str, Tensor] | None
+    ]:
         scaler = state.scaler
+        sums = MetricSums()
         parameters = [module.get_parameter(name) for name in trained]
         tensors: list[Tensor | None] = []
         losses: list[Tensor] = []
         for index, part in enumerate(parts):
-            loss, _ = in_contexts(state, plan.forward_contexts, module.forward, part)
+            loss, metrics = in_contexts(state, plan.forward_contexts, module.forward, part)
             share = None if shares is None else shares[index]
             found = gradients_of(loss, _seed(loss, share, scaler), parameters)
             tensors = (
                 [_sum(*pair) for pair in zip(tensors, found, strict=True)] if index else list(found)
             )
-            losses.append(_times(loss.detach().float(), share))
+            losses.append(_times(loss.detach().to(layout.dtype), share))
+            if part is not None:
+                sums.add(metrics, 1.0 if share is None else share, losses[-1])
+        # Without metrics, the graph does not depend on the layout, which the first step fixes.
+        if sums.wrong or (sums.found and sums.differ_from(layout)):
+            raise LossError("loss_fn returns other metrics than for the first batch")
         with torch.no_grad():
             grads = Grads(tuple(tensors), _factor(tensors, scaler))
             ok = None if scaler is None else torch.isfinite(grads.norm())
@@ -156,8 +179,8 @@ def _graph_function(plan: Plan, module: LossModule, captured: Captured) -> Graph
             if scaler is not None and ok is not None:
                 moved = scaler.adjust(ok)
                 scale = tuple(getattr(moved, name) for name in _SCALE_FIELDS)
-            mean = torch.stack(losses).sum().float()
-            return mean, None if norm is None else norm.float(), ok, scale
+            mean = torch.stack(losses).sum().to(layout.dtype)
+            return mean, None if norm is None else norm.float(), ok, scale, sums.found
 
     return whole
 

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.errors import PlanError, StateError, check_count
-from accel_fn.step.global_mean import GlobalMean, Metrics
+from accel_fn.step.global_mean import GlobalMean
+from accel_fn.step.loss_module import Metrics
 from accel_fn.step.microbatches import Weights
 from accel_fn.step.plan import Plan, SlotFunction, Stateful, describe
 from accel_fn.step.plan_checks import leave_out_one
@@ -137,7 +138,7 @@ class LocalGradients(Strategy):
                 "step: state must carry no loss scale under local_sgd, got one; keep a state of its own "
                 "for the step that scales"
             )
-        return OwnMean(state, weights, failure, stop=stop)
+        return OwnMean(state, weights, failure, stop=stop, layout=self.layout)
 
 
 class OwnMean(GlobalMean):
@@ -151,12 +152,14 @@ class OwnMean(GlobalMean):
         """Count the losses themselves: the total is not known yet."""
         self.add_scaled(loss, metrics, weight)
 
-    def close(self) -> tuple[Tensor, Metrics, float]:
+    def close(self) -> tuple[Tensor, dict[str, Tensor], float]:
         """Mean loss, mean metrics and weight of the global batch; waits for the sums."""
         mean, metrics, total = super().close()
         if not total:
             return mean, metrics, total
-        return mean / total, {name: each / total for name, each in metrics.items()}, total
+        sizes = self.layout.sizes or {}
+        metrics = {n: each if sizes[n] == 2 else each / total for n, each in metrics.items()}
+        return mean / total, metrics, total
 
     def extras(self, plan: Plan) -> dict[str, Any]:
         """Return the entries that it adds to the report of a step."""

@@ -14,10 +14,11 @@ from accel_fn.base.rng import kept_random, key_random
 from accel_fn.base.split_batch import part_sizes, split_rows
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.errors import BatchError, PlanError, message
+from accel_fn.errors import BatchError, LossError, PlanError, message
 from accel_fn.step.global_mean import checked_total, seed_of
 from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import loss_module_of, run_forward
+from accel_fn.step.metric_sums import MetricSums, differing_elsewhere
 from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
@@ -57,6 +58,8 @@ class VirtualRanks(Strategy):
                 primitives.broadcast(tensor.detach(), state, 0, "build")
         self.num_virtual_ranks = num_virtual_ranks
         self._tracking = tracking_modules(loss_module_of(module).model)
+        self._differing: LossError | None = None
+        """What is wrong with the metrics that this rank has found in this step."""
         self._is_watched = True
         """Until a first batch has shown that its forward changes no buffers."""
         super().__init__(state, module, plan, inner)
@@ -69,14 +72,15 @@ class VirtualRanks(Strategy):
             parameter.grad = None
         try:
             slices, total, stop = self._exchange_slices(plan, state, batch)
-            loss, tensors = self._sum(plan, state, slices, total)
+            loss, metrics, tensors = self._sum(plan, state, slices, total)
         except RuntimeError as error:
             self.parameters.explain(error)
             raise
         for parameter, tensor in zip(self._trained, tensors, strict=True):
             parameter.grad = tensor
         extras = {"stop": stop} if plan.should_stop else {}
-        return state, self._take(state, total), Report(loss=loss, weight=total, extras=extras)
+        report = Report(loss=loss, weight=total, metrics=metrics, extras=extras)
+        return state, self._take(state, total), report
 
     def signature(self) -> Mapping[str, Any]:
         """Return the settings that decide the bits beside the plan."""
@@ -84,45 +88,84 @@ class VirtualRanks(Strategy):
 
     def _sum(
         self, plan: Plan, state: DistState, slices: Sequence[Slice], total: float
-    ) -> tuple[Tensor, Tensors]:
-        """The mean loss and the gradients of the global batch."""
-        zero = torch.zeros((), device=state.device)
+    ) -> tuple[Tensor, Mapping[str, Tensor], Tensors]:
+        """The mean loss, the metrics and the gradients of the global batch."""
+        zero = torch.zeros((), dtype=self.layout.dtype, device=state.device)
         if not total:
-            return zero, [torch.zeros_like(each) for each in self._trained]
+            none = self.layout.means({}, total, zero)
+            return zero, none, [torch.zeros_like(each) for each in self._trained]
         tree, first = Tree(), state.rank * len(slices)
+        metrics = [MetricSums() for _ in slices]
         with self._watched(plan, state), kept_random(state.device):
-            for number, (parts, weights) in enumerate(slices, start=first):
-                key_random(state, number)
-                tree.add(self._summed(plan, state, parts, weights, total))
-        mean, *tensors = sum_over_ranks(tree.total(), [zero, *self._trained], state)
+            for number, ((parts, weights), sums) in enumerate(zip(slices, metrics, strict=True)):
+                key_random(state, first + number)
+                tree.add(self._summed(plan, state, parts, weights, total, sums))
+        vector = self._metric_vector(state, metrics, zero)
+        mean, *tensors = sum_over_ranks(
+            [*tree.total(), *vector], [zero, *self._trained, *vector], state
+        )
         assert mean is not None
-        return mean, tensors
+        if not vector:
+            return mean, {}, tensors
+        *tensors, summed = tensors
+        return mean, self._metric_means(summed, total), tensors
+
+    def _metric_vector(
+        self, state: DistState, metrics: Sequence[MetricSums], like: Tensor
+    ) -> list[Tensor]:
+        """The metrics of this rank's slices behind a mark that they differ; nothing without metrics."""
+        layout = self.layout
+        self._differing = layout.settle(state, metrics)
+        if not layout.sizes:
+            layout.late = self._differing  # no other rank sums metrics: all raise in the next step
+            return []
+        tree, is_wrong = Tree(), self._differing is not None
+        for each in metrics:
+            terms = layout.vector(each.found or {}, like, is_wrong=is_wrong)
+            tree.add([torch.cat([like.new_full((1,), float(is_wrong)), *terms])])
+        (vector,) = tree.total()
+        assert vector is not None
+        return [vector]
+
+    def _metric_means(self, summed: Tensor | None, total: float) -> Mapping[str, Tensor]:
+        """The metrics of the global batch; raises on all ranks if one of them found others."""
+        assert summed is not None
+        if summed[0]:
+            raise self._differing or differing_elsewhere()
+        return self.layout.means(self.layout.unpacked(summed[1:]), total, summed)
 
     def _summed(
-        self, plan: Plan, state: DistState, parts: Parts, weights: Weights, total: float
+        self,
+        plan: Plan,
+        state: DistState,
+        parts: Parts,
+        weights: Weights,
+        total: float,
+        metrics: MetricSums,
     ) -> Tensors:
         """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
         mean: Tensor | None = None
         for part, weight in zip(parts, weights, strict=True):
             part = _in_own_memory(state, part)
-            loss, _ = run_forward(state, plan, self.module, part)
+            loss, found = run_forward(state, plan, self.module, part)
             if mean is None:
                 self.checks.before_backward(loss, part)
             share = weight / total
             self.backward(loss, seed_of(loss, share, state.scaler))
             self._check_dense(plan)
-            term = loss.detach().float() * share
+            term = loss.detach().to(self.layout.dtype) * share
             mean = term if mean is None else mean + term
-        found = [mean, *[parameter.grad for parameter in self._trained]]
+            metrics.add(found, share, term)
+        tensors = [mean, *[parameter.grad for parameter in self._trained]]
         for parameter in self._reachable:
             parameter.grad = None
-        return found
+        return tensors
 
     def _exchange_slices(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[Sequence[Slice], float, bool]:
         """This rank's slices, the weight of those of all, and whether any rank asks for an end."""
-        failure: Exception | None = None
+        failure: Exception | None = self.layout.late
         rows, slices = -1, list[Slice]()
         try:
             rows, slices = self._slice(plan, state, batch)

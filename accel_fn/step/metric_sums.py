@@ -1,0 +1,149 @@
+"""Sums of what a loss function reports beside the loss, and their layout, alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from accel_fn.base.state import DistState
+from accel_fn.comm import primitives
+from accel_fn.errors import LossError
+from accel_fn.step.loss_module import Metrics
+
+_REPAIR = "return all metrics for every batch"
+
+
+class Layout:
+    """What the losses and metrics of a step look like, the same in every step and on every rank.
+
+    The metrics are those of the first batch that has items.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, sizes: Mapping[str, int] | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.sizes = sizes
+        """The metrics by name: 1 number, or 2, a sum and its count. None: no batch had items yet."""
+        self.late: LossError | None = None
+        """What this rank has to raise in the next step, where all ranks can raise with it."""
+
+    def settle(self, state: DistState, sums: Sequence[MetricSums]) -> LossError | None:
+        """Fix the metrics if no batch had items yet; return what is wrong with those that are not the same.
+
+        On one rank it is raised, and so it is on all ranks while the metrics are being fixed.
+        """
+        wrong = next((each.wrong for each in sums if each.wrong), "")
+        found = [sizes_of(each.found) for each in sums if each.found is not None]
+        if self.sizes is None:
+            self.sizes = self._agree(state, found, wrong)
+        others = (_differing(self.sizes or {}, each) for each in found if each != self.sizes)
+        wrong = wrong or next((f"{words}; {_REPAIR}" for words in others), "")
+        if wrong and state.world_size == 1:
+            raise LossError(wrong)
+        return LossError(wrong) if wrong else None
+
+    def _agree(
+        self, state: DistState, found: Sequence[Mapping[str, int]], wrong: str
+    ) -> Mapping[str, int] | None:
+        """The metrics that any rank has found; raises on every rank if they are not the same."""
+        # Ranks without items do not know them, and the sum over the ranks needs one length.
+        expected = None
+        for rank, (theirs, failure) in enumerate(
+            primitives.exchange((found, wrong), state, "step")
+        ):
+            if failure:
+                raise LossError(failure)
+            for each in theirs:
+                expected = each if expected is None else expected
+                if each != expected:
+                    raise LossError(f"{_differing(expected, each)} on rank {rank}; {_REPAIR}")
+        return expected
+
+    def means(self, values: Mapping[str, Tensor], total: float, like: Tensor) -> dict[str, Tensor]:
+        """The means, from the sums over all ranks; nan where nothing was counted."""
+        nothing = like.new_full((), torch.nan)
+        return {
+            name: _mean(values[name]) if total and name in values else nothing
+            for name, _ in self._sorted()
+        }
+
+    def vector(self, values: Mapping[str, Tensor], like: Tensor, *, is_wrong: bool) -> list[Tensor]:
+        """The sums in the order of names, 0 where this rank has none; nan where it has others."""
+        missing = torch.nan if is_wrong else 0.0
+        held: Mapping[str, Tensor] = {} if is_wrong else values
+        return [
+            held[name] if name in held else like.new_full((size,), missing)
+            for name, size in self._sorted()
+        ]
+
+    def unpacked(self, vector: Tensor) -> dict[str, Tensor]:
+        """The sums by name."""
+        names, sizes = [name for name, _ in self._sorted()], [size for _, size in self._sorted()]
+        return dict(zip(names, torch.split(vector, sizes), strict=True))
+
+    def _sorted(self) -> list[tuple[str, int]]:
+        return sorted((self.sizes or {}).items())
+
+
+def _mean(value: Tensor) -> Tensor:
+    """A mean, [], of its one number, or of a sum and its count."""
+    return value[0] if len(value) == 1 else value[0] / value[1]
+
+
+class MetricSums:
+    """Sums of the metrics of micro-batches: of a mean times its factor, or of a sum and its count."""
+
+    found: dict[str, Tensor] | None = None
+    """By name, [1] or [2]; None before the first micro-batch that counts."""
+    wrong: str = ""
+    """Why they cannot be added up."""
+
+    def add(self, metrics: Metrics, factor: float | Tensor, like: Tensor) -> None:
+        """Count a micro-batch, in the dtype and on the device of `like`."""
+        terms = {}
+        for name, value in metrics.items():
+            if isinstance(value, str):
+                self.wrong = self.wrong or f"step: loss_fn must {value}"
+            elif isinstance(value, tuple):
+                terms[name] = torch.stack([each.to(like) for each in value])
+            else:
+                terms[name] = value.to(like).reshape(1) * factor
+        if self.found is None:
+            self.found = terms
+        elif sizes_of(terms) != sizes_of(self.found):
+            words = _differing(sizes_of(self.found), sizes_of(terms))
+            self.wrong = self.wrong or f"{words}; {_REPAIR}"
+        else:
+            self.found = {name: each + terms[name] for name, each in self.found.items()}
+
+    def differ_from(self, layout: Layout) -> bool:
+        """Are they others than those of the first batch?"""
+        known = self.found is not None and layout.sizes is not None
+        return known and sizes_of(self.found or {}) != layout.sizes
+
+
+def sizes_of(values: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many numbers each sum has."""
+    return {name: len(value) for name, value in values.items()}
+
+
+def _differing(expected: Mapping[str, int], found: Mapping[str, int]) -> str:
+    told = [
+        [name if size == 1 else f"{name} (a pair)" for name, size in sorted(each.items())]
+        for each in (expected, found)
+    ]
+    return (
+        "step: loss_fn must return the same metrics in every step and on every rank, "
+        f"{told[0]} at first, got {told[1]}"
+    )
+
+
+def differing_elsewhere() -> LossError:
+    """The error of a rank whose own metrics are right."""
+    return LossError(
+        "step: loss_fn must return the same metrics in every step and on every rank, got others on "
+        f"another rank; {_REPAIR}"
+    )
