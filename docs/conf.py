@@ -28,6 +28,7 @@ html_theme = "furo"
 html_title = f"accel_fn {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "scorer.js")
 html_favicon = "_static/icon.svg"
 html_copy_source = False
 default_role = "code"
