@@ -16,6 +16,7 @@ from accel_fn.cli.output import (
     config_option,
     interruptible,
     json_option,
+    one_line_errors,
     print_json,
     print_table,
     resolve_settings,
@@ -25,10 +26,16 @@ from accel_fn.launcher.machines.detect import Machine, detect
 
 if TYPE_CHECKING:
     from accel_fn.launcher.settings.settings import Settings
+    from accel_fn.launcher.settings.sources import Resolved
 
 Ask = Callable[[Mapping[str, object], str, str, object], object]
 """(answers so far, setting, question, default) -> answer."""
 
+_ASKED = """\
+Questions follow on machines, devices, processes, mixed precision, replicas or
+shards, and micro-batches. Enter takes the default in brackets. The file is
+written after the last one; Ctrl-C writes nothing.
+"""
 _INTERRUPTED = 130
 """The exit code by which shells know that Ctrl-C ended a program."""
 
@@ -74,7 +81,7 @@ def _refuse(job: str, options: dict[str, object]) -> None:
 
 
 def _show(config_file: Path | None, *, as_json: bool) -> None:
-    """Print JSON, or a table in which defaults are dim."""
+    """Print JSON, or a table in which defaults are dim and what is open has its effective value."""
     resolved = resolve_settings({}, config_file)
     values, sources = resolved.settings.model_dump(mode="json"), resolved.sources
     if as_json:
@@ -82,16 +89,44 @@ def _show(config_file: Path | None, *, as_json: bool) -> None:
             {name: {"value": value, "source": sources[name]} for name, value in values.items()}
         )
         return
+    with one_line_errors():
+        open_values = _effective(resolved)
     rows: list[list[Cell]] = []
     for name, value in values.items():
         style = "" if resolved.is_given(name) else "dim"
-        rows.append([(cell, style) for cell in (name, _as_in_file(value), sources[name])])
+        shown = open_values[name] if value is None else _as_in_file(value)
+        rows.append([(cell, style) for cell in (name, shown, sources[name])])
     print_table(["setting", "value", "source"], rows)
 
 
+def _effective(resolved: Resolved) -> dict[str, str]:
+    """What a launch from here would do where a setting is open."""
+    from accel_fn.launcher.machines.cpus import read_processors
+    from accel_fn.launcher.machines.machines import place
+    from accel_fn.launcher.processes.environment import threads_variable
+
+    machines, settings = place(resolved, os.environ), resolved.settings
+    has_devices = not settings.cpu and detect().num_devices
+    threads = threads_variable(settings, machines, read_processors(), os.environ)
+    return {
+        "num_machines": str(machines.num_machines),
+        "machine_rank": "by the rendezvous"
+        if machines.machine_rank is None
+        else str(machines.machine_rank),
+        "main_process_ip": machines.host,
+        "main_process_port": str(machines.port or "a free one"),
+        "gpu_ids": "all" if has_devices else "none",
+        "mixed_precision": "no",
+        "num_microbatches": "1",
+        "wrap": "ddp",
+        "rdzv_backend": machines.backend,
+        "timeout_s": "600",
+        "log_dir": "none",
+        "threads_per_process": str(threads.value),
+    }
+
+
 def _as_in_file(value: object) -> str:
-    if value is None:
-        return "-"
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -113,7 +148,9 @@ def _write(output: Path | None, *, ask: bool, force: bool) -> None:
         )
     machine = detect()
     if ask:
-        click.echo(f"This machine has {machine.devices} and {machine.num_cores} CPU cores.")
+        click.echo(
+            f"This machine has {machine.devices} and {machine.num_cores} CPU cores.\n{_ASKED}"
+        )
     try:
         text = render(choose_settings(_prompt if ask else _take_default, machine))
     except click.Abort:
@@ -125,6 +162,7 @@ def _write(output: Path | None, *, ask: bool, force: bool) -> None:
     except OSError as error:
         raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
     click.echo(f"Wrote {path}. `accel-fn config --show` prints what is in force.")
+    click.echo("\n".join(f"  {line}" for line in text.splitlines() if line and line[0] != "#"))
 
 
 def choose_settings(ask: Ask, machine: Machine) -> Settings:

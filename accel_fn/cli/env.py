@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from accel_fn.cli.output import json_option, print_json, wrapped
+from accel_fn.cli.output import at_work, json_option, print_json, wrapped
 
 _NAME_WIDTH = 28
 
@@ -22,7 +22,8 @@ def env(*, as_json: bool) -> None:
     """
     from accel_fn.launcher.env_report import collect
 
-    report = collect()
+    with at_work("collecting"):
+        report = collect()
     if as_json:
         print_json(report)
     else:

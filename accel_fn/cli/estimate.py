@@ -10,6 +10,7 @@ import click
 
 from accel_fn.cli.output import (
     SHELL_FILE,
+    at_work,
     interruptible,
     json_option,
     one_line_errors,
@@ -71,7 +72,7 @@ def estimate(
     """
     from accel_fn.observe.estimate_memory import estimate_memory
 
-    with interruptible(), one_line_errors():
+    with interruptible(), one_line_errors(), at_work("estimating"):
         found = estimate_memory(
             _maker(target, "target"),
             make_batch=None if batch is None else _maker(batch, "batch"),

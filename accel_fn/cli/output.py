@@ -60,10 +60,12 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -
         return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(*headings, box=SIMPLE_HEAD)
+    names = [row[0] if isinstance(row[0], str) else row[0][0] for row in (headings, *rows)]
+    first = Column(headings[0], no_wrap=True, min_width=max(map(len, names)))  # names stay whole
+    table = Table(first, *[Column(each, overflow="fold") for each in headings[1:]], box=SIMPLE_HEAD)
     for row in rows:
         cells = [(cell, "") if isinstance(cell, str) else cell for cell in row]
         table.add_row(*[Text(text, style=style) for text, style in cells])
@@ -87,6 +89,15 @@ def wrapped(label: str, text: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+@contextmanager
+def at_work(text: str) -> Iterator[None]:
+    """Show on a terminal that a command works, until it prints its results."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
 
 
 def print_json(value: object) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from accel_fn.cli.output import (
-    Cell,
     config_option,
+    interruptible,
     json_option,
     one_line_errors,
     print_json,
-    print_table,
     resolve_settings,
+    wrapped,
 )
 from accel_fn.comm.cluster_env import read_task
 from accel_fn.launcher.function.launch import launch
@@ -26,7 +30,9 @@ from accel_fn.launcher.machines.detect import detect
 from accel_fn.launcher.processes.failures import Failure, cause
 from accel_fn.testing.selftest.results import Outcome, RankReport
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S, _POLL_S = 60.0, 0.1
+_HEADINGS = "verdict   largest   bound  promise"
+_HANGING = " " * len("verdict   largest   bound  ")
 
 
 @click.command()
@@ -46,8 +52,8 @@ def test(
     """Check the library's promises on this machine, over real processes.
 
     Trains small models on all ranks and by a plain loop on one, shares out data, runs collectives, and
-    prints the largest difference that was found beside what rounding explains. The exit code is 0 if
-    all promises hold. Settings are those of `accel-fn launch`.
+    prints for each promise, as soon as it is checked, the largest difference that was found beside
+    what rounding explains. The exit code is 0 if all promises hold. Settings are those of `accel-fn launch`.
 
     On several machines, start it there: `accel-fn launch ... -m accel_fn.cli test`, or srun.
     """
@@ -58,16 +64,16 @@ def test(
                 raise click.UsageError(
                     "-n, --cpu and --config are for ranks of its own, and this is a rank already"
                 )
-            reports, prints = _check_this_world()
+            reports, prints = _check_this_world(as_json=as_json)
         else:
-            reports = _check_new_world(num_processes, cpu, config_file)
+            reports = _check_new_world(num_processes, cpu, config_file, as_json=as_json)
     accept = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
     if prints:
-        (_print_as_json if as_json else _print)(reports[0], accept)
+        (_print_as_json if as_json else _print_summary)(reports[0], accept)
     sys.exit(0 if all(verdict.holds for verdict in accept) else 1)
 
 
-def _check_this_world() -> tuple[list[RankReport], bool]:
+def _check_this_world(*, as_json: bool) -> tuple[list[RankReport], bool]:
     """Check the world that this process is a rank of; return all reports, and if this is rank 0."""
     from accel_fn.comm.primitives import exchange
     from accel_fn.comm.world import init
@@ -78,17 +84,22 @@ def _check_this_world() -> tuple[list[RankReport], bool]:
     failed = [outcome.traceback for outcome in report.outcomes if outcome.traceback]
     if failed:  # other ranks may still wait in a collective of that check: no more can be sent
         raise click.ClickException(f"test: a check failed on rank {state.rank}\n{failed[0]}")
-    return exchange(report, state, "test"), state.is_main
+    reports = exchange(report, state, "test")
+    if state.is_main and not as_json:
+        click.echo(_HEADINGS)
+        for ranks in zip(*[each.outcomes for each in reports], strict=True):
+            _print_row(merge(ranks))
+    return reports, state.is_main
 
 
-def _check_in_rank() -> RankReport:
+def _check_in_rank(folder: str) -> RankReport:
     from accel_fn.testing.selftest.check_world import check_this_rank
 
-    return check_this_rank()
+    return check_this_rank(folder)
 
 
 def _check_new_world(
-    num_processes: int | None, cpu: bool | None, config_file: Path | None
+    num_processes: int | None, cpu: bool | None, config_file: Path | None, *, as_json: bool
 ) -> list[RankReport]:
     """Start ranks with the settings of a launch; return their reports."""
     resolved = resolve_settings({"num_processes": num_processes, "cpu": cpu}, config_file)
@@ -103,14 +114,50 @@ def _check_new_world(
     count = settings.num_processes or 1
     if on_cpu and not resolved.is_given("num_processes"):
         count = 2
-    return launch(
-        _check_in_rank,
-        num_processes=count,
-        cpu=settings.cpu,
-        gpu_ids=settings.gpu_ids,
-        threads_per_process=settings.threads_per_process,
-        timeout_s=settings.timeout_s or _TIMEOUT_S,
-    )
+    with (
+        interruptible(),
+        tempfile.TemporaryDirectory() as folder,
+        nullcontext() if as_json else _rows_printed(Path(folder), count),
+    ):
+        return launch(
+            _check_in_rank,
+            folder,
+            num_processes=count,
+            cpu=settings.cpu,
+            gpu_ids=settings.gpu_ids,
+            threads_per_process=settings.threads_per_process,
+            timeout_s=settings.timeout_s or _TIMEOUT_S,
+        )
+
+
+@contextmanager
+def _rows_printed(folder: Path, count: int) -> Iterator[None]:
+    """Print a row for each promise as soon as all ranks have written its outcome."""
+    is_over = threading.Event()
+
+    def follow() -> None:
+        num_shown, is_last = 0, False
+        while not is_last:
+            is_last = is_over.wait(_POLL_S)
+            ranks = [_read_outcomes(folder / str(rank)) for rank in range(count)]
+            for outcomes in [*zip(*ranks, strict=False)][num_shown:]:
+                _print_row(merge(outcomes))
+                num_shown += 1
+
+    click.echo(_HEADINGS)
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _read_outcomes(file: Path) -> list[Outcome]:
+    """The whole lines of a rank's file; none before there is one."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [Outcome(**json.loads(line)) for line in text.split("\n")[:-1]]
 
 
 def merge(ranks: Sequence[Outcome]) -> Outcome:
@@ -152,25 +199,25 @@ def _print_as_json(report: RankReport, accept: Sequence[Outcome]) -> None:
     )
 
 
-def _print(report: RankReport, accept: Sequence[Outcome]) -> None:
+def _print_row(verdict: Outcome) -> None:
+    """Print one promise; colours go where the output is no terminal."""
+    word, colour = ("holds", "green") if verdict.holds else ("broken", "red")
+    largest = "-" if verdict.largest is None else f"{verdict.largest:.3g}"
+    row = wrapped(f"{word:<8}{largest:>9}{verdict.bound:>8g}  ", verdict.promise)
+    click.echo(click.style(word, fg=colour) + row.removeprefix(word))
+    if verdict.error:
+        click.echo(wrapped(_HANGING, verdict.error.splitlines()[-1]))
+
+
+def _print_summary(report: RankReport, accept: Sequence[Outcome]) -> None:
     ranks = f"{report.world_size} ranks" if report.world_size > 1 else "1 rank"
-    print(f"{len(accept)} promises on {ranks}, {report.device}, backend {report.backend}")
-    print_table(
-        ["promise", "largest difference", "bound", "verdict"],
-        [
-            [each.promise, "-" if each.largest is None else f"{each.largest:.3g}",
-             f"{each.bound:g}", _verdict_cell(each)]
-            for each in accept
-        ],
-    )  # fmt: skip
+    num_held = sum(verdict.holds for verdict in accept)
+    where = f"{ranks}, {report.device}, backend {report.backend}"
+    click.echo(f"{num_held} of {len(accept)} promises hold on {where}")
     for verdict in accept:
         if verdict.traceback:
-            print(verdict.traceback, file=sys.stderr)
+            click.echo(verdict.traceback, err=True)
     if report.world_size == 1:
-        print("On one rank there is no other to compare with: -n 2 --cpu checks what ranks share.")
-
-
-def _verdict_cell(verdict: Outcome) -> Cell:
-    if verdict.holds:
-        return "holds", "green"
-    return verdict.error.splitlines()[-1] if verdict.error else "broken", "bold red"
+        click.echo(
+            "On one rank there is no other to compare with: -n 2 --cpu checks what ranks share."
+        )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,8 +40,23 @@ def explain(plan: Plan, state: DistState) -> str:
     """
     text = tell(plan, state)
     if state.is_main:
-        print(text)
+        print(_wrapped(text) if sys.stdout.isatty() else text)
     return text
+
+
+def _wrapped(text: str) -> str:
+    """Wrap lines at words for a terminal; they hang below where their text starts."""
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(
+            line,
+            columns,
+            subsequent_indent=" " * 13,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    )
 
 
 def tell(plan: Plan, state: DistState) -> str:

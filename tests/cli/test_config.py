@@ -59,8 +59,10 @@ def terminal(place, *arguments):
 
 def test_default_writes_settings_without_questions(place):
     out, _ = config(place, "--default")
-    assert out.startswith("Wrote accel_fn.yaml.")
+    first, *lines = out.splitlines()
+    assert first.startswith("Wrote accel_fn.yaml.")
     values = yaml.safe_load((place / "accel_fn.yaml").read_text())
+    assert yaml.safe_load("\n".join(lines)) == values
     found = shown(place)
     assert values["num_processes"] == 1
     assert {name: found[name]["value"] for name in values} == values
@@ -111,6 +113,7 @@ def test_options_that_do_not_go_together_are_refused(place, arguments, expected)
 
 def test_the_answers_are_what_is_written(place):
     with terminal(place) as screen:
+        screen.read_until("Questions follow on machines, devices, processes,")
         for question, answer in (
             ("How many machines (this one included) [1]: ", "2"),
             ("Which of them is this one, from 0 [0]: ", "2"),
@@ -184,6 +187,11 @@ def test_each_setting_is_shown_with_its_source(place):
     assert rows["timeout_s"] == f"60.0 {place / 'accel_fn.yaml'}"
     assert rows["tee"] == f"true {place.parent / 'home/.config/accel_fn/config.yaml'}"
     assert rows["max_restarts"] == "0 default"
+    assert rows["machine_rank"] == "0 default"
+    assert rows["main_process_port"] == "a free one default"
+    assert rows["wrap"] == "ddp default"
+    assert rows["threads_per_process"].split()[0].isdecimal()
+    assert " - " not in out
 
 
 def test_in_a_terminal_it_is_a_table(place):

@@ -276,6 +276,10 @@ def test_values_are_kept_where_a_rank_ends_badly_after_the_function():
         ({"args": (1, threading.Lock())}, r"args\[1\] must be something that can be pickled"),
         ({"kwargs": {"a": threading.Lock()}}, r"kwargs\['a'\] must be something that can be"),
         ({"fn": 3}, "fn must be a function, got 3"),
+        (
+            {"lr": 0.05},
+            r"lr must be an argument of launch, got 0.05; for fn, write kwargs={'lr': ...}",
+        ),
         ({"num_processes": 0}, "num_processes must be an integer >= 1, got 0"),
         ({"num_processes": True}, "num_processes must be an integer >= 1, got True"),
         ({"timeout_s": -1}, "timeout_s must be a finite number > 0, got -1"),

@@ -1,5 +1,6 @@
 """How commands print: for people on a terminal, for other programs anywhere else."""
 
+import re
 import sys
 
 import click
@@ -15,10 +16,10 @@ ROWS = [["first", ("holds", "green")], ["the second [of two]", ("broken", "bold 
 PROGRAM = f"from accel_fn.cli.output import print_table; print_table({HEADINGS}, {ROWS})"
 
 
-def on_a_terminal(folder, **variables):
+def on_a_terminal(folder, program=PROGRAM, **variables):
     """What the program prints on one of 80 columns."""
     environment = surroundings(folder, TERM="xterm-256color", COLUMNS="80", **variables)
-    with Terminal([sys.executable, "-c", PROGRAM], folder, environment) as screen:
+    with Terminal([sys.executable, "-c", program], folder, environment) as screen:
         assert screen.end() == 0
         return screen.text
 
@@ -29,6 +30,16 @@ def test_a_terminal_gets_a_table_in_colours(tmp_path):
     assert "\x1b[1;31mbroken" in shown
     assert "the second [of two]" in shown
     assert "─" in shown
+
+
+def test_a_terminal_cuts_no_name(tmp_path):
+    rows = [("A_NAME_THAT_IS_LONG_" * 2, "value " * 9, "source/" * 20)]
+    program = f"from accel_fn.cli.output import print_table; print_table('abc', {rows})"
+    shown = on_a_terminal(tmp_path, program)
+    assert rows[0][0] in shown
+    assert "…" not in shown
+    assert re.sub(r"\s|\x1b\[[0-9;]*m", "", shown).count("source/") > 3
+    assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines())) <= 80
 
 
 def test_a_terminal_without_colours_gets_none(tmp_path):

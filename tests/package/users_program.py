@@ -90,3 +90,6 @@ typed.grads(state, None)  # E
 kept(state, "nonsense")  # E
 strings: af.Step[str] = typed  # E
 texts: af.Plan[str] = clipped  # E
+
+af.launch(print, 3, kwargs={"sep": ""})
+af.launch(print, 3, sep="")  # E

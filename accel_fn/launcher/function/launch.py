@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 from accel_fn.errors import ArgumentTypeError, ExtraError, message
 
@@ -22,6 +22,7 @@ def launch(
     wrap: str | None = None,
     threads_per_process: int | None = None,
     timeout_s: float | None = None,
+    **others: Never,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on every rank of a world of fresh processes.
 
@@ -47,6 +48,7 @@ def launch(
         wrap: what `wrap()` does, "ddp" or "fsdp".
         threads_per_process: CPU threads of each; default: the cores, divided.
         timeout_s: seconds that a collective may take before all ranks report and end.
+        **others: none; arguments of `fn` go into `kwargs`, which cannot clash with these names.
 
     Returns:
         What `fn` returned, in rank order.
@@ -55,7 +57,8 @@ def launch(
         Exception: what `fn` raised first on any rank, with the rank as a note and the
             rank's traceback as the cause.
         RuntimeError: a rank was killed or exited, or this process is itself a rank.
-        ValueError: an argument is outside its range, or cannot be pickled.
+        ValueError: an argument is outside its range.
+        TypeError: `fn` is no function, an argument cannot be pickled, or is none of these.
         ModuleNotFoundError: the extra `cli` is not installed.
 
     Cost: starts the interpreters, which import torch if `fn` uses it; arguments and
@@ -70,6 +73,9 @@ def launch(
     """
     if not callable(fn):
         raise ArgumentTypeError(message("launch", "fn", "be a function", fn))
+    for name, value in dict[str, object](others).items():
+        rule, repair = "be an argument of launch", f"for fn, write kwargs={{{name!r}: ...}}"
+        raise ArgumentTypeError(message("launch", name, rule, value, repair))
     try:
         from accel_fn.launcher.function.call import call
     except ModuleNotFoundError as error:

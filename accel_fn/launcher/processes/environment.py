@@ -35,25 +35,25 @@ def launch_variables(
 ) -> list[Variable]:
     """Variables that are the same for all ranks of a machine."""
     return [
-        *_threads(settings, machines, processors, environment),
+        threads_variable(settings, machines, processors, environment),
         *_allocator(environment),
         *settings_variables(settings),
         *_network(machines, environment),
     ]
 
 
-def _threads(
+def threads_variable(
     settings: Settings, machines: Machines, processors: Processors, environment: Mapping[str, str]
-) -> Iterator[Variable]:
+) -> Variable:
+    """The threads of each rank: those of the setting, else of the variable, else a share of the cores."""
     name, threads = "OMP_NUM_THREADS", settings.threads_per_process
     if threads is not None:
-        yield Variable(name, str(threads), "threads_per_process")
-    elif environment.get(name):
-        yield Variable(name, environment[name], "set already")
-    else:
-        each = max(1, processors.cores // machines.num_local)
-        why = f"cores: {processors.cores}, processes here: {machines.num_local}"
-        yield Variable(name, str(each), why)
+        return Variable(name, str(threads), "threads_per_process")
+    if environment.get(name):
+        return Variable(name, environment[name], "set already")
+    each = max(1, processors.cores // machines.num_local)
+    why = f"cores: {processors.cores}, processes here: {machines.num_local}"
+    return Variable(name, str(each), why)
 
 
 def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
