@@ -115,18 +115,19 @@ def main() -> None:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         sys.exit("pages: chromium must be installed; on Debian: apt-get install chromium")
-    names = sorted(str(path.relative_to(args.built)) for path in args.built.rglob("*.html"))
+    found = (str(path.relative_to(args.built)) for path in args.built.rglob("*.html"))
+    names = sorted(found, key=lambda name: (name.startswith("_modules"), name))
     names = [name for name in names if args.only in name]
     args.shots.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright, served(args.built) as site:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        found = 0
+        faults = 0
         for fault in chain(look(browser, site, args.shots, names), search(browser, site)):
             print(fault, flush=True)
-            found += 1
+            faults += 1
         browser.close()
-    print(f"{len(names)} pages, {found} faults; pictures are in {args.shots}")
-    sys.exit(found > 0)
+    print(f"{len(names)} pages, {faults} faults; pictures are in {args.shots}")
+    sys.exit(faults > 0)
 
 
 if __name__ == "__main__":
