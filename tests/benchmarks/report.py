@@ -104,6 +104,26 @@ def title_of(tables: Sequence[Table]) -> str:
     return next(title for word, title in PARTS.items() if word and first.name.startswith(word))
 
 
+def span(tables: Sequence[Table], model: str, loop: str) -> str:
+    """Return the smallest and the largest ratio of a loop over the tables of one model."""
+    rows = [row for table in tables if table.name.startswith(model) for row in table.rows]
+    ratios = [row.cpu_ratio[1] for row in rows if row.name == loop]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def render_lead(tables: Sequence[Table]) -> str:
+    """Return the figures in two sentences."""
+    peers = " and ".join(
+        f"{each} takes {span(tables, 'tiny', each)}" for each in ("Fabric", "accelerate")
+    )
+    return (
+        f"On the CPU, a step of the small model takes {span(tables, 'tiny', 'accel_fn')} of the time "
+        f"of the loop by hand, and one of the middle model {span(tables, 'middle', 'accel_fn')}. "
+        f'With `compiled(scope="step")`, the small model takes '
+        f"{span(tables, 'tiny', 'accel_fn compiled')}. There, {peers}."
+    )
+
+
 def render_page(
     tables: Sequence[Table], imported: ImportCost | None, rounds: int, commit: str
 ) -> str:
@@ -116,6 +136,7 @@ def render_page(
     alike: dict[tuple[str, ...], list[Table]] = {}
     for table in tables:
         alike.setdefault(tuple(row.name for row in table.rows), []).append(table)
+    lead = render_lead(next(iter(alike.values())))
     (_, main), *rest = [(title_of(each), render_overview(each)) for each in alike.values()]
     chart = "![CPU time per update, as ratios to the loop by hand](_static/benchmarks.svg)"
     head = "CPU time per update of the loop by hand, and the ratios of the others to it:"
@@ -123,7 +144,7 @@ def render_page(
     parts = [
         f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>" for title, text in folded
     ]
-    return "\n\n".join([chart, conditions, head, main, *parts])
+    return "\n\n".join([lead, chart, conditions, head, main, *parts])
 
 
 def write_page(path: Path, text: str, chart: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import shutil
 import sys
 import threading
@@ -99,7 +100,7 @@ def search(browser: Browser, site: str) -> Iterator[str]:
         page.goto(f"{site}/search.html?q={query.replace(' ', '+')}")
         page.wait_for_selector("#search-results ul.search li a")
         first = page.locator("#search-results ul.search li a").first.get_attribute("href") or ""
-        address = first.partition("?")[0] + "#" + first.partition("#")[2]
+        address = re.sub(r"\?[^#]*", "", first)
         if address != target:
             yield f"search for {query!r}: first is {address}, expected {target}"
         page.close()
