@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
@@ -11,6 +12,8 @@ from typing_extensions import TypeVar
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
+
+_LOG = logging.getLogger("accel_fn.checkpoint")  # with what resuming logs
 
 Batch = TypeVar("Batch", covariant=True, default=Any)
 """The type of a batch. Annotate it: torch's DataLoader knows that of a sample alone."""
@@ -94,7 +97,8 @@ class ShardedLoader(Generic[Batch]):
 
         Returns:
             An iterator of epochs: each has an `index`, a `len`, and iterates over
-            its remaining batches.
+            its remaining batches. None if the state is at the end, which rank 0 logs as a
+            warning of `accel_fn.checkpoint`: a finished run was started again.
 
         Raises:
             ValueError: the state is beyond the end of the run; `num_epochs` is negative.
@@ -109,6 +113,8 @@ class ShardedLoader(Generic[Batch]):
             rule = f"be at most at the end of {num_epochs} epochs"
             repair = f"that is batch {start[1]} of epoch {start[0]}; raise num_epochs"
             raise ArgumentError(message("epochs", "since", rule, f"step {since.step}", repair))
+        if since is not None and since.step and start == (num_epochs, 0) and since.is_main:
+            _LOG.warning("the run has finished: %d epochs, %d steps", num_epochs, since.step)
         return self._epochs(num_epochs, *start)
 
     def _epochs(
