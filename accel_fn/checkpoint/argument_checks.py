@@ -14,25 +14,20 @@ from accel_fn.checkpoint.compare import is_model
 from accel_fn.checkpoint.format.names import is_name
 from accel_fn.comm.dtensor import local
 from accel_fn.comm.primitives import exchange
-from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, check_count, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 from accel_fn.step.ties import is_expanded
 
 
 def check_steps(steps: Mapping[str, Step], function: str) -> None:
-    """Refuse what is no Step or dict of Steps with names that the names of entries can hold."""
-    if not (
-        isinstance(steps, Mapping)
-        and steps
-        and all(isinstance(each, Step) for each in steps.values())
-    ):
+    values = list(steps.values()) if isinstance(steps, Mapping) else []
+    if not values or not all(isinstance(each, Step) for each in values):
         raise ArgumentTypeError(message(function, "step", "be a Step or a dict of Steps", steps))
     for name in steps:
         if not isinstance(name, str) or "/" in name:
-            raise ArgumentError(
-                message(function, "step", "have names that are text without /", name)
-            )
+            rule = "have names that are text without /"
+            raise ArgumentError(message(function, "step", rule, name))
 
 
 def check_model(tensors: Mapping[str, Tensor], function: str) -> None:
@@ -47,7 +42,6 @@ def check_model(tensors: Mapping[str, Tensor], function: str) -> None:
 
 
 def check_extras(extras: Mapping[str, Any], function: str) -> None:
-    """Refuse what is no dict of objects with state_dict and load_state_dict."""
     if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
         raise ArgumentTypeError(message(function, "extras", "be a dict, by names", extras))
     for name, extra in extras.items():
@@ -57,15 +51,7 @@ def check_extras(extras: Mapping[str, Any], function: str) -> None:
             )
 
 
-def check_keep(keep: int | None, keep_every: int | None, function: str) -> None:
-    """Refuse what is no count and not None."""
-    for name, count in (("keep", keep), ("keep_every", keep_every)):
-        if count is not None:
-            check_count(function, name, count)
-
-
 def check_at(at: str | int, function: str) -> None:
-    """Refuse what is no name of a checkpoint, or leads out of the folder."""
     is_number = isinstance(at, numbers.Integral) and not isinstance(at, bool) and at >= 0
     if not is_number and not (isinstance(at, str) and is_name(at)):
         rule = 'be "latest", the number of a step or the name of a checkpoint'
@@ -74,11 +60,8 @@ def check_at(at: str | int, function: str) -> None:
 
 
 def check_plan(plan: Plan, method: str) -> None:
-    """Call this method of every slot function that has it: it may refuse to be saved, or loaded, now."""
     for function in plan.entries():
-        check = getattr(function, method, None)
-        if check is not None:
-            check()
+        getattr(function, method, lambda: None)()  # it may refuse to be saved, or loaded, now
 
 
 def check_same(given: Mapping[str, object], state: DistState, function: str) -> None:

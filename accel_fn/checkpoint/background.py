@@ -24,8 +24,7 @@ from torch import Tensor
 
 from accel_fn.base.state import DistState, Watchdog
 from accel_fn.checkpoint.draft import Draft
-from accel_fn.checkpoint.format.hashing import FileMark
-from accel_fn.checkpoint.format.manifest import chunk_from
+from accel_fn.checkpoint.format.manifest import read_as
 from accel_fn.checkpoint.format.names import file_of
 from accel_fn.checkpoint.format.shard_plan import Part
 from accel_fn.checkpoint.format.write import Share, Written, write_error
@@ -58,7 +57,6 @@ class Background:
         return Writing(replace(share, parts=parts), draft, state, copied, locks)
 
     def start(self, writing: Writing) -> None:
-        """Write it in a thread."""
         writing.start()
         self._writing = writing
 
@@ -86,7 +84,7 @@ class Background:
 
 
 def finish_writing(notes: Mapping[str, Any], state: DistState, function: str) -> None:
-    """Wait for what a run writes in the background, if anything. Called on every rank."""
+    """Wait for what a run writes in the background. Called on every rank."""
     if "background" in notes:
         notes["background"].finish(state, function)
 
@@ -121,7 +119,7 @@ class Writing(threading.Thread):
                 event.synchronize()
             written = self._share.write(draft.path)
             if rank:
-                _acknowledge(draft.path, rank, written)
+                _put(draft.path, rank, asdict(written))
             else:
                 ranks = range(1, self._state.world_size)
                 others = _wait_for_ranks(draft.path, ranks, self._state.watchdog)
@@ -154,7 +152,6 @@ class _ExitCode:
 
 
 def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
-    """Keep the buffers that fit, and allocate the others."""
     found: Buffers = {}
     for part in parts:
         key, tensor = (part.name, part.offsets), part.tensor
@@ -177,20 +174,14 @@ def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[t
     return copies, [stream.record_event() for stream in streams]  # later kernels come after these
 
 
-# Acknowledgements.
-
-
-def _acknowledge(draft: Path, rank: int, written: Written) -> None:
-    """Report that this rank has written its share."""
-    _put(draft, rank, asdict(written))
+# Acknowledgements: files of the draft, which the checkpoint does not keep.
 
 
 def _report_failure(draft: Path, rank: int, error: Exception) -> None:
     """Report that this rank failed; remove its files first, since the disk may be full."""
-    for path in draft.glob(file_of("*", rank, "*")):
-        with suppress(OSError):
+    with suppress(OSError, CheckpointError):
+        for path in draft.glob(file_of("*", rank, "*")):
             path.unlink()
-    with suppress(CheckpointError):
         _put(draft, rank, {"failure": str(error) or repr(error)})
 
 
@@ -228,7 +219,6 @@ def _acknowledgement(draft: Path, rank: int) -> Path:
 
 
 def _put(draft: Path, rank: int, content: Mapping[str, Any]) -> None:
-    """Write a file that is whole when it has its name."""
     path = _acknowledgement(draft, rank)
     half = path.with_suffix(".half")
     try:
@@ -239,17 +229,15 @@ def _put(draft: Path, rank: int, content: Mapping[str, Any]) -> None:
 
 
 def _take(path: Path, rank: int) -> Written:
-    """Read and remove a file: the checkpoint does not keep it."""
     content = json.loads(path.read_text())
     path.unlink()
     if "failure" in content:
         raise CheckpointError(f"rank {rank}: {content['failure']}")
-    chunks = [(name, chunk_from(chunk)) for name, chunk in content["chunks"]]
-    return Written(chunks, {name: FileMark(**mark) for name, mark in content["files"].items()})
+    written: Written = read_as(Written, content, path.name)
+    return written
 
 
 def _size_of(draft: Path) -> int:
-    """Sum the bytes written so far; the draft may have been removed."""
     size = 0
     try:
         for path in draft.iterdir():

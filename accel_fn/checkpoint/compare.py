@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accel_fn.base.state import DistState
@@ -13,62 +14,55 @@ from accel_fn.checkpoint.format.shard_plan import name_of_dtype, to_entries
 from accel_fn.step.contents import Contents, place_of
 
 _NOTHING = "nothing"
+Rests = Mapping[str, Mapping[str, Any]]
+"""`Contents.rest`: by step, what is no tensor."""
 
 
-def differences(manifest: Manifest, contents: Contents, state: DistState) -> list[str]:
-    """List what differs between manifest and program, a line each, with both values."""
-    found = _compare({"seed": manifest.seed}, {"seed": state.seed})
-    found += _compare(_plans(manifest.plans), _plans(contents.plans))
-    found += _compare(manifest.tied, contents.tied, "{name} is tied to")
+def differences(
+    manifest: Manifest, rests: Rests, contents: Contents, state: DistState
+) -> Iterator[str]:
+    """List what differs between checkpoint and program, a line each, with both values."""
     compared = ("model", *misfits(manifest, contents))
-    saved, here = (
-        {
-            name: f"{entry.dtype} {list(entry.shape)}"
-            for name, entry in entries.items()
-            if name.startswith(compared)
-        }
-        for entries in (manifest.entries, to_entries(contents.tensors))
-    )
-    return found + _compare(saved, here)
-
-
-def extra_state_differences(
-    saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """List extra state of the models that is only there or only here; both are `Contents.rest`."""
-    there, now = (
-        {
-            f"{place_of('model', name)}{key}": "extra state"
-            for name, rest in rests.items()
-            for key in rest["model"]
-        }
-        for rests in (saved, here)
-    )
-    return _compare(there, now)
-
-
-def extra_differences(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> list[str]:
-    """List other names of extras, and what extras find in `differences_from`."""
-    there, here = ({"extras": sorted(each)} if each else {} for each in (saved, extras))
-    return _compare(there, here) + [
-        f"extras/{name}: {line}"
-        for name in extras
-        if name in saved
-        for line in _differences_from(extras[name], saved[name])
+    here = to_entries(contents.tensors)
+    facts = [
+        _facts(manifest.seed, manifest.plans, manifest.tied, manifest.entries, rests, compared),
+        _facts(state.seed, contents.plans, contents.tied, here, contents.rest, compared),
     ]
+    return _compare(*facts)
+
+
+def _facts(
+    seed: int,
+    plans: Mapping[str, Mapping[str, Any]],
+    tied: Mapping[str, str],
+    entries: Mapping[str, Entry],
+    rests: Rests,
+    compared: tuple[str, ...],
+) -> dict[str, Any]:
+    facts: dict[str, Any] = {"seed": seed}
+    for step, plan in plans.items():
+        facts |= {f"{key} of step {step!r}" if step else key: plan[key] for key in plan}
+    facts |= {f"{name} is tied to": first for name, first in tied.items()}
+    for name, entry in entries.items():
+        if name.startswith(compared):
+            facts[name] = f"{entry.dtype} {list(entry.shape)}"
+    for step, rest in rests.items():
+        facts |= {f"{place_of('model', step)}{key}": "extra state" for key in rest["model"]}
+    return facts
+
+
+def extra_differences(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> Iterator[str]:
+    yield from _compare(*({"extras": sorted(each)} if each else {} for each in (saved, extras)))
+    for name in extras:
+        for line in _differences_from(name, saved, extras):
+            yield f"extras/{name}: {line}"
 
 
 def fitting_extras(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> list[str]:
-    """List names of extras that can load what was saved of them."""
-    return [
-        name
-        for name in extras
-        if name in saved and not _differences_from(extras[name], saved[name])
-    ]
+    return [name for name in extras if name in saved and not _differences_from(name, saved, extras)]
 
 
 def fitting(manifest: Manifest, contents: Contents) -> dict[str, Tensor]:
-    """Select the model's tensors that were saved with this dtype and shape."""
     return {
         name: tensor
         for name, tensor in contents.tensors.items()
@@ -100,8 +94,7 @@ def has_optimizer(
     return names <= fits.keys() and all(saved.get(key) == here[key] for key in (optimizer, groups))
 
 
-def listed(lines: Iterable[str]) -> str:
-    """Indent lines, one below the other."""
+def listed(lines: list[str]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
@@ -115,22 +108,63 @@ def _is_alike(entry: Entry | None, tensor: Tensor) -> bool:
     return entry is not None and (entry.dtype, entry.shape) == here
 
 
-def _differences_from(extra: Any, saved: Any) -> list[str]:
-    compare = getattr(extra, "differences_from", None)
-    return [] if compare is None else list(compare(saved))
+def _differences_from(name: str, saved: Mapping[str, Any], extras: Mapping[str, Any]) -> list[str]:
+    compare = getattr(extras[name], "differences_from", None)
+    return [] if compare is None or name not in saved else list(compare(saved[name]))
 
 
-def _plans(plans: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        f"{key} of step {name!r}" if name else key: value
-        for name, plan in plans.items()
-        for key, value in plan.items()
-    }
+def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    for name in {**saved, **here}:
+        values = saved.get(name, _NOTHING), here.get(name, _NOTHING)
+        if values[0] != values[1]:
+            yield f"{name}: {values[0]} saved, {values[1]} here"
 
 
-def _compare(saved: Mapping[str, Any], here: Mapping[str, Any], label: str = "{name}") -> list[str]:
-    return [
-        f"{label.format(name=name)}: {saved.get(name, _NOTHING)} saved, {here.get(name, _NOTHING)} here"
-        for name in {**saved, **here}
-        if saved.get(name) != here.get(name)
-    ]
+def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
+    """List values of `Contents.rest` that no run of this program could have."""
+    for step, rest in saved.items():
+        for part, values in rest.items():
+            there = here[step][part]
+            yield from unlike(values, there, part, is_free=True)
+            if part == "optimizers":
+                for name in values:
+                    saved_groups, groups = (
+                        each[name]["others"]["param_groups"] for each in (values, there)
+                    )
+                    yield from unlike(saved_groups, groups, f"{place_of(name, step)}param_groups")
+
+
+def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterator[str]:
+    """List values whose kind is not that of the running program's.
+
+    What is free, as state of a user's function, may be None, of another length or gone at another time.
+    """
+    if isinstance(saved, Mapping) and isinstance(here, Mapping):
+        for key in here:
+            if key in saved:
+                yield from unlike(saved[key], here[key], f"{name}/{key}", is_free=is_free)
+            elif not is_free and key != "initial_lr":  # of a schedule, which may be new
+                yield f"{name}/{key}: {_NOTHING} saved, {here[key]} here"
+    elif isinstance(saved, list | tuple) and isinstance(here, list | tuple):
+        for number, pair in enumerate(zip(saved, here, strict=False)):
+            yield from unlike(*pair, f"{name}/{number}", is_free=is_free)
+        if len(saved) != len(here) and not is_free:
+            yield f"{name}: {len(saved)} values saved, {len(here)} here"
+    elif not (is_free and (saved is None or here is None)):
+        are_tensors = isinstance(saved, Tensor) and isinstance(here, Tensor)
+        kinds = [_kind(each, is_free=is_free, is_exact=are_tensors) for each in (saved, here)]
+        if kinds[0] != kinds[1]:
+            yield f"{name}: {kinds[0]} saved, {kinds[1]} here"
+
+
+def _kind(value: object, *, is_free: bool, is_exact: bool) -> str:
+    """Describe a value: roughly if it is free, and a tensor of one number as that if it is not exact."""
+    if is_free:
+        rough = {bool: "a number", int: "a number", float: "a number", Tensor: "a number"}
+        return rough.get(type(value), f"a {type(value).__name__}")
+    if isinstance(value, Tensor) and (value.ndim or is_exact):
+        return f"{name_of_dtype(value.dtype)} {list(value.shape)}"
+    if isinstance(value, int | float | Tensor) and not isinstance(value, bool):
+        largest = torch.finfo(torch.float64).max
+        return "a number" if -largest <= value <= largest else f"{value}"
+    return f"a {type(value).__name__}"

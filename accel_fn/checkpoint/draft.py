@@ -5,13 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 from accel_fn.checkpoint.format.hashing import sync, write_file
 from accel_fn.checkpoint.format.manifest import NAME, Manifest
 from accel_fn.checkpoint.format.names import draft_of, hide, name_of, recover, rename_draft
-from accel_fn.checkpoint.format.shard_plan import with_chunks
 from accel_fn.checkpoint.format.write import Written, write_error
 from accel_fn.checkpoint.listing import list_checkpoints
 from accel_fn.errors import CheckpointError
@@ -19,13 +17,11 @@ from accel_fn.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A checkpoint that is being written.
-
-    `head` lacks what the ranks write: it has no files, and entries without chunks.
-    """
+    """A checkpoint that is being written."""
 
     home: Path
     head: Manifest
+    """Without what the ranks write: it has no files, and entries without chunks."""
     keep: int | None
     keep_every: int | None
     resumed_from: int | None
@@ -43,8 +39,13 @@ class Draft:
     def commit(self, written: Sequence[Written]) -> None:
         """Give it its name, and remove older ones. On the main rank, once all ranks have written."""
         files = {name: mark for each in written for name, mark in each.files.items()}
-        chunks = chain.from_iterable(each.chunks for each in written)
-        manifest = replace(self.head, entries=with_chunks(self.head.entries, chunks), files=files)
+        entries = {
+            name: replace(
+                entry, chunks=tuple(c for each in written for c in each.chunks.get(name, ()))
+            )
+            for name, entry in self.head.entries.items()
+        }
+        manifest = replace(self.head, entries=entries, files=files)
         try:
             if not self.path.is_dir():
                 raise CheckpointError(
@@ -64,11 +65,15 @@ class Draft:
             tidy(self.home)
         except OSError as error:
             raise write_error(self.path, error) from error
-        if self.keep is not None:
-            retain(self.home, self.head.step, self.keep, self.keep_every, self.resumed_from)
+        try:
+            if self.keep is not None:
+                retain(self.home, self.head.step, self.keep, self.keep_every, self.resumed_from)
+        except OSError as error:
+            raise CheckpointError(
+                f"save: {self.final} is saved, but older ones must be removed: {error}"
+            ) from error
 
     def discard(self) -> None:
-        """Remove what was written of it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 

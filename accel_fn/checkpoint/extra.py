@@ -10,7 +10,6 @@ from accel_fn.errors import ExtraError
 
 @contextmanager
 def extra(function: str) -> Iterator[None]:
-    """Name the extra where an import within fails."""
     try:
         yield
     except ModuleNotFoundError as error:

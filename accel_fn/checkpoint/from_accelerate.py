@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,17 @@ from torch.optim import Optimizer
 
 from accel_fn.base.state import DistState, LossScale, check_state
 from accel_fn.checkpoint.argument_checks import check_plan, check_same
-from accel_fn.checkpoint.compare import listed
+from accel_fn.checkpoint.compare import listed, unlike
 from accel_fn.checkpoint.format.plain_data import from_plain
 from accel_fn.checkpoint.weights.files import INDEX, SINGLE
-from accel_fn.checkpoint.weights.save_load_model import load_model
+from accel_fn.checkpoint.weights.save_load_model import load_model, matching_set
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import is_sharded, shard_like
-from accel_fn.errors import ArgumentTypeError, CheckpointError, check_folder, message
+from accel_fn.errors import AccelError, ArgumentTypeError, CheckpointError, check_folder, message
 from accel_fn.step.contents import HOW, load_optimizer
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
-_MOST_NAMED = 12
 _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _OPTIMIZER, _SCALER = "optimizer.bin", "scaler.pt"
 _OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *HOW}
@@ -81,7 +81,10 @@ def load_accelerate(
     saved = all_or_none(lambda: _read(folder, step, state, schedulers), state, "load_accelerate")
     given = {"folder": os.fspath(folder), "schedulers": len(schedulers)}
     check_same(given, state, "load_accelerate")
-    all_or_none(lambda: _fill(saved, step, schedulers), state, "load_accelerate")
+    with ExitStack() as undo:
+        all_or_none(lambda: _fill(saved, step, schedulers, undo), state, "load_accelerate")
+        undo.pop_all()
+    all_or_none(lambda: load_model(step.plan.model, saved.path), state, "load_accelerate")
     if state.is_main:
         for line in _unused(saved, state.scaler, schedulers):
             _LOG.warning("load_accelerate: %s", line)
@@ -127,7 +130,7 @@ def _read(
     has_scale = (path / _SCALER).exists()
     scale = from_plain(path / _SCALER, "load_accelerate") if has_scale else {}
     with _expecting(path / _OPTIMIZER, "an optimizer's state_dict"):
-        differences = _differences(optimizer, _optimizer(step))
+        differences = list(_differences(optimizer, _optimizer(step)))
         num_updates = _num_updates(optimizer)
     if differences:
         raise CheckpointError(
@@ -145,7 +148,6 @@ def _optimizer(step: Step) -> Optimizer:
 
 
 def _check_folder(path: Path, names: Sequence[str]) -> None:
-    """Refuse a folder without these files and a model, and one of several models."""
     model = INDEX if (path / INDEX).exists() else SINGLE
     for name in (model, *names):
         if not (path / name).exists():
@@ -163,16 +165,18 @@ def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
     """Refuse what is no `state_dict` of it, but for private keys of torch's versions."""
     if not hasattr(scheduler, "state_dict"):
         return
+    here = scheduler.state_dict()
     names = [
         sorted({str(key) for key in each if not str(key).startswith("_")} - {"verbose"})
         if isinstance(each, Mapping)
         else type(each).__name__
-        for each in (saved, scheduler.state_dict())
+        for each in (saved, here)
     ]
-    if names[0] != names[1]:
+    found = [f"{names[0]} where it has {names[1]}"] if names[0] != names[1] else []
+    if found := found or list(unlike(saved, here, "values", is_free=True)):
         raise CheckpointError(
             f"load_accelerate: {path} must hold the state_dict of a {type(scheduler).__name__}, "
-            f"got {names[0]} where it has {names[1]}"
+            f"got {'; '.join(found)}"
         )
 
 
@@ -181,51 +185,68 @@ def _expecting(path: Path, content: str) -> Iterator[None]:
     """Name a file in which something is not where it should be."""
     try:
         yield
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except AccelError:
+        raise
+    except Exception as error:
         raise CheckpointError(
             f"load_accelerate: {path} must hold {content}, got something else; {error!r}"
         ) from error
 
 
-def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
-    found = []
-    theirs, ours = saved["param_groups"], optimizer.param_groups
+def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
+    theirs, ours = saved["param_groups"], optimizer.state_dict()["param_groups"]
     sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
     if sizes[0] != sizes[1]:
-        return [f"parameters in each group: {sizes[0]} saved, {sizes[1]} here"]
+        yield f"parameters in each group: {sizes[0]} saved, {sizes[1]} here"
+        return
     for number, groups in enumerate(zip(theirs, ours, strict=True)):
-        keys = [sorted(set(group) - _OPTIONAL) for group in groups]
-        if keys[0] != keys[1]:
-            found.append(f"options of group {number}: {keys[0]} saved, {keys[1]} here")
+        names = [sorted(set(group) - _OPTIONAL) for group in groups]
+        if names[0] != names[1]:
+            yield f"options of group {number}: {names[0]} saved, {names[1]} here"
+        both = groups[0].keys() & groups[1].keys() - {"params", *HOW}
+        options, options_here = ({key: group[key] for key in both} for group in groups)
+        yield from unlike(options, options_here, f"options of group {number}")
+    keys = {key for values in saved["state"].values() for key in values} & {*_LIKE, "step"}
     for number, parameter, values in _by_parameter(saved, optimizer):
-        for key, value in values.items():
-            if key in _LIKE and isinstance(value, Tensor) and value.shape != parameter.shape:
-                shapes = f"{list(value.shape)} saved, {list(parameter.shape)} here"
-                found.append(f"{key} of parameter {number}: {shapes}")
-    return found
+        for key in keys if values else ():
+            found, shape = _shape(values.get(key)), [] if key == "step" else list(parameter.shape)
+            if found != shape and (key, found) != ("momentum_buffer", "None"):
+                yield f"{key} of parameter {number}: {found} saved, {shape} here"
+
+
+def _shape(value: object) -> list[int] | str:
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    return [] if isinstance(value, int | float) and not isinstance(value, bool) else f"{value}"
 
 
 def _by_parameter(
     saved: Mapping[str, Any], optimizer: Optimizer
 ) -> Iterator[tuple[int, Tensor, Mapping[str, Any]]]:
-    """Yield the number of each parameter, the parameter, and what was saved of it."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         yield number, parameter, saved["state"].get(number, {})
 
 
-def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any]) -> None:
-    """Overwrite: the weights come first, since they may be refused."""
-    load_model(step.plan.model, saved.path)
+def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any], undo: ExitStack) -> None:
+    """Overwrite all but the weights, which are compared, so that it can be undone."""
+    optimizer = _optimizer(step)
+    undo.callback(vars(optimizer).update, dict(vars(optimizer)))
     state = {
         number: {key: _shard(value, parameter) for key, value in values.items()}
-        for number, parameter, values in _by_parameter(saved.optimizer, _optimizer(step))
+        for number, parameter, values in _by_parameter(saved.optimizer, optimizer)
         if values
     }
-    load_optimizer(_optimizer(step), {**saved.optimizer, "state": state})
-    for scheduler, each in zip(schedulers, saved.schedulers, strict=True):
-        scheduler.load_state_dict(each)
+    with _expecting(saved.path / _OPTIMIZER, "an optimizer's state_dict"):
+        load_optimizer(optimizer, {**saved.optimizer, "state": state})
+    for number, scheduler in enumerate(schedulers):
+        if hasattr(scheduler, "state_dict"):
+            undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
+        with _expecting(saved.path / _scheduler(number), "the state_dict of a scheduler"):
+            scheduler.load_state_dict(saved.schedulers[number])
+    with matching_set(step.plan.model, saved.path):
+        pass
 
 
 def _shard(value: Any, parameter: Tensor) -> Any:
@@ -249,13 +270,10 @@ def _num_updates(saved: Mapping[str, Any]) -> int:
 
 
 def _unused(saved: _Saved, scaler: LossScale | None, schedulers: Sequence[Any]) -> list[str]:
-    """Describe what is in the folder and not used, or not in it."""
     read = {_OPTIMIZER, _SCALER, *map(_scheduler, range(len(schedulers)))}
     names = {path.name for path in saved.path.iterdir() if not _WEIGHTS.fullmatch(path.name)}
     rest = sorted(names - read)
-    lines = [f"{name} is left out" for name in rest[:_MOST_NAMED]]
-    if len(rest) > _MOST_NAMED:
-        lines.append(f"so are {len(rest) - _MOST_NAMED} more files")
+    lines = [f"left out: {', '.join(rest)}"] if rest else []
     if _scheduler(len(schedulers)) in rest:
         lines.append("give schedulers=[...] to have them filled")
     if scaler is None and saved.has_scale:

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accel_fn.base.rng import derive_random, restore_random
+from accel_fn.base.rng import derive_random, random_state, restore_random
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import compare
 from accel_fn.checkpoint.background import finish_writing
-from accel_fn.checkpoint.format.manifest import Manifest, read_manifest
+from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS, file_of, name_of, steps_in
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.save import EXTRA
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.errors import CheckpointError, check_flag, check_folder
+from accel_fn.errors import AccelError, CheckpointError, check_flag, check_folder
 from accel_fn.step.contents import (
-    Contents,
     contents_of,
     named_steps,
     notes_of,
     put_back,
     scale_from_dict,
+    scale_to_dict,
     targets_for,
     under,
 )
@@ -104,43 +105,18 @@ def load(
     path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
     path = exchange(path, state, "load")[0]
 
-    def read_and_compare() -> _Saved:
-        contents = contents_of(steps)
-        checks.check_model(contents.tensors, "load")
-        saved = _read(path, contents, state)
-        _compare(saved, extras, state, strict=strict)
-        return saved
-
-    saved = all_or_none(read_and_compare, state, "load")
-    files = saved.manifest.files
+    loading = all_or_none(lambda: _Loading(path, steps, state, extras, strict), state, "load")
+    files = loading.manifest.files
     share = sorted(files)[state.rank :: state.world_size]
-    all_or_none(lambda: check_files(path, saved.manifest, share), state, "load")
-
-    def load_extras() -> None:
-        for name in compare.fitting_extras(saved.extras, extras):
-            extras[name].load_state_dict(saved.extras[name])
-
-    all_or_none(load_extras, state, "load")
-    loaded = all_or_none(lambda: _fill(saved, steps, state, strict=strict), state, "load")
-    notes_of(steps)["resumed_from"] = saved.manifest.step
+    all_or_none(lambda: check_files(path, loading.manifest, share), state, "load")
+    with ExitStack() as undo:
+        undo.callback(loading.undo)
+        all_or_none(loading.rehearse, state, "load")
+        all_or_none(loading.load_extras, state, "load")
+        undo.pop_all()
+    loaded = all_or_none(loading.finish, state, "load")
+    notes_of(steps)["resumed_from"] = loading.manifest.step
     return loaded
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """What was saved but its tensors, as a rank has read it, and what the program holds."""
-
-    path: Path
-    manifest: Manifest
-    contents: Contents
-    common: dict[str, Any]
-    of_rank: dict[str, Any]
-    """Of this rank; of rank 0 if the saved run did not have this one."""
-
-    @property
-    def extras(self) -> dict[str, Any]:
-        """Extras by name."""
-        return under(EXTRA, self.of_rank)
 
 
 def _choose(folder: Path, at: str | int) -> Path:
@@ -155,75 +131,144 @@ def _choose(folder: Path, at: str | int) -> Path:
     raise CheckpointError(f"load: at={at!r} must be a checkpoint in {folder}, got steps {there}")
 
 
-def _read(path: Path, contents: Contents, state: DistState) -> _Saved:
-    manifest = read_manifest(path)
-    check_sizes(path, manifest)
-    number = state.rank if state.rank < manifest.world_size else 0
-    keys = {COMMON: COMMON_KEYS, file_of("rank", number, "pt"): _RANK_KEYS}
-    check_files(path, manifest, keys)
-    common, of_rank = (dict_from_plain(path / name, keys[name], "load") for name in keys)
-    return _Saved(path, manifest, contents, common, of_rank)
+class _Loading:
+    """A checkpoint that is loaded into the running program, on one rank.
 
+    All that is no tensor is loaded twice: `rehearse` finds what does not fit while it can be undone.
+    """
 
-def _compare(saved: _Saved, extras: Mapping[str, Any], state: DistState, *, strict: bool) -> None:
-    found = []
-    if not strict:
-        found = [
-            f"{function} starts fresh: its state was saved in other shapes"
-            for function in compare.misfits(saved.manifest, saved.contents).values()
-        ]
-    found += compare.differences(saved.manifest, saved.contents, state)
-    found += compare.extra_state_differences(saved.common["steps"], saved.contents.rest)
-    found += compare.extra_differences(saved.extras, extras)
-    if found and strict:
-        raise CheckpointError(
-            f"load: {saved.path} must be of this program, got differences:\n{compare.listed(found)}"
-        )
-    if found and state.is_main:
-        _LOG.warning("%s is of another program:\n%s", saved.path, compare.listed(found))
+    def __init__(
+        self,
+        path: Path,
+        steps: Mapping[str, Step],
+        state: DistState,
+        extras: Mapping[str, Any],
+        strict: bool,
+    ) -> None:
+        self._before = contents_of(steps)
+        checks.check_model(self._before.tensors, "load")
+        self._path, self._steps, self._state, self._extras = path, steps, state, extras
+        self._random = random_state(state.device)
+        self.manifest = read_manifest(path)
+        check_sizes(path, self.manifest)
+        self._is_known = state.rank < self.manifest.world_size
+        number = state.rank if self._is_known else 0
+        keys = {COMMON: COMMON_KEYS, file_of("rank", number, "pt"): _RANK_KEYS}
+        check_files(path, self.manifest, keys)
+        read = (dict_from_plain(path / name, keys[name], "load") for name in keys)
+        self._common, self._of_rank = read
+        self._extras_saved = under(EXTRA, self._of_rank)
+        with self._expecting():
+            self._compare(strict=strict)
+            self._choose(strict=strict)
 
+    def _compare(self, *, strict: bool) -> None:
+        """Refuse another program, or log what is another."""
+        manifest, before, found = self.manifest, self._before, []
+        if not strict:
+            found = [
+                f"{function} starts fresh: its state was saved in other shapes"
+                for function in compare.misfits(manifest, before).values()
+            ]
+        found += compare.differences(manifest, self._common["steps"], before, self._state)
+        found += compare.extra_differences(self._extras_saved, self._extras)
+        if strict:
+            self._refuse(found)
+        elif found and self._state.is_main:
+            _LOG.warning("%s is of another program:\n%s", self._path, compare.listed(found))
 
-def _fill(saved: _Saved, steps: Mapping[str, Step], state: DistState, *, strict: bool) -> DistState:
-    """Overwrite what fits: all of it, if `strict`."""
-    manifest, contents, of_rank = saved.manifest, saved.contents, saved.of_rank
-    fits = compare.fitting(manifest, contents)
-    fresh = {} if strict else compare.misfits(manifest, contents)
-    specs = {
-        name: (getattr(torch, entry.dtype), entry.shape)
-        for name, entry in manifest.entries.items()
-        if not name.startswith(tuple(fresh))
-    }
-    optimizers, tensors = {}, dict(fits)
-    for name, each in steps.items():
-        optimizers[name] = [
-            optimizer
-            for optimizer in each.plan.optimizers
-            if strict or compare.has_optimizer(manifest, contents, fits, name, optimizer)
-        ]
-        for kind in ["transforms", *optimizers[name]]:
-            tensors |= targets_for(kind, each.plan, name, contents.tensors, specs)
-    read_tensors(saved.path, tensors, manifest.entries)
-    if manifest.world_size == state.world_size:
-        for name in of_rank["buffers"].keys() & tensors.keys():
-            tensors[name].copy_(of_rank["buffers"][name])
-    for name in steps.keys() & saved.common["steps"].keys():
-        rest = saved.common["steps"][name]
-        put_back(steps[name].plan, name, tensors, rest, optimizers=optimizers[name], fresh=fresh)
-    scaler = state.scaler and (scale_from_dict(saved.common["scaler"], state) or state.scaler)
-    loaded = replace(state, step=manifest.step, scaler=scaler)
-    _load_random(of_rank, manifest, loaded)
-    return loaded
+    def _choose(self, *, strict: bool) -> None:
+        """Choose the tensors to fill and what else to load, by step: all that fits, if not `strict`."""
+        manifest, before = self.manifest, self._before
+        fits = compare.fitting(manifest, before)
+        fresh = {} if strict else compare.misfits(manifest, before)
+        specs = {
+            name: (getattr(torch, entry.dtype), entry.shape)
+            for name, entry in manifest.entries.items()
+            if not name.startswith(tuple(fresh))
+        }
+        self._tensors, self._options = dict(fits), {}
+        for name in self._steps.keys() & manifest.plans.keys():
+            plan = self._steps[name].plan
+            optimizers = [
+                optimizer
+                for optimizer in plan.optimizers
+                if strict or compare.has_optimizer(manifest, before, fits, name, optimizer)
+            ]
+            self._options[name] = {"optimizers": optimizers, "fresh": fresh}
+            for kind in ["transforms", *optimizers]:
+                self._tensors |= targets_for(kind, plan, name, before.tensors, specs)
+        buffers = self._of_rank["buffers"]
+        names = self._tensors.keys() & buffers.keys() & set(before.buffers)
+        # This rank's own; in another world all have those of rank 0.
+        is_alike = manifest.world_size == self._state.world_size
+        self._buffers = {name: buffers[name] for name in names if is_alike}
 
+    def rehearse(self) -> None:
+        """Load all but tensors, and refuse values of another kind than those before."""
+        with self._expecting():
+            scalers = self._put_back().scaler, self._state.scaler
+            scale, scale_here = map(scale_to_dict, scalers)
+            here = {name: self._tensors[name] for name in self._buffers}
+            self._refuse(
+                [
+                    *compare.unlike(self._buffers, here, "buffers"),
+                    *compare.unlike(scale, scale_here, "scaler"),
+                    *compare.unlike_rests(contents_of(self._steps).rest, self._before.rest),
+                ]
+            )
 
-def _load_random(of_rank: Mapping[str, Any], manifest: Manifest, state: DistState) -> None:
-    if state.rank < manifest.world_size:
-        restore_random(of_rank["random"], state.device)
-    else:
-        derive_random(state)
-    if state.is_main and state.world_size > manifest.world_size:
-        _LOG.warning(
-            "saved in a world of %d, loaded in one of %d: random generators of the new ranks are "
-            "derived from seed, rank and step",
-            manifest.world_size,
-            state.world_size,
-        )
+    def load_extras(self) -> None:
+        with self._expecting():
+            for name in compare.fitting_extras(self._extras_saved, self._extras):
+                self._extras[name].load_state_dict(self._extras_saved[name])
+
+    def finish(self) -> DistState:
+        read_tensors(self._path, self._tensors, self.manifest.entries)
+        for name, buffer in self._buffers.items():
+            self._tensors[name].copy_(buffer)
+        if self._state.is_main and self._state.world_size > self.manifest.world_size:
+            _LOG.warning(
+                "saved in a world of %d, loaded in one of %d: random generators of the new ranks are "
+                "derived from seed, rank and step",
+                self.manifest.world_size,
+                self._state.world_size,
+            )
+        return self._put_back()
+
+    def undo(self) -> None:
+        for name, step in self._steps.items():
+            rest, optimizers = self._before.rest[name], [*step.plan.optimizers]
+            tensors = self._before.tensors
+            put_back(step.plan, name, tensors, rest, optimizers=optimizers, fresh=())
+        restore_random(self._random, self._state.device)
+
+    def _put_back(self) -> DistState:
+        """Load what is no tensor, with the tensors as they are; return the state of the run."""
+        state = self._state
+        for name, options in self._options.items():
+            rest = self._common["steps"][name]
+            put_back(self._steps[name].plan, name, self._tensors, rest, **options)
+        scaler = state.scaler and (scale_from_dict(self._common["scaler"], state) or state.scaler)
+        loaded = replace(state, step=self.manifest.step, scaler=scaler)
+        if self._is_known:
+            restore_random(self._of_rank["random"], state.device)
+        else:
+            derive_random(loaded)
+        return loaded
+
+    @contextmanager
+    def _expecting(self) -> Iterator[None]:
+        """Name the checkpoint in which something is not what it must be."""
+        try:
+            yield
+        except AccelError:
+            raise
+        except Exception as error:
+            self._refuse([repr(error)], error)
+
+    def _refuse(self, found: list[str], error: Exception | None = None) -> None:
+        if found:
+            raise CheckpointError(
+                f"load: {self._path} must be of this program, got differences:\n{compare.listed(found)}"
+            ) from error

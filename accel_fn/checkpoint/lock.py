@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import stat
 import time
+from contextlib import suppress
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from weakref import finalize
@@ -22,8 +24,17 @@ class FolderLock:
     __slots__ = ("__weakref__", "_close", "_file")
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        path, flags = folder / _NAME, os.O_RDWR | os.O_NOFOLLOW
+        try:
+            self._file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:  # Linux refuses O_CREAT for another user's file in a sticky folder
+            self._file = os.open(path, flags)
         self._close = finalize(self, os.close, self._file)
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:  # its content is replaced
+            raise CheckpointError(f"save: {path} must be a file of its own, got a link")
+        with suppress(PermissionError):  # another user's: whoever may save here may lock it
+            os.fchmod(self._file, folder.stat().st_mode & 0o666)
         # A worker that outlives a killed run would hold its folder.
         register_after_fork(self, FolderLock.close)
         if not self._acquire():
@@ -43,7 +54,6 @@ class FolderLock:
             return False
 
     def close(self) -> None:
-        """Unlock it, as far as this process holds it."""
         self._close()
 
     def _acquire(self) -> bool:

@@ -25,7 +25,7 @@ from accel_fn.checkpoint.format.write import Share, write_error
 from accel_fn.checkpoint.lock import FolderLock
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.errors import check_flag, check_folder
+from accel_fn.errors import check_count, check_flag, check_folder
 from accel_fn.observe.explain import tell
 from accel_fn.step.contents import (
     Contents,
@@ -96,7 +96,9 @@ def save(
         home = Path(check_folder("save", folder)).absolute()
         check_hashing("save")
         checks.check_steps(steps, "save")
-        checks.check_keep(keep, keep_every, "save")
+        for name, count in (("keep", keep), ("keep_every", keep_every)):
+            if count is not None:
+                check_count("save", name, count)
         check_flag("save", "wait", wait)
         checks.check_extras(extras, "save")
         for each in steps.values():

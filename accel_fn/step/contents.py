@@ -167,10 +167,10 @@ def targets_for(
         target = there.get(f"{prefix}{name}")
         if target is None or target.dtype != dtype or tuple(target.shape) != shape:
             if parameter is not None and is_sharded(parameter) and tuple(parameter.shape) == shape:
-                target = torch.empty_like(parameter.detach(), dtype=dtype)
+                target = torch.zeros_like(parameter.detach(), dtype=dtype)
             else:
                 device = parameter.device if parameter is not None and shape else "cpu"
-                target = torch.empty(shape, dtype=dtype, device=device)
+                target = torch.zeros(shape, dtype=dtype, device=device)
         found[f"{prefix}{name}"] = target
     return found
 

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
+import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+from hypothesis.strategies import data as any_data
+from hypothesis.strategies import sampled_from
 from torch import nn
 
 import accel_fn as af
 from accel_fn.comm.dtensor import whole
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
+from tests.checkpoint.test_forged_checkpoints import (
+    ANY,
+    GONE,
+    OPEN,
+    as_text,
+    kinds,
+    places,
+    replaced,
+)
 from tests.processes import launch
 
 NUM_BEFORE, NUM_AFTER = 3, 4
@@ -149,22 +163,9 @@ def test_what_is_left_out_is_logged(saved, capsys):
     state, step, _ = built()
     af.load_accelerate(saved[0] / "AdamW", step, state)
     assert capsys.readouterr().err.splitlines() == [
-        "load_accelerate: random_states_0.pkl is left out",
-        "load_accelerate: scheduler.bin is left out",
+        "load_accelerate: left out: random_states_0.pkl, scheduler.bin",
         "load_accelerate: give schedulers=[...] to have them filled",
     ]
-
-
-def test_of_many_files_that_are_not_read_some_are_named(copied, capsys):
-    (copied / "custom_checkpoint_0.pkl").touch()
-    for rank in range(1, 15):
-        (copied / f"random_states_{rank}.pkl").touch()
-    state, step, schedule = built()
-    af.load_accelerate(copied, step, state, schedulers=[schedule])
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "load_accelerate: custom_checkpoint_0.pkl is left out"
-    assert lines[-1] == "load_accelerate: so are 4 more files"
-    assert len(lines) == 13
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -277,6 +278,55 @@ def test_a_file_that_holds_something_else_is_refused(copied, name, change, expec
     torch.save(change(torch.load(path) if path.exists() else None), path)
     options = {"recipe": af.with_amp("fp16")} if name == "scaler.pt" else {}
     refused(copied, f"{name} must hold {expected}", schedulers=one_scheduler(), **options)
+
+
+def load_forged(saved, place, value, name="optimizer.bin"):
+    """Load an AdamW with another value in a file: the error, if it is refused and has changed nothing."""
+    with tempfile.TemporaryDirectory() as home:
+        folder = Path(shutil.copytree(saved[0] / "AdamW", Path(home) / "forged"))
+        torch.save(replaced(torch.load(folder / name), place, value), folder / name)
+        state, step, schedule = built()
+        state, _ = step(state, batches()[0])
+        parts = [step.plan.model, step.plan.optimizer, schedule]
+        before = as_text([each.state_dict() for each in parts])
+        try:
+            af.load_accelerate(folder, step, state, schedulers=[schedule])
+        except CheckpointError as error:
+            assert as_text([each.state_dict() for each in parts]) == before
+            return error
+
+
+@hypothesis.given(data=any_data())
+def test_a_replaced_value_is_refused_and_changes_nothing_or_is_loaded(saved, data):
+    name = data.draw(sampled_from(["optimizer.bin", "scheduler.bin"]))
+    place = data.draw(sampled_from([*places(torch.load(saved[0] / "AdamW" / name))]))
+    load_forged(saved, place, data.draw(sampled_from([*ANY, GONE])), name)
+
+
+@hypothesis.given(data=any_data())
+def test_state_of_another_type_or_size_is_refused(saved, data):
+    content = torch.load(saved[0] / "AdamW" / "optimizer.bin")
+    ways = [
+        way
+        for way in places(content)
+        if len(way) > 2 and not {*OPEN, "maximize", "params"} & {*way}
+    ]
+    value, place = content, data.draw(sampled_from(ways))
+    for key in place:
+        value = value[key]
+    assert load_forged(saved, place, data.draw(sampled_from(kinds(value))))
+
+
+def test_weights_that_do_not_fit_leave_the_optimizer_as_it_was(copied):
+    af.save_model(make(width=5)[0], copied)
+    refused(copied, "load_model: model must be the one saved", ValueError)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_not_waited_for(copied):
+    (copied / "optimizer.bin").unlink()
+    os.mkfifo(copied / "optimizer.bin")
+    refused(copied, "optimizer.bin must be a regular file")
 
 
 @pytest.mark.parametrize(

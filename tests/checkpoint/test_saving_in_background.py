@@ -15,22 +15,14 @@ from accel_fn.checkpoint.format.write import Share
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
 from tests import strategies as ours
+from tests.checkpoint.test_checkpoint import advance
+from tests.checkpoint.test_checkpoint import make as make_step
 from tests.forking import run_worlds
 from tests.processes import launch
 
-BATCH = (torch.ones(6, 3).double(), torch.zeros(6, 1).double())
-
 
 def make(state=None, seed=0):
-    model = ours.regression_model(seed)
-    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    return af.build(state or af.DistState(), af.wrap_ddp()(plan))
-
-
-def advance(state, step, count=2):
-    for _ in range(count):
-        state, _ = step(state, BATCH)
-    return state
+    return make_step(seed, recipe=af.wrap_ddp(), state=state)
 
 
 def loaded(folder, at="latest"):
@@ -408,9 +400,3 @@ def test_a_program_may_go_to_another_folder_meanwhile(tmp_path, held, monkeypatc
     held.set()
     assert wait_for(tmp_path / "run", 0) == path
     af.load(tmp_path / "run", state, step)
-
-
-def test_wait_is_checked(tmp_path):
-    state, step = make()
-    with pytest.raises(TypeError, match="save: wait must be"):
-        af.save(tmp_path, state, step, wait="no")

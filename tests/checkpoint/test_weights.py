@@ -2,12 +2,10 @@
 
 import json
 import os
-import random
 import resource
 import signal
 import stat
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +21,6 @@ import accel_fn as af
 from accel_fn.checkpoint.weights import files as files_module
 from accel_fn.checkpoint.weights import open_files
 from accel_fn.checkpoint.weights.save_load_model import load_model, parse_size, save_model
-from accel_fn.step.ties import view_key
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMES = """
@@ -150,14 +147,6 @@ def test_every_file_names_its_format(tmp_path, limit):
     assert all(metadata_of(path) == {"format": "pt"} for path in tmp_path.glob("*.safetensors"))
 
 
-def test_a_tensor_above_the_limit_is_alone(tmp_path):
-    model = Bag(a=floats(1), b=floats(9), c=floats(1), d=floats(1))
-    save_model(model, tmp_path, max_shard_size=8)
-    weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
-    first, second, third = shards(3)
-    assert weight_map == {"a": first, "b": second, "c": third, "d": third}
-
-
 SIZES = {
     1: 1,
     "1B": 1,
@@ -245,17 +234,6 @@ def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
     load_model(model, tmp_path)
     assert bits(model) == expected
     assert [t.stride() for t in model.state_dict().values()] == strides
-
-
-def test_empty_tensors_are_never_one(tmp_path):
-    save_model(Bag(a=torch.empty(0), b=torch.empty(0)), tmp_path)
-    assert st.load_file(tmp_path / SINGLE).keys() == {"a", "b"}
-
-
-def test_a_model_without_tensors_is_a_file_without_tensors(tmp_path):
-    save_model(nn.Tanh(), tmp_path)
-    load_model(nn.Tanh(), tmp_path)
-    assert st.load_file(tmp_path / SINGLE) == {}
 
 
 def test_buffers_that_are_not_persistent_stay_out(tmp_path):
@@ -380,16 +358,6 @@ def test_tied_weights_are_written_once_and_listed(tmp_path, limit):
     first = SINGLE if limit != 1 else shards(3)[0]
     tied = metadata_of(tmp_path / first)["accel_fn.tied"]
     assert json.loads(tied) == {"head.weight": "embedding.weight"}
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("limit", [1, "5GB"])
-def test_a_tied_value_reaches_all_its_names(tmp_path, tied, limit):
-    model, other = Tied(seed=1), Tied(tied=tied, seed=2)
-    save_model(model, tmp_path, max_shard_size=limit)
-    load_model(other, tmp_path)
-    assert bits(other) == bits(model)
-    assert (other.head.weight is other.embedding.weight) == tied
 
 
 @pytest.mark.parametrize("name", ["embedding.weight", "head.weight"])
@@ -522,8 +490,14 @@ def test_an_empty_folder_and_none_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"{}" + bytes(8), b"\x02" + bytes(7) + b"[]"],
-    ids=["empty", "header", "bytes left", "no dict"],
+    [
+        b"",
+        b"\xff" * 20,
+        b"\x02" + bytes(7) + b"{}" + bytes(8),
+        b"\x02" + bytes(7) + b"[]",
+        st.save({"x0": floats(2)})[:-1],
+    ],
+    ids=["empty", "header", "bytes left", "no dict", "cut short"],
 )
 @pytest.mark.parametrize("name", [SINGLE, "part.safetensors"])
 def test_a_broken_file_is_named(tmp_path, content, name):
@@ -531,12 +505,6 @@ def test_a_broken_file_is_named(tmp_path, content, name):
     if name != SINGLE:
         write_index(tmp_path, {"x0": name})
     refused(bag(1), tmp_path, f"{name} must be a whole safetensors file, got ")
-
-
-def test_a_file_that_is_cut_short_is_named(tmp_path):
-    save_model(bag(1), tmp_path)
-    os.truncate(tmp_path / SINGLE, (tmp_path / SINGLE).stat().st_size - 1)
-    refused(bag(0), tmp_path, f"{SINGLE} must be a whole safetensors file, got ")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 10**6, b"NaN,"])
@@ -592,13 +560,6 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path, name):
     refused(Bag(x=floats(1)), folder, f"{name} must be a file of its folder, got a link to ")
 
 
-def test_a_link_within_the_folder_is_followed(tmp_path):
-    st.save_file({"x": floats(1, 5)}, tmp_path / "part.safetensors")
-    (tmp_path / SINGLE).symlink_to("part.safetensors")
-    load_model(model := Bag(x=floats(1)), tmp_path)
-    assert model.x.tolist() == [5]
-
-
 def test_a_snapshot_of_a_hubs_cache_is_read(tmp_path):
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
@@ -624,10 +585,6 @@ def test_a_shard_that_is_no_file_is_named(tmp_path, make):
     write_index(tmp_path, {"x": "part.safetensors"})
     make(tmp_path / "part.safetensors")
     refused(bag(0), tmp_path, "part.safetensors must be a file, got none")
-
-
-@pytest.mark.timeout(20)
-def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / SINGLE)
     refused(bag(0), tmp_path, f"{SINGLE} must be a file, got none")
 
@@ -828,14 +785,13 @@ def kill_at(place, action):
     ("before", "after", "links"),
     [
         *(
-            (before, after, True)
+            pytest.param(before, after, True, marks=[pytest.mark.slow] if before != after else [])
             for before in [None, *LIMITS.values()]
             for after in LIMITS.values()
         ),
         (16, 16, False),  # links are used where the numbers of shards agree
     ],
 )
-@pytest.mark.slow
 def test_a_kill_before_any_file_operation_leaves_a_whole_set(
     tmp_path, monkeypatch, before, after, links
 ):
@@ -855,36 +811,6 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_set(
     assert place > 5
     assert seen[-1] == 1 + place
     assert names(tmp_path) == FILES[after]
-
-
-def save_without_end(folder, pipe):
-    """Save set after set, of all layouts; write to the pipe when the first is done."""
-    value = 1
-    while True:
-        value += 1
-        save_model(bag(value), folder, random.choice([*LIMITS.values()]))
-        if value == 2:
-            os.write(pipe, b"saved")
-
-
-def test_a_kill_at_any_moment_leaves_a_whole_set(tmp_path):
-    moments, found = random.Random(0), set()
-    for _ in range(30):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                save_without_end(tmp_path, writer)
-            finally:
-                os._exit(1)
-        os.close(writer)
-        assert os.read(reader, 5) == b"saved"
-        os.close(reader)
-        time.sleep(moments.uniform(0, 0.02))
-        os.kill(child, signal.SIGKILL)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-        found.add(loaded(tmp_path))
-    assert None not in found
 
 
 # Others' readers.
@@ -918,9 +844,3 @@ def test_what_safetensors_saves_is_read(tmp_path):
     model = Tied(seed=2)
     load_model(model, tmp_path)
     assert bits(model) == bits(Tied(seed=1))
-
-
-def test_a_view_is_known_by_what_it_reads():
-    flat = floats(5).reshape(1, 5)
-    same = flat.as_strided((1, 5), (99, 1))
-    assert view_key(flat) == view_key(same)

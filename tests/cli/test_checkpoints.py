@@ -142,11 +142,11 @@ def test_what_is_no_file_is_one_line(launchers, folder, tmp_path):
         getattr(manifest, make)(*["manifest.json"] * (step - 1))
     done = launchers.command(tmp_path, "checkpoints", "run")
     assert (done.exit_code, done.stderr) == (1, "")
-    words = "manifest.json must be a file that can be read"
-    assert f"step_00000001/{words} (Is a directory)" in done.stdout
-    assert f"step_00000002/{words} (Too many levels of symbolic links)" in done.stdout
+    assert "step_00000001/manifest.json must be a regular file" in done.stdout
+    words = "must be a file that can be read (Too many levels of symbolic links)"
+    assert f"step_00000002/manifest.json {words}" in done.stdout
     done = launchers.command(tmp_path, "export", "run/step_00000001", "weights")
-    assert done.stderr == f"Error: export: run/step_00000001/{words} (Is a directory)\n"
+    assert done.stderr == "Error: export: run/step_00000001/manifest.json must be a regular file\n"
 
 
 def test_what_safetensors_cannot_hold_is_one_line(launchers, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
@@ -33,37 +34,26 @@ class FileMark:
     size: int
     hash: str
 
-    def check_size(self, path: Path, size: int) -> None:
-        """Refuse a file of another size."""
-        if size != self.size:
-            raise CheckpointError(
-                f"load: {path} is damaged: it must have {self.size} bytes, got {size}"
-            )
-
 
 def check_hashing(function: str) -> None:
-    """Refuse to begin where the library that makes hashes is missing."""
     with extra(function):
         import xxhash  # noqa: F401
 
 
-def new_hash() -> Any:
+def _hash(data: bytes | memoryview = b"") -> Any:
     """Start an XXH3-128: it reads memory faster than a disk does; for damage, not against forgery."""
-    with extra("save"):
-        import xxhash
-    return xxhash.xxh3_128()
+    import xxhash
+
+    return xxhash.xxh3_128(data)
 
 
 def hash_of(data: bytes | memoryview) -> str:
-    """Hash all of it at once."""
-    running = new_hash()
-    running.update(data)
-    return str(running.hexdigest())
+    return str(_hash(data).hexdigest())
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileMark:
     """Write a new file, wait until it is on the disk, and return its mark."""
-    size, digests, running = 0, [], new_hash()
+    size, digests, running = 0, [], _hash()
     with path.open("xb", buffering=0) as file:
         for part in parts:
             view = memoryview(part).cast("B")
@@ -96,34 +86,30 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Name the file of a checkpoint that is missing or cannot be read."""
+def opened(path: Path, function: str = "load") -> Iterator[int]:
+    """Open a file of a checkpoint to read it; one that is no regular file is refused, not waited for."""
     try:
-        yield
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise CheckpointError(f"{function}: {path} must be a regular file")
+            yield file
+        finally:
+            os.close(file)
     except FileNotFoundError:
-        raise CheckpointError(f"load: a file of the checkpoint is missing: {path}") from None
+        raise CheckpointError(f"{function}: a file of the checkpoint is missing: {path}") from None
     except OSError as error:
-        raise read_error(path, error) from error
-
-
-def read_error(path: Path, error: OSError) -> CheckpointError:
-    """Make the error for a file of a checkpoint that is there and cannot be read."""
-    return CheckpointError(f"load: {path} must be a file that can be read ({error.strerror})")
+        rule = f"must be a file that can be read ({error.strerror})"
+        raise CheckpointError(f"{function}: {path} {rule}") from error
 
 
 def check_file(path: Path, mark: FileMark, pool: Executor) -> None:
     """Read a file to its end, and refuse it if it is not what was written."""
-    with reading(path):
-        opened = os.open(path, os.O_RDONLY)
-        try:
-            size = os.fstat(opened).st_size
-            starts, buffers = range(0, size, _BLOCK), _Buffers()
-            mapped = pool.map if len(starts) > 1 else map  # small files: without starting threads
-            digests = mapped(lambda start: _digest(opened, start, buffers.piece), starts)
-            found = hash_of(b"".join(digests))
-        finally:
-            os.close(opened)
-    mark.check_size(path, size)
+    with opened(path) as file:
+        starts, buffers = range(0, os.fstat(file).st_size, _BLOCK), _Buffers()
+        mapped = pool.map if len(starts) > 1 else map  # small files: without starting threads
+        digests = mapped(lambda start: _digest(file, start, buffers.piece), starts)
+        found = hash_of(b"".join(digests))
     if found != mark.hash:
         raise CheckpointError(f"load: {path} is damaged: its content is not what was written")
 
@@ -138,22 +124,21 @@ class _Buffers(threading.local):
         self.piece = memoryview(mmap.mmap(-1, _PIECE))
 
 
-def _digest(opened: int, start: int, buffer: memoryview) -> bytes:
-    """Hash the block of an open file that starts there."""
-    running = new_hash()
+def _digest(file: int, start: int, buffer: memoryview) -> bytes:
+    running = _hash()
     for place in range(start, start + _BLOCK, _PIECE):
-        done = read_into(buffer, opened, place)
+        done = read_into(buffer, file, place)
         running.update(buffer[:done])
         if done < _PIECE:
             break
     return running.digest()  # type: ignore[no-any-return]
 
 
-def read_into(buffer: memoryview, opened: int, start: int) -> int:
+def read_into(buffer: memoryview, file: int, start: int) -> int:
     """Fill a buffer from a place in an open file; return how many bytes there were."""
     done = 0
     while done < len(buffer):
-        count = os.preadv(opened, [buffer[done:]], start + done)
+        count = os.preadv(file, [buffer[done:]], start + done)
         if not count:
             break
         done += count
@@ -161,7 +146,6 @@ def read_into(buffer: memoryview, opened: int, start: int) -> int:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """View the bytes of a contiguous tensor on the host."""
     if not tensor.numel():
         return memoryview(b"")
     return memoryview(cast("Any", bytes_of(tensor).numpy()))

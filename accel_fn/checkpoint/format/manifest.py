@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 
-from accel_fn.checkpoint.format.hashing import FileMark, check_hashing, hash_of, read_error
-from accel_fn.checkpoint.format.names import COMMON, file_of
+from accel_fn.checkpoint.format.hashing import FileMark, check_hashing, hash_of, opened
+from accel_fn.checkpoint.format.names import COMMON, file_of, step_of
 from accel_fn.errors import CheckpointError
 
 FORMAT = 1
@@ -59,121 +61,107 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Sum the bytes of all files but this one."""
         return sum(mark.size for mark in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """Write JSON, the hash of the rest in its first line."""
         body = json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
         return b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":\n' + body + b"}\n"
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and check it."""
     path = checkpoint / NAME
     check_hashing("load")
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"load: {checkpoint} is no checkpoint: it has no {NAME}") from None
-    except OSError as error:
-        raise read_error(path, error) from error
-    head, _, rest = data.partition(b"\n")
+    if not os.path.lexists(path):
+        raise CheckpointError(f"load: {checkpoint} is no checkpoint: it has no {NAME}")
+    with opened(path) as file, open(file, "rb", closefd=False) as stream:
+        head, _, rest = stream.read().partition(b"\n")
     body = rest.removesuffix(b"}\n")
     if head != b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":' or body == rest:
         raise CheckpointError(f"load: {path} is damaged: its content is not what was written")
     try:
-        return _from_json(path, json.loads(body))
-    except ValueError as error:
+        found = json.loads(body)
+        if isinstance(found, dict) and (version := found.pop("format", None)) != FORMAT:
+            raise CheckpointError(
+                f"load: {path} must be of format {FORMAT}, got {version}, written by accel_fn "
+                f"{found.get('accel_fn')}; read it with that version"
+            )
+        manifest: Manifest = read_as(Manifest, found, "manifest")
+        here = step_of(checkpoint)
+        _require(here in (None, manifest.step), "step", manifest.step, f"{here}, its folder's")
+        _check_files(manifest)
+        for name, entry in manifest.entries.items():
+            _check_entry(name, entry, manifest.files)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"load: {path} must be one of this version, got {error}") from error
-    except (AttributeError, KeyError, RecursionError, TypeError) as error:
-        raise CheckpointError(f"load: {path} must be one of this version, got {error!r}") from error
-
-
-def _from_json(path: Path, found: dict[str, Any]) -> Manifest:
-    version = found.pop("format", None)
-    if version != FORMAT:
-        raise CheckpointError(
-            f"load: {path} must be of format {FORMAT}, got {version}, written by accel_fn "
-            f"{found.get('accel_fn')}; read it with that version"
-        )
-    entries = {name: _entry(**entry) for name, entry in found.pop("entries").items()}
-    files = {name: FileMark(**mark) for name, mark in found.pop("files").items()}
-    manifest = Manifest(entries=entries, files=files, **found)
-    _check_manifest(manifest)
     return manifest
-
-
-def _entry(dtype: str, shape: Sequence[int], chunks: Sequence[dict[str, Any]]) -> Entry:
-    return Entry(dtype, tuple(shape), tuple(map(chunk_from, chunks)))
-
-
-def chunk_from(found: Mapping[str, Any]) -> Chunk:
-    """Make a chunk out of JSON, which has lists for tuples."""
-    offsets, sizes = tuple(found["offsets"]), tuple(found["sizes"])
-    return Chunk(**{**found, "offsets": offsets, "sizes": sizes})
 
 
 # Checks: a manifest that others wrote may hold anything that JSON can.
 
 
-def _check_manifest(found: Manifest) -> None:
-    """Raise a ValueError that names what makes no sense."""
-    for name, least in (("step", 0), ("seed", 0), ("world_size", 1)):
-        value = getattr(found, name)
-        _require(_is_count(value, least), name, value, f"an integer >= {least}")
-    for name in ("accel_fn", "torch"):
-        value = getattr(found, name)
-        _require(isinstance(value, str), name, value, "text")
-    for name, kind, rule in (
-        ("tied", str, "text by names"),
-        ("explained", str, "text by names"),
-        ("plans", dict, "dicts by names"),
-    ):
-        value = getattr(found, name)
-        fits = isinstance(value, dict) and all(isinstance(each, kind) for each in value.values())
-        _require(fits, name, value, rule)
-    _check_files(found.files, found.world_size)
-    for name, entry in found.entries.items():
-        _check_entry(name, entry, found.files)
+def read_as(kind: Any, value: Any, name: str) -> Any:
+    """Make a value of that type out of JSON, which has lists for tuples; an `int` is a count."""
+    arguments = get_args(kind)
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints: dict[str, Any] = _hints(cast("Any", kind))
+        _require(value.keys() == hints.keys(), f"keys of {name}", [*value], f"{[*hints]}")
+        return kind(**{key: read_as(hints[key], value[key], f"{name}.{key}") for key in hints})  # type: ignore[operator]
+    if get_origin(kind) is Mapping and isinstance(value, dict):
+        return {key: read_as(arguments[1], value[key], f"{name}[{key!r}]") for key in value}
+    if get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(read_as(arguments[0], each, name) for each in value)
+    fits = kind is Any or (type(value) is kind and (kind is not int or value >= 0))
+    _require(
+        fits, name, value, "an integer >= 0" if kind is int else getattr(kind, "__name__", kind)
+    )
+    return value
 
 
-def _check_files(files: Mapping[str, FileMark], world_size: int) -> None:
-    for name, mark in files.items():
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _check_files(found: Manifest) -> None:
+    files, world_size = found.files, found.world_size
+    for name in files:
         _require(name == Path(name).name, "files", name, "names of files beside it")
-        fits = _is_count(mark.size, 0) and isinstance(mark.hash, str)
-        _require(fits, f"files[{name!r}]", mark, "a size >= 0 and a hash")
-    _require(world_size < len(files), "files", [*files], f"those of {world_size} ranks")
+    _require(0 < world_size < len(files), "files", [*files], f"those of {world_size} ranks")
     for needed in (COMMON, *(file_of("rank", rank, "pt") for rank in range(world_size))):
         _require(needed in files, "files", [*files], f"names that have {needed} among them")
 
 
 def _check_entry(name: str, entry: Entry, files: Mapping[str, FileMark]) -> None:
-    dtype = getattr(torch, entry.dtype, None) if isinstance(entry.dtype, str) else None
+    dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype of {name}={entry.dtype!r}, which must be one of torch's")
-    _require(_are_counts(entry.shape), f"shape of {name}", entry.shape, "integers >= 0")
     for chunk in entry.chunks:
         place = f"a chunk of {name}"
         _require(chunk.file in files, place, chunk.file, "in a file beside it that is listed")
-        _require(_lies_in(chunk, entry), place, chunk, f"a block of {list(entry.shape)}")
+        _require(_lies_in(chunk, entry.shape), place, chunk, f"a block of {list(entry.shape)}")
         length = prod(chunk.sizes) * dtype.itemsize
         _require(chunk.length == length, place, chunk, f"of {length} bytes")
-        inside = _is_count(chunk.start, 0) and chunk.start + length <= files[chunk.file].size
-        _require(inside, place, chunk, f"in the {files[chunk.file].size} bytes of its file")
+        size = files[chunk.file].size
+        _require(chunk.start + length <= size, place, chunk, f"in the {size} bytes of its file")
     num_held = sum(prod(chunk.sizes) for chunk in entry.chunks)
     once = num_held == prod(entry.shape)
     _require(once, f"number of elements in chunks of {name}", num_held, "all of its elements once")
-    disjoint = _are_disjoint(entry.chunks)
+    disjoint = _are_disjoint([chunk for chunk in entry.chunks if prod(chunk.sizes)])
     _require(disjoint, f"chunks of {name}", entry.chunks, "blocks that have no element in common")
 
 
-def _are_disjoint(chunks: Sequence[Chunk]) -> bool:
+def _lies_in(chunk: Chunk, shape: Sequence[int]) -> bool:
+    if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+        return False
+    spans = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+    return all(offset + size <= whole for offset, size, whole in spans)
+
+
+def _are_disjoint(blocks: Sequence[Chunk]) -> bool:
     """Return whether no two blocks overlap.
 
     Compared are only those that overlap along the dimension with the most different starts.
     """
-    blocks = [chunk for chunk in chunks if prod(chunk.sizes)]
     if len(blocks) < 2:
         return True
     starts = [len(set(each)) for each in zip(*(block.offsets for block in blocks), strict=True)]
@@ -191,25 +179,6 @@ def _are_disjoint(chunks: Sequence[Chunk]) -> bool:
 def _overlap(one: Chunk, other: Chunk) -> bool:
     spans = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans)
-
-
-def _lies_in(chunk: Chunk, entry: Entry) -> bool:
-    return (
-        _are_counts((*chunk.offsets, *chunk.sizes))
-        and len(chunk.offsets) == len(chunk.sizes) == len(entry.shape)
-        and all(
-            offset + size <= whole
-            for offset, size, whole in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
-        )
-    )
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _are_counts(values: Iterable[object]) -> bool:
-    return all(_is_count(each, 0) for each in values)
 
 
 def _require(fits: bool, name: str, value: object, rule: str) -> None:

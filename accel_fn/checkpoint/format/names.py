@@ -20,7 +20,6 @@ _TRIES = 8
 
 
 def name_of(step: int) -> str:
-    """Return `step_00001200`."""
     return f"step_{step:08d}"
 
 
@@ -31,12 +30,10 @@ def step_of(path: Path) -> int | None:
 
 
 def is_name(text: str) -> bool:
-    """Return whether a folder beside others can have this name."""
     return text not in ("", "..") and "\0" not in text and Path(text).name == text
 
 
 def file_of(kind: str, rank: int, ending: str) -> str:
-    """Return the name of a file that a rank writes: `tensors_00003.bin`."""
     return f"{kind}_{rank:05d}.{ending}"
 
 
@@ -54,7 +51,6 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def draft_of(folder: Path, step: int) -> Path:
-    """Return where a checkpoint is written before it has its name."""
     return folder / f"{_NEW}{name_of(step)}"
 
 

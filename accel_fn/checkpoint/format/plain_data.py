@@ -9,45 +9,38 @@ from typing import Any
 
 import torch
 
+from accel_fn.checkpoint.format.hashing import opened
 from accel_fn.errors import ArgumentError, CheckpointError
 
 
 def to_plain(values: Mapping[str, Any], function: str) -> bytes:
     """Make a file's content; refuse what could not be read back without running code."""
+    buffer = io.BytesIO()
     try:
-        return _pack(dict(values))
+        torch.save(dict(values), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
     except Exception as error:
-        names = ", ".join(name for name, value in values.items() if not _is_plain(value))
+        names = list(values)
+        if len(names) > 1:  # find the first that is at fault
+            for name in names:
+                to_plain({name: values[name]}, function)
         raise ArgumentError(
-            f"{function}: {names or 'state'} must hold tensors, numbers, strings and "
+            f"{function}: {', '.join(names)} must hold tensors, numbers, strings and "
             f"containers of them, got something else; {_first_line(error)}"
         ) from None
-
-
-def _pack(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    torch.load(buffer, weights_only=True)
     return buffer.getvalue()
 
 
-def _is_plain(value: Any) -> bool:
-    try:
-        _pack(value)
-    except Exception:
-        return False
-    return True
-
-
 def from_plain(path: Path, function: str) -> Any:
-    """Read what such a file holds, onto the host."""
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise CheckpointError(
-            f"{function}: {path} must hold tensors and plain data, got something else; {_first_line(error)}"
-        ) from error
+    with opened(path, function) as file, open(file, "rb", closefd=False) as stream:
+        try:
+            return torch.load(stream, weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise CheckpointError(
+                f"{function}: {path} must hold tensors and plain data, got something else; "
+                f"{_first_line(error)}"
+            ) from error
 
 
 def dict_from_plain(path: Path, keys: Set[str], function: str) -> dict[str, Any]:

@@ -11,37 +11,34 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from accel_fn.checkpoint.format.hashing import check_file, memory_of, read_into, reading
+from accel_fn.checkpoint.format.hashing import check_file, memory_of, opened, read_into
 from accel_fn.checkpoint.format.manifest import Entry, Manifest
 from accel_fn.checkpoint.format.shard_plan import Reading, plan_readings
 from accel_fn.errors import CheckpointError
 
 
 def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint of which a file is missing, or of another size."""
     for name, mark in manifest.files.items():
-        path = checkpoint / name
-        with reading(path):
-            size = path.stat().st_size
-        mark.check_size(path, size)
+        with opened(checkpoint / name) as file:
+            size = os.fstat(file).st_size
+        if size != mark.size:
+            raise CheckpointError(
+                f"load: {checkpoint / name} is damaged: it must have {mark.size} bytes, got {size}"
+            )
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Check some of the files against their hashes."""
     with _pool() as pool:
         for name in names:
             check_file(path / name, manifest.files[name], pool)
 
 
 def read_tensors(path: Path, tensors: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> None:
-    """Overwrite these tensors by those that were saved under their names."""
     readings = list(plan_readings(tensors, entries))
-    with ExitStack() as files, _pool() as pool:
-        opened: dict[str, int] = {}
-        for name in {each.chunk.file for each in readings}:
-            opened[name] = os.open(path / name, os.O_RDONLY)
-            files.callback(os.close, opened[name])
-        for _ in pool.map(lambda each: _read(each, opened[each.chunk.file]), readings):
+    with ExitStack() as stack, _pool() as pool:
+        names = {each.chunk.file for each in readings}
+        files = {name: stack.enter_context(opened(path / name)) for name in names}
+        for _ in pool.map(lambda each: _read(each, files[each.chunk.file]), readings):
             pass  # an error of a thread is raised here
 
 
@@ -51,7 +48,7 @@ def _pool() -> Executor:
 
 
 @torch.no_grad()
-def _read(reading: Reading, opened: int) -> None:
+def _read(reading: Reading, file: int) -> None:
     """Fill a part of a tensor, in place where memory and file are laid out alike."""
     chunk, target = reading.chunk, reading.target
     alike = (
@@ -63,7 +60,7 @@ def _read(reading: Reading, opened: int) -> None:
     )
     source = target if alike else torch.empty(chunk.sizes, dtype=reading.dtype)
     view = memory_of(source)
-    if read_into(view, opened, chunk.start) < len(view):
+    if read_into(view, file, chunk.start) < len(view):
         raise CheckpointError(f"load: {chunk.file} is damaged: it ends too early")
     if not alike:
         for dim, (start, length) in enumerate(zip(reading.start, target.shape, strict=True)):

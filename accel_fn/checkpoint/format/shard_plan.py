@@ -8,7 +8,7 @@ that happens in the functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,27 +49,13 @@ def plan_parts(tensors: Mapping[str, Any], state: DistState) -> list[Part]:
 
 
 def to_entries(tensors: Mapping[str, Any]) -> dict[str, Entry]:
-    """Describe dtype and shape of every tensor, without chunks."""
     return {
-        name: Entry(name_of_dtype(tensor.dtype), tuple(tensor.shape), ())
-        for name, tensor in tensors.items()
-    }
-
-
-def with_chunks(
-    entries: Mapping[str, Entry], chunks: Iterable[tuple[str, Chunk]]
-) -> dict[str, Entry]:
-    """Add the chunks that were written to their entries, by name."""
-    found: dict[str, list[Chunk]] = {name: [] for name in entries}
-    for name, chunk in chunks:
-        found[name].append(chunk)
-    return {
-        name: Entry(entry.dtype, entry.shape, tuple(found[name])) for name, entry in entries.items()
+        name: Entry(name_of_dtype(each.dtype), tuple(each.shape), ())
+        for name, each in tensors.items()
     }
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """Return `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -84,7 +70,6 @@ class Reading:
 
 
 def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> Iterator[Reading]:
-    """Choose what this rank reads to fill these tensors."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -110,11 +95,9 @@ def _metadata(entry: Entry) -> Any:
         TensorStorageMetadata,
     )
 
-    return TensorStorageMetadata(
-        TensorProperties(dtype=getattr(torch, entry.dtype)),
-        torch.Size(entry.shape),
-        [
-            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-            for chunk in entry.chunks
-        ],
-    )
+    blocks = [
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        for chunk in entry.chunks
+    ]
+    properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+    return TensorStorageMetadata(properties, torch.Size(entry.shape), blocks)

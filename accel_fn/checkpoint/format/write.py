@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 class Written:
     """The files that a rank has written: chunks by name of the tensor, and marks by name of the file."""
 
-    chunks: Sequence[tuple[str, Chunk]]
+    chunks: Mapping[str, tuple[Chunk, ...]]
     files: Mapping[str, FileMark]
 
 
@@ -33,9 +33,8 @@ class Share:
     parts: Sequence[Part]
 
     def write(self, draft: Path) -> Written:
-        """Write all of it, and wait until it is on the disk."""
         file = file_of("tensors", self.rank, "bin")
-        chunks: list[tuple[str, Chunk]] = []
+        chunks: dict[str, tuple[Chunk, ...]] = {}
         try:
             marks = {name: write_file(draft / name, [data]) for name, data in self.files.items()}
             if self.parts:
@@ -44,8 +43,10 @@ class Share:
             raise write_error(draft, error) from error
         return Written(chunks, marks)
 
-    def _tensor_bytes(self, file: str, chunks: list[tuple[str, Chunk]]) -> Iterator[memoryview]:
-        """Yield the bytes of tensors, aligned as in memory, and append where each begins to `chunks`."""
+    def _tensor_bytes(
+        self, file: str, chunks: dict[str, tuple[Chunk, ...]]
+    ) -> Iterator[memoryview]:
+        """Yield the bytes of tensors, aligned as in memory, and note in `chunks` where each begins."""
         start = 0
         for part in self.parts:
             gap = -start % _ALIGNMENT
@@ -55,13 +56,13 @@ class Share:
             view = memory_of(part.tensor.cpu().resolve_conj().resolve_neg().contiguous())
             shape = tuple(part.tensor.shape)
             offsets = part.offsets or (0,) * len(shape)
-            chunks.append((part.name, Chunk(offsets, shape, file, start, len(view))))
+            chunk = Chunk(offsets, shape, file, start, len(view))
+            chunks[part.name] = (*chunks.get(part.name, ()), chunk)
             start += len(view)
             yield view
 
 
 def write_error(draft: Path, error: OSError) -> CheckpointError:
-    """Make the error for a folder in which a draft cannot be written."""
     return CheckpointError(
         f"save: folder must be one that can be written to, got {str(draft.parent)!r} "
         f"({error.strerror or error}); checkpoints that were there are as they were"

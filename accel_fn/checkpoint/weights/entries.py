@@ -26,7 +26,6 @@ class Entries:
     """Another name -> the first name of the same tensor."""
 
     def names_of(self, first: str) -> list[str]:
-        """List all names of one tensor, the first one first."""
         return [first, *(name for name, other in self.tied.items() if other == first)]
 
 
@@ -61,7 +60,6 @@ def check_dense(function: str, name: str, value: object) -> None:
 
 
 def check_storable(entries: Entries) -> None:
-    """Refuse tensors that cannot be written to a safetensors file."""
     for name, tensor in entries.tensors.items():
         if not _has_code(tensor.dtype, is_number=not tensor.ndim):
             rule = "hold tensors of the dtypes that safetensors knows"
@@ -69,7 +67,6 @@ def check_storable(entries: Entries) -> None:
 
 
 def check_writable(model: nn.Module, entries: Entries) -> None:
-    """Refuse entries that do not write through to the module."""
     plain = unwrapped(model)
     own = {view_key(tensor) for tensor in [*plain.parameters(), *plain.buffers()]}
     for name, tensor in entries.tensors.items():
@@ -97,7 +94,6 @@ def _has_code(dtype: torch.dtype, *, is_number: bool) -> bool:
 
 
 def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse two tensors with an element in common."""
     storages: dict[object, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():

@@ -25,21 +25,7 @@ def export_model(
     step: str,
     max_shard_size: int,
 ) -> int:
-    """Write the model of a checkpoint as `save_model` would.
-
-    Args:
-        checkpoint: `.../step_NNNNNNNN`.
-        folder: for the safetensors files.
-        step: whose model, where a dict of steps was saved.
-        max_shard_size: bytes of one file.
-
-    Returns:
-        How many tensors were written.
-
-    Raises:
-        RuntimeError: the checkpoint is damaged, or holds no such step.
-        ValueError: the folder cannot be written to, a tensor has a dtype that safetensors does
-            not know, or the model has state that is no tensor.
+    """Write the model of a step of a checkpoint as `save_model` would; return the number of tensors.
 
     Cost: reads the checkpoint to check it, then the model, which is held on the host.
     """

@@ -35,7 +35,6 @@ _WRITTEN_HERE = re.compile(
 
 
 def write_set(folder: Path, entries: Entries, limit: int) -> None:
-    """Write the entries as one set of files, which replaces the one that was there."""
     folder.mkdir(parents=True, exist_ok=True)
     shards = _split(entries.tensors, limit)
     count = len(shards)
@@ -62,7 +61,6 @@ def write_set(folder: Path, entries: Entries, limit: int) -> None:
 
 
 def _split(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """Return the keys of each shard, in order; a tensor above the limit is alone."""
     shards: list[list[str]] = [[]]
     size = 0
     for key, tensor in tensors.items():
@@ -80,7 +78,6 @@ def _spare(name: str, token: str) -> str:
 
 
 def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
-    """Write one safetensors file, and wait until it is on the disk."""
     with extra("save_model"):
         from safetensors import SafetensorError
         from safetensors.torch import save_file

@@ -27,7 +27,6 @@ class Stored:
     """Another name -> the key that holds its value."""
 
     def key_of(self, name: str) -> str | None:
-        """Return the key under which the value of a name lies."""
         return name if name in self.handles else self.tied.get(name)
 
     def tensor(self, key: str) -> Tensor:
@@ -36,7 +35,6 @@ class Stored:
 
 
 def open_set(folder: Path, stack: ExitStack) -> Stored:
-    """Open the one file, or the files of the index; the stack closes them."""
     if (folder / SINGLE).exists():
         return _stored(folder, {SINGLE: _open(folder, SINGLE, stack)})
     if not (folder / INDEX).is_file():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,15 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     >>> bool((other.weight == model.weight).all())
     True
     """
+    with matching_set(model, folder) as (entries, stored):
+        for first, tensor in entries.tensors.items():  # detached: autograd does not see it
+            fill(tensor, stored.tensor(_keys_of(first, entries, stored)[0]))
+
+
+@contextmanager
+def matching_set(
+    model: nn.Module, folder: str | os.PathLike[str]
+) -> Iterator[tuple[Entries, Stored]]:
     path = _path("load_model", folder)
     with extra("load_model"):
         import safetensors.torch  # noqa: F401
@@ -127,8 +137,7 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         differences = _differences(entries, stored)
         if differences:
             raise ArgumentError(_report(path, differences))
-        for first, tensor in entries.tensors.items():  # detached: autograd does not see it
-            fill(tensor, stored.tensor(_keys_of(first, entries, stored)[0]))
+        yield entries, stored
 
 
 def _write_gathered(path: Path, entries: Entries, limit: int, axes: list[DistState]) -> None:
@@ -145,15 +154,12 @@ def _write_gathered(path: Path, entries: Entries, limit: int, axes: list[DistSta
         if is_writer:
             write_set(path, Entries(tensors, entries.tied), limit)
 
-    for (
-        axis
-    ) in axes:  # a failure reaches the writer's peers on the first axis, then theirs on the next
+    for axis in axes:  # a failure reaches the peers on the first axis, then theirs on the next
         write = partial(all_or_none, write, axis, "save_model")
     write()
 
 
 def parse_size(function: str, size: int | str) -> int:
-    """Convert "5GB", "512MiB" or a number to bytes."""
     if not isinstance(size, str):
         return check_count(function, "max_shard_size", size, repair='or give "5GB"')
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", size)

@@ -1,0 +1,228 @@
+"""Values of plain files that somebody has replaced: refused and nothing changed, or loaded whole."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import accel_fn as af
+from accel_fn.base.rng import random_state
+from accel_fn.errors import CheckpointError
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.checkpoint.test_checkpoint import Counter, Hiding
+from tests.checkpoint.test_checkpoint_files import remark
+
+BATCH = (torch.ones(4, 3), torch.zeros(4, 1))
+ZERO = torch.zeros(())
+ANY = [
+    *(None, True, 3, -1, 10**400, 2.5, float("nan"), float("inf"), 1j, "text", b"bytes"),
+    *([], [1], [None] * 3, {}, {"a": 1}, {3: {}}),
+    *(ZERO, torch.zeros(2), torch.zeros(625), torch.zeros(3, dtype=torch.int64)),
+]
+GONE = object()
+
+
+def make(state=None, seed=0):
+    """With state of every kind: buffers, extra state, groups, a loss scale, transforms."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Hiding(4, 1))
+    groups = [{"params": [*part.parameters()]} for part in model]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.05) if seed > 8 else 0.05)
+    recipe = af.compose(
+        af.wrap_ddp(),
+        af.with_amp("fp16", init_scale=8.0),
+        af.schedule(StepLR(optimizer, 2)),
+        af.average(0.9),
+        af.skip_spikes(),
+        af.freeze("0", until=1),
+    )
+    return af.build(state or af.DistState(), recipe(af.Plan(ours.mse, model, optimizer)))
+
+
+def train(state, step, count=2):
+    for _ in range(count):
+        state, _ = step(state, BATCH)
+    return state
+
+
+def whole(step, counter):
+    """The program and its generators to the bit."""
+    plan = step.plan
+    parts = [plan.model, plan.optimizer, *plan.after_update, *plan.accept]
+    values = [each.state_dict() for each in parts if hasattr(each, "state_dict")]
+    return as_text([*values, random_state(torch.device("cpu")), counter.number])
+
+
+def as_text(value):
+    """Each number with all its digits."""
+    if isinstance(value, dict):
+        return str({key: as_text(each) for key, each in value.items()})
+    if isinstance(value, list | tuple):
+        return str([as_text(each) for each in value])
+    return f"{value.dtype} {value.tolist()}" if torch.is_tensor(value) else repr(value)
+
+
+@dataclass(repr=False)
+class Saved:
+    """A checkpoint, and the content of its plain files."""
+
+    path: Path
+    contents: dict
+
+
+@pytest.fixture(scope="module")
+def saved():
+    with tempfile.TemporaryDirectory() as folder:
+        state, step = make()
+        path = af.save(folder, train(state, step), step, extras={"counter": Counter(4)})
+        files = ("common.pt", "rank_00000.pt")
+        yield Saved(path, {name: torch.load(path / name) for name in files})
+
+
+def places(value, place=()):
+    """The way to every value in containers."""
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list | tuple) else items
+    for key, each in items:
+        yield (*place, key)
+        yield from places(each, (*place, key))
+
+
+def replaced(content, place, value):
+    key, *rest = place
+    found = copy.copy(content) if isinstance(content, dict) else list(content)
+    if rest:
+        found[key] = replaced(content[key], rest, value)
+    elif value is GONE:
+        del found[key]
+    else:
+        found[key] = value
+    return tuple(found) if isinstance(content, tuple) else found
+
+
+def load_forged(saved, file, place, value, make_step=make):
+    """Load it into a run that has trained: the error, if it is refused and has changed nothing."""
+    path, contents = saved.path, saved.contents
+    with tempfile.TemporaryDirectory() as folder:
+        forged = Path(shutil.copytree(path, Path(folder) / path.name))
+        torch.save(replaced(contents[file], place, value), forged / file)
+        remark(forged, file)
+        state, step = make_step(seed=7)
+        state, counter = train(state, step, 3), Counter(9)
+        before = whole(step, counter)
+        try:
+            af.load(folder, state, step, extras={"counter": counter})
+        except CheckpointError as error:
+            assert whole(step, counter) == before
+            return error
+        assert counter.number == 4 or place[0] == "extras/counter"
+        return None
+
+
+@given(data=st.data())
+def test_a_replaced_value_is_refused_and_changes_nothing_or_is_loaded(saved, data):
+    """What the program cannot know, such as another learning rate, may be loaded."""
+    file = data.draw(st.sampled_from(["common.pt", "rank_00000.pt"]))
+    place = data.draw(st.sampled_from([*places(saved.contents[file])]))
+    load_forged(saved, file, place, data.draw(st.sampled_from([*ANY, GONE])))
+
+
+def kinds(value):
+    """Values that are of another type, or of another size."""
+    is_number = type(value) in (int, float) or (torch.is_tensor(value) and not value.ndim)
+    numbers = [each for each in ANY if type(each) in (int, float) or each is ZERO]
+    others = [each for each in ANY if type(each) is not type(value)]
+    if is_number:
+        others = [each for each in others if not any(each is number for number in numbers)]
+        others += [float("nan"), 10**400]
+    if torch.is_tensor(value):
+        others += [torch.zeros(7), torch.zeros(2, 2)]
+    return [*others, GONE]
+
+
+STRICT = {
+    ("common.pt", ("scaler",)),
+    ("common.pt", ("steps", "", "optimizers", "optimizer", "others", "param_groups")),
+    ("rank_00000.pt", ("random",)),
+}
+OPEN = {"foreach", "fused", "capturable", "differentiable", "initial_lr", "decoupled_weight_decay"}
+
+
+@given(data=st.data())
+def test_a_setting_of_another_type_or_size_is_refused(saved, data):
+    """Of the optimizer, the loss scale and the random generators."""
+    file, start = data.draw(st.sampled_from(sorted(STRICT)))
+    inside = saved.contents[file]
+    for key in start:
+        inside = inside[key]
+    ways = [way for way in places(inside) if not OPEN & {*way} and "params" not in way]
+    way = data.draw(st.sampled_from(ways))
+    for key in way:
+        inside = inside[key]
+    value = data.draw(st.sampled_from(kinds(inside)))
+    free = inside is None or ("python" in way and way[-1] == 2)  # a number that may be none
+    assert load_forged(saved, file, (*start, *way), value) or free
+
+
+def test_a_buffer_of_another_rank_s_that_does_not_fit_is_refused_on_all(tmp_path):
+    def save(state):
+        state, step = make(state)
+        state, _ = step(state, (torch.full((4, 3), 1.0 + state.rank), torch.zeros(4, 1)))
+        step.plan.model[1].running_mean.fill_(state.rank)
+        af.save(tmp_path, state, step)
+
+    simulate(save, world_size=2)
+    path = tmp_path / "step_00000001" / "rank_00001.pt"
+    content = torch.load(path)
+    assert content["buffers"].keys() == {"model/1.running_mean"}
+    content["buffers"]["model/1.running_mean"] = torch.zeros(5)
+    torch.save(content, path)
+    remark(path.parent, path.name)
+
+    def load(state):
+        state, step = make(state, seed=7)
+        before = copy.deepcopy(step.plan.model.state_dict())
+        with pytest.raises(RuntimeError, match="running_mean: float32 \\[5\\] saved, float32 \\[4"):
+            af.load(tmp_path, state, step)
+        assert as_text(step.plan.model.state_dict()) == as_text(before)
+
+    simulate(load, world_size=2)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "common.pt", "rank_00000.pt", "tensors_00000.bin"]
+)
+@pytest.mark.parametrize("kind", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(saved, tmp_path, name, kind):
+    path = Path(shutil.copytree(saved.path, tmp_path / saved.path.name))
+    (path / name).unlink()
+    kind(path / name)
+    state, step = make()
+    with pytest.raises(CheckpointError, match=f"{name} must be a regular file"):
+        af.load(tmp_path, state, step)
+    assert "must be a regular file" in af.list_checkpoints(tmp_path)[0].damage
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_folders_that_were_swapped_are_refused(tmp_path, strict):
+    state, step = make()
+    paths = [af.save(tmp_path, state := train(state, step, 1), step) for _ in range(2)]
+    paths[0].rename(tmp_path / "aside")
+    paths[1].rename(paths[0])
+    (tmp_path / "aside").rename(paths[1])
+    with pytest.raises(CheckpointError, match="step=1, which must be 2, its folder's"):
+        af.load(tmp_path, state, step, strict=strict)
+    assert af.latest(tmp_path) is None
