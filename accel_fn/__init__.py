@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accel_fn.checkpoint.listing import latest as latest
     from accel_fn.checkpoint.listing import list_checkpoints as list_checkpoints
     from accel_fn.checkpoint.load import load as load
+    from accel_fn.checkpoint.resume import resume as resume
     from accel_fn.checkpoint.save import save as save
     from accel_fn.checkpoint.weights.save_load_model import load_model as load_model
     from accel_fn.checkpoint.weights.save_load_model import save_model as save_model
@@ -107,6 +108,7 @@ _MODULES = {
     "checkpoint.from_accelerate": ["load_accelerate"],
     "checkpoint.listing": ["Checkpoint", "latest", "list_checkpoints"],
     "checkpoint.load": ["load"],
+    "checkpoint.resume": ["resume"],
     "checkpoint.save": ["save"],
     "checkpoint.weights.save_load_model": ["load_model", "save_model"],
     "data.loader": ["Epoch", "ShardedLoader"],

@@ -42,8 +42,7 @@ def train(args: argparse.Namespace, preemption: af.Preemption) -> None:
     state, step = af.build(state, recipe(plan))
     loader = af.shard_loader(DataLoader(load_data()[0], batch_size=128, shuffle=True), state)
 
-    if af.latest(args.out):
-        state = af.load(args.out, state, step, extras={"data": loader})
+    state = af.resume(args.out, state, step, extras={"data": loader})
     total = args.epochs * len(loader)
     with tqdm(total=total, initial=state.step, unit="batch", disable=not state.is_main) as bar:
         for epoch in loader.epochs(args.epochs, since=state):

@@ -1,0 +1,69 @@
+"""resume: the newest checkpoint of a folder, or a new run where there is none yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_fn.base.state import DistState, check_state
+from accel_fn.checkpoint import argument_checks as checks
+from accel_fn.checkpoint.format.names import steps_in
+from accel_fn.checkpoint.load import load
+from accel_fn.comm.collectives import all_or_none
+from accel_fn.comm.primitives import exchange
+from accel_fn.errors import check_folder
+from accel_fn.step.contents import named_steps
+from accel_fn.step.step import Step
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    state: DistState,
+    step: Step | Mapping[str, Step],
+    extras: Mapping[str, Any] | None = None,
+) -> DistState:
+    """Load the newest checkpoint of a folder; return the state itself where there is none yet.
+
+    Called on every rank, of a world of any size. Rank 0 looks for checkpoints, so all ranks
+    load, or none. The next line of a program is `loader.epochs(num_epochs, since=state)`: of a
+    run that has finished, it yields no epoch and logs that.
+
+    Args:
+        folder: that `save` is given; need not be there.
+        state: as `build` returned it.
+        step: the step, or a dict of steps by name, as it is saved.
+        extras: by the names that they are saved under; the loader among them.
+
+    Returns:
+        What `load` returns, or `state`.
+
+    Raises:
+        RuntimeError: on every rank, as in `load`: the newest checkpoint is damaged, or the program differs.
+        ValueError: on every rank: an argument breaks its rule or differs between ranks, in a new run too.
+
+    Cost: two small collectives, and `load` where there is a checkpoint.
+
+    >>> import tempfile, accel_fn as af
+    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state = af.resume(folder, state, step)  # a new run: step 0
+    ...     state, _ = step(state, batch)
+    ...     path = af.save(folder, state, step)
+    ...     af.resume(folder, state, step).step
+    1
+    """
+    check_state("resume", state)
+    steps, given = named_steps(step), {} if extras is None else extras
+
+    def is_there() -> bool:
+        path = check_folder("resume", folder)
+        checks.check_steps(steps, "resume")
+        checks.check_extras(given, "resume")
+        return bool(steps_in(Path(path)))
+
+    found = exchange(all_or_none(is_there, state, "resume"), state, "resume")[0]
+    same = {"folder": os.fspath(folder), "step": sorted(steps), "extras": sorted(given)}
+    checks.check_same(same, state, "resume")
+    return load(folder, state, step, extras=extras) if found else state

@@ -1,0 +1,148 @@
+"""resume: the newest checkpoint, or a new run; a finished one that is started again logs that."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+from torch.utils.data import DataLoader
+
+import accel_fn as af
+from accel_fn.checkpoint import resume as resume_module
+from accel_fn.errors import CheckpointError
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.checkpoint.test_checkpoint import BATCH, Counter, advance, kept, make
+from tests.checkpoint.test_checkpoint_files import DAMAGES
+from tests.forking import run_worlds
+
+
+def test_a_new_run_has_its_own_state_and_a_later_one_what_was_saved(tmp_path):
+    state, step = make()
+    assert af.resume(tmp_path / "run", state, step) is state
+    assert not (tmp_path / "run").exists()
+    state = advance(state, step)
+    af.save(tmp_path / "run", state, step, extras={"counter": Counter(4)})
+    other_state, other = make(7)
+    other_state = af.resume(tmp_path / "run", other_state, other, {"counter": (extra := Counter())})
+    assert (other_state.step, extra.number) == (2, 4)
+    assert str(kept(other)) == str(kept(step))
+
+
+def test_a_damaged_checkpoint_is_no_new_run(tmp_path):
+    state, step = make()
+    DAMAGES["empty"](af.save(tmp_path, state, step) / "common.pt")
+    with pytest.raises(CheckpointError, match=r"common\.pt is damaged"):
+        af.resume(tmp_path, state, step)
+
+
+def test_ranks_do_as_rank_0_which_looks(tmp_path, monkeypatch):
+    """A file system may show a new folder to some machines first."""
+
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        af.resume(tmp_path, state, step)
+        return step.plan.model[0].weight.tolist()
+
+    look = resume_module.steps_in
+    monkeypatch.setattr(resume_module, "steps_in", lambda folder: not is_rank_1() and look(folder))
+    af.save(tmp_path, *make(3))
+    expected = ours.regression_model(3)[0].weight.tolist()
+    assert simulate(run, world_size=2) == [expected] * 2
+
+
+def is_rank_1():
+    return threading.current_thread().name.startswith("rank 1 ")
+
+
+MISTAKES = {
+    "folder": ((3,), {}, "folder must be the path of a folder, got 3"),
+    "other folder": (("elsewhere",), {}, "folder must be the same on every rank, got 'elsewhere'"),
+    "step": (("run", {"a": 3}), {}, "step must be a Step or a dict of Steps"),
+    "extras": (("run",), {"extras": {"n": Counter()}}, "extras must be the same on every rank"),
+    "no extra": (("run",), {"extras": {"n": 3}}, r"extras\['n'\] must have state_dict and load_st"),
+}
+
+
+@pytest.mark.parametrize(("given", "options", "text"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_refused_on_all_ranks_in_the_first_run_too(
+    tmp_path, monkeypatch, given, options, text
+):
+    monkeypatch.chdir(tmp_path)
+
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        folder, steps = (*given, step)[:2] if state.rank else ("run", step)
+        with pytest.raises((ValueError, RuntimeError), match=f"resume: .*{text}"):
+            af.resume(folder, state, steps, **(options if state.rank else {}))
+
+    simulate(run, world_size=2)
+
+
+FINISHED = "the run has finished: 2 epochs, 10 steps\n"
+
+
+@pytest.mark.parametrize(("num_epochs", "log"), [(2, FINISHED), (3, "")])
+def test_a_finished_run_that_is_started_again_logs_that_once(tmp_path, capsys, num_epochs, log):
+    def run(state, num_epochs):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        loader = af.shard_loader(DataLoader(range(20), 4), state)
+        state = af.resume(tmp_path, state, step, {"data": loader})
+        start = state.step
+        for epoch in loader.epochs(num_epochs, since=state):
+            for _ in epoch:
+                state, _ = step(state, ours.dealt_evenly([BATCH], state.world_size)[state.rank][0])
+        af.save(tmp_path, state, step, extras={"data": loader})
+        return start, state.step
+
+    assert simulate(lambda state: run(state, 2), world_size=2) == [(0, 10)] * 2
+    assert capsys.readouterr().err == ""
+    assert (
+        simulate(lambda state: run(state, num_epochs), world_size=2) == [(10, 5 * num_epochs)] * 2
+    )
+    assert capsys.readouterr().err == log
+
+
+SCRIPT = """
+    import os, signal
+    import torch
+    from torch.utils.data import DataLoader
+    import accel_fn as af
+    from tests.checkpoint.test_checkpoint import make
+    state, step = make(recipe=af.wrap_ddp(), state=af.init(device="cpu", timeout_s=60))
+    inputs = torch.arange(60.0).double().reshape(20, 3) / 60
+    data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+    loader = af.shard_loader(DataLoader(data, 4, shuffle=True), state)
+    state = af.resume({folder!r}, state, step, {{"data": loader}})
+    say(f"from {{state.step}}")
+    for epoch in loader.epochs(2, since=state):
+        for batch in epoch:
+            if state.step == {kill_at} and state.rank == state.world_size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            state, _ = step(state, batch)
+            af.save({folder!r}, state, step, extras={{"data": loader}}, keep=2)
+    say(f"{{float(sum(each.sum() for each in step.plan.model.parameters())):.12f}}")
+"""
+
+
+def test_one_command_starts_resumes_in_another_world_and_ends(tmp_path):
+    """Killed in the second epoch, resumed on three ranks, and started again once it has finished."""
+
+    def run(folder, kill_at, num_processes):
+        script = SCRIPT.format(folder=str(tmp_path / folder), kill_at=kill_at)
+        home = tmp_path / f"{folder} {kill_at} {num_processes}"
+        home.mkdir()
+        ranks = run_worlds({"script": script}, home, num_processes=num_processes)["script"]
+        assert "finished" not in "".join(rank.stderr for rank in ranks[1:])
+        return ranks, [rank.stdout.splitlines() for rank in ranks]
+
+    _, whole = run("whole", None, 1)
+    killed, said = run("stopped", 7, 2)
+    assert killed[1].exit_code == -signal.SIGKILL
+    assert said[1] == ["from 0"]
+    _, resumed = run("stopped", None, 3)
+    ranks, again = run("stopped", None, 2)
+    assert resumed == [["from 7", whole[0][1]]] * 3
+    assert again == [["from 10", whole[0][1]]] * 2
+    assert "the run has finished: 2 epochs, 10 steps" in ranks[0].stderr
