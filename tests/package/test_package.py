@@ -162,6 +162,7 @@ KEPT = {
     "comm/mesh.py _numbers": "a count, for names that no other mesh of this process has",
     "comm/mesh.py _device": "what all simulated groups send by",
     "base/rng.py GENERATORS": "a lock",
+    "checkpoint/format/manifest.py _hints": "the fields of a class",
     "checkpoint/weights/entries.py _has_code": "a fact about a dtype",
     "data/samplers/set_epoch.py _LOCK": "a lock",
     "data/samplers/set_epoch.py _SHARED": "which epoch a data set that is being read was told last",
