@@ -37,6 +37,9 @@ WIDER = """() => {
     return wide.slice(0, 5).map(each => each.tagName + ': ' + each.textContent.slice(0, 60));
 }"""
 """The first elements that make the page scroll sideways."""
+CUT = """() => [...document.querySelectorAll('article pre, article .table-wrapper, article dt')].filter(
+    each => each.scrollWidth > each.clientWidth + 1).map(each => each.textContent.slice(0, 60))"""
+"""Blocks that must be scrolled sideways, which a wide window has room for."""
 HIDDEN = """() => [...document.querySelectorAll('article img')].filter(
     each => !each.complete || each.naturalWidth === 0).map(each => each.src)"""
 """Pictures that did not load."""
@@ -72,6 +75,8 @@ def faults_of(page: Page, address: str, picture: Path | None) -> Iterator[str]:
             "() => document.querySelectorAll('details').forEach(each => each.open = true)"
         )
         wide = page.evaluate(WIDER)
+        if width == WIDTHS[0] and picture:
+            wide += page.evaluate(CUT)
         page.evaluate(
             "() => document.querySelectorAll('details').forEach(each => each.open = false)"
         )
