@@ -88,7 +88,7 @@ class PeerOutOfMemoryError(OutOfMemoryError):
     def __init__(self, failures: Sequence[str]) -> None:
         super().__init__(failures)
         self.failures = failures
-        """What failed on each rank, in rank order."""
+        """Failures of all ranks, in rank order."""
 
 
 class WorkerError(AccelError, RuntimeError):

@@ -17,7 +17,7 @@ from accel_fn.base.mappings import node_of
 from accel_fn.errors import BatchError
 
 _DEPTH = 3
-"""How far into objects of the user's tensors are looked for, before they would go to every part."""
+"""Depth to which objects are searched for tensors; an object without any goes whole to every part."""
 _SPLIT = "give accumulate a split"
 
 

@@ -28,12 +28,12 @@ class Draft:
 
     @property
     def path(self) -> Path:
-        """Where it is written."""
+        """The folder that the draft is written to."""
         return draft_of(self.home, self.head.step)
 
     @property
     def final(self) -> Path:
-        """Where it will be."""
+        """The folder of the finished checkpoint."""
         return self.home / name_of(self.head.step)
 
     def commit(self, written: Sequence[Written]) -> None:

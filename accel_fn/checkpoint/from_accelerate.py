@@ -34,7 +34,7 @@ _OPTIMIZER, _SCALER = "optimizer.bin", "scaler.pt"
 _OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *HOW}
 
 _LIKE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
-"""What optimizers keep in the shape of a parameter."""
+"""Keys of optimizer state in the shape of the parameter."""
 
 
 def load_accelerate(

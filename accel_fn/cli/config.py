@@ -100,7 +100,7 @@ def _show(config_file: Path | None, *, as_json: bool) -> None:
 
 
 def _effective(resolved: Resolved) -> dict[str, str]:
-    """What a launch from here would do where a setting is open."""
+    """Values that a launch from here would use for open settings."""
     from accel_fn.launcher.machines.cpus import read_processors
     from accel_fn.launcher.machines.machines import place
     from accel_fn.launcher.processes.environment import threads_variable

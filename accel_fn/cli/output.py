@@ -1,4 +1,4 @@
-"""What all commands share: options, settings, tables, JSON, errors of one line, Ctrl-C."""
+"""Parts that all commands share: options, settings, tables, JSON, errors of one line, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 SHELL_FILE = click.Path(readable=False)
-"""What a shell completes as a file name; the command itself checks it."""
+"""A file name, as shells complete it; the command checks it."""
 
 Cell = tuple[str, str]
 """Text, and the style in which a terminal shows it."""

@@ -238,7 +238,7 @@ def agreed(
 
 
 def exchange_failures(state: DistState, failure: str) -> list[str]:
-    """What failed on each rank, in rank order; empty strings if nothing did.
+    """Exchange the failures of all ranks: strings in rank order, empty for ranks without one.
 
     Cost: one small collective, and two more if something failed.
     """

@@ -1,4 +1,4 @@
-"""How the items of a list travel: as a pickle without their tensors, which travel as bytes."""
+"""Items of lists as messages: a pickle without their tensors, and the tensors as bytes."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def _number(weight: Any) -> float:
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
-    """Of the whole; the same verdict on every rank."""
+    """Shares of the total weight; a bad weight raises the same error on every rank."""
     for rank, each in enumerate(weights):
         if not 0 <= each < math.inf:
             rule = f"be finite and >= 0 on every rank, it is not on rank {rank}"

@@ -33,7 +33,7 @@ class Source(Protocol[Batch]):
         """
 
     def facts(self) -> dict[str, int | None]:
-        """What must be the same when a run resumes, as far as it is known; not the number of ranks."""
+        """Known facts that a resumed run must share; not the number of ranks."""
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Find the epoch and the window in it that come after `step` windows of so many batches each.

@@ -92,7 +92,7 @@ def mix(value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How samples are cut into global batches, and those into ranks' parts. Pure.
+    """Pure rules that split samples into global batches, and those into ranks' parts.
 
     A tail smaller than the world joins the batch before it: every rank has a sample in every
     batch, and none is padded or dropped. Only there do batches depend on the world size.
@@ -143,7 +143,7 @@ class Order(Cut):
         return {name: value for name, value in asdict(self).items() if name != "world_size"}
 
     def bounds(self, batch: int) -> tuple[int, int]:
-        """Where global batch `batch` starts and stops in the epoch's order.
+        """Start and stop of a global batch in the epoch's order.
 
         A tail of fewer samples than ranks has joined the last full batch.
         """
@@ -153,7 +153,7 @@ class Order(Cut):
         return start, stop
 
     def part(self, batch: int, rank: int) -> tuple[int, int]:
-        """Where rank `rank`'s part of a global batch starts and stops: even to one sample, in rank order."""
+        """Start and stop of a rank's part of a global batch: even to one sample, in rank order."""
         start, stop = self.bounds(batch)
         first, last = part_bounds(stop - start, self.world_size, rank)
         return start + first, start + last

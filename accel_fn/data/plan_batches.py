@@ -14,7 +14,7 @@ from accel_fn.errors import check_count
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BatchPlan:
-    """How an epoch is cut into batches, ranks' parts and micro-batches. Made by `plan_batches`.
+    """Division of an epoch into batches, ranks' parts and micro-batches. Made by `plan_batches`.
 
     Its `repr` is a table. The sizes of a full batch are empty where no batch is full.
 

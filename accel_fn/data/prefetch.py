@@ -85,14 +85,14 @@ def prefetch(
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """How far to read ahead, where to, and whether all ranks read equally far."""
+    """Depth and device of the prefetch, and whether all ranks read equally far."""
 
     depth: int
     device: torch.device
     together: bool
 
     def mover(self) -> Mover:
-        """What brings the batches of one pass to the device."""
+        """Make the function that moves the batches of one pass to the device."""
         if self.device.type == "cpu":
             return Mover(self.device)
         return _SideStream(self.device) if self.device.type == "cuda" else _Copy(self.device)
@@ -224,7 +224,7 @@ class Mover:
         self.device = device
 
     def around(self) -> AbstractContextManager[Any]:
-        """What the thread runs in."""
+        """Context of the thread."""
         return nullcontext()
 
     def move(self, batch: Any) -> Any:

@@ -54,7 +54,7 @@ def checksum_of(dataset: Any) -> int | None:
 
 
 def _constants(part: Any) -> Iterator[Any]:
-    """What a stream of Hugging Face's is made of, without the state of a pass."""
+    """Constants of a Hugging Face stream, without the state of a pass."""
     yield type(part).__name__
     for name, value in sorted(vars(part).items()):
         if isinstance(value, np.random.Generator):
@@ -69,14 +69,14 @@ def _constants(part: Any) -> Iterator[Any]:
 
 
 def _shard(shard: Any) -> Any:
-    """What identifies a shard: the name of a file, which machines may hold in different folders."""
+    """Identity of a shard: the name of a file, which may lie in another folder on each machine."""
     if isinstance(shard, str):
         return shard.rpartition("/")[2]
     return shard if isinstance(shard, bool | int | float | range) else checksum_of(shard)
 
 
 def checksum_of_list(sampler: Any) -> int | None:
-    """Of the numbers in a list of samples or of batches, in whatever order; None of anything else."""
+    """Checksum of the numbers in a list of samples or batches, in any order; else None."""
     if isinstance(sampler, range):  # which may be long
         return zlib.crc32(repr(sampler).encode())
     if not isinstance(sampler, list | tuple):
@@ -87,7 +87,7 @@ def checksum_of_list(sampler: Any) -> int | None:
 
 
 def checksum_of_numbers(numbers: Any) -> int:
-    """Of whole numbers, or of whatever else samples are named by."""
+    """Checksum of whole numbers, or of other keys of samples."""
     try:
         found = np.asarray(numbers)
     except (TypeError, ValueError):  # names of several lengths, or numbers elsewhere
@@ -98,7 +98,7 @@ def checksum_of_numbers(numbers: Any) -> int:
 
 
 def _ends(table: Any, count: int) -> int | None:
-    """Of the first and the last rows of a table of Arrow's; its length is compared elsewhere."""
+    """Checksum of the first and last rows of an Arrow table; its length is compared elsewhere."""
     if table is None or not len(table):
         return None
     count = min(count, len(table))

@@ -17,7 +17,7 @@ from accel_fn.launcher.settings.sources import Resolved
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What is known about a launch before it starts."""
+    """A launch before it starts."""
 
     command: Command
     settings: Settings

@@ -162,7 +162,7 @@ def _measured(
 
 
 def _sums_of(values: Metrics, weight: float) -> dict[str, Metric]:
-    """What `loss_fn` returned for a micro-batch, as sums and counts."""
+    """Sums and counts of the metrics that `loss_fn` returned for a micro-batch."""
     sums: dict[str, Metric] = {}
     for name, value in values.items():
         if isinstance(value, str):
@@ -195,7 +195,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 def _bar(
     loader: Iterable[Any], state: DistState, progress: bool | None
 ) -> AbstractContextManager[Any]:
-    """What shows how far an evaluation is: tqdm's bar, or nothing."""
+    """Progress display of an evaluation: tqdm's bar, or nothing."""
     found = importlib.util.find_spec("tqdm") is not None
     if progress and not found:
         raise ExtraError(

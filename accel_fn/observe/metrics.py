@@ -41,7 +41,7 @@ class Total:
 
 Totals = Mapping[str, Total]
 NOTHING: Totals = {"loss": Total(torch.tensor(0), torch.tensor(0))}
-"""Of a batch without items, for which `loss_fn` is not called, so its metrics are not known."""
+"""Totals of a batch without items: `loss_fn` is not called, so its metrics are unknown."""
 
 
 def totals_of(metrics: Any, rows: int | None) -> Totals:

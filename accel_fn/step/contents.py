@@ -58,7 +58,7 @@ class Contents:
     tied: dict[str, str]
     plans: dict[str, dict[str, Any]]
     stateful: dict[str, str]
-    """How the entries of a function in the plan begin -> its name in messages."""
+    """Prefix of the entries of a function in the plan -> its name in messages."""
     buffers: list[str]
     """Entries that are no replicas: DDP lets running statistics differ between ranks."""
 

@@ -52,7 +52,7 @@ class GlobalMean:
             self._total = checked_total(weight, failure)
         else:
             self._sums = torch.zeros(2, dtype=layout.dtype, device=state.device)
-            """Of the losses, and of ranks that found other metrics; the sums of metrics follow."""
+            """Sum of the losses, and of ranks that found other metrics; the sums of metrics follow."""
             self._mean = self._sums[0]
             # On the host in float64, exact for integers up to 2**53: an accelerator is not kept
             # waiting and need not know float64, and a rank that fails is known without it. As long

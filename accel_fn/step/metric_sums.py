@@ -16,7 +16,7 @@ _REPAIR = "return all metrics for every batch"
 
 
 class Layout:
-    """What the losses and metrics of a step look like, the same in every step and on every rank.
+    """Layout of the losses and metrics of a step, the same in every step and on every rank.
 
     The metrics are those of the first batch that has items.
     """
@@ -28,7 +28,7 @@ class Layout:
         self.sizes = sizes
         """The metrics by name: 1 number, or 2, a sum and its count. None: no batch had items yet."""
         self.late: LossError | None = None
-        """What this rank has to raise in the next step, where all ranks can raise with it."""
+        """Error for the next step, where all ranks can raise it."""
 
     def settle(self, state: DistState, sums: Sequence[MetricSums]) -> LossError | None:
         """Fix the metrics if no batch had items yet; return what is wrong with those that are not the same.
@@ -126,7 +126,7 @@ class MetricSums:
 
 
 def sizes_of(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many numbers each sum has."""
+    """Count the numbers of each sum."""
     return {name: len(value) for name, value in values.items()}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Report:
-    """What one step returns beside the state. Tensors stay on the device: reading them waits for it.
+    """Results of one step. Tensors stay on the device: reading them waits for it.
 
     Attributes:
         loss: [], detached: the mean over the items of the global batch; float32, or float64 where

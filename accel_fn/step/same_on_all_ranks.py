@@ -104,7 +104,7 @@ def check_same(tensors: Mapping[str, Tensor | None], state: DistState, words: st
 
 
 def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Of each, 64 bits that follow from the bits that this rank holds and from their places.
+    """Fingerprint each tensor: 64 bits that follow from this rank's bits and their places.
 
     Equal tensors give equal ones, others all but never.
     """
@@ -139,7 +139,7 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
 
 
 def _factors(device: torch.device) -> Tensor:
-    """Of the places in a piece: odd, and not linear in them, since 0 and 3 would then be 1 and 2."""
+    """Factors for the places in a piece: odd, and not linear, since 0 and 3 would then be 1 and 2."""
     size = _PIECE_ON_HOST if device.type == "cpu" else _PIECE
     mixed = torch.arange(size, device=device) * _MIXING
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

@@ -76,7 +76,7 @@ class Step(Generic[Batch]):
     _run: StepFn
     _built_with: DistState
     notes: dict[str, Any] = field(default_factory=dict)
-    """What saving and loading have to remember of this run; nothing that a step reads."""
+    """Notes of saving and loading about this run; a step does not read them."""
 
     def __call__(self, state: DistState, batch: Batch) -> tuple[DistState, Report]:
         """Consume one batch: this rank's part of it.

@@ -29,7 +29,7 @@ _NOTHING = nullcontext()
 
 
 class Strategy:
-    """How the ranks share one step. It is asked by method, never by type.
+    """Defines how the ranks share one step. Callers use its methods and never test its type.
 
     A slot function `(state, module, plan, inner) -> Strategy` in `plan.strategy` makes it. A
     subclass wraps the loss module, then calls `super().__init__`.
@@ -54,11 +54,11 @@ class Strategy:
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
         self._trained = plan.trained()
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
-        """What `applied` is if nothing decides about the update."""
+        """Value of `applied` if no function decides about the update."""
         self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
         """Are the gradients of the next update compared over the ranks? Those of the first are."""
         self.layout = Layout(loss_dtype(self._trained))
-        """Of losses and metrics: the dtype, and the names once a batch had items."""
+        """Dtype of losses and metrics, and their names once a batch had items."""
         self.parameters = TrainedParameters(plan)
         self.checks = GraphChecks(plan, self._reachable, finds_unused=self.finds_unused)
 

@@ -76,6 +76,6 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def _unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
-    """What torch's wrapper calls; None where the class's step is anything else, a patched one say."""
+    """The step inside torch's wrapper; None if the class's step is anything else, such as a patched one."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "__code__", None) is _WRAPPER else None

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _SLACK_S = 5.0
 _MAX_LOST_SOCKETS = 256
-"""How many sockets of failed worlds may stay open: processes may often have 1024 files."""
+"""Most sockets of failed worlds that may stay open: the limit of files is often 1024."""
 
 
 class _Idle:

@@ -22,7 +22,7 @@ from accel_fn.step.plan import ContextFn, Plan, Stateful, describe
 from accel_fn.step.transform import Transform, fill, transform
 
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
-"""Where each is held, under what name, and it."""
+"""Owner, name and tensor of each buffer."""
 
 
 @transform
@@ -89,7 +89,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     inside = compile_inside([each.keywords for each in plan.having("torch_compile")])
     pinned = state.device.type == "cuda"
     forwards: dict[nn.Module, Callable[..., Any]] = {}
-    """Of the blocks as they are in a step: another context may have given them others."""
+    """Forwards of the blocks as they are in a step: another context may have replaced them."""
     draws = Draws()
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -267,10 +267,10 @@ class AverageSlot(Stateful):
 
 
 def exponential(num_updates: int, *, decay: float) -> float:
-    """How much of the newest parameters goes into the average, after so many updates."""
+    """Weight of the newest parameters in the exponential average after `num_updates` updates."""
     return 1 - decay if num_updates else 1.0
 
 
 def uniform(num_updates: int) -> float:
-    """How much of the newest parameters goes into the average, after so many updates."""
+    """Weight of the newest parameters in the uniform average after `num_updates` updates."""
     return 1 / (num_updates + 1)

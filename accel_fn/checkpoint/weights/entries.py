@@ -19,7 +19,7 @@ from accel_fn.step.ties import is_expanded, split_tied, view_key
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What a module saves: tensors, each under the first of its names, and the other names."""
+    """Entries of a module: tensors, each under the first of its names, and the other names."""
 
     tensors: Mapping[str, Tensor]
     tied: Mapping[str, str]

@@ -19,7 +19,7 @@ from accel_fn.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What lies in the files of one set."""
+    """Contents of one set of files."""
 
     handles: Mapping[str, Any]
     """Key -> the open file that holds it."""

@@ -15,14 +15,14 @@ from accel_fn.comm.watchdog.hang_report import Stack, list_ranks
 from accel_fn.comm.watchdog.store_log import Entry, StoreLog
 
 EXIT_CODE = 124
-"""Of a process whose world ran out of time, as of `timeout` in coreutils."""
+"""Exit code of a process whose world timed out, as of `timeout` in coreutils."""
 
 _SLACK_S, _LINGER_S, _GLANCE_S = 1.0, 0.3, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """How a rank ends with its peers: all print their reports first, so that no launcher cuts one short."""
+    """The end of all ranks together: all print their reports first, so that no launcher cuts one short."""
 
     log: StoreLog
     rank: int

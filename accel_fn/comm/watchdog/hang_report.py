@@ -82,7 +82,7 @@ def _shape(shape: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Where a thread is, outermost call first."""
+    """The stack of a thread, outermost call first."""
 
     calls: tuple[tuple[FrameType, int], ...]
 

@@ -29,7 +29,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one rank is doing, or how it ended."""
+    """The current work of one rank, or its end."""
 
     rank: int
     doing: str

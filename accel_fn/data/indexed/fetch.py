@@ -159,7 +159,7 @@ def _is_known(dtype: np.dtype[Any]) -> bool:
 
 
 def rows(dataset: Any, numbers: Tensor) -> Any:
-    """What `default_collate` makes of samples [num_samples], int64, in memory of its own."""
+    """Read samples [num_samples], int64, as `default_collate` joins them, into new memory."""
     kind = type(dataset)
     if kind is TensorDataset:
         return [rows(tensor, numbers) for tensor in dataset.tensors]

@@ -146,7 +146,7 @@ def _seed(loader: DataLoader[Any], state: DistState) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What must be the same on all ranks of a loader whose sampler rank 0 runs.
+    """Facts that must be the same on all ranks of a loader whose sampler rank 0 runs.
 
     Workers read ahead what rank 0 sends, so all must be as far ahead.
     """

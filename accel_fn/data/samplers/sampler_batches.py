@@ -42,11 +42,11 @@ class SamplerBatches:
     length: int | None = None  # of a batch sampler: batches, its tail not joined yet
 
     def facts(self) -> dict[str, int | None]:
-        """What is known of it beforehand."""
+        """Facts that are known before it runs."""
         return {"seed": self.seed} if self.cut is None else self.cut.facts()
 
     def num_batches(self) -> int | None:
-        """Of an epoch; None where it has no length. Runs epoch 0 of a batch sampler in a world of several."""
+        """Batches of an epoch; None without a length. On several ranks, runs epoch 0 of a batch sampler."""
         if self.cut is not None:
             return self.cut.num_batches()
         if self.length is None or self.world_size == 1:  # else a tail may join the batch before
@@ -68,7 +68,7 @@ class SamplerBatches:
         return find_by_counting(step, self.batches, window)
 
     def _read(self, epoch: int) -> Iterator[Batch]:
-        """What the sampler gives, as it is."""
+        """Batches of the sampler, unchanged."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
         inside = [_generators(sampler, seed), *(InEpoch(each, epoch) for each in nest(sampler))]
@@ -155,7 +155,7 @@ def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
 
 
 def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
-    """What a sampler of the user's may draw from, with states of its own inside."""
+    """Give the generators that a user's sampler may draw from states that follow from the seed."""
     foreign = [each for each in nest(sampler) if type(each) not in _KNOWN]
     if not foreign:
         return nullcontext()

@@ -41,7 +41,7 @@ def shown(info: WorkerInfo | None) -> Iterator[None]:
 
 @dataclass(eq=False)
 class WorkerStream(IterableDataset[Any]):
-    """What a loader's workers iterate over: a user's stream, from `place` [epoch, first batch] on.
+    """Data set of a loader's workers: a user's stream, from `place` [epoch, first batch] on.
 
     A persistent worker is given its next place in shared memory.
     """
@@ -51,9 +51,9 @@ class WorkerStream(IterableDataset[Any]):
     rank: int
     seed: int
     progress: Progress | None = field(default=None, init=False)
-    """Where workers write how far they are."""
+    """Memory that workers write their progress to."""
     reads: ClassVar[str]
-    """What the progress counts, with a gap for the number."""
+    """Unit of the progress, with a gap for the number."""
 
     def worker(self) -> WorkerInfo | None:
         """Which worker of a loader over this stream the process is; None in the main process.

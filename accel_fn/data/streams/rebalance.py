@@ -17,7 +17,7 @@ _MOST = 4  # batches between two agreements; a rank holds about one part more th
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """What a rank sends about its shards."""
+    """Message of a rank about its shards."""
 
     count: int
     ended: bool
@@ -50,7 +50,7 @@ def rebalanced_parts(held: HeldItems, cut: Cut, channel: Channel) -> Iterator[li
 
 
 def _next_batches(count: int, cut: Cut, most: int) -> tuple[int, int]:
-    """How many global batches come next, none at the end, and how many items each has."""
+    """Number of global batches that come next (0 at the end), and of items in each."""
     if count >= cut.batch_size + cut.num_ahead:
         return min(most, (count - cut.num_ahead) // cut.batch_size), cut.batch_size
     size = count if count >= cut.batch_size else cut.last(count, is_first=True)

@@ -47,7 +47,7 @@ class Split:
 
 
 def num_shards(data: Any) -> int | None:
-    """How many shards a data set has at most; None where it has no such attribute."""
+    """Largest number of shards of a data set; None without such an attribute."""
     count = getattr(data, "num_shards", getattr(data, "n_shards", None))
     return count if isinstance(count, int) else None
 

@@ -1,4 +1,4 @@
-"""How ranks share a stream, from the options of its loader: the same on every rank."""
+"""Division of a stream over ranks, from the options of its loader: the same on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_fn.errors import ArgumentError, StateError, check_count, message
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What all ranks must agree on; without a `split` they read round robin."""
+    """Options that must be the same on all ranks; without a `split` they read round robin."""
 
     cut: Cut
     split: Split | None

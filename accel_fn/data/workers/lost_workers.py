@@ -34,7 +34,7 @@ _HINTS = {
     "SIGBUS": "was there room in /dev/shm? fewer workers take less",
 }
 _BROKEN = (OSError, EOFError, RuntimeError, UnpicklingError)
-"""What reading from a worker that has died may raise."""
+"""Errors of reading from a worker that has died."""
 
 
 def make_loader(

@@ -83,7 +83,7 @@ def _unpicklable(
 
 
 def _places(settings: Settings, listener: socket.socket) -> list[Place]:
-    """What each rank gets: the same as from `accel-fn launch` and torch's agent on this machine."""
+    """Variables and place of each rank: as from `accel-fn launch` and torch's agent on this machine."""
     num_local = settings.num_processes or 1
     machines = Machines(
         num_machines=1,

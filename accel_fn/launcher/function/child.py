@@ -29,7 +29,7 @@ CALL, VALUE, RAISED = "call", "value", "raised"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What every rank runs, and the parts of its caller that it needs."""
+    """The call that every rank makes, and the parts of its caller that it needs."""
 
     fn: Callable[..., Any]
     args: Sequence[Any]
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What a rank raised. `error` is pickled apart: its type may not load everywhere."""
+    """Exception of a rank. `error` is pickled separately, since its type may not load everywhere."""
 
     error: bytes
     last_line: str

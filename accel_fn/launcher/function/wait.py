@@ -52,7 +52,7 @@ class Rank:
         return self.has_ended() and not (self.folder / VALUE).exists()
 
     def raised(self) -> Raised | None:
-        """What it raised; None if it was killed or exited."""
+        """Its exception; None if it was killed or exited."""
         try:
             found: Raised = pickle.loads((self.folder / RAISED).read_bytes())
         except FileNotFoundError:

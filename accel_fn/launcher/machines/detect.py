@@ -18,13 +18,13 @@ _HINTS = ("/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/accel/accel0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a launch can use. `kind` is empty if there is no accelerator that ranks can share."""
+    """Devices that a launch can use. `kind` is empty if there is no accelerator that ranks can share."""
 
     num_cores: int
     kind: str = ""
     num_installed: int = 0
     num_devices: int = 0
-    """Of the installed devices, those that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Installed devices that CUDA_VISIBLE_DEVICES leaves visible."""
 
     @property
     def devices(self) -> str:

@@ -32,7 +32,7 @@ class Machines:
 
     @property
     def num_processes(self) -> int:
-        """Of all machines."""
+        """Processes of all machines."""
         return self.num_machines * self.num_local
 
 

@@ -196,7 +196,7 @@ class Agent(LocalElasticAgent):
         return {rank: each.proc.poll() for rank, each in handlers.items()}
 
     def _kill_left(self) -> None:
-        """What failed ranks left behind must not meet those of the next attempt."""
+        """Kill processes that failed ranks left behind, before the next attempt starts."""
         if self._pcontext is not None:
             kill_left(self._pcontext.pids().values(), self._reaper.run_id)
 

@@ -112,7 +112,7 @@ def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Var
 def rank_variables(
     machines: Machines, local_rank: int, max_restarts: int, environment: Mapping[str, str]
 ) -> list[Variable]:
-    """What torch's agent gives one rank at the first attempt, if it is known before the start."""
+    """Variables that torch's agent sets for a rank at the first attempt, if known before the start."""
     machine = machines.machine_rank
     num_local, world_size = machines.num_local, machines.num_processes
     rank = None if machine is None else machine * num_local + local_rank

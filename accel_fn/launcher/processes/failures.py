@@ -34,7 +34,7 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank ended: by an exception, a code, or a signal (a code below zero)."""
+    """The end of one rank: by an exception, a code, or a signal (a code below zero)."""
 
     rank: int
     host: str

@@ -151,7 +151,7 @@ def _log_folder(log_dir: Path | None) -> Path | None:
 
 
 def _quieten_torch() -> None:
-    """What torch's agent logs of a failure would stand between the ranks' output and the report."""
+    """Silence torch's agent, whose log of a failure would stand between the ranks' output and the report."""
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):

@@ -114,7 +114,7 @@ def named(section: str, key: str) -> str:
 
 
 def in_script(key: str, value: object) -> str | None:
-    """What to write for it; empty if it changes nothing, None if there is no counterpart."""
+    """Line to write in the script; empty if the key changes nothing, None without a counterpart."""
     exact = f"{key}={value}".lower()
     if exact in _IN_SCRIPT:
         return _IN_SCRIPT[exact]

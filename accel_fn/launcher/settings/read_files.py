@@ -17,7 +17,7 @@ from accel_fn.launcher.settings.value import Given, Layer, check_names
 
 _SECTION = "[tool.accel_fn]"
 _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""What both parsers raise: numbers too long for Python and days that are none are ValueErrors."""
+"""Errors of both parsers: numbers too long for Python and impossible dates are ValueErrors."""
 
 
 def read_yaml(path: Path) -> Layer:

@@ -183,7 +183,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "log_dir": "be a path",
     }
 )
-"""What a value of each setting must be."""
+"""Rule for the value of each setting."""
 
 
 def check_settings(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:

@@ -31,7 +31,7 @@ from accel_fn.testing.selftest.training_checks import (
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What is promised, how far rounding may be off, and how to find out."""
+    """A promise, the bound for rounding, and the function that checks it."""
 
     words: str
     bound: float

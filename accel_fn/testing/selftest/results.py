@@ -1,4 +1,4 @@
-"""What checks of promises found. Without torch: who only reads it does not wait for that."""
+"""Results of checked promises. Imports no torch, so that a reader need not wait for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NOT_RUN = "not run: a check before it failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of one promise on one rank.
+    """Result of one promise on one rank.
 
     Attributes:
         promise: in words.
@@ -35,7 +35,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank found, and on what it ran."""
+    """Results of one rank, and its device."""
 
     world_size: int
     device: str

@@ -31,7 +31,7 @@ from accel_fn.transforms.place import place
 
 _MAX_NORM, _IGNORED, _SCALE = 0.5, -100, 1024.0
 _SIZES = (7, 6, 5, 9, 2)
-"""Of global batches: odd ones, and the last without a sample for a third rank."""
+"""Sizes of global batches: odd ones, and a last one without a sample for a third rank."""
 
 
 def exact_dtype(state: DistState) -> torch.dtype:

@@ -35,7 +35,7 @@ class FittingSplit:
         return split_batch(batch, num_parts=self.num_parts)
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run has to cut into, to make the same bits: alike on all ranks."""
+        """The number of micro-batches, with which a resumed run makes the same bits; equal on all ranks."""
         return {"num_parts": self.num_parts, "world_size": self.world_size}
 
     def load_state_dict(self, saved: Mapping[str, int]) -> None:

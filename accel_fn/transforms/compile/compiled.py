@@ -92,7 +92,7 @@ class CompileSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """What its graphs are: `checkpoint_activations` needs a break in them."""
+        """Kind of its graphs: `checkpoint_activations` needs a break in them."""
         full = {"full_graph"} if self.keywords["fullgraph"] else set[str]()
         return frozenset({"torch_compile", *full})
 
@@ -125,7 +125,7 @@ class CompileStepSlot(SlotFunction):
 
 
 def _hooked(plan: Plan) -> str:
-    """What has hooks that are called in an update or for a gradient: a name of it, or none."""
+    """Name an object with hooks that run in an update or for a gradient; empty without one."""
     for optimizer in plan.optimizers.values():
         if has_hooks(optimizer):
             return f"{type(optimizer).__name__}.step"

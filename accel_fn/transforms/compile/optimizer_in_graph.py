@@ -48,7 +48,7 @@ class Captured:
         self._seen: list[Group] = [{} for _ in groups]
         self._settings: list[Group] = [{} for _ in groups]
         self._around: AbstractContextManager[Any] = nullcontext()
-        """What the optimizer's step runs in."""
+        """Context of the optimizer's step."""
 
     def settings(self) -> list[Group]:
         """The hyperparameters of the groups as they are now, but for the learning rates.
@@ -75,7 +75,7 @@ class Captured:
                 settings[name] = _IN_A_GRAPH.get(name, value)
 
     def memory(self) -> list[Memory]:
-        """What the optimizer remembers now, of each parameter."""
+        """State that the optimizer holds now, for each parameter."""
         state = self._optimizer.state
         return [state.get(each, {}) for each in self._parameters]
 

@@ -33,12 +33,12 @@ class Hoisting(CustomGraphPass):
                 user.replace_input_with(node, kept)
 
     def uuid(self) -> Any:
-        """What graphs are cached under: another pass makes another graph."""
+        """Key in the cache of graphs: another pass makes another graph."""
         return get_hash_for_files((__file__,))
 
 
 def _num_elements(node: Node) -> int:
-    """Of what a node gives; 0 where it is not one tensor, or of a size that is not settled."""
+    """Elements of a node's result; 0 if it is not one tensor, or its size is symbolic."""
     value = node.meta.get("val")
     size = value.numel() if isinstance(value, Tensor) else 0
     return size if isinstance(size, int) else 0

@@ -49,7 +49,7 @@ class CompiledStep:
         self._layout = stages.strategy.layout
         self._run = compile_graph(_graph_function(plan, module, self._captured, self._layout))
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
-        """What `applied` is if nothing decides about the update."""
+        """Value of `applied` if no function decides about the update."""
         self._is_stateless = not keeps_tensors(plan.optimizer, state.device)
         """Does the optimizer remember nothing between two updates?"""
         self._has_late_parameters = 0 < len(plan.optimizer.state) < len(plan.trained())
@@ -128,7 +128,7 @@ class CompiledStep:
 
 
 def _shares(state: DistState, weights: Weights) -> Tensor:
-    """What each micro-batch counts for; zero where there is none."""
+    """Share of each micro-batch in the global mean; zero without one."""
     total = sum(weights)
     shares = [weight / total for weight in weights] or [0.0]
     dtype = torch.float32 if state.device.type == "mps" else torch.float64
@@ -186,13 +186,13 @@ def _graph_function(plan: Plan, module: LossModule, captured: Captured, layout: 
 
 
 def _seed(loss: Tensor, share: Tensor | None, scaler: LossScale | None) -> Tensor | None:
-    """What the backward starts from in place of one."""
+    """Seed of the backward in place of one."""
     factor = share if scaler is None else _times(scaler.scale, share)
     return None if factor is None else factor.to(loss.dtype)
 
 
 def _factor(tensors: Sequence[Tensor | None], scaler: LossScale | None) -> Tensor | None:
-    """What gradients of a scaled loss lack as a factor."""
+    """Open factor of the gradients of a scaled loss."""
     if scaler is None:
         return None
     double = any(each is not None and each.dtype == torch.float64 for each in tensors)
@@ -204,7 +204,7 @@ def _times(tensor: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Of what is there."""
+    """Add two optional tensors."""
     if first is None or second is None:
         return second if first is None else first
     return first + second

@@ -56,7 +56,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
-    """What it holds of a parameter that cannot be cut with it."""
+    """Rule, repair and shapes of optimizer state that cannot be sharded with its parameter."""
     for parameter, held in optimizer.state.items():
         for name, value in held.items():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:

@@ -70,7 +70,7 @@ class ShardedLoss(nn.Module):
         self._forget_sums()
 
     def _forget_sums(self) -> None:
-        """What FSDP has added up in a wider dtype, and does not reset."""
+        """Drop sums that FSDP has added up in a wider dtype, and does not reset."""
         for state in self._call("_get_fsdp_state", self._kinds):
             several = vars(state).get("_fsdp_param_groups")  # older torch holds one, or none
             for group in [state._fsdp_param_group] if several is None else several:
@@ -78,7 +78,7 @@ class ShardedLoss(nn.Module):
                     parameter.unsharded_accumulated_grad = None
 
     def trainable(self) -> list[nn.Parameter]:
-        """What a backward may reach: every parameter, whole, and its shard."""
+        """Parameters that a backward may reach: each one unsharded, and its shard."""
         found = []
         for module in self._kinds:
             self._call("unshard", [module])

@@ -14,7 +14,7 @@ Tensors = Sequence[Tensor | None]
 """None counts as nothing: what is added to it stays as it is, to the bit."""
 
 _NOTHING = -0.0
-"""What changes no number that it is added to: 0.0 makes 0.0 of -0.0."""
+"""Zero that changes no number when added: 0.0 would turn -0.0 into 0.0."""
 _BUCKET_BYTES = 2**25
 
 

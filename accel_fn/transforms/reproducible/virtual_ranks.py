@@ -59,7 +59,7 @@ class VirtualRanks(Strategy):
         self.num_virtual_ranks = num_virtual_ranks
         self._tracking = tracking_modules(loss_module_of(module).model)
         self._differing: LossError | None = None
-        """What is wrong with the metrics that this rank has found in this step."""
+        """Error in the metrics that this rank has found in this step."""
         self._is_watched = True
         """Until a first batch has shown that its forward changes no buffers."""
         super().__init__(state, module, plan, inner)

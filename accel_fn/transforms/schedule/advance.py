@@ -1,4 +1,4 @@
-"""When a learning-rate schedule advances: after every update that was made, whoever knows that first."""
+"""Learning-rate schedules advance after every update that was made, on the host or on the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MetricFn = Callable[[Report], Tensor | float]
 
 
 class Advance:
-    """How a scheduler advances by an update that was made."""
+    """Rule by which a scheduler advances after an update that was made."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -56,7 +56,7 @@ class AdvanceByMetric(Advance):
         self._metric = metric
         self._echo = DelayedRead()
         self._newest: float | None = None
-        """Of an update that was made, and by which the scheduler has not advanced."""
+        """Metric of the update that was made last, if the scheduler has not advanced by it yet."""
 
     def __call__(self) -> None:
         if self._newest is not None:
@@ -129,9 +129,9 @@ class Rates:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self.advanced = self._shown()
-        """Where every update that the host has not heard of was made."""
+        """Rates, if every update that the host has not read yet was made."""
         self.before = self.advanced
-        """Before the newest update."""
+        """Rates before the newest update."""
         self._held = [torch.tensor(rate, device=device) for rate in self.advanced]
         self._show(self._held)
 
@@ -188,9 +188,9 @@ class DeviceSchedule(Schedule):
         self.rates = rates
         self._echo = echo
         self._is_first = is_first
-        """Of the plan's schedules."""
+        """Whether it is the first of the plan's schedules."""
         self._before: dict[str, Any] | None = None
-        """What the newest update has advanced."""
+        """State before the newest update advanced it."""
 
     @classmethod
     def in_plan(
