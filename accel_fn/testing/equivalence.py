@@ -6,11 +6,13 @@ import copy
 import math
 import numbers
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accel_fn.base.split_batch import take_part
 from accel_fn.base.state import DistState
@@ -18,9 +20,24 @@ from accel_fn.comm.dtensor import whole
 from accel_fn.errors import ArgumentError, ArgumentTypeError, NotEquivalentError, message
 from accel_fn.step.build import build
 from accel_fn.step.plan import Plan
+from accel_fn.step.report import Report
+from accel_fn.testing.operations import Operation, first_difference, recorded
 from accel_fn.testing.simulation import simulate
 
-Trace = list[dict[str, Tensor]]  # parameters and buffers by name, after every batch
+_REPORTED = 1e-6
+"""Reports hold losses and norms in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """The state of one rank after a batch: parameters and buffers by name, and its report."""
+
+    values: dict[str, Tensor]
+    report: Report
+    operations: list[Operation] = field(default_factory=list)
+
+
+Trace = list[After]
 
 
 def assert_equivalent(
@@ -37,8 +54,9 @@ def assert_equivalent(
 
     Each plan gets a copy of its model and optimizer, and trains on as many
     simulated ranks as given: each rank takes its consecutive part of every
-    batch, empty where there are fewer samples than ranks. After every batch,
-    parameters and buffers are compared, on every rank.
+    batch, empty where there are fewer samples than ranks, and starts from parameters of its
+    own, which `build` must replace by those of rank 0. After every batch, parameters, buffers
+    and reports are compared, on every rank: loss, weight, verdict, and the norm if both report it.
 
     Args:
         plan_a: one plan. Its `loss_fn` must use the model that it is given.
@@ -51,13 +69,15 @@ def assert_equivalent(
         timeout_s: of collectives.
 
     Raises:
-        AssertionError: names the first batch, rank and parameter that differ, and by how much;
-            or the first that is not a number, with which nothing can be compared.
-        ValueError: no batches, with which every two plans would be equivalent; models of other
+        AssertionError: names the first batch, rank and parameter that differ, and by how much,
+            and, with equal world sizes, the first operation of torch whose output differs; or
+            the first value that is not a number, with which nothing can be compared.
+        ValueError: no batches, weights of zero, no parameter that moves or a loss that ignores
+            the batch, with which every two plans would be equivalent; models of other
             parameters; an argument outside its range.
         Exception: an error of the training itself.
 
-    Cost: trains twice.
+    Cost: trains twice, two batches more of each if they differ.
 
     >>> import accel_fn as af
     >>> from accel_fn.testing import assert_equivalent
@@ -71,36 +91,117 @@ def assert_equivalent(
     _check_tolerance("atol", atol)
     expected = train(plan_a, every, world_size=world_sizes[0], timeout_s=timeout_s)[0]
     traces = train(plan_b, every, world_size=world_sizes[1], timeout_s=timeout_s)
-    for batch in range(len(every)):
+    for batch, after in enumerate(expected):
         for rank, trace in enumerate(traces):
             where = f"after batch {batch} on rank {rank}"
-            _compare(expected[batch], trace[batch], where, rtol, atol)
+            try:
+                _compare(after.values, trace[batch].values, where, rtol, atol)
+                _compare_reports(after.report, trace[batch].report, where, rtol)
+            except NotEquivalentError as error:
+                if world_sizes[0] != world_sizes[1]:
+                    raise
+                both = [
+                    train(plan, every[: batch + 1], world_size=world_sizes[0], records=True)
+                    for plan in (plan_a, plan_b)
+                ]
+                a, b = [runs[rank][batch].operations for runs in both]
+                raise NotEquivalentError(f"{error}{first_difference(a, b, rtol, atol)}") from None
+    _check_that_it_trains(plan_a, every, expected)
 
 
 def train(
-    plan: Plan, batches: Sequence[Any], *, world_size: int, timeout_s: float = 30.0
+    plan: Plan,
+    batches: Sequence[Any],
+    *,
+    world_size: int,
+    timeout_s: float = 30.0,
+    records: bool = False,
 ) -> list[Trace]:
-    """Train copies of a plan on simulated ranks; return one trace a rank."""
+    """Train copies of a plan on simulated ranks; return one trace a rank.
+
+    Ranks start from parameters and buffers of their own; the operations of the last batch are
+    recorded if asked for.
+    """
     plans = [copied(plan) for _ in range(world_size)]
+    for rank, each in enumerate(plans):
+        _move(each.model, rank)
 
     def run(state: DistState) -> Trace:
         own = plans[state.rank]
         state, step = build(state, own)
         trace: Trace = []
-        for batch in batches:
+        for number, batch in enumerate(batches, start=1):
             part = take_part(batch, state.rank, state.world_size)
-            state, _ = step(state, part)
+            watched: AbstractContextManager[list[Operation]]
+            watched = recorded() if records and number == len(batches) else nullcontext([])
+            with watched as operations:
+                state, report = step(state, part)
             values = {**dict(own.model.named_parameters()), **dict(own.model.named_buffers())}
-            trace.append({name: whole(value).clone() for name, value in values.items()})
+            copies = {name: whole(value).clone() for name, value in values.items()}
+            trace.append(After(copies, report, operations))
         return trace
 
     return simulate(run, world_size=world_size, timeout_s=timeout_s)
+
+
+@torch.no_grad()
+def _move(model: torch.nn.Module, rank: int) -> None:
+    """Change all that a rank other than the first must be given in `build`."""
+    for value in [*model.parameters(), *model.buffers()] if rank else []:
+        if value.is_floating_point() and value.itemsize > 1:
+            value += rank
 
 
 def copied(plan: Plan) -> Plan:
     """Copy model and optimizer of a plan together."""
     model, optimizer = copy.deepcopy((plan.model, plan.optimizer))
     return replace(plan, model=model, optimizer=optimizer)
+
+
+def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> None:
+    """Refuse what every plan would be equivalent to."""
+    start, end = dict(plan.model.named_parameters()), trace[-1].values
+    rule = ""
+    if not any(float(after.report.weight) for after in trace):
+        rule = "batches must weigh something, got a weight of 0 for each"
+    elif all(torch.equal(whole(value), end[name]) for name, value in start.items()):
+        rule = (
+            "plan_a must move a parameter, got the same parameters after "
+            f"{len(batches)} batches; use a learning rate > 0 and updates that are applied"
+        )
+    elif _ignores_batch(plan, batches):
+        rule = "plan_a's loss_fn must depend on the batch, got the same loss for every half of one"
+    if rule:
+        raise ArgumentError(f"assert_equivalent: {rule}: every two plans would be equivalent")
+
+
+def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
+    """Whether each batch, its halves and the batch with other numbers have the same loss."""
+    for batch in batches:
+        halves = [take_part(batch, rank, 2) for rank in range(2)]
+        other = tree_map_only(Tensor, lambda v: v * 0.5 + 1 if v.is_floating_point() else v, batch)
+        given = [_tensors(each) for each in (*halves, batch, other)]
+        if torch.equal(given[0], given[1]) and torch.equal(given[2], given[3]):
+            return False  # the batch has nothing to tell by
+        try:
+            losses = [_loss(copied(plan), each) for each in (*halves, batch, other)]
+        except Exception:  # a half may be what it cannot take
+            return False
+        if not all(torch.equal(losses[0], each) for each in losses):
+            return False
+    return True
+
+
+def _loss(plan: Plan, batch: Any) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        loss = plan.loss_fn(plan.model, batch)
+    return (loss if isinstance(loss, Tensor) else loss[0]).detach()
+
+
+def _tensors(batch: Any) -> Tensor:
+    """All numbers of a batch."""
+    tensors = [each.double().flatten() for each in tree_leaves(batch) if isinstance(each, Tensor)]
+    return torch.cat(tensors)
 
 
 def _check_tolerance(name: str, value: float) -> None:
@@ -126,6 +227,18 @@ def _compare(
             raise NotEquivalentError(
                 f"assert_equivalent: plans must train the same model, {name} differs by up to "
                 f"{largest:.3g} {where} (rtol={rtol:g}, atol={atol:g})"
+            )
+
+
+def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -> None:
+    for name in ("loss", "weight", "applied", "grad_norm"):
+        a, b = getattr(expected, name), getattr(found, name)
+        if a is None or b is None:
+            continue
+        if not math.isclose(float(a), float(b), rel_tol=max(rtol, _REPORTED), abs_tol=_REPORTED):
+            raise NotEquivalentError(
+                f"assert_equivalent: plans must report the same, {name} is {float(a):.9g} with "
+                f"plan_a and {float(b):.9g} with plan_b {where}"
             )
 
 

@@ -15,6 +15,7 @@ from accel_fn.base import weights
 from accel_fn.cli.test import merge
 from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.step import grads as grads_module
+from accel_fn.step import strategy as strategy_module
 from accel_fn.step import update
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.strategy import Strategy
@@ -25,6 +26,7 @@ from accel_fn.testing.selftest.results import NOT_RUN, Outcome
 from accel_fn.transforms import clip
 from accel_fn.transforms.ddp import ddp
 from accel_fn.transforms.fsdp import fsdp
+from accel_fn.transforms.schedule.advance import Schedule
 from tests.cli.commands import ROOT, run_command, surroundings
 
 TRAINING = {
@@ -43,7 +45,7 @@ def test_every_promise_holds_in_every_world(world_size):
     for report in simulate(check_promises, world_size=world_size, timeout_s=100):
         assert (report.world_size, report.device) == (world_size, "cpu")
         assert [each for each in report.outcomes if not each.holds] == []
-        assert len(report.outcomes) == 14
+        assert len(report.outcomes) == 15
 
 
 def broken(**outcomes):
@@ -105,7 +107,36 @@ def test_labels_that_count_though_they_are_ignored_are_found(monkeypatch):
 def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
     apply_update = update.apply_update
     monkeypatch.setattr(update, "apply_update", lambda *given: apply_update(*given[:3], None))
-    assert broken() == {"an fp16 overflow on one rank skips the update on all"}
+    assert broken() == {
+        "an fp16 overflow on one rank skips the update on all",
+        "a schedule follows the updates that are made",
+    }
+
+
+def test_ranks_that_start_from_their_own_parameters_are_found(monkeypatch):
+    ddp = torch.nn.parallel.distributed
+    monkeypatch.setattr(ddp, "_sync_module_states", lambda *given, **options: None)
+    for report in simulate(check_promises, world_size=2, timeout_s=100):
+        assert not report.outcomes[1].holds
+
+
+@pytest.mark.parametrize("name", ["loss", "weight"])
+def test_a_report_that_is_not_of_the_global_batch_is_found(monkeypatch, name):
+    def off(**fields):
+        return af.Report(**{**fields, name: fields[name] * 2})
+
+    monkeypatch.setattr(strategy_module, "Report", off)
+    assert broken() >= TRAINING - {"training through shard_loader is training through the loader"}
+
+
+def test_a_schedule_that_counts_batches_is_found(monkeypatch):
+    monkeypatch.setattr(Schedule, "_always", True, raising=False)
+    monkeypatch.setattr(
+        Schedule,
+        "__init__",
+        lambda schedule, advance, always: setattr(schedule, "_advance", advance),
+    )
+    assert broken() == {"a schedule follows the updates that are made"}
 
 
 def test_a_scale_that_stays_is_found(monkeypatch):
@@ -190,10 +221,10 @@ def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     done = run_command(tmp_path, "test", "-n", "2", "--cpu", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
     rows, last = done.stdout.splitlines()[1:-1], done.stdout.splitlines()[-1]
-    assert last == "13 of 14 promises hold on 2 ranks, cpu, backend gloo"
+    assert last == "14 of 15 promises hold on 2 ranks, cpu, backend gloo"
     broken = [row for row in rows if row.startswith("broken")]
     assert [row.split("  ")[-1] for row in broken] == ["a run goes on where it stopped"]
-    assert sum(row.startswith("holds") for row in rows) == 13
+    assert sum(row.startswith("holds") for row in rows) == 14
     assert max(map(len, rows)) <= 80
 
 
@@ -234,8 +265,8 @@ def test_a_row_is_printed_as_each_promise_ends(tmp_path):
 def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(launchers, tmp_path):
     done = launchers.command(tmp_path, "test", "-n", "1", "--cpu")
     assert done.exit_code == 0, done.stderr
-    assert "\n14 of 14 promises hold on 1 rank, cpu, backend none\n" in done.stdout
-    assert done.stdout.count("\nholds ") == 14
+    assert "\n15 of 15 promises hold on 1 rank, cpu, backend none\n" in done.stdout
+    assert done.stdout.count("\nholds ") == 15
     assert "On one rank there is no other to compare with: -n 2 --cpu checks" in done.stdout
 
 

@@ -24,6 +24,7 @@ from accel_fn.testing.selftest.training_checks import (
     check_overflow,
     check_ranks,
     check_scaling,
+    check_schedule,
     check_tokens,
     exact_dtype,
 )
@@ -49,6 +50,7 @@ def promises(state: DistState) -> list[Promise]:
         Promise("micro-batches change nothing", rounding, check_microbatches),
         Promise("tokens of all ranks count alike", rounding, check_tokens),
         Promise("a loss scale changes nothing", rounding, check_scaling),
+        Promise("a schedule follows the updates that are made", rounding, check_schedule),
         Promise("bf16 trains as one rank's bf16", 2e-2, check_bf16),
         Promise("an fp16 overflow on one rank skips the update on all", 0, check_overflow),
         Promise("shards partition every epoch, in one order", 0, check_shards),

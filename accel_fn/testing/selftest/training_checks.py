@@ -5,7 +5,9 @@ A check runs on every rank alike and gives the largest difference that this rank
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,8 @@ from accel_fn.transforms.clip import clip
 from accel_fn.transforms.ddp.ddp import wrap_ddp
 from accel_fn.transforms.fsdp.fsdp import wrap_fsdp
 from accel_fn.transforms.place import place
+from accel_fn.transforms.schedule.schedule import schedule
+from accel_fn.transforms.skip import skip_nonfinite
 
 _MAX_NORM, _IGNORED, _SCALE = 0.5, -100, 1024.0
 _SIZES = (7, 6, 5, 9, 2)
@@ -92,6 +96,10 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def _constant(num_updates: int) -> float:
+    return 1.0
+
+
 def train_by_hand(
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Any], Tensor],
@@ -99,19 +107,19 @@ def train_by_hand(
     *,
     max_norm: float | None = None,
     autocast: torch.autocast | None = None,
+    rate: Callable[[int], float] = _constant,
 ) -> Tensor:
-    """The loop that everybody writes, over global batches: parameters at its end."""
+    """Train by the loop that everybody writes, over global batches; return the last parameters."""
     optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     for batch in batches:
-        if autocast is None:
+        with autocast or nullcontext():
             loss = loss_fn(model, batch)
-        else:
-            with autocast:
-                loss = loss_fn(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
     return flat(model)
 
@@ -125,13 +133,29 @@ def _trained(
     wrapping: Transform | None = None,
     **plan_options: Any,
 ) -> Tensor:
-    """The same by the library: each rank has its part of every batch."""
-    optimizer = sgd(model)
+    """The same by the library: each rank has its part of every batch.
+
+    Ranks start from parameters of their own, of which `build` must take those of rank 0. Not a
+    number where a report is not that of the global batch.
+    """
+    optimizer, other = sgd(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(state.rank)
     recipe = compose(place(), wrapping or wrap_ddp(), *transforms)
-    state, step = build(state, recipe(Plan(loss_fn, model, optimizer, **plan_options)))
+    plan = recipe(Plan(loss_fn, model, optimizer, **plan_options))
+    state, step = build(state, plan)
+    reports = []
     for batch in batches:
-        state, _ = step(state, take_part(batch, state.rank, state.world_size))
-    return flat(model)
+        state, report = step(state, take_part(batch, state.rank, state.world_size))
+        reports.append(report)
+    bound = 1e-5 if next(model.parameters()).dtype == exact_dtype(state) else 2e-2
+    loss = loss_fn(other, batches[0]).detach()
+    is_right = torch.allclose(reports[0].loss, loss.float(), rtol=bound, atol=bound) and all(
+        float(report.weight) == float(plan.weight_fn(batch))
+        for report, batch in zip(reports, batches, strict=True)
+    )
+    return flat(model) if is_right else flat(model) * float("nan")
 
 
 def check_ranks(state: DistState) -> float:
@@ -187,6 +211,20 @@ def check_scaling(state: DistState) -> float:
 
     expected = train_by_hand(small_model(state), _mse, _batches(state))
     return largest(_trained(state, small_model(state), _mse, _batches(state), scaled), expected)
+
+
+def check_schedule(state: DistState) -> float:
+    """The rate follows the updates that are made: a batch is skipped, and ranks do not multiply it."""
+    batches = _batches(state)
+    expected = train_by_hand(small_model(state), _mse, batches, rate=_falling)
+    inputs, targets = batches[1]
+    batches.insert(1, (inputs * float("inf"), targets))
+    transforms = accumulate(2), skip_nonfinite(), schedule(_falling)
+    return largest(_trained(state, small_model(state), _mse, batches, *transforms), expected)
+
+
+def _falling(num_updates: int) -> float:
+    return 1.0 / (1 + num_updates)
 
 
 def check_bf16(state: DistState) -> float:
