@@ -117,7 +117,9 @@ def _forward(plan: Plan) -> str:
 
 
 def _update(plan: Plan) -> str:
-    return "; ".join(map(_optimizer, plan.optimizers.values()))
+    if isinstance(plan.optimizer, Optimizer):
+        return _optimizer(plan.optimizer)
+    return "; ".join(f"{name}: {_optimizer(each)}" for name, each in plan.optimizers.items())
 
 
 def _optimizer(optimizer: Optimizer) -> str:

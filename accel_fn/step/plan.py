@@ -17,6 +17,7 @@ from accel_fn.base.state import DistState
 from accel_fn.base.weights import WeightFn
 from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.grads import Grads
+from accel_fn.step.optimizers import check_optimizers, describe_optimizer
 from accel_fn.step.report import Report
 
 Batch = TypeVar("Batch", contravariant=True, default=Any)
@@ -54,7 +55,9 @@ class Plan(Generic[Batch]):
             names for every batch, a real number or tensor [], which is a mean over the same items,
             or a pair `(sum, count)`. The report has them over the global batch.
         model: any `nn.Module`; it keeps its type, its hooks and its `state_dict` keys.
-        optimizer: any `torch.optim.Optimizer` over parameters of `model`.
+        optimizer: any `torch.optim.Optimizer` over parameters of `model`, or several by name, over
+            different ones: `{"matrices": muon, "rest": adamw}`. They make one update: one verdict,
+            one loss scale and one norm for all.
         weight_fn: `batch -> number`: how many items that mean is over: a finite number >= 0, of
             Python's or NumPy's kinds, or a tensor [].
         init_state: `state -> state`, once, in `build`.
@@ -87,7 +90,7 @@ class Plan(Generic[Batch]):
 
     loss_fn: LossFn[Batch]
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: Optimizer | Mapping[str, Optimizer]
     weight_fn: WeightFn = num_samples
     init_state: tuple[InitFn, ...] = field(default=(), kw_only=True)
     place_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
@@ -108,17 +111,20 @@ class Plan(Generic[Batch]):
         rules = {
             "loss_fn": (callable(self.loss_fn), "be a function (model, batch) -> loss"),
             "model": (isinstance(self.model, nn.Module), "be an nn.Module"),
-            "optimizer": (isinstance(self.optimizer, Optimizer), "be a torch.optim.Optimizer"),
             "weight_fn": (callable(self.weight_fn), "be a function batch -> number"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise ArgumentTypeError(message("Plan", name, rule, getattr(self, name)))
+        check_optimizers(self.optimizer)
+        if isinstance(self.optimizer, Mapping):  # a copy: the user's may change
+            object.__setattr__(self, "optimizer", dict(self.optimizer))
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
         """The optimizers by name: what reads a plan loops over this, so that several are no special case."""
-        return {"optimizer": self.optimizer}
+        given = self.optimizer
+        return given if isinstance(given, Mapping) else {"optimizer": given}
 
     def trained(self) -> list[nn.Parameter]:
         """The optimizers' parameters that require a gradient, in the order of their groups."""
@@ -140,7 +146,7 @@ class Plan(Generic[Batch]):
         parts = [
             describe(self.loss_fn),
             type(self.model).__name__,
-            type(self.optimizer).__name__,
+            describe_optimizer(self.optimizer),
             f"weight_fn={describe(self.weight_fn)}",
         ]
         parts += [

@@ -94,6 +94,17 @@ def check_parameters(plan: Plan) -> None:
 
 
 def _check_optimizers(plan: Plan) -> None:
+    holders: dict[int, str] = {}
+    for name, optimizer in plan.optimizers.items():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            other = holders.setdefault(id(parameter), name)
+            if other != name:
+                named = plan.model.named_parameters()
+                which = next((n for n, p in named if p is parameter), "one")
+                raise PlanError(
+                    "build: optimizers must hold different parameters, or those would be updated "
+                    f"twice, got {which} in {other!r} and {name!r}; give it to one of them"
+                )
     for each in plan.optimizers.values():
         closure = inspect.signature(type(each).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:

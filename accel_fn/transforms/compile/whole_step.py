@@ -16,7 +16,7 @@ from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import LossModule, in_contexts, loss_module_of, placed
 from accel_fn.step.metric_sums import Layout, MetricSums
 from accel_fn.step.microbatches import Parts, Weights, microbatches
-from accel_fn.step.plan import Plan
+from accel_fn.step.plan import Plan, trained_by
 from accel_fn.step.report import Report
 from accel_fn.step.step import Stages
 from accel_fn.transforms.compile.optimizer_in_graph import (
@@ -43,16 +43,18 @@ class CompiledStep:
         self._plan = plan
         self._stages = stages
         self._parameters = stages.strategy.parameters
-        self._optimizer = plan.optimizer
-        self._captured = Captured(plan.optimizer, plan.trained(), state.device)
+        optimizers = list(plan.optimizers.values())
+        self._captured = [Captured(each, trained_by(each), state.device) for each in optimizers]
         module = loss_module_of(stages.strategy.loss_module)
         self._layout = stages.strategy.layout
         self._run = compile_graph(_graph_function(plan, module, self._captured, self._layout))
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
-        self._is_stateless = not keeps_tensors(plan.optimizer, state.device)
-        """Does the optimizer remember nothing between two updates?"""
-        self._has_late_parameters = 0 < len(plan.optimizer.state) < len(plan.trained())
+        self._stateful = [each for each in optimizers if keeps_tensors(each, state.device)]
+        """The optimizers that remember something between two updates."""
+        self._has_late_parameters = any(
+            0 < len(each.state) < len(trained_by(each)) for each in optimizers
+        )
         """Does the next update make the state of parameters that were added after others?"""
         self._is_new = True
         """Is there no graph yet?"""
@@ -97,20 +99,22 @@ class CompiledStep:
         return self._layout.means(found or {}, weight, loss)
 
     def _is_ready(self) -> bool:
-        """Does the optimizer have the state that its first update makes?"""
+        """Do the optimizers have the state that their first update makes?"""
         if self._has_late_parameters:
             self._has_late_parameters = False
             return False
-        return self._is_stateless or bool(self._optimizer.state)
+        return all(each.state for each in self._stateful)
 
     def _call_graph(self, state: DistState, parts: Parts, shares: Tensor | None) -> Any:
         held = self._captured
-        inputs = state, parts, shares, held.memory(), held.settings(), held.rates
+        optimizers = [(each.memory(), each.settings(), each.rates) for each in held]
+        inputs = state, parts, shares, optimizers
         try:
             if not self._is_new:
                 return self._run(*inputs)
             self._is_new = False
-            held.settle()
+            for each in held:
+                each.settle()
             with without_clock():
                 return self._run(*inputs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
@@ -135,7 +139,9 @@ def _shares(state: DistState, weights: Weights) -> Tensor:
     return torch.tensor(shares, dtype=dtype, device=state.device)
 
 
-def _graph_function(plan: Plan, module: LossModule, captured: Captured, layout: Layout) -> GraphFn:
+def _graph_function(
+    plan: Plan, module: LossModule, captured: Sequence[Captured], layout: Layout
+) -> GraphFn:
     """All of a step that is arithmetic, as one function for the compiler."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     trained = [names[each] for each in plan.trained()]
@@ -144,9 +150,7 @@ def _graph_function(plan: Plan, module: LossModule, captured: Captured, layout: 
         state: DistState,
         parts: Parts,
         shares: Tensor | None,
-        memory: Sequence[Memory],
-        groups: Sequence[Group],
-        rates: Tensor,
+        optimizers: Sequence[tuple[Sequence[Memory], Sequence[Group], Tensor]],
     ) -> tuple[
         Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...] | None, dict[str, Tensor] | None
     ]:
@@ -173,7 +177,11 @@ def _graph_function(plan: Plan, module: LossModule, captured: Captured, layout: 
             ok = None if scaler is None else torch.isfinite(grads.norm())
             for transform in plan.gradients:
                 grads = transform(state, grads)
-            captured.update(groups, rates, memory, parameters, grads.values(), ok)
+            values, start = grads.values(), 0
+            for each, (memory, groups, rates) in zip(captured, optimizers, strict=True):
+                own = slice(start, start + len(memory))
+                each.update(groups, rates, memory, parameters[own], values[own], ok)
+                start += len(memory)
             norm = grads.norm_read
             scale = None
             if scaler is not None and ok is not None:

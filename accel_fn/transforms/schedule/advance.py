@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,34 @@ class Schedule:
         return f"schedule({type(self._advance.scheduler).__name__})"
 
 
+class Schedules:
+    """One schedule for each of several optimizers."""
+
+    def __init__(self, schedules: Mapping[str, Schedule], name: str | None) -> None:
+        self.schedules = schedules
+        self._name = name
+        """Of the optimizer, if the user gave it."""
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        for each in self.schedules.values():
+            state = each(state, report)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that checkpoints hold, by optimizer."""
+        return {name: each.state_dict() for name, each in self.schedules.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what was saved."""
+        for name, each in self.schedules.items():
+            each.load_state_dict(saved[name])
+
+    def signature(self) -> str:
+        """Return what a checkpoint compares."""
+        (kind, *_) = dict.fromkeys(each.signature() for each in self.schedules.values())
+        return kind if self._name is None else f"{kind} of {self._name}"
+
+
 class Rates:
     """The learning rates of an optimizer's groups where they are tensors on the device.
 
@@ -127,7 +155,7 @@ class Rates:
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.advanced = self._shown()
         """Rates, if every update that the host has not read yet was made."""
         self.before = self.advanced
@@ -164,7 +192,7 @@ class Rates:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Others than before, once the optimizer was loaded."""
-        return self._optimizer.param_groups
+        return self.optimizer.param_groups
 
     def _shown(self) -> list[float]:
         return [float(group["lr"]) for group in self._groups()]
@@ -196,9 +224,13 @@ class DeviceSchedule(Schedule):
     def in_plan(
         cls, plan: Plan, advance: Advance, device: torch.device, echo: DelayedRead
     ) -> DeviceSchedule:
-        """The next schedule of a plan."""
-        earlier = [each for each in plan.after_update if isinstance(each, cls)]
-        rates = earlier[0].rates if earlier else Rates(plan.optimizer, device)
+        """The next schedule of an optimizer in a plan."""
+        optimizer = advance.scheduler.optimizer
+        made = [each for entry in plan.after_update for each in _schedules_in(entry)]
+        earlier = [
+            each for each in made if isinstance(each, cls) and each.rates.optimizer is optimizer
+        ]
+        rates = earlier[0].rates if earlier else Rates(optimizer, device)
         return cls(advance, rates, echo, is_first=not earlier)
 
     def __call__(self, state: DistState, report: Report) -> DistState:
@@ -228,3 +260,8 @@ class DeviceSchedule(Schedule):
             if self._is_first:
                 self.rates.advanced = self.rates.before
         self._before = None
+
+
+def _schedules_in(function: object) -> Iterable[object]:
+    """The schedules that a function of a plan is, or holds."""
+    return function.schedules.values() if isinstance(function, Schedules) else (function,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeGuard
 
 from torch.optim import Optimizer
@@ -22,6 +22,7 @@ from accel_fn.transforms.schedule.advance import (
     DeviceSchedule,
     MetricFn,
     Schedule,
+    Schedules,
 )
 
 MultiplierFn = Callable[[int], float]
@@ -29,7 +30,10 @@ MultiplierFn = Callable[[int], float]
 
 @transform
 def schedule(
-    scheduler_or_fn: LRScheduler | MultiplierFn, *, metric: MetricFn | None = None
+    scheduler_or_fn: LRScheduler | MultiplierFn,
+    *,
+    metric: MetricFn | None = None,
+    optimizer: str | None = None,
 ) -> Transform:
     """Advance a learning-rate schedule once for every update that is made.
 
@@ -46,15 +50,17 @@ def schedule(
         metric: for `ReduceLROnPlateau` and transformers' `GreedyLR`, `report -> number`; default:
             the loss of the batch. On an accelerator the scheduler advances by that of the update made
             before, so that nothing waits for it.
+        optimizer: the name of one of the plan's optimizers, whose learning rates a function
+            multiplies; default: those of every one.
 
     Returns:
         A transform.
 
     Raises:
         TypeError: it is neither a scheduler nor a function.
-        ValueError: a scheduler over another optimizer than the plan's; a function that gives
-            no finite number; a `metric` for a scheduler that takes none. In `build`: a function
-            beside another schedule.
+        ValueError: a scheduler over another optimizer than the plan's, or than the one named; a name
+            that no optimizer of the plan has; a function that gives no finite number; a `metric` for a
+            scheduler that takes none. In `build`: a function beside another schedule of its optimizer.
 
     Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also
     where updates may be skipped: the learning rate is then a tensor on the device, chosen there
@@ -75,46 +81,77 @@ def schedule(
         raise ArgumentError(message("schedule", "metric", rule, type(given).__name__))
 
     def check(plan: Plan) -> None:
+        if optimizer is not None and optimizer not in plan.optimizers:
+            rule = f"be the name of one of the plan's, {sorted(plan.optimizers)}"
+            raise PlanError(message("schedule", "optimizer", rule, optimizer))
         over: Any = getattr(given, "optimizer", None)
-        if is_scheduler and not any(over is each for each in plan.optimizers.values()):
+        if is_scheduler and not any(
+            over is each for each in over_optimizers(plan, optimizer).values()
+        ):
+            whose = "the plan's optimizer" if optimizer is None else f"optimizer {optimizer!r}"
             raise PlanError(
-                f"schedule: scheduler_or_fn must be over the plan's optimizer, got a "
+                f"schedule: scheduler_or_fn must be over {whose}, got a "
                 f"{type(given).__name__} over another {type(over).__name__}"
             )
 
-    return fill(check=check, after_update=ScheduleSlot(scheduled, by=given, metric=metric))
+    settings = {} if optimizer is None else {"optimizer": optimizer}
+    slot = ScheduleSlot(scheduled, by=given, metric=metric, **settings)
+    return fill(check=check, after_update=slot)
+
+
+def over_optimizers(plan: Plan, name: str | None, by: Any = None) -> Mapping[str, Optimizer]:
+    """The optimizers that a schedule moves: the one named, a scheduler's own, or all."""
+    own = getattr(by, "optimizer", None)
+    return {
+        each: optimizer
+        for each, optimizer in plan.optimizers.items()
+        if name in (None, each) and own in (None, optimizer)
+    }
 
 
 class ScheduleSlot(Stateful):
     """`scheduled` with its settings."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse a function beside another schedule."""
+        """Refuse a function beside another schedule of the same optimizer."""
         slots = [each for each in plan.after_update if isinstance(each, ScheduleSlot)]
-        all_of_plan = [each.keywords["by"] for each in slots]
-        schedulers = [each for each in all_of_plan if hasattr(each, "optimizer")]
-        if len(all_of_plan) > 1 and len(schedulers) < len(all_of_plan):
-            raise PlanError(
-                "build: schedule must stand alone in a plan where it is given a function, which sets "
-                f"the learning rate whatever another has made of it, got {len(all_of_plan)} schedules; "
-                "give one function, the product"
-            )
+        for name in over_optimizers(plan, self.keywords.get("optimizer"), self.keywords["by"]):
+            alike = [each.keywords["by"] for each in slots if name in each.names(plan)]
+            schedulers = [each for each in alike if hasattr(each, "optimizer")]
+            if len(alike) > 1 and len(schedulers) < len(alike):
+                raise PlanError(
+                    "build: schedule must stand alone in a plan where it is given a function, which sets "
+                    f"the learning rate whatever another has made of it, got {len(alike)} schedules; "
+                    "give one function, the product, or name different optimizers"
+                )
+
+    def names(self, plan: Plan) -> Collection[str]:
+        """The names of the optimizers that it moves."""
+        return over_optimizers(plan, self.keywords.get("optimizer"), self.keywords["by"]).keys()
 
 
 def scheduled(
-    state: DistState, plan: Plan, *, by: LRScheduler | MultiplierFn, metric: MetricFn | None = None
+    state: DistState,
+    plan: Plan,
+    *,
+    by: LRScheduler | MultiplierFn,
+    metric: MetricFn | None = None,
+    optimizer: str | None = None,
 ) -> UpdateFn:
     """Make the function that advances the schedule of one step."""
-    advance: Advance
-    if heeds_metric(by):
-        advance = AdvanceByMetric(by, metric or (lambda report: report.loss))
-    else:
-        given = by if isinstance(by, LRScheduler) else LambdaLR(plan.optimizer, _checked(by))
-        advance = Advance(given)
-    always = plan.always_applies(state)
-    if not always and state.device.type != "cpu" and takes_factor(plan.optimizer):
-        return DeviceSchedule.in_plan(plan, advance, state.device, DelayedRead())
-    return Schedule(advance, always=always)
+    made: dict[str, Schedule] = {}
+    for name, each in over_optimizers(plan, optimizer, by).items():
+        advance: Advance
+        if heeds_metric(by):
+            advance = AdvanceByMetric(by, metric or (lambda report: report.loss))
+        else:
+            advance = Advance(by if isinstance(by, LRScheduler) else LambdaLR(each, _checked(by)))
+        always = plan.always_applies(state)
+        if not always and state.device.type != "cpu" and takes_factor(each):
+            made[name] = DeviceSchedule.in_plan(plan, advance, state.device, DelayedRead())
+        else:
+            made[name] = Schedule(advance, always=always)
+    return Schedules(made, optimizer) if len(plan.optimizers) > 1 else next(iter(made.values()))
 
 
 def heeds_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
