@@ -35,6 +35,7 @@ from accel_fn.step.contents import (
     targets_for,
     under,
 )
+from accel_fn.step.optimizer_modes import in_train_mode
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
@@ -149,6 +150,11 @@ class _Loading:
         checks.check_model(self._before.tensors, "load")
         self._path, self._steps, self._state, self._extras = path, steps, state, extras
         self._random = random_state(state.device)
+        self._training = [
+            optimizer
+            for each in steps.values()
+            for optimizer in in_train_mode(each.plan.optimizers.values())
+        ]
         self.manifest = read_manifest(path)
         check_sizes(path, self.manifest)
         self._is_known = state.rank < self.manifest.world_size
@@ -234,7 +240,10 @@ class _Loading:
                 self.manifest.world_size,
                 self._state.world_size,
             )
-        return self._put_back()
+        loaded = self._put_back()
+        for optimizer in self._training:  # what was saved is in eval mode
+            optimizer.train()
+        return loaded
 
     def undo(self) -> None:
         for name, step in self._steps.items():

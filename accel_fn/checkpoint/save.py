@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from accel_fn.step.contents import (
     notes_of,
     scale_to_dict,
 )
+from accel_fn.step.optimizer_modes import in_eval_mode
 from accel_fn.step.step import Step
 
 EXTRA = "extras/"
@@ -54,7 +56,8 @@ def save(
     Saved are parameters and buffers, the optimizer, the loss scale, the state of
     transforms, `state.step` and seed, every rank's random generators, and the extras. The
     checkpoint has its name once all of it is on the disk: whenever the run is killed, a
-    reader finds it whole or not at all.
+    reader finds it whole or not at all. An optimizer with train and eval modes is saved in
+    eval mode, and is back in train mode when `save` returns.
 
     Args:
         folder: of this run's checkpoints, on a file system that all machines share; made if needed.
@@ -92,7 +95,7 @@ def save(
     check_state("save", state)
     steps, extras = named_steps(step), {} if extras is None else extras
 
-    def check() -> tuple[Path, Contents]:
+    def check_arguments() -> Path:
         home = Path(check_folder("save", folder)).absolute()
         check_hashing("save")
         checks.check_steps(steps, "save")
@@ -103,41 +106,57 @@ def save(
         checks.check_extras(extras, "save")
         for each in steps.values():
             checks.check_plan(each.plan, "check_saved")
-        contents = contents_of(steps)
-        checks.check_model(contents.tensors, "save")
-        return home, contents
+        return home
 
-    home, contents = all_or_none(check, state, "save")
+    home = all_or_none(check_arguments, state, "save")
     given: dict[str, object] = {"folder": os.fspath(folder), "step": sorted(steps)}
     given |= {"extras": sorted(extras)}
     given |= {"state.step": state.step, "keep": keep, "keep_every": keep_every, "wait": wait}
     checks.check_same(given, state, "save")
-    notes = notes_of(steps)
-    finish_writing(notes, state, "save")
-    head = _head(state, steps, contents)
-    draft = Draft(home, head, keep, keep_every, notes.get("resumed_from"))
+    finish_writing(notes_of(steps), state, "save")
+    with in_eval_mode(
+        chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
+    ):
+        contents = all_or_none(lambda: _contents(steps), state, "save")
+        head = _head(state, steps, contents)
+        draft = Draft(home, head, keep, keep_every, notes_of(steps).get("resumed_from"))
+        _write(draft, contents, extras, state, notes_of(steps), wait=wait)
+    return draft.final
+
+
+def _contents(steps: Mapping[str, Step]) -> Contents:
+    contents = contents_of(steps)
+    checks.check_model(contents.tensors, "save")
+    return contents
+
+
+def _write(
+    draft: Draft,
+    contents: Contents,
+    extras: Mapping[str, Any],
+    state: DistState,
+    notes: dict[str, Any],
+    *,
+    wait: bool,
+) -> None:
+    """Write all, or copy it and start to write."""
     all_or_none(lambda: _begin(draft, state, notes), state, "save")
     try:
         share = _share(state, contents, extras)
-        if not wait:
-            background = notes.setdefault("background", Background())
-            locks = notes.get("locks")
-            writing = all_or_none(
-                lambda: background.copy(share, draft, state, locks), state, "save"
-            )
-            all_or_none(lambda: background.start(writing), state, "save")
-            return draft.final
-        written = exchange(
-            all_or_none(lambda: share.write(draft.path), state, "save"), state, "save"
-        )
-        all_or_none(lambda: draft.commit(written) if state.is_main else None, state, "save")
+        if wait:
+            written = all_or_none(lambda: share.write(draft.path), state, "save")
+            every = exchange(written, state, "save")
+            all_or_none(lambda: draft.commit(every) if state.is_main else None, state, "save")
+            return
+        background, locks = notes.setdefault("background", Background()), notes.get("locks")
+        writing = all_or_none(lambda: background.copy(share, draft, state, locks), state, "save")
+        all_or_none(lambda: background.start(writing), state, "save")
     except BaseException:
         if state.is_main:
             draft.discard()
         if "background" in notes:
             notes["background"].drop()
         raise
-    return draft.final
 
 
 def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:

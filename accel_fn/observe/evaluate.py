@@ -28,6 +28,7 @@ from accel_fn.errors import (
 from accel_fn.observe.metrics import NOTHING, Totals, added, means, totals_of, widest
 from accel_fn.step.loss_module import Metrics, loss_module_of, run_forward, run_placed
 from accel_fn.step.microbatches import microbatches
+from accel_fn.step.optimizer_modes import in_eval_mode
 from accel_fn.step.step import Step
 
 Metric = Tensor | tuple[float | Tensor, float | Tensor]
@@ -45,7 +46,8 @@ def evaluate(
     """Metrics over every sample of a loader, once, and over all ranks: sums over counts.
 
     Runs under the step's placement, micro-batches and autocast, without
-    gradients, with the model in evaluation mode for the time being. Ranks add
+    gradients, with the model in evaluation mode for the time being, and so are optimizers that
+    have train and eval modes, as schedule-free ones. Ranks add
     up sums and counts, never means, so the result does not depend on how the
     samples are spread over batches and ranks.
 
@@ -121,7 +123,8 @@ def _totals(
     totals: Totals = {}
     batches = iter(loader)
     try:
-        with bar as shown, _evaluation_mode(step.strategy.loss_module), torch.no_grad():
+        modes = in_eval_mode(step.plan.optimizers.values())
+        with bar as shown, _evaluation_mode(step.strategy.loss_module), modes, torch.no_grad():
             for batch in batches:
                 for found in _measured(step, state, metric_fn, batch):
                     totals = added(totals, found)

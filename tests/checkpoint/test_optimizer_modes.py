@@ -1,0 +1,124 @@
+"""Optimizers with train and eval modes: save, load and evaluate switch them, and back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import accel_fn as af
+from accel_fn.checkpoint.weights.export import export_model
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+schedulefree = pytest.importorskip("schedulefree")
+KINDS = {
+    "AdamW": lambda parameters: schedulefree.AdamWScheduleFree(parameters, lr=0.1),
+    "SGD": lambda parameters: schedulefree.SGDScheduleFree(parameters, lr=0.1),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+INPUTS = torch.linspace(-1, 1, 12).double().reshape(4, 3)
+BATCH = (INPUTS, INPUTS.sum(dim=1, keepdim=True))
+
+
+def make(kind, seed=0, state=None, wrap=None):
+    model = ours.regression_model(seed)
+    optimizer = kind(model.parameters())
+    optimizer.train()
+    plan = (wrap or af.wrap_ddp())(af.Plan(ours.mse, model, optimizer))
+    return af.build(state or af.DistState(), plan)
+
+
+def train(state, step, count=3):
+    part = tuple(each[state.rank :: state.world_size] for each in BATCH)
+    for _ in range(count):
+        state, _ = step(state, part)
+    return state
+
+
+def weights(step):
+    return {name: each.clone() for name, each in ours.whole(step.plan.model.state_dict()).items()}
+
+
+def by_hand(kind, count=3):
+    """Parameters in train and in eval mode."""
+    model = ours.regression_model()
+    optimizer = kind(model.parameters())
+    optimizer.train()
+    for _ in range(count):
+        optimizer.zero_grad()
+        ours.mse(model, BATCH).backward()
+        optimizer.step()
+    training = copy.deepcopy(model.state_dict())
+    optimizer.eval()
+    return training, model
+
+
+@each_kind
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_is_saved_and_measured_is_in_eval_mode_and_training_goes_on(tmp_path, kind, wait):
+    state, step = make(kind)
+    state = train(state, step)
+    training, evaluated = by_hand(kind)
+    loss = af.evaluate(step, DataLoader([*zip(*BATCH, strict=True)], 2), state)["loss"]
+    assert loss == pytest.approx(float(ours.mse(evaluated, BATCH).detach()), rel=1e-12)
+    path = af.save(tmp_path, state, step, wait=wait)
+    ours.assert_close(weights(step), training)
+    train(state, step, 1)  # which an optimizer in eval mode refuses
+    ours.assert_close(weights(step), by_hand(kind, 4)[0])
+    af.load(tmp_path, state, step)
+    export_model(path, tmp_path / "weights", "", 10**9)
+    exported = ours.regression_model(5)
+    af.load_model(exported, tmp_path / "weights")
+    ours.assert_close(exported.state_dict(), evaluated.state_dict())
+
+
+@each_kind
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_run_resumes_to_the_bit(tmp_path, kind, steps_before):
+    state, step = make(kind)
+    state = train(state, step)
+    af.save(tmp_path, state, step)
+    other_state, other = make(kind, 7)
+    other_state = af.load(tmp_path, train(other_state, other, steps_before), other)
+    ours.assert_identical(weights(other), weights(step))
+    for each in (step, other):
+        train(state, each)
+    ours.assert_identical(weights(other), weights(step))
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
+def test_ranks_are_one_rank_and_resume_in_one(tmp_path, wrap):
+    kind = KINDS["AdamW"]
+
+    def run(state):
+        state, step = make(kind, state=state, wrap=wrap())
+        state = train(state, step)
+        af.save(tmp_path, state, step)
+        train(state, step)
+        return weights(step)
+
+    found = simulate(run, world_size=2)[0]
+    state, step = make(kind, 7)
+    state = af.load(tmp_path, state, step)
+    train(state, step)
+    ours.assert_close(weights(step), found)
+    ours.assert_close(found, by_hand(kind, 6)[0])
+
+
+def test_one_in_eval_mode_stays_so_and_one_whose_save_failed_is_back_in_train_mode(tmp_path):
+    state, step = make(KINDS["AdamW"])
+    state = train(state, step)
+    (tmp_path / "file").touch()
+    with pytest.raises(af.AccelError, match="can be written to"):
+        af.save(tmp_path / "file", state, step)
+    assert step.plan.optimizer.param_groups[0]["train_mode"]
+    ours.assert_close(weights(step), by_hand(KINDS["AdamW"])[0])
+    step.plan.optimizer.eval()
+    before = weights(step)
+    af.save(tmp_path / "run", state, step)
+    af.load(tmp_path / "run", state, step)
+    ours.assert_identical(weights(step), before)
+    assert not step.plan.optimizer.param_groups[0]["train_mode"]
