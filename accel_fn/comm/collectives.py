@@ -15,6 +15,14 @@ from torch.utils import _pytree as pytree
 from accel_fn.base.mappings import opened
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
+from accel_fn.comm.differentiable import (
+    detached_in_no_grad,
+    eager,
+    in_graph,
+    inexact,
+    refuse_inexact,
+    with_gradients,
+)
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -29,8 +37,12 @@ from accel_fn.errors import (
 T = TypeVar("T")
 
 
+@eager
 def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     """Send the tree of rank `source` to every rank.
+
+    A gradient goes through its tensors: in the backward it is summed over the ranks, for the source.
+    In a loss, every rank must then give a tensor with a graph.
 
     Args:
         tree: a tree of tensors and picklable values; only the source's counts.
@@ -43,7 +55,8 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
 
     Raises:
         ValueError: `source` is no rank of this world, or not the same on every rank; or, on the
-            source, its tree holds a leaf that cannot be sent.
+            source, its tree holds a leaf that cannot be sent, or, in a loss under training, a
+            tensor with a graph beside `accumulate`, `reproducible` or `local_sgd`.
         RuntimeError: another rank was given such an argument.
 
     Cost: two small collectives, then one broadcast a tensor.
@@ -54,23 +67,38 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     """
     check_state("broadcast", state)
     leaves, structure = pytree.tree_flatten(opened(tree))
+    problem = inexact("broadcast", leaves, state)
 
     def checked() -> tuple[int, bytes]:
         _check_source(source, state)
+        refuse_inexact("broadcast", problem)
         return source, _pickled(leaves, structure) if state.rank == source else b""
 
     if state.world_size == 1:
         _check_source(source, state)
-        return tree
+        refuse_inexact("broadcast", problem)
+        return cast("T", detached_in_no_grad(tree))
     every = agreed(checked, state, "broadcast", leaves)
     rule = "broadcast: source must be the same on every rank"
     check_alike([each for each, _ in every], rule, error=ArgumentError)
     sent, structure = pytree.tree_flatten(opened(pickle.loads(every[source][1])))
+    in_graphs = []
     for place, hole in enumerate(sent):
         if isinstance(hole, _Hole):
             given = leaves[place].detach() if state.rank == source else None
             sent[place] = hole.filled(given, state.device)
             primitives.broadcast(sent[place], state, source, "broadcast")
+            in_graphs += [place] if hole.in_graph else []
+    is_source = state.rank == source
+    found = with_gradients(
+        [sent[place] for place in in_graphs],
+        [leaves[place] for place in in_graphs] if is_source else list(filter(in_graph, leaves)),
+        lambda place, total: total.to(leaves[in_graphs[place]].device) if is_source else None,
+        state,
+        "broadcast",
+    )
+    for place, tensor in zip(in_graphs, found, strict=True):
+        sent[place] = tensor
     return cast("T", pytree.tree_unflatten(sent, structure))
 
 
@@ -99,13 +127,15 @@ class _Hole:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    in_graph: bool = False
+    """Does a gradient go through it?"""
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Hole:
         if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
             got = f"{type(tensor).__name__} of layout {tensor.layout}"
             raise BatchError(message("broadcast", "tree", "hold dense tensors", got))
-        return cls(tensor.dtype, tuple(tensor.shape))
+        return cls(tensor.dtype, tuple(tensor.shape), in_graph(tensor))
 
     def filled(self, given: Tensor | None, device: torch.device) -> Tensor:
         """Return a new tensor that fits: a copy of the one given, else an empty one."""
@@ -113,6 +143,7 @@ class _Hole:
         return empty if given is None else empty.copy_(given)
 
 
+@eager
 def barrier(state: DistState) -> None:
     """Wait until every rank has called this.
 
@@ -126,6 +157,7 @@ def barrier(state: DistState) -> None:
         primitives.exchange(None, state, "barrier")
 
 
+@eager
 def on_main(fn: Callable[[], T], state: DistState) -> T:
     """Run `fn` on the main rank alone; return its result, or raise its exception, on all ranks.
 

@@ -14,12 +14,21 @@ from accel_fn.base.mappings import opened
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
+from accel_fn.comm.differentiable import (
+    detached_in_no_grad,
+    eager,
+    in_graph,
+    inexact,
+    is_training,
+    with_gradients,
+)
 from accel_fn.comm.gather_items import pack, typed, unpack
 from accel_fn.errors import BatchError, check_alike
 
 T = TypeVar("T")
 
 
+@eager
 def gather(tree: T, state: DistState) -> T:
     """Join the rows of all ranks, on all ranks, in data-set order.
 
@@ -32,6 +41,10 @@ def gather(tree: T, state: DistState) -> T:
     tuples, mappings and what is registered with torch's pytree are structure. A pair of
     tensors that torch has collated is a list: pass `tuple(batch)`.
 
+    A gradient goes through joined tensors, not through items of lists: in the backward it is summed
+    over the ranks, and each gets that of its rows. So a loss over the rows of all ranks trains as it
+    does in one process; all ranks must run its backward.
+
     Args:
         tree: a tree of tensors [num_rows, ...] and lists, of one structure on all ranks; dtypes and
             trailing dimensions of tensors agree.
@@ -43,11 +56,14 @@ def gather(tree: T, state: DistState) -> T:
 
     Raises:
         ValueError: on every rank alike, before any data moves: structures,
-            dtypes or trailing dimensions differ, an item cannot be pickled, or a leaf has no rows.
+            dtypes or trailing dimensions differ, an item cannot be pickled, or a leaf has no rows. In a
+            loss under training: beside `accumulate` or `reproducible`, which give it a part of the
+            batch; of a tensor with a graph under `no_grad` or `detach`, or beside `local_sgd`.
 
     Cost: two small collectives for shapes and lists, then one all-gather for
     tensors on the host and one for those on the device, of world_size times the
-    largest part; one host synchronisation.
+    largest part; one host synchronisation. The backward: one small collective, and one all-reduce a
+    tensor.
 
     >>> import torch, accel_fn as af
     >>> af.gather({"scores": torch.arange(3), "names": ["a", "b", "c"]}, af.DistState())
@@ -56,18 +72,50 @@ def gather(tree: T, state: DistState) -> T:
     check_state("gather", state)
     leaves, structure = pytree.tree_flatten(opened(tree, _is_list), is_leaf=_is_list)
     described = [_describe(leaf) for leaf in leaves]
-    form = str(structure), [leaf for leaf, _ in described]
+    problem = inexact("gather", leaves, state, joins_rows=True)
+    form = str(structure), [leaf for leaf, _ in described], problem
     every = primitives.exchange(form, state, "gather", leaves)
     _check(every)
     if state.world_size == 1:
-        return tree
+        return cast("T", detached_in_no_grad(tree))
     tensors = [tensor for _, held in described for tensor in held]
-    parts = [iter(each) for each in _all_bytes(tensors, [leaves for _, leaves in every], state)]
+    parts = [iter(each) for each in _all_bytes(tensors, [each[1] for each in every], state)]
+    columns = list(zip(*[each[1] for each in every], strict=True))
     joined = [
-        _join(leaf, [each[place] for _, each in every], parts, state)
-        for place, leaf in enumerate(leaves)
+        _join(leaf, column, parts, state) for leaf, column in zip(leaves, columns, strict=True)
     ]
+    _put_into_graph(joined, leaves, columns, state)
+    joined = [_typed_like(leaf, each) for leaf, each in zip(leaves, joined, strict=True)]
     return cast("T", pytree.tree_unflatten(joined, structure))
+
+
+def _put_into_graph(
+    joined: list[Any], leaves: Sequence[Any], columns: Sequence[Sequence[_Leaf]], state: DistState
+) -> None:
+    """Let gradients of joined rows reach the ranks whose rows they are."""
+    places = [
+        place for place, column in enumerate(columns) if any(leaf.in_graph for leaf in column)
+    ]
+    counts = [[leaf.specs[0].shape[0] for leaf in columns[place]] for place in places]
+
+    def own_rows(place: int, gradient: Tensor) -> Tensor:
+        start = sum(counts[place][: state.rank])
+        own = gradient[start : start + counts[place][state.rank]]
+        return own.to(leaves[places[place]].device)
+
+    found = with_gradients(
+        [joined[place] for place in places],
+        [leaves[place] for place in places],
+        own_rows,
+        state,
+        "gather",
+    )
+    for place, tensor in zip(places, found, strict=True):
+        joined[place] = tensor
+
+
+def _typed_like(leaf: Any, joined: Any) -> Any:
+    return typed(joined, type(leaf), vars(leaf)) if isinstance(leaf, Tensor) else joined
 
 
 def _is_list(node: Any) -> bool:
@@ -97,6 +145,8 @@ class _Leaf:
     items: bytes = b""
     problem: str = ""
     """Why it cannot be joined."""
+    in_graph: bool = False
+    """Does a gradient go through it?"""
 
 
 def _describe(leaf: Any) -> tuple[_Leaf, list[Tensor]]:
@@ -123,18 +173,21 @@ def _describe(leaf: Any) -> tuple[_Leaf, list[Tensor]]:
             got = f"a {type(tensor).__name__} of layout {tensor.layout}"
             return _Leaf(kind, problem=f"hold dense tensors, got {got}"), []
     specs = [_Spec(t.dtype, tuple(t.shape), t.device.type == "cpu") for t in tensors]
-    return _Leaf(kind, tuple(specs), items), tensors
+    if not isinstance(leaf, Tensor) and any(map(in_graph, tensors)) and is_training():
+        rule = "hold lists of tensors that need no gradient where a loss is computed"
+        return _Leaf(kind, problem=f"{rule}, got one that does; stack them, or detach them"), []
+    return _Leaf(kind, tuple(specs), items, in_graph=in_graph(leaf)), tensors
 
 
-def _check(every: Sequence[tuple[str, list[_Leaf]]]) -> None:
+def _check(every: Sequence[tuple[str, list[_Leaf], str]]) -> None:
     """Raise on all ranks alike unless the trees of all ranks fit together and can be joined."""
     rule = "gather: tree must have one structure, and one dtype and trailing shape a leaf, on every rank"
-    check_alike([[leaf.kind for leaf in leaves] for _, leaves in every], rule, error=BatchError)
-    check_alike([structure for structure, _ in every], rule, error=BatchError)
-    for _, leaves in every:
-        for leaf in leaves:
-            if leaf.problem:
-                raise BatchError(f"gather: tree must {leaf.problem}")
+    check_alike([[leaf.kind for leaf in leaves] for _, leaves, _ in every], rule, error=BatchError)
+    check_alike([structure for structure, _, _ in every], rule, error=BatchError)
+    for _, leaves, problem in every:
+        for each in (*(leaf.problem for leaf in leaves), problem):
+            if each:
+                raise BatchError(f"gather: tree must {each}")
 
 
 def _all_bytes(
@@ -187,7 +240,7 @@ def _join(
         device = leaf.device if leaf.device.type == "cpu" else state.device
         whole = torch.cat([next(part).to(device) for part in parts]).view(leaf.dtype)
         num_rows = sum(each.specs[0].shape[0] for each in leaves)
-        return typed(whole.view(num_rows, *leaf.shape[1:]), type(leaf), vars(leaf))
+        return whole.view(num_rows, *leaf.shape[1:])
     items: list[Any] = []
     for each, part in zip(leaves, parts, strict=True):
         tensors = [

@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from accel_fn.base.batch import tensors_of
 from accel_fn.base.mappings import opened
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import agreed
+from accel_fn.comm.differentiable import (
+    detached_in_no_grad,
+    eager,
+    in_graph,
+    inexact,
+    refuse_inexact,
+    with_gradients,
+)
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, check_alike, message
 
 T = TypeVar("T")
@@ -33,12 +42,14 @@ _SUMMED_AS = {
 """By dtype, for those that backends refuse, or sum as if they were another."""
 
 
+@eager
 def reduce_sum(tree: T, state: DistState) -> T:
     """Sum over the ranks, leaf by leaf, on all ranks.
 
     Python integers are summed exactly, however large, and booleans with them as 0 and 1.
     A tensor is summed in its dtype: integers wrap around where they would there, and a
-    bool tensor is true where any rank's is.
+    bool tensor is true where any rank's is. A gradient goes through it: in the backward it is
+    summed over the ranks.
 
     Args:
         tree: a tree of tensors of one shape and dtype on all ranks, in memory
@@ -51,11 +62,12 @@ def reduce_sum(tree: T, state: DistState) -> T:
 
     Raises:
         ValueError: before any data moves: structures, shapes or dtypes differ, on every
-            rank alike; or this rank's tree holds something else.
+            rank alike; or this rank's tree holds something else. In a loss under training: a
+            tensor with a graph beside `accumulate`, `reproducible` or `local_sgd`.
         RuntimeError: another rank's tree holds something else.
 
     Cost: two small collectives for the check, by which numbers travel too, then one
-    all-reduce a tensor.
+    all-reduce a tensor; for those with a graph one more in the backward, and a small collective.
 
     >>> import accel_fn as af
     >>> af.reduce_sum({"right": 9, "seen": 10}, af.DistState())
@@ -63,15 +75,18 @@ def reduce_sum(tree: T, state: DistState) -> T:
     """
     check_state("reduce_sum", state)
     if state.world_size == 1:
-        return tree
+        refuse_inexact("reduce_sum", inexact("reduce_sum", tensors_of(tree), state))
+        return cast("T", detached_in_no_grad(tree))
     return cast("T", _reduced(tree, state, "reduce_sum", _kind_of_sum, 1, list))
 
 
+@eager
 def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
     """Weighted mean over the ranks, leaf by leaf, on all ranks.
 
     A mean of per-rank means is the mean over all items only if every rank's
-    mean is weighted by its number of items: give that as `weight`.
+    mean is weighted by its number of items: give that as `weight`. A gradient goes through it,
+    times the rank's share: in the backward it is summed over the ranks.
 
     Args:
         tree: a tree of floating-point tensors of one shape and dtype on all
@@ -87,7 +102,7 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
     Raises:
         ValueError: on every rank alike: structures, shapes or dtypes differ, a weight is
             negative or not finite, or their sum is not finite or 0; or this rank's
-            tree or weight is of something else.
+            tree or weight is of something else. In a loss: as `reduce_sum`.
         RuntimeError: another rank's tree or weight is of something else.
 
     Cost: as `reduce_sum`.
@@ -99,7 +114,8 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
     check_state("reduce_mean", state)
     if state.world_size == 1:
         _shares([_number(weight)])
-        return tree
+        refuse_inexact("reduce_mean", inexact("reduce_mean", tensors_of(tree), state))
+        return cast("T", detached_in_no_grad(tree))
     return cast("T", _reduced(tree, state, "reduce_mean", _kind_of_mean, weight, _shares))
 
 
@@ -113,17 +129,20 @@ def _reduced(
 ) -> Any:
     """Sum each leaf over the ranks, times the share of its rank in the weights of all."""
     leaves, structure = pytree.tree_flatten(opened(tree))
+    problem = inexact(function, leaves, state)
 
-    def described() -> tuple[float, tuple[str, list[str]], list[float]]:
+    def described() -> tuple[float, tuple[str, list[str]], list[float], list[bool]]:
         form = str(structure), [kind_of(leaf) for leaf in leaves]
+        refuse_inexact(function, problem)
         values = [
             float(leaf) if isinstance(leaf, float) else int(leaf)
             for leaf in leaves
             if not isinstance(leaf, Tensor)
         ]
-        return _number(weight), form, values
+        return _number(weight), form, values, [in_graph(leaf) for leaf in leaves]
 
-    weights, forms, values = zip(*agreed(described, state, function, leaves), strict=True)
+    every = agreed(described, state, function, leaves)
+    weights, forms, values, graphs = zip(*every, strict=True)
     rule = "must have one structure, and one shape and dtype a leaf, on every rank"
     check_alike(forms, f"{function}: tree {rule}", error=BatchError)
     shares = shares_of(weights)
@@ -137,6 +156,16 @@ def _reduced(
         else:
             pairs = zip(shares, next(columns), strict=True)
             totals.append(sum(share * value for share, value in pairs if share))
+    places = [place for place, ranks in enumerate(zip(*graphs, strict=True)) if any(ranks)]
+    found = with_gradients(
+        [totals[place] for place in places],
+        [leaves[place] for place in places],
+        lambda place, gradient: (gradient * shares[state.rank]).to(leaves[places[place]].device),
+        state,
+        function,
+    )
+    for place, total in zip(places, found, strict=True):
+        totals[place] = total
     return pytree.tree_unflatten(totals, structure)
 
 

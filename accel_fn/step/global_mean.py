@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.comm import primitives
+from accel_fn.comm.differentiable import TRAINING
 from accel_fn.errors import BatchError
 from accel_fn.step.loss_module import Metrics
 from accel_fn.step.metric_sums import Layout, MetricSums, differing_elsewhere
@@ -24,6 +26,10 @@ class GlobalMean:
     is w * world_size / w_total, so that an average over the ranks is the mean over the
     global batch. If a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
     """
+
+    is_exact_over_ranks = True
+    """May a loss hold a collective that a gradient goes through?"""
+    is_split_alike = False
 
     def __init__(
         self,
@@ -45,6 +51,8 @@ class GlobalMean:
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
         self._total: float | None = None
         self.own_weight = sum(weights)
+        self.num_microbatches = len(weights)
+        TRAINING.batch = ref(self)
         self.stop = stop
         """Once the total is known: has a function on any rank asked the run to end?"""
         if state.world_size == 1:

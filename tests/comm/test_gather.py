@@ -251,7 +251,7 @@ def test_a_world_of_one_gets_its_own_tree():
     assert af.gather(tree, ALONE) is tree
 
 
-def test_tensors_come_back_detached_and_of_their_own_type():
+def test_tensors_of_items_come_back_detached_and_all_of_their_own_type():
     """And of a view, what is seen of it: the buffer behind stays where it is."""
 
     def run(state):

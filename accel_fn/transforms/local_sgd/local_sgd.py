@@ -144,6 +144,8 @@ class LocalGradients(Strategy):
 class OwnMean(GlobalMean):
     """A share is of this rank's items alone. Nothing is awaited before the last backward has started."""
 
+    is_exact_over_ranks = False
+
     def share(self, weight: float) -> float:
         """Return the factor that the backward of a micro-batch of this weight starts from."""
         return weight / self.own_weight if weight else 0.0

@@ -14,6 +14,7 @@ from accel_fn.base.rng import kept_random, key_random
 from accel_fn.base.split_batch import part_sizes, split_rows
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
+from accel_fn.comm.differentiable import loss_of
 from accel_fn.errors import BatchError, LossError, PlanError, message
 from accel_fn.step.global_mean import checked_total, seed_of
 from accel_fn.step.grads import Grads
@@ -44,6 +45,8 @@ class VirtualRanks(Strategy):
     What is added up, and in which order, does not depend on the number of ranks.
     """
 
+    is_exact_over_ranks = is_split_alike = True
+
     def __init__(
         self,
         state: DistState,
@@ -56,7 +59,7 @@ class VirtualRanks(Strategy):
         if state.world_size > 1:
             for tensor in [*module.parameters(), *module.buffers()]:
                 primitives.broadcast(tensor.detach(), state, 0, "build")
-        self.num_virtual_ranks = num_virtual_ranks
+        self.num_virtual_ranks = self.num_microbatches = num_virtual_ranks
         self._tracking = tracking_modules(loss_module_of(module).model)
         self._differing: LossError | None = None
         """Error in the metrics that this rank has found in this step."""
@@ -96,7 +99,7 @@ class VirtualRanks(Strategy):
             return zero, none, [torch.zeros_like(each) for each in self._trained]
         tree, first = Tree(), state.rank * len(slices)
         metrics = [MetricSums() for _ in slices]
-        with self._watched(plan, state), kept_random(state.device):
+        with self._watched(plan, state), kept_random(state.device), loss_of(self):
             for number, ((parts, weights), sums) in enumerate(zip(slices, metrics, strict=True)):
                 key_random(state, first + number)
                 tree.add(self._summed(plan, state, parts, weights, total, sums))

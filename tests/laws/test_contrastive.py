@@ -1,0 +1,158 @@
+"""A loss over the rows of all ranks has the gradient of one process."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+from tests import strategies as ours
+from tests.compilers import MARKS
+from tests.laws.test_worlds import wrap_by_hand
+from tests.processes import launch
+
+
+def one_process(model, batch):
+    """Contrastive, with a batch norm by hand and a temperature of the first sample; no rank is known."""
+    inputs, targets = batch
+    out = model(inputs)
+    keys = F.normalize(torch.cat([out, inputs], 1))
+    spread = (out - out.mean()).square().sum() / 7
+    rows = F.cross_entropy(
+        keys @ keys.T * out[0].square(), torch.arange(len(out)), reduction="none"
+    )
+    return (rows + (out - targets).square().squeeze(1) * spread).mean()
+
+
+def all_ranks(state):
+    """The same: this rank's rows against those of all."""
+
+    def loss_fn(model, batch):
+        inputs, targets = batch
+        out = model(inputs)
+        own = F.normalize(torch.cat([out, inputs], 1))
+        keys = af.gather({"keys": own, "unused": out}, state)["keys"]
+        mean = af.reduce_mean({"mean": out.mean()}, state, weight=len(out))["mean"]
+        spread = af.reduce_sum((out - mean).square().sum(), state) / 7
+        scale = af.broadcast(out[0].square(), state)
+        first = sum(af.gather([len(out)], state)[: state.rank])
+        labels = first + torch.arange(len(out))
+        rows = F.cross_entropy(own @ keys.T * scale, labels, reduction="none")
+        return (rows + (out - targets).square().squeeze(1) * spread).mean()
+
+    return loss_fn
+
+
+def put_back_by_hand(state):
+    """The loss of the whole batch on every rank, its own rows put in their place."""
+
+    def loss_fn(model, batch):
+        out = model(batch[0])
+        every = af.gather((out, *batch), state)
+        first = sum(af.gather([len(out)], state)[: state.rank])
+        every[0][first : first + len(out)] = out
+        return one_process(lambda _: every[0], every[1:])
+
+    return loss_fn
+
+
+def trained(state, loss_of, parts, wrap):
+    model = ours.regression_model()
+    plan = af.Plan(loss_of(state), model, ours.sgd(model.parameters()))
+    state, step = af.build(state, af.compose(af.place(), wrap)(plan))
+    losses = []
+    for batch in parts[state.rank]:
+        state, report = step(state, batch)
+        losses.append(float(report.loss))
+    return losses, ours.whole(model.state_dict())
+
+
+@st.composite
+def dealt(draw):
+    """Global batches, and parts of at least a row for every rank."""
+    batches = draw(strategies.batches(num_batches=2))
+    world_size = draw(strategies.world_sizes(min(4, *map(af.num_samples, batches))))
+    extra = [
+        draw(strategies.uneven_parts(af.num_samples(batch) - world_size, world_size))
+        for batch in batches
+    ]
+    return batches, [[1 + size for size in sizes] for sizes in extra]
+
+
+WRAPPERS = {"wrap_ddp": af.wrap_ddp(), "by hand": wrap_by_hand, "wrap_fsdp": af.wrap_fsdp()}
+
+
+@pytest.mark.parametrize("loss_of", [all_ranks, put_back_by_hand])
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@given(dealt=dealt())
+@example(dealt=([(torch.eye(3).double(), torch.ones(3, 1).double())], [[1, 2]]))
+def test_a_loss_over_all_rows_trains_as_in_one_process(loss_of, wrap, dealt):
+    batches, sizes = dealt
+    losses, expected = ours.trained_by_hand(
+        ours.regression_model(), batches, loss_fn=one_process, optimizer=ours.sgd
+    )
+    parts = ours.dealt(batches, sizes)
+    ranks = simulate(lambda state: trained(state, loss_of, parts, wrap), world_size=len(parts))
+    for found, actual in ranks:
+        ours.assert_close(actual, expected)
+        assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
+
+
+KINDS = {
+    "compiled": af.compose(af.wrap_ddp(), af.compiled()),
+    "checkpoints": af.compose(af.wrap_ddp(), af.checkpoint_activations(blocks=torch.nn.Linear)),
+}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(each, marks=MARKS if name == "compiled" else []) for name, each in KINDS.items()],
+    ids=KINDS,
+)
+def test_graphs_and_activations_computed_again_change_nothing(wrap):
+    batches = [(torch.eye(3).double(), torch.ones(3, 1).double())] * 2
+    _, expected = ours.trained_by_hand(
+        ours.regression_model(), batches, loss_fn=one_process, optimizer=ours.sgd
+    )
+    parts = ours.dealt(batches, [[1, 2]] * 2)
+    ranks = simulate(
+        lambda state: trained(state, all_ranks, parts, wrap), world_size=2, timeout_s=100
+    )
+    for _, actual in ranks:
+        ours.assert_close(actual, expected)
+
+
+SCRIPT = """
+import json, torch, accel_fn as af
+from tests.laws.test_contrastive import all_ranks, put_back_by_hand, trained
+from tests.laws.test_contrastive import BATCHES, WRAPPERS
+from tests import strategies as ours
+
+state = af.init(device="cpu", timeout_s=60)
+parts = ours.dealt(BATCHES, [[3, 2], [1, 3]])
+for wrap in ("wrap_ddp", "wrap_fsdp"):
+    for loss_of in (all_ranks, put_back_by_hand):
+        _, found = trained(state, loss_of, parts, WRAPPERS[wrap])
+        say(json.dumps({name: value.tolist() for name, value in found.items()}))
+"""
+BATCHES = [
+    (torch.arange(3.0 * rows).view(rows, 3).double().cos(), torch.ones(rows, 1).double())
+    for rows in (5, 4)
+]
+
+
+def test_a_loss_over_all_rows_trains_as_in_one_process_over_processes():
+    _, expected = ours.trained_by_hand(
+        ours.regression_model(), BATCHES, loss_fn=one_process, optimizer=ours.sgd
+    )
+    lines = launch(SCRIPT).splitlines()
+    assert len(lines) == 8
+    for line in lines:
+        found = {
+            name: torch.tensor(each, dtype=torch.float64) for name, each in json.loads(line).items()
+        }
+        ours.assert_close(found, expected)
