@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from accel_fn.cli.output import Cell, json_option, one_line_errors, print_json, print_table
+from accel_fn.cli.output import (
+    Cell,
+    json_option,
+    one_line_errors,
+    print_json,
+    print_table,
+    readable_bytes,
+)
 
 if TYPE_CHECKING:
     from accel_fn.checkpoint.listing import Checkpoint
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @click.command()
@@ -55,7 +60,7 @@ def _as_dict(found: Checkpoint) -> dict[str, object]:
 
 def _row(found: Checkpoint, now: datetime) -> list[str | Cell]:
     whole: Cell = (found.damage, "red") if found.damage else ("yes", "green")
-    size = _size(found.size) if found.size else "-"
+    size = readable_bytes(found.size or None)
     ranks = str(found.world_size) if found.world_size else "-"
     return [str(found.step), _age(now - found.saved_at), size, ranks, whole]
 
@@ -67,11 +72,3 @@ def _age(age: timedelta) -> str:
         if seconds >= 2 * length:
             return f"{seconds // length} {unit}"
     return f"{seconds} s"
-
-
-def _size(size: float) -> str:
-    for unit in _UNITS[:-1]:
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} {_UNITS[-1]}"

@@ -152,7 +152,7 @@ def _write(output: Path | None, *, ask: bool, force: bool) -> None:
             f"This machine has {machine.devices} and {machine.num_cores} CPU cores.\n{_ASKED}"
         )
     try:
-        text = render(choose_settings(_prompt if ask else _take_default, machine))
+        text = render(choose_settings(_prompt if ask else lambda *given: given[-1], machine))
     except click.Abort:
         click.echo()
         raise click.exceptions.Exit(_INTERRUPTED) from None
@@ -209,9 +209,3 @@ def _prompt(answers: Mapping[str, object], name: str, question: str, default: ob
     if isinstance(default, bool):
         return click.confirm(question, default=default)
     return click.prompt(question, default=default, value_proc=check)
-
-
-def _take_default(
-    answers: Mapping[str, object], name: str, question: str, default: object
-) -> object:
-    return default

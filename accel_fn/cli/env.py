@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from accel_fn.cli.output import at_work, json_option, print_json, wrapped
+from accel_fn.cli.output import at_work, json_option, print_json, readable_bytes, wrapped
 
 _NAME_WIDTH = 28
 
@@ -59,4 +59,4 @@ def _shown(name: str, value: Any) -> str:
         return "-"
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    return f"{value / 2**30:.1f} GiB" if name in ("total", "limit") else str(value)
+    return readable_bytes(value) if name in ("total", "limit") else str(value)

@@ -16,6 +16,7 @@ from accel_fn.cli.output import (
     one_line_errors,
     print_json,
     print_table,
+    readable_bytes,
 )
 from accel_fn.launcher.targets import call_target, load_target
 
@@ -92,17 +93,5 @@ def _maker(target: str, parameter: str) -> Callable[[], Any]:
 
 
 def _row(found: MemoryEstimate) -> list[str]:
-    sizes = [_readable(getattr(found, part)) for part in _PARTS]
+    sizes = [readable_bytes(getattr(found, part)) for part in _PARTS]
     return [str(found.world_size), str(found.num_microbatches), *sizes]
-
-
-def _readable(size: int | None) -> str:
-    """Bytes in units of 1024; `-` if not measured."""
-    if size is None:
-        return "-"
-    scaled, unit = float(size), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if scaled < 1024:
-            break
-        scaled, unit = scaled / 1024, larger
-    return f"{size} B" if unit == "B" else f"{scaled:.2f} {unit}"

@@ -91,6 +91,18 @@ def wrapped(label: str, text: str) -> str:
     )
 
 
+def readable_bytes(size: int | None) -> str:
+    """Bytes in units of 1024; `-` if unknown."""
+    if size is None:
+        return "-"
+    scaled, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if scaled < 1024:
+            break
+        scaled, unit = scaled / 1024, larger
+    return f"{size} B" if unit == "B" else f"{scaled:.2f} {unit}"
+
+
 @contextmanager
 def at_work(text: str) -> Iterator[None]:
     """Show on a terminal that a command works, until it prints its results."""

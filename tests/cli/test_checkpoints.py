@@ -33,8 +33,8 @@ def test_a_table_lists_the_checkpoints(launchers, folder, tmp_path):
     assert (done.exit_code, done.stderr) == (0, "")
     heading, first, second = done.stdout.splitlines()
     assert heading.split() == ["step", "age", "size", "ranks", "whole"]
-    assert re.fullmatch(r"1 +\d+ s +[\d.]+ kB +1 +yes", first)
-    assert re.fullmatch(r"2 +\d+ s +[\d.]+ kB +1 +yes", second)
+    assert re.fullmatch(r"1 +\d+ s +[\d.]+ KiB +1 +yes", first)
+    assert re.fullmatch(r"2 +\d+ s +[\d.]+ KiB +1 +yes", second)
 
 
 def test_a_damaged_checkpoint_is_listed_with_the_missing_file(launchers, folder, tmp_path):

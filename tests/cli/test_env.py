@@ -113,7 +113,7 @@ def test_the_report_is_printed_in_80_columns_with_hanging_indents():
     assert lines[1].splitlines()[0].startswith("  cli                          package0 1.0, ")
     assert lines[1].splitlines()[1].startswith(" " * 31 + "package")
     assert max(map(len, "\n".join(lines).splitlines())) <= 80
-    assert "  total                        3.0 GiB" in lines
+    assert "  total                        3.00 GiB" in lines
     assert "  GPU0  X" in lines
     assert lines[lines.index("network interfaces") + 1] == "  -"
     assert "  OMP_NUM_THREADS              1" in lines

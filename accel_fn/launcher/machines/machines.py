@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel_fn.comm.cluster_env import Task, read_number, read_task
+from accel_fn.comm.cluster_env import read_number, read_task
 from accel_fn.errors import WorldError
 from accel_fn.launcher.machines.network import check_host
 from accel_fn.launcher.settings.sources import Resolved
@@ -92,8 +92,15 @@ def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
 def read_node(environment: Mapping[str, str]) -> Node | None:
     """Read the variables of Slurm, Open MPI or torchrun (PET_..., in Kubernetes); None without any."""
     task = read_task(environment)
+    if task is not None and task.local_world_size != 1:
+        raise WorldError(
+            f"launch: {task.cluster} must start one launcher on each machine, got "
+            f"{task.local_world_size} on this one; ask it for one task per node, or have it "
+            "start the script itself: af.init() needs no launcher there"
+        )
     if task is not None:
-        return _node_of(task)
+        where = task.num_machines, task.machine_rank, task.host, task.port
+        return Node(task.cluster, *where, job=task.job)
     count = environment.get("PET_NNODES", "")
     if not count:
         return None
@@ -126,23 +133,6 @@ def _pet_rank(environment: Mapping[str, str], num_machines: int) -> int:
 def _port_in(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name)
     return read_number("launch", name, text, least=1, most=65535) if text else None
-
-
-def _node_of(task: Task) -> Node:
-    if task.local_world_size != 1:
-        raise WorldError(
-            f"launch: {task.cluster} must start one launcher on each machine, got "
-            f"{task.local_world_size} on this one; ask it for one task per node, or have it "
-            "start the script itself: af.init() needs no launcher there"
-        )
-    return Node(
-        cluster=task.cluster,
-        num_machines=task.num_machines,
-        machine_rank=task.machine_rank,
-        host=task.host,
-        port=task.port,
-        job=task.job,
-    )
 
 
 def _agree(name: str, given: int | None, found: int, node: Node, resolved: Resolved) -> None:

@@ -1,0 +1,123 @@
+"""accel-fn launch in operation: launchers killed in every order, many in a row, many ranks, a terminal."""
+
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from itertools import product
+
+import pytest
+
+from tests.cli.commands import surroundings
+from tests.cli.launchers import gone
+from tests.cli.terminal import Terminal
+from tests.cli.test_machines import _WAITING, start_two
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ctrl_c")]
+
+_KILL, _TERM, _INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
+_PAIRS = [(_KILL, _KILL), (_KILL, _TERM), (_TERM, _KILL), (_TERM, _TERM), (_INT, _KILL)]
+
+
+@pytest.mark.parametrize(
+    ("order", "numbers", "gap_s"), [*product([(0, 1), (1, 0)], _PAIRS, [0, 0.5])]
+)
+def test_two_launchers_that_end_in_any_order_leave_nothing(
+    launchers, tmp_path, order, numbers, gap_s
+):
+    machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
+    pids = [pid for each in machines for _, pid in each.printed(r"up (\d) (\d+)")]
+    for machine, number in zip(order, numbers, strict=True):
+        with suppress(ProcessLookupError):  # it ended by itself, as the first was gone
+            machines[machine].kill(number)
+        time.sleep(gap_s)
+    for each in machines:
+        each.wait(timeout_s=30)
+    gone(pids)
+
+
+def test_a_hundred_launches_in_a_row_leave_nothing(launchers, tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    for number in range(100):
+        script = f"import os; os.write(1, b'{number} of ' + os.environ['RANK'].encode() + b' ')"
+        ended = launchers.run(tmp_path, "-n", 2, "script.py", script=script, TMPDIR=str(temporary))
+        assert (ended.exit_code, ended.stderr) == (0, "")
+        assert ended.stdout.count(f"{number} of ") == 2
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(("fails", "code"), [(False, 0), (True, 137)])
+def test_eight_ranks_are_a_world_and_end_together(launchers, tmp_path, fails, code):
+    script = f"""
+        import os, signal
+        import accel_fn as af
+        state = af.init(device="cpu")
+        os.write(1, f"pid {{os.getpid()}} sum {{af.reduce_sum(state.rank, state)}}\\n".encode())
+        if {fails} and state.rank == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        af.barrier(state)
+    """
+    ended = launchers.run(tmp_path, "-n", 8, "--cpu", "script.py", script=script)
+    assert ended.exit_code == code, ended.stderr
+    assert ended.stdout.count(" sum 28\n") == 8
+    if fails:
+        assert ended.last_lines[-1] == "SIGKILL: often out of memory"
+    gone([line.split()[1] for line in ended.stdout.splitlines()])
+
+
+def test_two_runs_in_one_folder_keep_their_logs_apart(launchers, tmp_path):
+    script = """
+        import os, sys, time
+        own, other = sys.argv[1:]
+        open(own, "w").close()
+        while not os.path.exists(other): time.sleep(0.02)
+        print("of", own)
+    """
+    runs = [
+        launchers.start(tmp_path, "--log-dir", "logs", "script.py", *names, script=script)
+        for names in (("one", "two"), ("two", "one"))
+    ]
+    assert [each.wait().exit_code for each in runs] == [0, 0]
+    logs = [path.read_text() for path in tmp_path.glob("logs/*/attempt_0/0/stdout.log")]
+    assert sorted(logs) == ["of one\n", "of two\n"]
+
+
+@pytest.mark.parametrize(("key", "after"), [("fg", "0"), ("kill -KILL %1", "")])
+def test_ctrl_z_stops_the_launcher_alone_and_the_run_goes_on_with_it(tmp_path, key, after):
+    """In a shell with job control: ranks run on, and end with the launcher."""
+    (tmp_path / "script.py").write_text(
+        "import os, time\nos.write(1, f'up {os.getpid()}\\n'.encode())\n"
+        "while not os.path.exists('end'): time.sleep(0.02)\nos.write(1, b'over\\n')\n"
+    )
+    command = f"{sys.executable} -m accel_fn.cli launch -n 2 script.py"
+    shell = ["bash", "--norc", "--noprofile", "-i"]
+    with Terminal(shell, tmp_path, surroundings(tmp_path, PS1="$ ")) as screen:
+        screen.type(f"{command}\n").read_until("up ").read_until("up ")
+        time.sleep(0.5)
+        pids = re.findall(r"up (\d+)\n", screen.text)
+        assert len(pids) == 2
+        screen.type("\x1a").read_until("Stopped")
+        if after:
+            (tmp_path / "end").touch()
+            screen.read_until("over\n").read_until("over\n")  # though the launcher is stopped
+        screen.type(f"{key}; echo code $?\n")
+        if after:
+            screen.read_until(f"code {after}\n")
+        gone(pids)
+
+
+def test_ctrl_c_in_a_shell_ends_all_ranks(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import os, time\nos.write(1, f'up {os.getpid()}\\n'.encode())\ntime.sleep(600)\n"
+    )
+    command = f"{sys.executable} -m accel_fn.cli launch -n 8 script.py"
+    shell = ["bash", "--norc", "--noprofile", "-i"]
+    with Terminal(shell, tmp_path, surroundings(tmp_path, PS1="$ ")) as screen:
+        screen.type(f"{command}; echo code $?\n")
+        for _ in range(8):
+            screen.read_until("up ")
+        screen.read_until("\n").type("\x03")
+        screen.read_until("accel-fn launch: stopped by Ctrl-C\n").read_until("code 130\n")
+        gone(re.findall(r"up (\d+)\n", screen.text))
