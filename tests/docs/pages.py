@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 WIDTHS = (1400, 400)
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
@@ -84,13 +84,20 @@ def faults_of(page: Page, address: str, picture: Path | None) -> Iterator[str]:
     yield from (f"picture did not load: {each}" for each in page.evaluate(HIDDEN))
 
 
+def note(messages: list[str], message: ConsoleMessage) -> None:
+    """Keep a message of the console; a browser looks for an icon at the root by itself."""
+    place = message.location["url"]
+    if not place.endswith("/favicon.ico"):
+        messages.append(f"{message.type}: {message.text} ({place})")
+
+
 def look(browser: Browser, site: str, shots: Path, names: list[str]) -> Iterator[str]:
     """Look at every page; of pages of source code, no pictures are taken."""
     for name in names:
         page = browser.new_page()
         console: list[str] = []
-        page.on("console", lambda each, to=console: to.append(f"console {each.type}: {each.text}"))
-        page.on("pageerror", lambda each, to=console: to.append(f"console error: {each}"))
+        page.on("console", partial(note, console))
+        page.on("pageerror", lambda each, to=console: to.append(f"error: {each}"))
         source = name.startswith("_modules")
         picture = None if source else shots / name.replace("/", "-").removesuffix(".html")
         faults = [*faults_of(page, f"{site}/{name}", picture), *console]
