@@ -1,4 +1,4 @@
-"""Writing a checkpoint while the run goes on: from a copy, in a thread of each rank.
+"""Asynchronous saving: writes a checkpoint from a copy, in a thread of each rank.
 
 The threads enter no collective, which could meet those of the run: each acknowledges in a file of the
 draft what it has written, and rank 0's commits the checkpoint when all have.

@@ -50,7 +50,7 @@ class Draft:
             if not self.path.is_dir():
                 raise CheckpointError(
                     f"save: folder must stay while it is written to, got {self.home}, in which "
-                    f"{self.path.name} is gone: somebody has moved or removed it"
+                    f"{self.path.name} is gone: it was moved or removed"
                 )
             for name, mark in files.items():
                 path = self.path / name

@@ -146,7 +146,7 @@ class _TerminalHandler(logging.Handler):
 
 
 def _print_error(text: str) -> None:
-    """Print on stderr; a launch goes on if stderr is closed."""
+    """Print on stderr; a closed stderr is no error."""
     try:
         print(text, end="", file=sys.stderr, flush=True)
     except OSError:  # a closed terminal or pipe, on which Python would fail again when it exits

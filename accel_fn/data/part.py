@@ -33,7 +33,7 @@ def part(tree: T, state: DistState) -> T:
 
     Raises:
         ValueError: no tensor has rows, two have different numbers of them, or something may hold
-            rows or not: a list of as many numbers as rows, say.
+            rows or not, such as a list of as many numbers as rows.
 
     Cost: no read of the data, and no message.
 

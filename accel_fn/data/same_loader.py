@@ -40,7 +40,7 @@ def checksum_of(dataset: Any) -> int | None:
 
     Of a `Subset` all indices count, at any depth; of a map of Hugging Face's its indices and its
     first and last row; of a stream of theirs its shards and the generators that shuffle it. Data
-    themselves are not read otherwise: ranks may well hold copies that differ, of random numbers say.
+    themselves are not read otherwise: ranks may hold copies that differ, such as random numbers.
     """
     if isinstance(dataset, Subset):
         return _mixed(checksum_of_numbers(dataset.indices), checksum_of(dataset.dataset))

@@ -131,7 +131,7 @@ def _totals(
                 if shown is not None:
                     shown.update()
     except Exception:
-        if state.world_size > 1:  # the loader may deal to others what this rank asks for
+        if state.world_size > 1:  # a request of this rank may move items to other ranks
             with suppress(Exception):
                 for _ in batches:
                     pass
@@ -216,7 +216,7 @@ def _bar(
 
 
 def _num_batches(loader: Iterable[Any]) -> int | None:
-    """As far as the loader says; what one rank asks for a bar alone must not fail there."""
+    """Return the length of the loader, if it has one; an error in it must not end the evaluation."""
     try:
         return length_hint(loader) or None
     except Exception:

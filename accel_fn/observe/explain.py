@@ -1,4 +1,4 @@
-"""explain: a plan told as the step that it will be, phase by phase."""
+"""explain: print a plan as the step that it will be, phase by phase."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def explain(plan: Plan, state: DistState) -> str:
 
     Args:
         plan: any plan; nothing is built.
-        state: says how many ranks and which device.
+        state: number of ranks, and device.
 
     Returns:
         The text, on every rank.
@@ -38,7 +38,7 @@ def explain(plan: Plan, state: DistState) -> str:
       gradients  clip(1.0)
       update     SGD(lr=0.1), 2 parameter tensors, 5 numbers
     """
-    text = tell(plan, state)
+    text = plan_text(plan, state)
     if state.is_main:
         print(_wrapped(text) if sys.stdout.isatty() else text)
     return text
@@ -59,8 +59,8 @@ def _wrapped(text: str) -> str:
     )
 
 
-def tell(plan: Plan, state: DistState) -> str:
-    """The text of `explain`."""
+def plan_text(plan: Plan, state: DistState) -> str:
+    """Return the text of `explain`."""
     lines = [f"one step on {_ranks(state)}, {state.device}"]
     lines += [f"  {phase:<10} {text}" for phase, text in phases(plan, state).items()]
     return "\n".join(lines)
@@ -69,7 +69,7 @@ def tell(plan: Plan, state: DistState) -> str:
 def phases(plan: Plan, state: DistState) -> dict[str, str]:
     """Describe what one step does, by the names of its phases, in their order; idle ones are left out."""
     several = state.world_size > 1
-    told = {
+    texts = {
         "start": _listed(plan.init_state),
         "model": _listed(
             [*plan.place_model, *plan.shard_model, *plan.compile_loss, *plan.compile_step]
@@ -86,7 +86,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
         "after": _listed(plan.after_update),
         "stop": _stops(plan),
     }
-    return {phase: text for phase, text in told.items() if text}
+    return {phase: text for phase, text in texts.items() if text}
 
 
 def _split(plan: Plan) -> str:

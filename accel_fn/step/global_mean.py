@@ -156,7 +156,7 @@ def checked_total(total: float, failure: Exception | None) -> float:
         raise failure
     if total != total:
         raise BatchError(
-            "step: batch must be countable on every rank; another rank's error says why"
+            "step: batch must be countable on every rank; the error of another rank has the reason"
         )
     return int(total) if total.is_integer() else total
 

@@ -75,7 +75,7 @@ class Grads:
         """The same gradients times `factor`. Pure; no read.
 
         Args:
-            factor: a finite number, or a real tensor [] on their device, which nobody waits for.
+            factor: a finite number, or a real tensor [] on their device; the host does not wait for it.
 
         Returns:
             New `Grads` over the same tensors.

@@ -63,7 +63,7 @@ class TrainedParameters:
         for name, parameter in self._plan.model.named_parameters():
             if not parameter.requires_grad and id(parameter) in trained:
                 raise PlanError(
-                    "step: parameters that required a gradient in build must go on to, got "
+                    "step: parameters that required a gradient in build must still do so, got "
                     f"{name}; build again, or freeze those"
                 ) from error
 

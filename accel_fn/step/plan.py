@@ -164,7 +164,7 @@ class SlotFunction(partial[Any]):
     what follows. It prints as the call of the transform that made it.
 
     Attributes:
-        traits: what other transforms may ask a plan for by `plan.having(trait)`. In use are
+        traits: names that other transforms find by `plan.having(trait)`. In use are
             "needs_equal_replicas", "local_gradients" (ranks keep their own gradients), "retries"
             (a batch may be done again) and "fixed_microbatches" (their number decides the bits).
         source: what `explain` adds: where the settings come from, if not from the call.
@@ -190,7 +190,7 @@ class SlotFunction(partial[Any]):
         """
 
     def claim(self, plan: Plan[Batch]) -> Plan[Batch]:
-        """Take over what another slot holds: `build` goes on with the plan that this returns."""
+        """Take over what another slot holds: `build` continues with the plan that this returns."""
         return plan
 
     def allows(self, size: int) -> bool:

@@ -178,7 +178,7 @@ class Step(Generic[Batch]):
             )
         if built.scaler is not None and state.scaler is None:
             raise StateError(
-                "step: state must carry a loss scale, got none; go on from the state that build gave"
+                "step: state must carry a loss scale, got none; use the state that build returned"
             )
         if state.watchdog is not None:
             check_joined(state, "step")

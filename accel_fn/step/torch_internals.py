@@ -3,7 +3,7 @@
 A small step spends much of its time in checks and profiler hooks around
 the engine's backward and the optimizer's step. Both functions here do what the
 public ones do, or call them. They rest on private names of torch;
-tests/step/test_torch_internals.py says so loudly when one of them changes.
+tests/step/test_torch_internals.py fails when one of them changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run_backward(
 ) -> None:
     """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss, and others beside it.
 
-    What nobody else holds may become a gradient; a load that its owner keeps is copied.
+    A tensor without another owner may become a gradient; a load that its owner keeps is copied.
     """
     roots = (loss, *beside)
     seeds = (torch.ones_like(loss) if seed is None else seed, *loads)

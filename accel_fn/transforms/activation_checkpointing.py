@@ -27,12 +27,12 @@ Buffers = list[tuple[dict[str, Any], str, Tensor]]
 
 @transform
 def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> Transform:
-    """Keep only what goes into each block, and compute the block again in its backward.
+    """Keep only the inputs of each block, and recompute the block in its backward.
 
     Memory for activations falls from all of the model's to those of one block; the forward of
-    the blocks is computed twice. The second time, random numbers of torch, NumPy and Python (of
-    their global generators) and buffers are what they were, so dropout and running statistics are
-    those of the run without it. With `compiled`, graphs begin and end with a block.
+    the blocks is computed twice. The second time, the global generators of torch, NumPy and Python
+    and the buffers have their first values, so dropout and running statistics are those of the run
+    without it. With `compiled`, graphs begin and end with a block.
 
     Law: the identity, bit for bit; with `compiled`, to rounding.
 
@@ -40,7 +40,7 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
         blocks: classes of modules, or names of modules (the name of a list stands for its items).
             Default: the modules that are repeated most in the model's outermost lists and
             sequences.
-        offload: keep what goes into each block in host memory.
+        offload: keep the inputs of each block in host memory.
 
     Returns:
         A transform.
@@ -85,7 +85,7 @@ class CheckpointSlot(Stateful):
 
 
 def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
-    """The context of forward and loss, of one step."""
+    """Make the context of forward and loss, for one step."""
     inside = compile_inside([each.keywords for each in plan.having("torch_compile")])
     pinned = state.device.type == "cuda"
     forwards: dict[nn.Module, Callable[..., Any]] = {}
@@ -101,7 +101,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
             contexts = partial(_contexts, block, draws)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    # The same objects in every step, or a compiler would begin anew.
+    # The same objects in every step, or a compiler would compile again.
     outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
     found = find_blocks(plan.model, blocks, "checkpoint_activations").values()
     running = {block: partial(outside, block) for block in found}

@@ -1,4 +1,4 @@
-"""average: a second set of parameters that follows those being trained, and is better to evaluate."""
+"""average: a second set of parameters that follows the trained ones, often better to evaluate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Averaging:
         """Keep an exponential moving average of the parameters.
 
         After every update that is made, `mean = decay * mean + (1 - decay) * parameter`;
-        after the first one, it is the parameter itself. Look at it by `use_average`.
+        after the first one, it is the parameter itself. Use it by `use_average`.
 
         Law: equal on all ranks; an update that is skipped does not move it.
 
@@ -99,11 +99,11 @@ average = Averaging()
 
 @contextmanager
 def use_average(step: Step) -> Iterator[None]:
-    """Within it, the model's parameters are their average: to evaluate, or for `save_model`.
+    """Give the model its averaged parameters inside the context: to evaluate, or for `save_model`.
 
-    A step, `save` and `load` are refused within. Buffers stay the model's own, and what is done to
-    them within is undone. For running statistics of the averaged model, let
-    `torch.optim.swa_utils.update_bn` run within.
+    A step, `save` and `load` raise an error inside. Buffers are not averaged, and changes to
+    them inside are undone. For running statistics of the averaged model, call
+    `torch.optim.swa_utils.update_bn` inside.
 
     Args:
         step: of a plan with `average`.
@@ -112,7 +112,7 @@ def use_average(step: Step) -> Iterator[None]:
         Nothing.
 
     Raises:
-        ValueError: nothing in the plan averages, or several do; the step is made within.
+        ValueError: the plan has no `average`, or several; a step is made inside.
 
     Cost: two copies of the parameters, and the memory of one.
 
@@ -149,7 +149,7 @@ class Average:
         self._always = plan.always_applies(state)
         """Is every update made?"""
         self._num_updates = 0
-        """Made, as far as the host has heard."""
+        """Number of updates made, as far as the host has read."""
         self._echo = DelayedRead()
         self._is_shown = False
         self._means = {name: _wide(value).clone() for name, value in self._averaged().items()}
@@ -237,7 +237,7 @@ class Average:
         return {**means, "num_updates": self._num_updates}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Restore the state of a checkpoint."""
         self._echo.last()
         _copy({name: saved[f"mean/{name}"] for name in self._means}, self._means)
         self._num_updates = saved["num_updates"]

@@ -1,4 +1,4 @@
-"""check_replicas: an error where ranks that must hold the same parameters do not."""
+"""check_replicas: an error if ranks that must hold the same parameters differ."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from accel_fn.step.transform import Transform, fill, transform
 def check_replicas(every: int) -> Transform:
     """Compare the parameters over the ranks, every so many steps: a fingerprint of all bits and their places.
 
-    Replicas drift apart where something changes them on one rank alone: a loss that writes
-    to parameters, random numbers by rank, memory that fails. Nothing else would tell. Under
-    `wrap_fsdp(replicate=...)`, ranks that hold the same shard are compared; with one group of
-    shards there is nothing to compare.
+    Replicas drift apart if something changes them on one rank: a loss that writes to
+    parameters, random numbers that depend on the rank, faulty memory. No other check finds it.
+    With `wrap_fsdp(replicate=...)`, ranks that hold the same shard are compared; a single group
+    of shards has nothing to compare.
 
-    Law: the step computes what it computes without it, bit for bit.
+    Law: the step computes the same bits as without it.
 
     Args:
         every: number of steps between comparisons, as `state.step` counts them, >= 1.
@@ -57,7 +57,7 @@ def same_parameters(state: DistState, plan: Plan, *, every: int) -> UpdateFn:
             tensors = {name: each.detach() for name, each in model.named_parameters()}
             rule = f"check_replicas: parameters must be equal on all ranks at step {state.step}"
             check_same(
-                tensors, state, rule + ", {name} differs on {ranks}; go on from a checkpoint"
+                tensors, state, rule + ", {name} differs on {ranks}; resume from a checkpoint"
             )
         return state
 

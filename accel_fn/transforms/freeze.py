@@ -19,7 +19,7 @@ from accel_fn.step.transform import Transform, fill, transform
 
 @transform
 def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform:
-    """Leave some parameters as they are, until update number `until`.
+    """Do not train some parameters, until update number `until`.
 
     The optimizer is given no gradient for them, so it does nothing to them, no weight decay
     either; clipping and the norm do not see them. From then on they train as the others do.
@@ -40,9 +40,9 @@ def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform
         ValueError: a name that the model does not have, nothing left to train for good, or
             `until` is no integer >= 1.
 
-    Cost: their gradients are computed and averaged all the same, so that nothing has to be wrapped
-    anew at that update; in a world of several one copy of the gradients. Where it is for good,
-    `requires_grad_(False)` on the model costs less. On an accelerator where updates may be
+    Cost: their gradients are still computed and averaged, so that nothing is wrapped again when
+    they thaw; on several ranks, one copy of the gradients. For good, `requires_grad_(False)` on
+    the model costs less. On an accelerator where updates may be
     skipped, one host synchronisation before each update that may be number `until`.
 
     >>> import accel_fn as af
@@ -143,7 +143,7 @@ class Thawing:
         return {"num_updates": self._num_updates}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Restore the state of a checkpoint."""
         self._echo.last()
         self._set_num_updates(saved["num_updates"])
 

@@ -14,13 +14,13 @@ from accel_fn.step.transform import Transform, fill, transform
 def place() -> Transform:
     """Move the model to `state.device` in `build`, and every micro-batch just before its forward.
 
-    Law: the identity where everything is on the device already.
+    Law: the identity if everything is on the device already.
 
     Returns:
         A transform.
 
-    Cost: nothing for a tensor that is there already; else one copy per micro-batch,
-    which overlaps with the device's work where its memory is pinned.
+    Cost: one copy per micro-batch, none for tensors on the device. From pinned memory, the
+    copy overlaps with the device's work.
 
     >>> import accel_fn as af
     >>> af.place()(af.Plan(loss_fn, model, optimizer))

@@ -1,4 +1,4 @@
-"""Preemption: one rank is asked to go, all finish the step, save once and leave to come back."""
+"""Preemption: a signal to one rank makes all ranks finish the step, save once and exit."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from accel_fn.step.transform import fill, named
 
 
 class Preemption:
-    """A transform, and a `with`: signals are noted instead of obeyed, and all ranks hear of them.
+    """A transform and a context: shares a signal to one rank with all ranks, instead of ending the process.
 
-    SIGTERM and SIGUSR1 are what schedulers send before they take a machine away, often to
-    one process of many. Whatever rank gets one, `report.extras["stop"]` is True on all ranks
-    after the same step; the word travels with the weights that a step sums anyway.
+    Schedulers send SIGTERM or SIGUSR1 before they take a machine away, often to one process of
+    many. If any rank gets one, `report.extras["stop"]` is True on all ranks after the same step.
+    The flag travels with the weights that a step sums anyway.
 
     Args:
-        signals: to be noted, from `with` on until its end; () for none: only `ask` counts.
+        signals: to be caught inside the `with` block; () for none, so that only `ask` counts.
 
     Raises:
         ValueError: one of them cannot be caught, or is not caught in the main thread.
         TypeError: they are not signals.
 
-    Law: the step computes what it computes without it, bit for bit.
+    Law: the step computes the same bits as without it.
 
-    Cost: a number more in a collective that is there; nothing on one rank.
+    Cost: one more number in a collective of the step; nothing on one rank.
 
     >>> import accel_fn as af
     >>> with af.Preemption() as preemption:
@@ -60,11 +60,11 @@ class Preemption:
         self._transform = named(fill(should_stop=SlotFunction(self.asked)), "Preemption()")
 
     def __call__(self, plan: Plan) -> Plan:
-        """The plan whose steps end the run once a rank was signalled."""
+        """Return the plan, whose steps report a signal to any rank."""
         return self._transform(plan)
 
     def __enter__(self) -> Preemption:
-        """Note signals from now on."""
+        """Catch the signals from now on."""
         if self._signals and threading.current_thread() is not threading.main_thread():
             rule = "be () outside of the main thread, where Python handles no signals"
             names = ", ".join(each.name for each in self._signals)
@@ -75,14 +75,14 @@ class Preemption:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Obey them again."""
+        """Restore the former handlers."""
         for each, handler in self._before.items():
             with suppress(TypeError):  # one that was not set from Python cannot be set again
                 signal.signal(each, handler)
         self._before.clear()
 
     def asked(self) -> bool:
-        """Has this rank been asked to go? Refused where nobody listens for the signals."""
+        """Has this rank a request to stop? Raises outside of the context, where no signal is caught."""
         if self._signals and not self._before:
             rule = "be listened for while steps are made"
             names = ", ".join(each.name for each in self._signals)
@@ -91,11 +91,11 @@ class Preemption:
         return self._asked
 
     def ask(self) -> None:
-        """Ask this rank to go, as a signal does: for a thread that listens to a cloud, say."""
+        """Request a stop, as a signal does: for a thread that polls a cloud, for example."""
         self._asked = True
 
     def leave(self) -> NoReturn:
-        """End this process with exit code 75: started again, it goes on.
+        """End this process with exit code 75, to be restarted and resumed.
 
         `accel-fn launch --max-restarts` starts the ranks again; without, that is its exit code.
         """

@@ -1,4 +1,4 @@
-"""skip_nonfinite, skip_spikes: updates that would do harm are not made, on any rank."""
+"""skip_nonfinite, skip_spikes: skip harmful updates, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _LEAST = 2.0
 
 @transform
 def skip_nonfinite(max_consecutive: int = 10) -> Transform:
-    """Leave out updates whose gradients are not finite; end a run in which no other comes.
+    """Skip updates whose gradients are not finite; raise after too many in a row.
 
     For bfloat16 and float32: a bad batch does not put nan into the parameters. Optimizer,
-    schedule and average stay as they are, and `report.applied` is False. The verdict is on
-    the global norm before it is clipped, so all ranks decide alike. A norm beyond float32
+    schedule and average stay as they are, and `report.applied` is False. The check is of
+    the global norm before clipping, so all ranks decide alike. A norm beyond float32
     counts as not finite, as it does for float16.
 
     Law: the run over the other batches, bit for bit.
 
     Args:
-        max_consecutive: so many in a row are an error, >= 1. With float16, leave room for
-            the few at the start by which its scale comes down.
+        max_consecutive: number of skipped updates in a row that is an error, >= 1. With float16,
+            allow for a few at the start, until its scale has come down.
 
     Returns:
         A transform. The report's `grad_norm` is always there.
 
     Raises:
         ValueError: `max_consecutive` is no integer >= 1 (TypeError too where it is no integer).
-            From the step, on every rank, an ArithmeticError: so many in a row. That of an
-            accelerator is heard of one step later.
+            From the step, on every rank, an ArithmeticError: so many in a row. On an
+            accelerator it is raised one step later.
 
     Cost: one read of the gradients for their norm, shared with `clip`; no host
     synchronisation with a fused optimizer, one with any other.
@@ -56,31 +56,30 @@ def skip_nonfinite(max_consecutive: int = 10) -> Transform:
 def skip_spikes(
     num_sigmas: float = 6.0, *, window: int = 128, max_consecutive: int = 10
 ) -> Transform:
-    """Leave out updates whose gradient norm is far above those before it.
+    """Skip updates whose gradient norm is far above those before it.
 
-    Far above is more than `num_sigmas` standard deviations over the mean of the last
+    A spike is more than `num_sigmas` standard deviations above the mean of the last
     `window` norms that were no spikes, and more than twice that mean. Until half a window
-    is known, only what is not finite is left out. A norm of 0, that of a batch without weight,
-    is fine and is not looked back on. As with `skip_nonfinite`, all ranks
-    decide alike, and nothing else moves.
+    is known, only non-finite norms are skipped. A norm of 0, of a batch without weight, is no
+    spike and does not enter the window. As with `skip_nonfinite`, all ranks decide alike, and
+    nothing else changes.
 
     Law: the run over the other batches, bit for bit.
 
     Args:
         num_sigmas: finite and > 0.
-        window: number of norms that are looked back on, >= 4.
-        max_consecutive: so many in a row are no spike but where the run has gone: an error, >= 1.
+        window: number of norms in the mean, >= 4.
+        max_consecutive: number of skipped updates in a row that is an error, >= 1.
 
     Returns:
         A transform. The report's `grad_norm` is always there.
 
     Raises:
         ValueError: an argument breaks its rule. From the step, on every rank, an
-            ArithmeticError: so many in a row. That of an accelerator is heard of one step later.
+            ArithmeticError: so many in a row. On an accelerator it is raised one step later.
 
     Cost: one read of the gradients for their norm, shared with `clip`, and a few small kernels
-    over the window; no host synchronisation with a fused optimizer, one with any other, and
-    with fused SGD whose momenta are not all there yet: in its first update, as a rule.
+    over the window; no host synchronisation with a fused optimizer, one with any other.
 
     Source: OLMo-core's `SkipStepOptimizer`, which takes the loss for it, too.
 
@@ -99,14 +98,14 @@ def skip_spikes(
 
 
 def finite_norm(state: DistState, plan: Plan, *, max_consecutive: int) -> AcceptFn:
-    """A verdict for one step: is the norm finite?"""
+    """Make the check of one step: is the norm finite?"""
     return FiniteNorm(state.device, max_consecutive)
 
 
 def norm_in_line(
     state: DistState, plan: Plan, *, num_sigmas: float, window: int, max_consecutive: int
 ) -> AcceptFn:
-    """A verdict for one step: is the norm in line with those before it?"""
+    """Make the check of one step: is the norm in line with those before it?"""
     return NormInLine(state.device, num_sigmas, window, max_consecutive)
 
 
@@ -149,7 +148,7 @@ class FiniteNorm:
         raise SkippedError(
             f"step: the gradient norm must {self._RULE} once in {self.max_consecutive} updates, got "
             f"{float(norm):g} at step {number}, and so for {int(in_a_row)} in a row; look at "
-            "their batches, go on from a checkpoint, or lower the learning rate"
+            "their batches, resume from a checkpoint, or lower the learning rate"
         )
 
     def _judge(self, norm: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -161,7 +160,7 @@ class FiniteNorm:
         return {"in_a_row": self._in_a_row}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on from what was saved."""
+        """Restore the state of a checkpoint."""
         self._delayed.last()  # is of the run that is left
         self._norm_before = None
         self._in_a_row = saved["in_a_row"].to(self._in_a_row.device)
@@ -200,7 +199,7 @@ class NormInLine(FiniteNorm):
         return {**super().state_dict(), "norms": self._norms, "num_seen": self._num_seen}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on from what was saved."""
+        """Restore the state of a checkpoint."""
         super().load_state_dict(saved)
         self._norms = saved["norms"].to(self._norms.device)
         self._num_seen = saved["num_seen"].to(self._num_seen.device)

@@ -554,7 +554,7 @@ def test_a_folder_that_goes_away_once_all_is_written_is_an_error(tmp_path, monke
     state, step = run(folder, 1)
     with monkeypatch.context() as patch:
         patch.setattr(Share, "write", write_and_move)
-        with pytest.raises(CheckpointError, match=r"step_00000001 is gone: somebody has moved or"):
+        with pytest.raises(CheckpointError, match=r"step_00000001 is gone: it was moved or"):
             save_twice()
     assert af.latest(folder) is None
     loads(tmp_path / "elsewhere", 1)

@@ -158,7 +158,7 @@ def test_a_rank_that_reads_another_ranks_part_is_found(monkeypatch):
 
 def test_a_run_that_starts_over_is_found(monkeypatch):
     monkeypatch.setattr(IndexedSource, "position", lambda source, step: (0, 0))
-    assert broken() == {"a run goes on where it stopped"}
+    assert broken() == {"a run resumes where it stopped"}
 
 
 def test_rows_that_are_not_gathered_are_found(monkeypatch):
@@ -223,7 +223,7 @@ def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     rows, last = done.stdout.splitlines()[1:-1], done.stdout.splitlines()[-1]
     assert last == "14 of 15 promises hold on 2 ranks, cpu, backend gloo"
     broken = [row for row in rows if row.startswith("broken")]
-    assert [row.split("  ")[-1] for row in broken] == ["a run goes on where it stopped"]
+    assert [row.split("  ")[-1] for row in broken] == ["a run resumes where it stopped"]
     assert sum(row.startswith("holds") for row in rows) == 14
     assert max(map(len, rows)) <= 80
 

@@ -208,7 +208,7 @@ def test_it_says_so_once_and_remembers(capsys):
 
     assert simulate(run, world_size=2) == [[4, 4, 4]] * 2
     assert capsys.readouterr().err.splitlines() == [
-        f"out of memory on rank 1 at step 1; going on with {count} micro-batches"
+        f"out of memory on rank 1 at step 1; continuing with {count} micro-batches"
         for count in (2, 4)
     ]
 

@@ -618,7 +618,7 @@ def test_parameters_that_are_frozen_after_build_are_named(recipe, world_size):
         plan = recipe(make_plan())
         state, step = af.build(state, plan)
         plan.model[2].bias.requires_grad_(False)
-        with pytest.raises(ValueError, match=r"must go on to, got 2\.bias; build again"):
+        with pytest.raises(ValueError, match=r"must still do so, got 2\.bias; build again"):
             step(state, BATCH)
 
     simulate(run, world_size=world_size)
@@ -686,7 +686,7 @@ def test_an_update_takes_what_the_gradients_were_given_with():
 
 def test_a_state_without_the_loss_scale_of_its_step_is_refused():
     _, step = af.build(af.DistState(), af.with_amp("fp16")(make_plan()))
-    with pytest.raises(ValueError, match="must carry a loss scale, got none; go on from the state"):
+    with pytest.raises(ValueError, match="must carry a loss scale, got none; use the state"):
         step(af.DistState(), BATCH)
 
 

@@ -115,7 +115,7 @@ def test_what_an_optimizer_holds_in_other_shapes_is_refused():
         optimizer.state[optimizer.param_groups[0]["params"][0]]["rows"] = torch.ones(5).double()
         return optimizer
 
-    words = "got 'rows' of shape [5] for one of [5, 3]; make it anew"
+    words = "got 'rows' of shape [5] for one of [5, 3]; make a new optimizer"
     refused(af.wrap_fsdp(), re.escape(words), optimizer=with_rows)
 
 

@@ -96,7 +96,10 @@ def test_one_that_was_frozen_and_is_not_any_more_is_named_by_the_step_on_all_ran
     for words in simulate(lambda state: run(state, {0, 1}), world_size=2):
         assert words.startswith("step: reproducible's model must take no running statistics")
     first, second = simulate(lambda state: run(state, {1}), world_size=2)
-    assert first == "step: batch must be countable on every rank; another rank's error says why"
+    assert (
+        first
+        == "step: batch must be countable on every rank; the error of another rank has the reason"
+    )
     assert "got layers.1, a BatchNorm1d in training mode" in second
 
 
@@ -277,5 +280,8 @@ def test_a_batch_that_one_rank_cannot_count_is_heard_of_by_all():
         return str(caught.value)
 
     first, second = simulate(run, world_size=2)
-    assert first == "step: batch must be countable on every rank; another rank's error says why"
+    assert (
+        first
+        == "step: batch must be countable on every rank; the error of another rank has the reason"
+    )
     assert second.startswith("num_samples: batch must hold tensors of one leading dimension")

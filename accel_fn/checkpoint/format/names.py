@@ -79,7 +79,7 @@ def recover(folder: Path) -> list[Path]:
 
 
 def hide(path: Path) -> Path:
-    """Take a checkpoint's name away, so that nobody reads what is being removed."""
+    """Rename a checkpoint, so that no reader opens it while it is removed."""
     hidden = path.with_name(_NEW + "removed_" + path.name)
     path.rename(hidden)
     return hidden

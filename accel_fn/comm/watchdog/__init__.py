@@ -1,1 +1,1 @@
-"""Hang detection: which collective each rank is in, and the end of a run that cannot go on."""
+"""Hang detection: which collective each rank is in, and the end of a run that hangs."""

@@ -78,7 +78,7 @@ class Fetcher(Dataset[Any]):
                     numbers = _places(numbers, len(self.dataset))
                 return rows(self.dataset, numbers)
             except _NotPlacesError:
-                pass  # a negative number, say: sample by sample it works, or the error names the sample
+                pass  # such as a negative number: sample by sample it works, or the error names it
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
         return self._collated(self._samples(numbers), numbers)

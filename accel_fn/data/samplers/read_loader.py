@@ -1,4 +1,4 @@
-"""The order that a DataLoader's options ask for: sequential, shuffled, or a user's sampler."""
+"""The order of a DataLoader, from its options: sequential, shuffled, or a user's sampler."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class _StreamSource:
     def indices(self, epoch: int, batch: int) -> Tensor:
         """Refused: items of a stream have no numbers."""
         rule = "be over a data set that can be indexed"
-        value = f"{self._name}, asked for batch {batch} of epoch {epoch}"
+        value = f"{self._name} for batch {batch} of epoch {epoch}"
         raise ArgumentError(message("indices", "loader", rule, value))
 
     global_indices = indices

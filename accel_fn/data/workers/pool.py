@@ -12,7 +12,7 @@ from accel_fn.data.workers.lost_workers import lost_workers, start_workers
 
 
 class WorkerPool:
-    """The workers of one DataLoader, for one pass at a time; `where` tells what one is reading."""
+    """The workers of one DataLoader, for one pass at a time; `where` is the batch that one is reading."""
 
     def __init__(self, loader: DataLoader[Any], where: Callable[[int], str]) -> None:
         self.loader = loader

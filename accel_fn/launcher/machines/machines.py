@@ -95,7 +95,7 @@ def read_node(environment: Mapping[str, str]) -> Node | None:
     if task is not None and task.local_world_size != 1:
         raise WorldError(
             f"launch: {task.cluster} must start one launcher on each machine, got "
-            f"{task.local_world_size} on this one; ask it for one task per node, or have it "
+            f"{task.local_world_size} on this one; request one task per node, or have it "
             "start the script itself: af.init() needs no launcher there"
         )
     if task is not None:

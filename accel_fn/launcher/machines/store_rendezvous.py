@@ -1,7 +1,7 @@
 """The rendezvous of the machines of a launch: a new store for each attempt, machines in given order.
 
 Torch's static rendezvous keeps the order of machines, but also its store with the keys of failed
-attempts. Its c10d rendezvous makes a new store, but orders machines anew. This does both.
+attempts. Its c10d rendezvous makes a new store, but changes the order of machines. This does both.
 Stores, barriers and processes stay torch's.
 """
 

@@ -14,7 +14,7 @@ from accel_fn.launcher.settings.settings import Settings
 ROLE = "rank"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = 1 << 30, 1 << 32
 _OLD_GLIBC_MMAP_THRESHOLD = 1 << 25
-"""The largest value that every glibc before 2.36 accepts; one that refuses it maps large tensors anew."""
+"""The largest value that every glibc before 2.36 accepts; one that refuses it maps large tensors again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Reaper:
 
     def _send(self, value: object) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # a launch goes on without its reaper
+        with suppress(OSError):  # a launch needs no reaper to succeed
             self._process.stdin.write(f"{json.dumps(value)}\n".encode())
             self._process.stdin.flush()
 

@@ -1,4 +1,4 @@
-"""Checks of what ranks share: devices, data, and what they say to each other.
+"""Checks of devices, data and messages between ranks.
 
 A check runs on every rank alike and gives how much this rank found to be wrong.
 """

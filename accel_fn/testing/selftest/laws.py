@@ -54,7 +54,7 @@ def promises(state: DistState) -> list[Promise]:
         Promise("bf16 trains as one rank's bf16", 2e-2, check_bf16),
         Promise("an fp16 overflow on one rank skips the update on all", 0, check_overflow),
         Promise("shards partition every epoch, in one order", 0, check_shards),
-        Promise("a run goes on where it stopped", 0, check_resuming),
+        Promise("a run resumes where it stopped", 0, check_resuming),
         Promise(
             "training through shard_loader is training through the loader", rounding, check_loading
         ),

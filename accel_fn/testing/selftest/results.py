@@ -12,7 +12,7 @@ class Outcome:
     """Result of one promise on one rank.
 
     Attributes:
-        promise: in words.
+        promise: its text.
         bound: the largest difference that is allowed.
         largest: the largest that was found; None where the check came to no end.
         error: the last line of what was raised; empty where nothing was.

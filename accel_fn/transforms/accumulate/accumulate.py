@@ -28,21 +28,21 @@ def accumulate(
 ) -> Transform:
     """Compute the gradient of a batch in `num_microbatches` parts, in the memory of one.
 
-    The parts are consecutive samples, as even as can be; a batch of fewer
+    The parts are consecutive samples, as even as possible; a batch of fewer
     samples gives fewer parts. Each counts by its weight, so the gradient is
-    that of the whole batch, to rounding, whatever divides what.
+    that of the whole batch, to rounding, also if sizes do not divide evenly.
 
     Law: the identity, for every number of micro-batches.
 
     Args:
-        num_microbatches: >= 1; default: what the launch says, by `--num-microbatches` or
-            ACCEL_FN_NUM_MICROBATCHES, and one where it says nothing. "auto" starts with one; where
-            memory runs out on any rank, the batch is done again on all in twice as many, as if
-            nothing had happened, and so are those after it. `report.extras["num_microbatches"]`
-            says how many; a checkpoint keeps it for the same world size.
+        num_microbatches: >= 1; default: the launch's (`--num-microbatches` or
+            ACCEL_FN_NUM_MICROBATCHES), else one. "auto" starts with one; if any rank runs out of
+            memory, all ranks repeat the batch in twice as many, and keep the number.
+            `report.extras["num_microbatches"]` is the number; a checkpoint keeps it for the same
+            world size.
         split: "rows" cuts along the leading dimension. A function `batch -> micro-batches`
-            may give any number of parts. None is for data that cannot be cut: what the step
-            is given is a list of at most `num_microbatches` batches, as `window` makes them.
+            may return any number of parts. None is for data that cannot be split: the step gets
+            a list of at most `num_microbatches` batches, as `window` makes them.
 
     Returns:
         A transform.
@@ -51,7 +51,7 @@ def accumulate(
         ValueError: `num_microbatches` is no integer >= 1 (TypeError too where it is no integer).
             From the step, on all ranks, with `split=None`: a batch is no list, or too long.
             In `build`, with "auto": beside `wrap_fsdp` in a world of several, or `reproducible`.
-        MemoryError: from the step, on all ranks, with "auto": one sample is too much.
+        MemoryError: from the step, on all ranks, with "auto": one sample does not fit.
         TypeError: `split` is none of these.
 
     Cost: one forward and backward per micro-batch; gradients are averaged once, in the last. "auto" adds a
@@ -89,7 +89,7 @@ def _automatic(split: object) -> Transform:
 
 
 class RetrySlot(Stateful):
-    """A slot function that may do a batch again: strategies then vote before they average gradients."""
+    """A slot function that may repeat a batch: strategies then vote before they average gradients."""
 
     traits = frozenset({"retries"})
 

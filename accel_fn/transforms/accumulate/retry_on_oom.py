@@ -1,4 +1,4 @@
-"""Micro-batches that fit: if memory runs out, the batch is done again in smaller ones."""
+"""Retry on OOM: if memory runs out, the batch is repeated in smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FittingSplit:
 
 
 class RetryOnOOM:
-    """Does a batch again, in twice as many micro-batches, if memory runs out on any rank.
+    """Repeats a batch in twice as many micro-batches if memory runs out on any rank.
 
     It is done again as if nothing had happened: buffers and random generators are as they
     were. The strategy votes before any rank averages gradients.
@@ -106,7 +106,7 @@ class RetryOnOOM:
         self._split.num_parts *= 2
         if state.is_main:
             _LOG.warning(
-                "out of memory on rank %d at step %d; going on with %d micro-batches",
+                "out of memory on rank %d at step %d; continuing with %d micro-batches",
                 first,
                 state.step + 1,
                 self._split.num_parts,

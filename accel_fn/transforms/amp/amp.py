@@ -39,20 +39,20 @@ def with_amp(
     on all, and `report.applied` is False. The check is of the gradients' global
     norm, so gradients whose norm is beyond float32 count as not finite too.
 
-    "fp8" is bf16, and beside it the products of linear layers whose sizes are multiples of 16
-    are computed in float8: inputs, weights and gradients of outputs, each scaled by its own
-    largest value, by torchao. Layers and parameters stay what they are. Without an accelerator
-    the same roundings are emulated, slowly.
+    "fp8" is bf16, with the products of linear layers whose sizes are multiples of 16 computed
+    in float8, by torchao: inputs, weights and gradients of outputs, each scaled by its largest
+    value. Layers and parameters stay as they are. Without an accelerator, the rounding is
+    emulated, slowly.
 
-    Law: scaling by any power of two changes nothing, as long as nothing leaves the range. "fp8"
+    Law: scaling by any power of two changes nothing, as long as all numbers stay in range. "fp8"
     is the training of torchao's own layers; since the largest value of a part is not that of
     the batch, ranks and micro-batches agree to roundings of float8 alone.
 
     Args:
         precision: "bf16", "fp16", "fp8", `torch.bfloat16`, `torch.float16`, or "no" for the
-            identity; default: what the launch says, by `--mixed-precision` or
-            ACCEL_FN_MIXED_PRECISION, and no autocast where it says "no" or nothing.
-        init_scale: the first loss scale, finite and > 0. This and what follows is for float16.
+            identity; default: the launch's (`--mixed-precision` or ACCEL_FN_MIXED_PRECISION),
+            else no autocast.
+        init_scale: the first loss scale, finite and > 0. This and the next arguments are for float16.
         growth_factor: > 1.
         backoff_factor: in (0, 1).
         growth_interval: number of good steps in a row before the scale grows, >= 1.
@@ -65,10 +65,10 @@ def with_amp(
             device without it, or a model without such layers.
         ModuleNotFoundError: "fp8" without torchao, the extra `float8`.
 
-    Cost: bf16 none beside autocast's own. fp16 one read of the gradients for
+    Cost: of bf16, only autocast's own. Of fp16, one read of the gradients for
     their norm, shared with `clip`; no host synchronisation with a fused
-    optimizer, one with any other, and with fused SGD whose momenta are not all there yet:
-    in its first update, as a rule.
+    optimizer, one with any other. (Fused SGD with momentum usually needs one in its first
+    update, when its momenta are made.)
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
 

@@ -69,7 +69,7 @@ def fitting(model: nn.Module) -> list[nn.Linear]:
 def in_float8(state: DistState, plan: Plan) -> ContextFn:
     """The context of forward and loss, of one step."""
     emulated = state.device.type != "cuda"
-    # The same objects in every step, or a compiler would begin anew.
+    # The same objects in every step, or a compiler would compile again.
     forwards: dict[nn.Module, Callable[..., Any]] = {
         layer: partial(_run, layer, _twin(layer, emulated)) for layer in fitting(plan.model)
     }

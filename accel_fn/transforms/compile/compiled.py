@@ -51,8 +51,8 @@ def compiled(
             optimizer into one graph, in a world of one.
         mode: torch.compile's: "default", "reduce-overhead" (CUDA graphs), "max-autotune", ...
         fullgraph: refuse a graph break, which "step" always does. The hooks of `wrap_fsdp` break graphs.
-        dynamic: as for torch.compile: None compiles for the shapes that come, and anew
-            for any shape once a second one has come; True for any from the start; False for each.
+        dynamic: as for torch.compile: None compiles for the first shape, and for
+            any shape once a second one has come; True for any from the start; False for each.
 
     Returns:
         A transform.
@@ -62,7 +62,7 @@ def compiled(
             `build`: no compiler on this machine, no repeated blocks, an optimizer or a plan that
             does not fit into a graph.
 
-    Law: the identity, to rounding. Random numbers that the loss draws are others.
+    Law: the identity, to rounding. The loss draws other random numbers.
 
     Cost: compiling, in the first steps. No host synchronisation.
 

@@ -27,10 +27,9 @@ _IN_A_GRAPH = {"foreach": False, "fused": False, "capturable": True}
 class Captured:
     """`optimizer.step` over gradients that are given, inside of a graph.
 
-    torch's compiler has a way of its own with an `Optimizer`, which needs gradients
-    that are there before the graph begins. So the methods of its class are run on an
-    object that is none, made anew in the graph from what the optimizer remembers, and
-    what it then remembers is written back.
+    torch's compiler treats an `Optimizer` specially, and needs gradients that exist before the
+    graph begins. So the methods of its class run on another object, made in the graph from the
+    optimizer's state, and the new state is written back.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Captured:
         return [state.get(each, {}) for each in self._parameters]
 
     def settle(self) -> None:
-        """Tell the compiler that what an optimizer remembers stays in place, as CUDA graphs need it."""
+        """Mark the optimizer's state as staying in place, as CUDA graphs need it."""
         for held in self.memory():
             for value in held.values():
                 if isinstance(value, Tensor) and value.is_cuda:

@@ -13,7 +13,7 @@ class Factored(TorchFunctionMode):
     """In it, the numbers of an optimizer's operations are multiplied by, which rounds as they do.
 
     A compiler keeps a number as an input of a graph where tensors are multiplied by it. As the
-    weight of `lerp_`, say, it is a part of the graph, and each value takes another one.
+    weight of `lerp_`, for example, it is a part of the graph, and each value takes another graph.
     """
 
     def __torch_function__(

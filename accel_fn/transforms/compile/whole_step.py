@@ -119,10 +119,10 @@ class CompiledStep:
                 return self._run(*inputs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             raise LossError(
-                'step: compiled(scope="step") must make do with the '
-                f"{torch._dynamo.config.recompile_limit} graphs that torch keeps of a function, got what "
-                "needs one more: another batch size, or another setting of the optimizer or of the "
-                'model; use dynamic=True, batches of one size, or scope="loss"'
+                f'step: compiled(scope="step") must fit into the {torch._dynamo.config.recompile_limit} '
+                "graphs that torch keeps of a function, got a step that needs one more: another batch "
+                "size, or another setting of the optimizer or the model; use dynamic=True, batches of "
+                'one size, or scope="loss"'
             ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             raise LossError(

@@ -30,24 +30,24 @@ _OURS = ("self", "module", "process_group", "device_ids", "output_device")
 def wrap_ddp(
     *, comm_hook: str | None = None, sync_batchnorm: bool = False, **ddp_options: Any
 ) -> Transform:
-    """Train replicas on all ranks: rank 0's parameters to start with, averaged gradients after.
+    """Train replicas on all ranks: start from rank 0's parameters, average the gradients.
 
-    Averaged means the exact mean over the items of the global batch, however
-    they are spread over the ranks. In a world of one it does nothing.
+    The average is the exact mean over the items of the global batch, however
+    they are spread over the ranks. In a world of one it is a no-op.
 
     The user's model is not wrapped: DDP gets a private module whose forward is
     the loss, so a loss function may call any method of the model, any number
     of times.
 
-    Law: W ranks are one rank, for every W, uneven parts, any weights, an empty rank.
+    Law: W ranks give the result of one rank, for every W, uneven parts, any weights, an empty rank.
 
     Args:
         comm_hook: send gradients in "fp16" or "bf16", or as low-rank factors
             ("powersgd"): less traffic, and no longer exact.
         sync_batchnorm: batch statistics over all ranks, by torch's
             `SyncBatchNorm` (accelerators only): replaces the model's BatchNorm layers.
-            These talk in every forward, so every rank must have as many micro-batches
-            with items as the others.
+            These communicate in every forward, so every rank must have the same number of
+            micro-batches with items.
         **ddp_options: `DistributedDataParallel`'s own, by name. Ours differ in
             `gradient_as_bucket_view=True`, and on a CPU in `bucket_cap_mb=100`, where
             there is nothing to overlap a smaller bucket with.

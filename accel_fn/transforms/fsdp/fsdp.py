@@ -46,28 +46,28 @@ def wrap_fsdp(
 ) -> Transform:
     """Train one model in shards on all ranks: parameters, gradients and optimizer state, 1/W on each.
 
-    A block's parameters are gathered for its forward and its backward, and are shards
-    again after; what is in no block is whole from the forward to the end of the backward. The
+    A block's parameters are unsharded for its forward and its backward. Parameters outside
+    of all blocks are whole from the forward to the end of the backward. The
     model starts from rank 0's parameters and buffers, and every update gets the
-    exact mean over the items of the global batch, as under `wrap_ddp`. In a world of one
-    there is nothing to shard, and nothing to do but for `param_dtype` and `offload`.
+    exact mean over the items of the global batch, as with `wrap_ddp`. In a world of one
+    it is a no-op, unless `param_dtype` or `offload` is given.
 
     The user's model keeps its class and its `state_dict` keys; its parameters, and those that
-    the optimizer holds, become shards (torch's `DTensor`) in `build`. What the optimizer has
-    kept of them until then is cut likewise.
+    the optimizer holds, become shards (torch's `DTensor`) in `build`. The optimizer's state is
+    sharded likewise.
 
-    Law: W ranks are one rank, for every W, uneven parts, any weights, an empty rank.
+    Law: W ranks give the result of one rank, for every W, uneven parts, any weights, an empty rank.
 
     Args:
-        blocks: what is gathered at a time: a class of modules, several, or names of modules (the name
+        blocks: the FSDP units: a class of modules, several, or names of modules (the name
             of a list stands for its items). Default: the modules that are repeated
             most in the model's outermost lists and sequences.
         replicate: number of groups of shards, which divides the number of ranks: parameters are
             sharded within a group of ranks in a row, and alike in all groups.
         reshard_after_forward: False: blocks stay whole until their backward, and from one
             micro-batch to the next, which takes more memory and less traffic.
-        param_dtype: of gathered parameters, and of what a model or block is called
-            with; default: as they are. Shards, and what the optimizer sees, keep theirs.
+        param_dtype: of unsharded parameters, and of the inputs of a model or block;
+            default: unchanged. Shards, and so the optimizer, keep their dtype.
         reduce_dtype: in which gradients are added up over the ranks; None: that of the gradients.
             Gradients in float64 are added up in float64.
         offload: keep shards, gradients and optimizer state in host memory.

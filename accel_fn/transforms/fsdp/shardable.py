@@ -46,7 +46,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if isinstance(optimizer, _WHOLE_ONLY):
-        rule, repair = "be one that can update shards", "use AdamW, say"
+        rule, repair = "be one that can update shards", "use AdamW, for example"
     elif fused and isinstance(optimizer, _NOT_FUSED):
         rule, repair, name = "have a kernel for shards", "leave out fused", f"{name}(fused=True)"
     else:
@@ -61,5 +61,5 @@ def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
         for name, value in held.items():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
                 shapes = f"{name!r} of shape {list(value.shape)} for one of {list(parameter.shape)}"
-                return "hold tensors of its parameters' shapes", "make it anew", shapes
+                return "hold tensors of its parameters' shapes", "make a new optimizer", shapes
     return "", "", ""

@@ -21,7 +21,7 @@ def average(tensors: Mapping[str, Tensor], weight: float, state: DistState) -> N
     """Make tensors their mean over the ranks, weighted, in place; the same bits on all ranks.
 
     The mean is that of one rank, the heaviest, and of how far the others are from it. So what is equal on
-    all ranks, a count of updates say, keeps its bits.
+    all ranks, such as a count of updates, keeps its bits.
     """
     weights = _agreed(tensors, weight, state)
     total = sum(weights)

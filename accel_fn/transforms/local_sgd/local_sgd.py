@@ -24,7 +24,7 @@ from accel_fn.transforms.local_sgd.average_ranks import average, buckets, flat, 
 
 @transform
 def local_sgd(every: int) -> Transform:
-    """Train on all ranks without exchanging gradients; average the ranks after every so many updates.
+    """Train each rank on its own; average parameters and optimizer state after every `every` updates.
 
     Each rank makes its updates from the mean over its own part of each global batch. After
     `every` of them, parameters, floating-point buffers and the optimizer's floating-point state
@@ -35,9 +35,9 @@ def local_sgd(every: int) -> Transform:
     A step's loss is the mean over the global batch as ever, each part by the parameters of
     its rank. The gradients, their norm, and so what `clip` does, are the rank's own.
 
-    Law: between averages, a rank is a step in a world of one over its own parts, bit for bit; after
-    one, all ranks hold the same bits. With `every=1` and an optimizer that is linear in its
-    gradients (SGD, with momentum, too), W ranks are one rank, for uneven parts as well.
+    Law: between averages, a rank computes a step of a world of one over its own parts, bit for bit;
+    after one, all ranks hold the same bits. With `every=1` and an optimizer that is linear in its
+    gradients (SGD, with momentum, too), W ranks give the result of one rank, also with uneven parts.
 
     Args:
         every: number of updates from one average to the next, >= 1.
@@ -216,7 +216,7 @@ class RankAverage:
         return {"num_updates": self._num_updates}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Restore the state of a checkpoint."""
         self._num_updates = saved["num_updates"]
         self._start_anew()
 

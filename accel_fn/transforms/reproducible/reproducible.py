@@ -20,13 +20,13 @@ from accel_fn.transforms.reproducible.virtual_ranks import (
 def reproducible(num_virtual_ranks: int = 8) -> Transform:
     """Train replicas on all ranks, with the same bits for every number of ranks.
 
-    The global batch is cut into `num_virtual_ranks` slices of as many samples, of which each rank
-    has as many. A slice goes through its forward and backward by itself; random numbers that it
-    draws from the generators of torch, NumPy or Python depend on `state.seed`, `state.step` and the
-    number of the slice alone, and afterwards the generators are where they were. Gradients and
-    losses are added up as a binary tree over the slices: within a rank, then over the ranks.
+    The global batch is split into `num_virtual_ranks` equal slices, and each rank has the same
+    number of them. Each slice has its own forward and backward. Random numbers that it draws from
+    the generators of torch, NumPy or Python depend only on `state.seed`, `state.step` and the number
+    of the slice; afterwards the generators are restored. Gradients and losses are added up as a
+    binary tree over the slices: within a rank, then over the ranks.
 
-    It replaces `wrap_ddp`, in a world of one as well. `accumulate` cuts each slice.
+    It replaces `wrap_ddp`, also in a world of one. `accumulate` splits each slice.
 
     Law: parameters, state of the optimizer, losses and norms are the same to the bit for every
     number of ranks that divides `num_virtual_ranks`, also in a run that is resumed with another

@@ -55,7 +55,7 @@ def sum_over_ranks(tensors: Tensors, like: Sequence[Tensor], state: DistState) -
 
     Every rank adds up one part of all ranks' tensors and gives the result to the others. So a
     rank sends what it does in an all-reduce, and where a tensor begins in memory does not
-    depend on the number of ranks, as it may matter to who reads it.
+    depend on the number of ranks, which may matter to the kernels that read it.
 
     Args:
         tensors: of this rank; None where it has none.

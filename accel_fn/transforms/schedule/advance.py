@@ -46,7 +46,7 @@ class Advance:
 
 
 class AdvanceByMetric(Advance):
-    """By a number that says how well the run goes.
+    """Advances by a metric of the run.
 
     That of the update that is made, or, on an accelerator, of the one made before it.
     """
@@ -64,7 +64,7 @@ class AdvanceByMetric(Advance):
             self._newest = None
 
     def note(self, state: DistState, report: Report) -> None:
-        """Look at a step's report, and hear of it, or of the one before."""
+        """Read a metric from a step's report, at once or one step later."""
         assert report.applied is not None
         dtype = torch.float64 if state.device.type == "cpu" else torch.float32
         metric = self._metric(report)
@@ -111,7 +111,7 @@ class Schedule:
         return self._advance.kept()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Restore the state of a checkpoint."""
         self._advance.hear_all()
         self._advance.put_back(saved)
 
@@ -151,7 +151,7 @@ class Schedules:
 class Rates:
     """The learning rates of an optimizer's groups where they are tensors on the device.
 
-    One for all schedules of a plan, which go one after another.
+    One for all schedules of a plan, which advance one after another.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -205,8 +205,8 @@ class Rates:
 class DeviceSchedule(Schedule):
     """Advances a scheduler where only the device knows yet whether the update was made.
 
-    The learning rate is a tensor there: that of an update made, or that of one skipped. What
-    the host has advanced in vain is put back when it hears of it, one update later.
+    The learning rate is a tensor there: that of an update made, or that of one skipped. If the
+    host advanced for a skipped update, it undoes that when it reads the result, one update later.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class DeviceSchedule(Schedule):
         return {**super().state_dict(), "rates": self.rates.advanced}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Restore the state of a checkpoint."""
         self._hear(self._echo.last())
         super().load_state_dict(saved)
         self.rates.load(saved.get("rates"))

@@ -1,4 +1,4 @@
-"""schedule: the learning rate moves once for every update that is made."""
+"""schedule: the learning rate changes once for every update that is made."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def schedule(
 ) -> Transform:
     """Advance a learning-rate schedule once for every update that is made.
 
-    Whatever the number of ranks and micro-batches, one update is one advance; one that is
-    skipped is none. So a schedule is written in updates: `len(loader) * num_epochs` of them.
+    One applied update is one advance, for any number of ranks and micro-batches; a skipped one is
+    none. So write a schedule in updates: `len(loader) * num_epochs` of them.
 
     Law: the learning rate of an update is a function of the number of updates made before it.
 
@@ -64,8 +64,8 @@ def schedule(
 
     Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also
     where updates may be skipped: the learning rate is then a tensor on the device, chosen there
-    between that of an update made and that of one skipped. (Only what a scheduler moves beside the
-    learning rate, as OneCycleLR does with momentum, then hears of a skip one update late.)
+    between that of an update made and that of one skipped. (Other values that a scheduler
+    changes, such as OneCycleLR's momentum, then follow a skip one update late.)
 
     >>> import accel_fn as af
     >>> af.schedule(lambda num_updates: 0.5**num_updates)(af.Plan(loss_fn, model, optimizer))
