@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from accel_fn.base.out_of_memory import is_memory
+from accel_fn.base.state import DistState
 from accel_fn.errors import LossError, PlanError
 from accel_fn.step.plan import Plan
 
+Hook = Callable[[Tensor], Tensor | None]
 _REPAIR = "build again, or train all from the start and freeze(names, until=...) those"
 
 
 class TrainedParameters:
     """The optimizers' parameters as `build` found them: a step gives gradients for no others."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, shares: bool = False) -> None:
         self._plan = plan
+        self._shares = shares
+        """Does a backward give a share of a gradient, in place of all of it?"""
+        self.hooked: list[tuple[nn.Parameter, dict[int, Hook]]] = []
+        """Parameters whose hooks are set aside until the gradient is whole."""
         self._optimizers = [*plan.optimizers.values()]
         lists = [group["params"] for each in self._optimizers for group in each.param_groups]
         self._lists = [(each, len(each)) for each in lists]
@@ -28,8 +36,18 @@ class TrainedParameters:
     def check(self) -> None:
         """Refuse parameters that were added since `build`, which would not be trained.
 
-        Cost: a look at each group, and at each parameter that was frozen.
+        Where backwards give shares of gradients, hooks of parameters are set aside.
+
+        Cost: a look at each group, at each parameter that was frozen, and at hooks.
         """
+        if self._shares:
+            for parameter in self._given:
+                hooks = parameter._backward_hooks
+                if hooks:
+                    self.hooked.append((parameter, dict(hooks)))
+                    hooks.clear()
+                if parameter._post_accumulate_grad_hooks:
+                    check_hooks("step", self._plan)
         lists = [group["params"] for each in self._optimizers for group in each.param_groups]
         if len(lists) != len(self._lists):
             self._compare(lists)
@@ -54,8 +72,29 @@ class TrainedParameters:
                 f"got {got}; {_REPAIR}"
             )
 
+    def run_hooks(self) -> None:
+        """Put hooks back, and call each on the gradient of the global batch, as on one rank."""
+        hooked = self.hooked
+        self._put_back()
+        with torch.no_grad():
+            for parameter, hooks in hooked:
+                for hook in hooks.values():
+                    if parameter.grad is not None:
+                        given = hook(parameter.grad)
+                        parameter.grad = parameter.grad if given is None else given
+
+    def _put_back(self) -> None:
+        for parameter, hooks in self.hooked:
+            if parameter._backward_hooks is not None:
+                parameter._backward_hooks.update(hooks)
+        self.hooked = []
+
     def explain(self, error: BaseException) -> None:
-        """Raise a clearer error if a backward failed because parameters were frozen since `build`."""
+        """Raise a clearer error if a backward failed because parameters were frozen since `build`.
+
+        Hooks that were set aside are put back.
+        """
+        self._put_back()
         if not isinstance(error, RuntimeError):
             return
         frozen_before = {id(each) for each in self._frozen}
@@ -72,17 +111,24 @@ class GraphChecks:
     """Refuses losses whose backward would miss parameters without an error."""
 
     def __init__(
-        self, plan: Plan, trainable: Sequence[nn.Parameter], *, finds_unused: bool
+        self,
+        plan: Plan,
+        trainable: Sequence[nn.Parameter],
+        *,
+        finds_unused: bool,
+        probes: bool = False,
     ) -> None:
         self._plan = plan
         self._trainable = trainable
         self._trained = plan.trained()
         self._finds_unused = finds_unused
         """May the loss miss parameters?"""
+        self._probes = probes
+        """Are custom Functions in graphs to be linear?"""
         self._is_new = True
-        """Is the graph of the next loss to be searched for reentrant checkpoints?"""
-        self._missing: list[bool] = []
-        """For each trained parameter: did the last backward that missed some miss it?"""
+        """Is the graph of the next loss to be searched for what hides parameters?"""
+        self._seen: set[tuple[bool, ...]] = set()
+        """Which parameters were missed by backwards whose graphs hid none."""
 
     def before_backward(self, loss: Tensor, part: Any) -> None:
         """Check the first micro-batch of a step: its loss, and that no gradient is there yet."""
@@ -97,18 +143,23 @@ class GraphChecks:
                     "step: loss_fn must leave .grad of the model's parameters alone, got one that writes "
                     "it (backward, or autograd.grad by hand), which no other rank would see; return the loss"
                 )
-        if self._is_new and part is not None:
-            check_recomputed(loss)
-            self._is_new = False
+        if part is None:
+            return
+        if self._is_new:
+            functions = check_left_out(loss)
+            self._is_new = self._probes and functions and not check_linear(loss, self._trainable)
+
+    def check_left_out(self, loss: Tensor, missed: Sequence[bool]) -> None:
+        """Refuse a graph that hides parameters, if its backward missed some not seen to be missed."""
+        pattern = tuple(missed)
+        if pattern not in self._seen:
+            check_left_out(loss, self._trainable)
+            self._seen.add(pattern)
 
     def after_backward(self, grads: Sequence[Tensor | None], weight: float) -> None:
-        """Check the gradients of a step: parameters without one may be hidden by a checkpoint."""
-        if not weight or all(grad is not None for grad in grads):
-            return
-        self.check_reached()
-        missing = [grad is None for grad in grads]
-        if missing != self._missing:
-            self._missing, self._is_new = missing, True
+        """Check the gradients of a step: the loss may miss some parameters, not all."""
+        if weight and any(grad is None for grad in grads):
+            self.check_reached()
 
     def check_reached(self) -> None:
         """Refuse a loss that misses the model, or misses parameters that DDP waits for."""
@@ -124,25 +175,125 @@ class GraphChecks:
             )
 
 
-def check_recomputed(loss: Tensor) -> None:
-    """Refuse activation checkpoints with `use_reentrant=True`.
+def shares_gradients(state: DistState, plan: Plan) -> bool:
+    """Return whether a backward of a step may give another gradient than that of the global batch."""
+    averages = state.world_size > 1 and not plan.having("local_gradients")
+    return averages or bool(plan.split or plan.having("virtual_ranks"))
 
-    The graph of what is computed again begins within the backward, so the engine does not
+
+def check_hooks(function: str, plan: Plan) -> None:
+    """Refuse hooks that run in the backward, after a rank's or a micro-batch's own gradient is there."""
+    for name, parameter in plan.model.named_parameters():
+        if parameter._post_accumulate_grad_hooks or hasattr(parameter, "_in_backward_optimizers"):
+            raise PlanError(
+                f"{function}: model must have no post-accumulate-grad hooks with several ranks or "
+                f"micro-batches, whose gradients they see one by one, got one on {name}; let the optimizer "
+                "step after the backward, and look at gradients by Tensor.register_hook"
+            )
+
+
+def check_left_out(loss: Tensor, trainable: Sequence[nn.Parameter] | None = None) -> bool:
+    """Refuse reentrant checkpoints; if trainable is given, custom Functions that lead to none of it.
+
+    Returns whether there are custom Functions.
+
+    The graph of what a Function computes in its backward begins there, so the engine does not
     know that a backward to these parameters passes here: it leaves them out, or fails.
 
     Cost: a walk over the graph.
     """
+    order: list[Node] = []
     seen: set[Node] = set()
-    ahead = [loss.grad_fn]
+    ahead = [] if loss.grad_fn is None else [(loss.grad_fn, False)]
     while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().endswith("CheckpointFunctionBackward"):
-            raise LossError(
-                "step: loss_fn must not use torch.utils.checkpoint with use_reentrant=True, which hides "
-                "parameters from the step's backward, got a graph with it; use use_reentrant=False, or "
-                "checkpoint_activations()"
-            )
-        seen.add(node)
-        ahead += [each for each, _ in node.next_functions]
+        node, is_done = ahead.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            if node.name().endswith("CheckpointFunctionBackward"):
+                raise LossError(
+                    "step: loss_fn must not use torch.utils.checkpoint with use_reentrant=True, which "
+                    "hides parameters from the step's backward, got a graph with it; use "
+                    "use_reentrant=False, or checkpoint_activations()"
+                )
+            ahead += [(node, True), *((n, False) for n, _ in node.next_functions if n is not None)]
+    if trainable is not None:
+        _check_functions(order, {id(each) for each in trainable})
+    # Collectives in it must run as often on all ranks, of which some may have no custom Function.
+    kinds = [str(getattr(getattr(node, "_forward_cls", None), "__module__", "")) for node in order]
+    return any(map(_custom, order)) and not any(kind.startswith("accel_fn.") for kind in kinds)
+
+
+def _check_functions(order: Sequence[Node], trainable: Collection[int]) -> None:
+    """Refuse custom Functions that no parameter lies behind, of nodes whose inputs come first."""
+    leading: set[Node] = set()
+    for node in order:
+        leads = any(each in leading for each, _ in node.next_functions)
+        if leads or id(getattr(node, "variable", None)) in trainable:
+            leading.add(node)
+        else:
+            kind = _custom(node)
+            if kind is not None:
+                raise LossError(
+                    "step: loss_fn must give parameters to custom autograd.Functions as tensors, got "
+                    f"{kind.__name__}, behind which no parameter lies while some have no gradient: a "
+                    "backward of its own is left out; give it the parameters, or detach() its inputs"
+                )
+
+
+def _custom(node: Node) -> type | None:
+    """The custom Function of a node, if it is the user's."""
+    kind: type | None = getattr(node, "_forward_cls", None)
+    return None if kind is None or kind.__module__.startswith(("torch.", "accel_fn.")) else kind
+
+
+_FAR, _NEAR = -(2.0**20), -0.5
+"""Factors of a backward that is compared with another one: powers of two, which round nothing."""
+
+
+def check_linear(loss: Tensor, trainable: Sequence[nn.Parameter]) -> bool:
+    """Refuse a backward that does not scale with the loss; return whether it could be compared.
+
+    Ranks and micro-batches start their backwards from shares of the loss. A Function that clips,
+    or adds a gradient of its own, makes of these another gradient than one rank has.
+
+    Cost: two backwards.
+    """
+    try:
+        once, scaled = _sums(loss, 1.0, trainable), _sums(loss, _FAR, trainable)
+        if not scaled.isfinite().all():  # float16
+            scaled = _sums(loss, _NEAR, trainable)
+    except RuntimeError as error:
+        if is_memory(error):
+            raise
+        return True  # such as a compiled graph, which runs once
+    if not (once.isfinite().all() and scaled.isfinite().all()):
+        return False
+    tolerance = max(torch.finfo(each.dtype).eps for each in trainable) ** 0.5
+    sizes = once[:, :1] + scaled[:, :1].abs()
+    if ((once - scaled).abs() > tolerance * sizes).any():
+        raise LossError(
+            "step: loss_fn must have a backward that is linear in the loss, with several ranks or "
+            "micro-batches, which each run it for their share, got one that is not: an autograd.Function "
+            "adds a gradient of its own, say, or clips; add what it adds to the loss, and clip by clip() "
+            "or a hook on parameters"
+        )
+    return True
+
+
+def _sums(loss: Tensor, factor: float, trainable: Sequence[nn.Parameter]) -> Tensor:
+    """Of each gradient of `factor * loss`, over `factor`: its norm and its sum, [parameters, 2]."""
+    seed = loss.new_full((), factor)
+    grads = torch.autograd.grad(loss, trainable, seed, retain_graph=True, allow_unused=True)
+    rows = [torch.zeros(2, dtype=torch.float64)]
+    for grad in grads:
+        if grad is not None:
+            dense = grad.coalesce().values() if grad.is_sparse else grad
+            dense = torch.view_as_real(dense) if dense.is_complex() else dense
+            dtype = torch.float64 if dense.dtype == torch.float64 else torch.float32
+            norm = torch.linalg.vector_norm(dense, dtype=dtype) / abs(factor)
+            # Over the root of the number of elements, the sum is at most the norm.
+            total = dense.sum(dtype=dtype) / factor / max(dense.numel(), 1) ** 0.5
+            rows.append(torch.stack([norm, total]).cpu().double())
+    return torch.stack(rows)

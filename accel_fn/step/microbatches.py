@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from accel_fn.base.batch import tensors_of
 from accel_fn.base.out_of_memory import is_memory
 from accel_fn.base.weights import weigh
 from accel_fn.errors import BatchError, OutOfMemoryError, message
@@ -16,8 +17,8 @@ Parts = Sequence[Any]
 Weights = Sequence[float]
 
 
-def microbatches(plan: Plan, batch: Any) -> tuple[Parts, Weights]:
-    """The micro-batches of positive weight, and their weights."""
+def microbatches(plan: Plan, batch: Any, *, with_weightless: bool = False) -> tuple[Parts, Weights]:
+    """The micro-batches of positive weight, and their weights; if wanted, first others with samples."""
     # Split and weighed before placement: weights are counted on the host, without waiting for
     # an accelerator, and only one micro-batch at a time is on the device.
     split = plan.split[0](batch) if plan.split else (batch,)
@@ -26,12 +27,20 @@ def microbatches(plan: Plan, batch: Any) -> tuple[Parts, Weights]:
         split = list(split)
     weights = weigh(plan.weight_fn, split)
     counted = [each for each in zip(split, weights, strict=True) if each[1]]
+    if with_weightless and len(counted) < len(weights):
+        # What they alone reach has a gradient of zeros on one rank without micro-batches, not None.
+        weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
+        counted = [*((part, 0) for part in weightless if _has_samples(part)), *counted]
     parts = [part for part, _ in counted]
     if any(part is None for part in parts):
         # None stands for a rank without items: loss_fn would not be called.
         repair = "use () where loss_fn needs none"
         raise BatchError(message("step", "batch", "be a batch", None, repair))
     return parts, [weight for _, weight in counted]
+
+
+def _has_samples(part: Any) -> bool:
+    return any(tensor.numel() for tensor in tensors_of(part))
 
 
 def _check_split(split: object) -> None:
@@ -44,11 +53,14 @@ def _check_split(split: object) -> None:
 def microbatches_or_failure(
     plan: Plan, batch: Any, check: Callable[[], None] | None = None, *, retries: bool = False
 ) -> tuple[Parts, Weights, Exception | None]:
-    """`microbatches`, or nothing and the error: all ranks must learn of it before one raises."""
+    """`microbatches`, or nothing and the error: all ranks must learn of it before one raises.
+
+    Those of a step, which `check`s its parameters, are with those of weight 0.
+    """
     try:
         if check is not None:
             check()
-        return *microbatches(plan, batch), None
+        return *microbatches(plan, batch, with_weightless=check is not None), None
     except Exception as error:
         return (), (), _not_retried(error) if retries else error
 

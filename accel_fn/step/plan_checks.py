@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import PlanError
+from accel_fn.step.graph_checks import check_hooks, shares_gradients
 from accel_fn.step.plan import Plan, SlotFunction, describe
 
 _SINGLE = ("place_model", "shard_model", "compile_loss", "compile_step", "strategy", "split")
@@ -25,6 +26,8 @@ def check_plan(state: DistState, plan: Plan) -> None:
     check_parameters(plan)
     _check_optimizers(plan)
     _check_world(state, plan)
+    if shares_gradients(state, plan):
+        check_hooks("build", plan)
     for each in plan.entries():
         _validate(each, state, plan)
 

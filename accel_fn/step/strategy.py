@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from operator import call, eq
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from accel_fn.comm.dtensor import is_sharded, place_of
 from accel_fn.errors import ArgumentTypeError, PeerOutOfMemoryError, message
 from accel_fn.step.global_mean import GlobalMean, seed_of
 from accel_fn.step.grads import Grads, global_norm
-from accel_fn.step.graph_checks import GraphChecks, TrainedParameters
+from accel_fn.step.graph_checks import GraphChecks, TrainedParameters, shares_gradients
 from accel_fn.step.loss_module import run_forward
 from accel_fn.step.metric_sums import Layout
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
@@ -39,6 +40,10 @@ class Strategy:
     """"equal_on_ranks": all ranks give the optimizer the same gradients."""
     finds_unused: bool = True
     """May a loss leave parameters without a gradient?"""
+    pads: bool = False
+    """Does a rank with fewer micro-batches than others run some of theirs?"""
+    probes: bool = True
+    """May a graph be run backward more than once, to see in the first step that it is linear?"""
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
@@ -53,14 +58,22 @@ class Strategy:
         self._reachable = self.trainable()
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
         self._trained = plan.trained()
+        self._unmarked = self._marks = [-1] * len(self._trained)
+        """Of each trained parameter: how often its gradient was written to, -1 without one."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
         self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
         """Are the gradients of the next update compared over the ranks? Those of the first are."""
         self.layout = Layout(loss_dtype(self._trained))
         """Dtype of losses and metrics, and their names once a batch had items."""
-        self.parameters = TrainedParameters(plan)
-        self.checks = GraphChecks(plan, self._reachable, finds_unused=self.finds_unused)
+        shares = shares_gradients(state, plan)
+        self.parameters = TrainedParameters(plan, shares=shares)
+        self.checks = GraphChecks(
+            plan,
+            self._reachable,
+            finds_unused=self.finds_unused,
+            probes=shares and self.probes and not plan.compile_loss,
+        )
 
     def trainable(self) -> Sequence[nn.Parameter]:
         """The parameters that a backward may reach."""
@@ -71,16 +84,19 @@ class Strategy:
     ) -> tuple[DistState, Grads, Report]:
         """Forward and backward of every micro-batch, to the exact mean over the global batch."""
         try:
+            self._marks = self._unmarked
             for parameter in self._reachable:
                 parameter.grad = None
-            stop = any(should_stop() for should_stop in plan.should_stop)
+            stop = any(map(call, plan.should_stop))
             parts, weights, failure = microbatches_or_failure(
                 plan, batch, self.parameters.check, retries=self.retries
             )
             mean = self.global_mean(state, weights, failure, stop)
             parts, weights = self.pad(state, mean, parts, weights)
             # A rank without items still joins every collective, with one micro-batch of weight 0.
-            parts, weights = parts or (None,), weights or (0,)
+            idle = () if any(weights) or (parts and self.pads) else (None,)
+            parts, weights = (*parts, *idle), (*weights, *[0] * len(idle))
+            leading = [*map(bool, weights), True].index(True)
             with ExitStack() as local:
                 if len(parts) > 1 or self.retries:
                     local.enter_context(self.no_sync())
@@ -95,11 +111,10 @@ class Strategy:
                     if is_last:
                         mean.send()  # beside the last backward
                     self.backward(loss, seed_of(loss, mean.share(weight), state.scaler))
+                    if index < leading and not is_last:
+                        self.zero_gradients()
             if self.retries:
-                if parts[0] is not None:
-                    self.checks.check_reached()
-                self.vote(state)
-                mean.send()
+                self._vote_and_send(state, mean, parts)
             self.average(state)
             loss, metrics, total = mean.close()
             grads = self._take(state, total)
@@ -142,12 +157,30 @@ class Strategy:
         # Into these parameters alone: the generator's step of a GAN leaves `.grad` of the
         # discriminator as it is, so no `zero_grad` is needed anywhere.
         run_backward(loss, seed, self._reachable)
+        marks = [-1 if each.grad is None else each.grad._version for each in self._trained]
+        missed = [*map(eq, marks, self._marks)]
+        if any(missed):
+            self.checks.check_left_out(loss, missed)
+        self._marks = marks
+
+    def zero_gradients(self) -> None:
+        """Keep zeros of what micro-batches of weight 0 have reached, whatever 0 times theirs is."""
+        for parameter in self._reachable:
+            if parameter.grad is not None:
+                grad = parameter.grad
+                (grad._values() if grad.is_sparse else grad).zero_()
 
     def vote(self, state: DistState, failure: str = "") -> None:
         """Raise on every rank if memory ran out on one, before any rank averages gradients."""
         failures = exchange_failures(state, failure)
         if any(failures):
             raise PeerOutOfMemoryError(failures)
+
+    def _vote_and_send(self, state: DistState, mean: GlobalMean, parts: Parts) -> None:
+        if parts[0] is not None:
+            self.checks.check_reached()
+        self.vote(state)
+        mean.send()
 
     def average(self, state: DistState) -> None:
         """Average the gradients over the ranks, if the last backward has not done so."""
@@ -193,6 +226,8 @@ class Strategy:
 
     def _take(self, state: DistState, weight: float) -> Grads:
         """The gradients, off the parameters, with the factor that undoes the loss scale."""
+        if self.parameters.hooked:
+            self.parameters.run_hooks()
         tensors = tuple([parameter.grad for parameter in self._trained])
         self.checks.after_backward(tensors, weight)
         for parameter in self._reachable:

@@ -128,7 +128,21 @@ def _contexts(
         for name, buffer in module.named_buffers(recurse=False)
     ]
     drawn: list[Standing] = []
-    return _watched(draws, drawn), _again(buffers, forwards, drawn)
+    return _watched(draws, drawn), _Entered(partial(_again, buffers, forwards, drawn))
+
+
+class _Entered(AbstractContextManager[None]):
+    """A context that can be entered again, for a second backward through one graph."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._open = self._make()
+        self._open.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.__exit__(*error)
 
 
 @contextmanager

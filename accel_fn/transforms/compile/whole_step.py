@@ -66,7 +66,9 @@ class CompiledStep:
             return self._stages(state, batch)
         stops = [should_stop() for should_stop in plan.should_stop]
         self._parameters.check()
-        parts, weights = microbatches(plan, batch)
+        parts, weights = microbatches(plan, batch, with_weightless=True)
+        if 0 in weights:  # whose gradients are zeros, whatever they are
+            return self._stages(state, batch)
         shares = _shares(state, weights) if len(weights) != 1 else None
         if plan.place_batch:
             parts = [placed(state, plan, part) for part in parts]

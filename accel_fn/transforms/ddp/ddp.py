@@ -141,6 +141,7 @@ class DDP(Strategy):
         options = {"gradient_as_bucket_view": True, **ddp_options}
         if state.device.type == "cpu":
             options.setdefault("bucket_cap_mb", 100)
+        self.probes = not options.get("static_graph")  # whose first backward must be a real one
         self.finds_unused = bool(options.get("find_unused_parameters"))
         if self.finds_unused:
             loss_module_of(module).idle = nn.Parameter(torch.zeros((), device=state.device))

@@ -154,6 +154,9 @@ def make_fsdp(
 class FSDP(Strategy):
     """Shards of parameters, gradients and optimizer state on every rank, by `fully_shard`."""
 
+    pads = True
+    probes = False  # a backward reshards what it has reached
+
     def __init__(
         self,
         state: DistState,
@@ -171,6 +174,11 @@ class FSDP(Strategy):
             follow_shards(optimizer, before, plan.model)
         self.sharded = sharded
         super().__init__(state, sharded, plan, inner)
+
+    def zero_gradients(self) -> None:
+        """Keep zeros of what micro-batches of weight 0 have reached, also where sums are wider."""
+        super().zero_gradients()
+        self.sharded.zero_sums()
 
     def trainable(self) -> Sequence[nn.Parameter]:
         """Every parameter, unsharded, and its shard."""

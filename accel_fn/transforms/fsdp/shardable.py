@@ -19,6 +19,11 @@ def check_shardable(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
     holders: dict[nn.Parameter, tuple[str, str]] = {}
     first = next(p for p in model.parameters() if p.requires_grad)
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter._backward_hooks:
+            raise PlanError(
+                f"build: wrap_fsdp's model must have no hooks on parameters, which shards replace, got "
+                f"one on {name}; register it after build, on the shard"
+            )
         holder = max((each for each in units if _is_in(name, each)), key=len)
         other, elsewhere = holders.setdefault(parameter, (name, holder))
         alike = parameter.dtype == first.dtype or not parameter.requires_grad

@@ -69,13 +69,23 @@ class ShardedLoss(nn.Module):
         self._call("reshard", self._kinds)
         self._forget_sums()
 
+    def zero_sums(self) -> None:
+        """Make zeros of what FSDP has added up in a wider dtype."""
+        for parameter in self._group_parameters():
+            if parameter.unsharded_accumulated_grad is not None:
+                parameter.unsharded_accumulated_grad.zero_()
+
     def _forget_sums(self) -> None:
         """Drop sums that FSDP has added up in a wider dtype, and does not reset."""
+        for parameter in self._group_parameters():
+            parameter.unsharded_accumulated_grad = None
+
+    def _group_parameters(self) -> Iterator[Any]:
+        """FSDP's own records of parameters."""
         for state in self._call("_get_fsdp_state", self._kinds):
             several = vars(state).get("_fsdp_param_groups")  # older torch holds one, or none
             for group in [state._fsdp_param_group] if several is None else several:
-                for parameter in group.fsdp_params if group else ():
-                    parameter.unsharded_accumulated_grad = None
+                yield from group.fsdp_params if group else ()
 
     def trainable(self) -> list[nn.Parameter]:
         """Parameters that a backward may reach: each one unsharded, and its shard."""

@@ -36,7 +36,7 @@ _TRACKING = (
     nn.InstanceNorm3d,
 )
 Slice = tuple[Parts, Weights]
-"""The micro-batches of positive weight of one virtual rank, and their weights."""
+"""The micro-batches of one virtual rank, and their weights."""
 
 
 class VirtualRanks(Strategy):
@@ -76,7 +76,7 @@ class VirtualRanks(Strategy):
         try:
             slices, total, stop = self._exchange_slices(plan, state, batch)
             loss, metrics, tensors = self._sum(plan, state, slices, total)
-        except RuntimeError as error:
+        except BaseException as error:
             self.parameters.explain(error)
             raise
         for parameter, tensor in zip(self._trained, tensors, strict=True):
@@ -148,13 +148,17 @@ class VirtualRanks(Strategy):
     ) -> Tensors:
         """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
         mean: Tensor | None = None
-        for part, weight in zip(parts, weights, strict=True):
+        self._marks = self._unmarked
+        for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             part = _in_own_memory(state, part)
             loss, found = run_forward(state, plan, self.module, part)
-            if mean is None:
+            if not index:
                 self.checks.before_backward(loss, part)
             share = weight / total
             self.backward(loss, seed_of(loss, share, state.scaler))
+            if not weight:
+                self.zero_gradients()
+                continue
             self._check_dense(plan)
             term = loss.detach().to(self.layout.dtype) * share
             mean = term if mean is None else mean + term
@@ -189,7 +193,8 @@ class VirtualRanks(Strategy):
         if rows % num_own:
             return rows, []
         return rows, [
-            microbatches(plan, each) for each in split_rows(batch, part_sizes(rows, num_own))
+            microbatches(plan, each, with_weightless=True)
+            for each in split_rows(batch, part_sizes(rows, num_own))
         ]
 
     def _check_rows(self, rows: Sequence[int]) -> None:

@@ -1,0 +1,286 @@
+"""A backward for a share of the batch adds up to that of one rank, or is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import accel_fn as af
+from accel_fn.testing import assert_equivalent, simulate
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
+RECIPES = [
+    pytest.param(af.accumulate(3), 1, id="three micro-batches"),
+    pytest.param(af.wrap_ddp(), 2, id="two ranks"),
+    pytest.param(af.reproducible(2), 1, id="virtual ranks"),
+]
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x.sum(1, keepdim=True))
+
+
+def trained(recipe, world_size, change=lambda model: None, after=lambda model: None, loss=loss_fn):
+    """Weights after three steps over X, the same on all ranks."""
+
+    def run(state):
+        model = copy.deepcopy(MODEL)
+        change(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state, step = af.build(state, recipe(af.Plan(loss, model, optimizer)))
+        after(model)
+        for _ in range(3):
+            state, _ = step(state, X.tensor_split(state.world_size)[state.rank])
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    first, *others = simulate(run, world_size=world_size)
+    assert all(torch.equal(first, each) for each in others)
+    return first
+
+
+def by_hand(change):
+    model = copy.deepcopy(MODEL)
+    change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss_fn(model, X).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(("recipe", "world_size"), RECIPES)
+def test_a_hook_of_a_parameter_sees_the_gradient_of_the_global_batch(recipe, world_size, is_late):
+    def clipping(model):
+        model[0].weight.register_hook(lambda grad: grad.clamp(-0.2, 0.1))
+        model[1].bias.register_hook(lambda grad: grad / grad.norm())
+
+    given = {"after" if is_late else "change": clipping}
+    found = trained(recipe, world_size, **given)
+    torch.testing.assert_close(found, by_hand(clipping), rtol=0, atol=1e-12)
+    assert not torch.allclose(found, by_hand(lambda model: None))
+
+
+def test_hooks_are_in_place_again_after_a_step_that_failed():
+    seen = []
+
+    def failing(model, x):
+        if len(seen) == 1:
+            raise ZeroDivisionError
+        return loss_fn(model, x)
+
+    model = nn.Linear(4, 1).double()
+    model.weight.register_hook(lambda grad: seen.append(grad.norm()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state, step = af.build(af.DistState(), af.accumulate(2)(af.Plan(failing, model, optimizer)))
+    state, _ = step(state, X)
+    with pytest.raises(ZeroDivisionError):
+        step(state, X)
+    seen.clear()
+    step(state, X)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), RECIPES)
+def test_hooks_that_step_in_the_backward_are_refused(recipe, world_size):
+    def stepping(model):
+        model[1].weight.register_post_accumulate_grad_hook(lambda p: p.data.sub_(0.1 * p.grad))
+
+    with pytest.raises(
+        ValueError, match=r"build: model must have no post-accumulate-grad hooks .* got one on 1.w"
+    ):
+        trained(recipe, world_size, stepping)
+    with pytest.raises(
+        ValueError, match=r"step: model must have no post-accumulate-grad hooks .* got one on 1.w"
+    ):
+        trained(recipe, world_size, after=stepping)
+
+
+def test_fsdp_refuses_hooks_that_its_shards_would_drop():
+    def hooked(model):
+        model[0].weight.register_hook(lambda grad: grad.clamp(-0.2, 0.1))
+
+    with pytest.raises(
+        ValueError, match=r"wrap_fsdp's model must have no hooks on parameters.*0.weight"
+    ):
+        trained(af.wrap_fsdp(), 2, hooked)
+
+
+class AddGradient(torch.autograd.Function):
+    """As the auxiliary losses of mixtures of experts are added."""
+
+    @staticmethod
+    def forward(ctx, x, aux):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones((), dtype=grad.dtype)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), RECIPES)
+def test_a_function_that_adds_a_gradient_of_its_own_is_refused(recipe, world_size):
+    def adding(model, x):
+        y = model(x)
+        return loss_fn(lambda x: AddGradient.apply(y, y.square().mean()), x)
+
+    with pytest.raises(
+        ValueError, match=r"backward that is linear in the loss, .* add what it adds"
+    ):
+        trained(recipe, world_size, loss=adding)
+    trained(af.wrap_ddp(), 1, loss=adding)  # there it is the loop by hand
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_linear_function_is_not_refused(recipe, world_size, dtype):
+    def linear(model, x):
+        return loss_fn(lambda x: Twice.apply(model(x).to(dtype)).to(x.dtype), x)
+
+    trained(recipe, world_size, loss=linear)
+
+
+class Inner(torch.autograd.Function):
+    """Runs a backward of its own, as reversible blocks and offloading do."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(grad)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(3)])
+def test_a_function_whose_own_backward_is_left_out_is_refused(recipe):
+    def hiding(model, x):
+        x = x.clone().requires_grad_()
+        return F.mse_loss(model[1](Inner.apply(x, model[0])), x.detach().sum(1, keepdim=True))
+
+    with pytest.raises(
+        ValueError, match=r"custom autograd.Functions as tensors, got Inner, .* detach"
+    ):
+        trained(recipe, 1, loss=hiding)
+
+
+@pytest.mark.parametrize("recipe", [af.accumulate(2), af.reproducible(1)])
+def test_a_reentrant_checkpoint_of_a_later_micro_batch_is_refused(recipe):
+    def long_inputs(model, x):
+        inner = (
+            model[0](x)
+            if x[0, 0] == X[0, 0]
+            else checkpoint(model[0], x.clone().requires_grad_(), use_reentrant=True)
+        )
+        return F.mse_loss(model[1](inner), x.sum(1, keepdim=True))
+
+    if "reproducible" in repr(recipe):
+        recipe = af.compose(af.accumulate(2), recipe)
+    with pytest.raises(ValueError, match="use_reentrant"):
+        trained(recipe, 1, loss=long_inputs)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 5).double(), nn.Linear(3, 5).double()
+
+    def forward(self, x, task):
+        heads = self.a, self.b
+        return torch.cat([heads[t](x[i : i + 1]) for i, t in enumerate(task.tolist())])
+
+
+def masked_mean(model, batch):
+    """Not finite where nothing counts, and so are its gradients."""
+    x, task, labels = batch
+    losses = F.cross_entropy(model(x, task), labels.clamp(min=0), reduction="none")
+    mask = (labels >= 0).double()
+    return (losses * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)]
+)
+@pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [
+        (af.accumulate(2), 1),
+        (af.accumulate(4), 1),
+        (af.wrap_ddp(find_unused_parameters=True), 2),
+        (af.compose(af.wrap_ddp(find_unused_parameters=True), af.accumulate(2)), 2),
+        (af.reproducible(2), 2),
+    ],
+)
+def test_what_micro_batches_of_weight_0_reach_has_a_gradient_of_zeros(recipe, world_size, make):
+    torch.manual_seed(0)
+    model = TwoHeads()
+    x, task = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    batches = [
+        (x, task, torch.tensor([1, 2, 3, 4])),
+        (x, task, torch.tensor([1, 2, -100, -100])),
+        (x, task, torch.tensor([-100, 2, -100, -100])),
+    ]
+    plan = af.Plan(masked_mean, model, make(model.parameters(), lr=0.1), weight_fn=af.num_labels(2))
+    assert_equivalent(plan, recipe(plan), batches, world_sizes=(1, world_size))
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), [(af.accumulate(2), 1), (af.wrap_ddp(), 2)])
+def test_rows_of_a_sparse_table_that_weigh_nothing_are_updated(recipe, world_size):
+    torch.manual_seed(0)
+    model = nn.Embedding(6, 5, sparse=True, dtype=torch.float64)
+    ids = torch.tensor([0, 1, 2, 3])
+    batches = [(ids, torch.tensor([1, 2, 3, 4])), (ids, torch.tensor([1, 2, -100, -100]))]
+    plan = af.Plan(
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        model,
+        torch.optim.SparseAdam(model.parameters(), lr=0.1),
+        weight_fn=af.num_labels(1),
+    )
+    assert_equivalent(plan, recipe(plan), batches, world_sizes=(1, world_size))
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_over_shards_gradients_that_are_not_finite_do_not_come_from_micro_batches_of_weight_0(
+    reduce_dtype,
+):
+    def run(state):
+        model = TwoHeads().bfloat16() if reduce_dtype else TwoHeads()
+        plan = af.Plan(
+            masked_mean,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            weight_fn=af.num_labels(2),
+        )
+        own = af.wrap_fsdp(reduce_dtype=reduce_dtype)
+        state, step = af.build(state, af.compose(own, af.accumulate(2))(plan))
+        x = torch.ones(4, 3, dtype=model.a.weight.dtype)
+        labels = [[-100, -100, 1, 2], [1, 2, -100, -100]][state.rank]
+        state, report = step(state, (x, torch.tensor([0, 1, 0, 1]), torch.tensor(labels)))
+        return report.loss.isfinite() and all(
+            p.full_tensor().isfinite().all() for p in model.parameters()
+        )
+
+    assert all(simulate(run, world_size=2))
