@@ -11,9 +11,10 @@ from torch import Tensor
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint.format.manifest import Entry, Manifest
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, to_entries
-from accel_fn.step.contents import Contents, place_of
+from accel_fn.step.contents import Contents, key_of, place_of
 
 _NOTHING = "nothing"
+_MODEL = ("model/", "model@")
 Rests = Mapping[str, Mapping[str, Any]]
 """`Contents.rest`: by step, what is no tensor."""
 
@@ -22,7 +23,7 @@ def differences(
     manifest: Manifest, rests: Rests, contents: Contents, state: DistState
 ) -> Iterator[str]:
     """List what differs between checkpoint and program, a line each, with both values."""
-    compared = ("model", *misfits(manifest, contents))
+    compared = (*_MODEL, *misfits(manifest, contents))
     here = to_entries(contents.tensors)
     facts = [
         _facts(manifest.seed, manifest.plans, manifest.tied, manifest.entries, rests, compared),
@@ -89,9 +90,10 @@ def has_optimizer(
 ) -> bool:
     """Return whether that step was saved with this optimizer over these parameters, in shapes that fit."""
     saved, here = manifest.plans.get(step, {}), contents.plans[step]
-    prefix, groups = place_of("model", step), f"{optimizer} groups"
+    key, prefix = key_of(optimizer), place_of("model", step)
+    groups = f"{key} groups"
     names = {f"{prefix}{name}" for group in here[groups] for name in group}
-    return names <= fits.keys() and all(saved.get(key) == here[key] for key in (optimizer, groups))
+    return names <= fits.keys() and all(saved.get(each) == here[each] for each in (key, groups))
 
 
 def listed(lines: list[str]) -> str:
@@ -100,7 +102,7 @@ def listed(lines: list[str]) -> str:
 
 def is_model(name: str) -> bool:
     """Return whether an entry is the model's, and so a tensor that must exist before it is loaded."""
-    return name.startswith("model")
+    return name.startswith(_MODEL)
 
 
 def _is_alike(entry: Entry | None, tensor: Tensor) -> bool:

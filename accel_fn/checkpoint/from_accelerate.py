@@ -30,7 +30,7 @@ from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
 _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
-_OPTIMIZER, _SCALER = "optimizer.bin", "scaler.pt"
+_SCALER = "scaler.pt"
 _OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *HOW}
 
 _LIKE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
@@ -53,7 +53,8 @@ def load_accelerate(
 
     Args:
         folder: with `model.safetensors`, or its shards and index, and `optimizer.bin`; of one model.
-        step: over the same model and optimizer, as `build` returned it.
+        step: over the same model and optimizer, or optimizers, which are read in the order of the
+            plan: `optimizer.bin`, `optimizer_1.bin`; as `build` returned it.
         state: as `build` returned it.
         schedulers: to load `scheduler.bin`, `scheduler_1.bin` and so on: anything with
             `load_state_dict`. By default, accelerate advances them once for each rank at each update.
@@ -96,7 +97,7 @@ class _Saved:
     """The files but the weights, checked."""
 
     path: Path
-    optimizer: Mapping[str, Any]
+    optimizers: Sequence[Mapping[str, Any]]
     num_updates: int
     schedulers: Sequence[Any]
     has_scale: bool
@@ -104,8 +105,9 @@ class _Saved:
     """The program's, with what was saved of one."""
 
 
-def _scheduler(index: int) -> str:
-    return f"scheduler_{index}.bin" if index else "scheduler.bin"
+def _files(kind: str, count: int) -> list[str]:
+    """Name the files of several: `optimizer.bin`, `optimizer_1.bin`."""
+    return [f"{kind}_{index}.bin" if index else f"{kind}.bin" for index in range(count)]
 
 
 def _read(
@@ -122,42 +124,43 @@ def _read(
         if not hasattr(each, "load_state_dict"):
             rule = "have load_state_dict"
             raise ArgumentTypeError(message("load_accelerate", "schedulers", rule, each))
-    names = [_OPTIMIZER, *map(_scheduler, range(len(schedulers)))]
-    _check_folder(path, names)
-    optimizer, *others = (from_plain(path / name, "load_accelerate") for name in names)
-    for name, scheduler, each in zip(names[1:], schedulers, others, strict=True):
+    optimizers = [*step.plan.optimizers.values()]
+    names = _files("optimizer", len(optimizers)), _files("scheduler", len(schedulers))
+    _check_folder(path, [*names[0], *names[1]], len(optimizers))
+    saved, others = (
+        [from_plain(path / each, "load_accelerate") for each in files] for files in names
+    )
+    for name, scheduler, each in zip(names[1], schedulers, others, strict=True):
         _check_scheduler(path / name, scheduler, each)
+    num_updates = 0
+    for name, optimizer, each in zip(names[0], optimizers, saved, strict=True):
+        with _expecting(path / name, "an optimizer's state_dict"):
+            differences = list(_differences(each, optimizer))
+            num_updates = max(num_updates, _num_updates(each))
+        if differences:
+            raise CheckpointError(
+                f"load_accelerate: {path / name} must be of this program, got differences:\n"
+                f"{listed(differences)}"
+            )
     has_scale = (path / _SCALER).exists()
     scale = from_plain(path / _SCALER, "load_accelerate") if has_scale else {}
-    with _expecting(path / _OPTIMIZER, "an optimizer's state_dict"):
-        differences = list(_differences(optimizer, _optimizer(step)))
-        num_updates = _num_updates(optimizer)
-    if differences:
-        raise CheckpointError(
-            f"load_accelerate: {path / _OPTIMIZER} must be of this program, got differences:\n"
-            f"{listed(differences)}"
-        )
     with _expecting(path / _SCALER, "a scaler's state_dict"):
         scaler = _scale(scale, state.scaler) if state.scaler and scale else state.scaler
-    return _Saved(path, optimizer, num_updates, others, bool(scale), scaler)
+    return _Saved(path, saved, num_updates, others, bool(scale), scaler)
 
 
-def _optimizer(step: Step) -> Optimizer:
-    (optimizer,) = step.plan.optimizers.values()
-    return optimizer
-
-
-def _check_folder(path: Path, names: Sequence[str]) -> None:
+def _check_folder(path: Path, names: Sequence[str], num_optimizers: int) -> None:
     model = INDEX if (path / INDEX).exists() else SINGLE
     for name in (model, *names):
         if not (path / name).exists():
             raise CheckpointError(
                 f"load_accelerate: folder must be one that save_state wrote, got {path} without {name}"
             )
-    for other in ("model_1.safetensors", "optimizer_1.bin"):
+    for other in ("model_1.safetensors", f"optimizer_{num_optimizers}.bin"):
         if (path / other).exists():
             raise CheckpointError(
-                f"load_accelerate: folder must be of one model and one optimizer, got {other} in {path}"
+                "load_accelerate: folder must be of one model and as many optimizers as the plan has, "
+                f"got {other} in {path}"
             )
 
 
@@ -231,19 +234,19 @@ def _by_parameter(
 
 def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any], undo: ExitStack) -> None:
     """Overwrite all but the weights, which are compared, so that it can be undone."""
-    optimizer = _optimizer(step)
-    undo.callback(vars(optimizer).update, dict(vars(optimizer)))
-    state = {
-        number: {key: _shard(value, parameter) for key, value in values.items()}
-        for number, parameter, values in _by_parameter(saved.optimizer, optimizer)
-        if values
-    }
-    with _expecting(saved.path / _OPTIMIZER, "an optimizer's state_dict"):
-        load_optimizer(optimizer, {**saved.optimizer, "state": state})
+    for optimizer, each in zip(step.plan.optimizers.values(), saved.optimizers, strict=True):
+        undo.callback(vars(optimizer).update, dict(vars(optimizer)))
+        state = {
+            number: {key: _shard(value, parameter) for key, value in values.items()}
+            for number, parameter, values in _by_parameter(each, optimizer)
+            if values
+        }
+        with _expecting(saved.path, "optimizers' state_dict"):
+            load_optimizer(optimizer, {**each, "state": state})
     for number, scheduler in enumerate(schedulers):
         if hasattr(scheduler, "state_dict"):
             undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
-        with _expecting(saved.path / _scheduler(number), "the state_dict of a scheduler"):
+        with _expecting(saved.path, "schedulers' state_dict"):
             scheduler.load_state_dict(saved.schedulers[number])
     with matching_set(step.plan.model, saved.path):
         pass
@@ -270,11 +273,12 @@ def _num_updates(saved: Mapping[str, Any]) -> int:
 
 
 def _unused(saved: _Saved, scaler: LossScale | None, schedulers: Sequence[Any]) -> list[str]:
-    read = {_OPTIMIZER, _SCALER, *map(_scheduler, range(len(schedulers)))}
+    read = {_SCALER, *_files("optimizer", len(saved.optimizers))}
+    read |= {*_files("scheduler", len(schedulers))}
     names = {path.name for path in saved.path.iterdir() if not _WEIGHTS.fullmatch(path.name)}
     rest = sorted(names - read)
     lines = [f"left out: {', '.join(rest)}"] if rest else []
-    if _scheduler(len(schedulers)) in rest:
+    if _files("scheduler", len(schedulers) + 1)[-1] in rest:
         lines.append("give schedulers=[...] to have them filled")
     if scaler is None and saved.has_scale:
         lines.append(f'{_SCALER} is left out; the plan has no with_amp("fp16")')

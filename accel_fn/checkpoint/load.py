@@ -21,6 +21,7 @@ from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS, file_of, name_of, steps_in
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
+from accel_fn.checkpoint.regroup import regrouped
 from accel_fn.checkpoint.save import EXTRA
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
@@ -165,18 +166,21 @@ class _Loading:
         self._common, self._of_rank = read
         self._extras_saved = under(EXTRA, self._of_rank)
         with self._expecting():
-            self._compare(strict=strict)
+            self.manifest, self._rests, problems = regrouped(
+                self.manifest, self._common["steps"], self._before
+            )
+            self._compare(problems, strict=strict)
             self._choose(strict=strict)
 
-    def _compare(self, *, strict: bool) -> None:
+    def _compare(self, found: list[str], *, strict: bool) -> None:
         """Refuse another program, or log what is another."""
-        manifest, before, found = self.manifest, self._before, []
+        manifest, before = self.manifest, self._before
         if not strict:
-            found = [
+            found += [
                 f"{function} starts fresh: its state was saved in other shapes"
                 for function in compare.misfits(manifest, before).values()
             ]
-        found += compare.differences(manifest, self._common["steps"], before, self._state)
+        found += compare.differences(manifest, self._rests, before, self._state)
         found += compare.extra_differences(self._extras_saved, self._extras)
         if strict:
             self._refuse(found)
@@ -256,8 +260,8 @@ class _Loading:
         """Load what is no tensor, with the tensors as they are; return the state of the run."""
         state = self._state
         for name, options in self._options.items():
-            rest = self._common["steps"][name]
-            put_back(self._steps[name].plan, name, self._tensors, rest, **options)
+            plan = self._steps[name].plan
+            put_back(plan, name, self._tensors, dict(self._rests[name]), **options)
         scaler = state.scaler and (scale_from_dict(self._common["scaler"], state) or state.scaler)
         loaded = replace(state, step=self.manifest.step, scaler=scaler)
         if self._is_known:

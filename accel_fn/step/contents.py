@@ -107,9 +107,14 @@ def signature(step: Step) -> dict[str, Any]:
     found |= {slot: functions for slot, functions in slots.items() if functions}
     found |= step.strategy.signature()
     for name, optimizer in plan.optimizers.items():
-        found[name] = type(optimizer).__name__
-        found[f"{name} groups"] = _groups(plan, optimizer)
+        found[key_of(name)] = type(optimizer).__name__
+        found[f"{key_of(name)} groups"] = _groups(plan, optimizer)
     return found
+
+
+def key_of(optimizer: str) -> str:
+    """Return an optimizer's key in a signature, which no slot has, whatever its name."""
+    return optimizer if optimizer == "optimizer" else f"optimizer {optimizer!r}"
 
 
 def _groups(plan: Plan, optimizer: Optimizer) -> list[list[str]]:
@@ -134,10 +139,8 @@ def _stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]
 
 def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:
     """Convert the loss scale to plain data."""
-    if scaler is None:
-        return None
-    values = {field.name: getattr(scaler, field.name) for field in fields(scaler)}
-    return _moved(values, torch.device("cpu"))
+    values = {each.name: getattr(scaler, each.name) for each in fields(scaler)} if scaler else None
+    return None if values is None else _moved(values, torch.device("cpu"))
 
 
 def scale_from_dict(saved: Mapping[str, Any] | None, state: DistState) -> LossScale | None:
@@ -190,12 +193,8 @@ def put_back(
     """
     _put_back_model(unwrapped(plan.model), under(place_of("model", step), tensors), rest["model"])
     for name in optimizers:
-        _put_back_optimizer(
-            plan,
-            plan.optimizers[name],
-            under(place_of(name, step), tensors),
-            rest["optimizers"][name],
-        )
+        own, optimizer = under(place_of(name, step), tensors), plan.optimizers[name]
+        _put_back_optimizer(plan, optimizer, own, rest["optimizers"][name])
     for place, where, function in _stateful_functions(plan, step):
         if where in rest["transforms"] and place not in fresh:
             function.load_state_dict({**rest["transforms"][where], **under(place, tensors)})

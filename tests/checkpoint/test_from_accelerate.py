@@ -216,7 +216,12 @@ def test_a_missing_file_is_named(copied, name):
 
 def test_several_models_are_refused(copied):
     (copied / "model_1.safetensors").touch()
-    refused(copied, "must be of one model and one optimizer, got model_1.safetensors")
+    refused(
+        copied, "must be of one model and as many optimizers as the .*, got model_1.safetensors"
+    )
+    (copied / "model_1.safetensors").unlink()
+    (copied / "optimizer_1.bin").touch()
+    refused(copied, "must be of one model and as many optimizers as the .*, got optimizer_1.bin")
 
 
 def one_scheduler():
