@@ -46,7 +46,7 @@ def load_accelerate(
 ) -> DistState:
     """Resume from a folder that accelerate's `save_state` wrote. Called on every rank.
 
-    Read are the weights, the optimizer, the schedulers and the scale of float16. Everything
+    It reads the weights, the optimizer, the schedulers and the scale of float16. Everything
     is checked against the program before anything is overwritten; nothing in the folder can
     run code. Random generators stay as they are; files that are not read are logged.
     With `wrap_fsdp`, each rank fills its shards.

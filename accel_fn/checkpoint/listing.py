@@ -22,9 +22,9 @@ class Checkpoint:
         path: its folder.
         step: batches consumed before it.
         saved_at: when it was written.
-        size: bytes; 0 where that cannot be read.
-        world_size: ranks that saved it; 0 where that cannot be read.
-        damage: why it is not whole; empty where all files are there, with the right sizes.
+        size: bytes; 0 if it cannot be read.
+        world_size: ranks that saved it; 0 if it cannot be read.
+        damage: why it is not complete; empty if all files have the right sizes.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
-    """List the checkpoints of a folder, oldest first; what is being written is not one yet.
+    """List the checkpoints of a folder, oldest first, without any that is being written.
 
     Args:
         folder: where `save` writes; need not be there.
@@ -56,13 +56,13 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Find the newest whole checkpoint of a folder.
+    """Find the newest complete checkpoint of a folder.
 
     Args:
         folder: where `save` writes; need not be there.
 
     Returns:
-        Its folder; None where there is none yet.
+        Its folder; None if there is none.
 
     Cost: reads a manifest, and the sizes of files.
 

@@ -54,8 +54,8 @@ def load(
 ) -> DistState:
     """Resume from a checkpoint. Called on every rank, of a world of any size.
 
-    The program is built as for a new run; then its model, optimizer, transforms, extras
-    and random generators are filled in place. Everything is checked before anything is
+    Build the program as for a new run; `load` fills its model, optimizer, transforms, extras
+    and random generators in place. Everything is checked before anything is
     overwritten: each file against its hash, and the checkpoint against the program.
 
     Args:
@@ -65,8 +65,8 @@ def load(
         extras: by the names that they were saved under. If one has `differences_from(saved)`, as a
             sharded loader has, the lines that it returns are listed with all other differences.
         at: "latest", the number of a step, or a checkpoint's name.
-        strict: False: if the program differs, fill what fits, leave the rest as
-            it is, and log the differences as a warning.
+        strict: False: if the program differs, load what matches, leave the rest
+            as it is, and log the differences as a warning.
 
     Returns:
         The state: `state` with the checkpoint's `step` and loss scale.

@@ -24,7 +24,7 @@ def resume(
     step: Step | Mapping[str, Step],
     extras: Mapping[str, Any] | None = None,
 ) -> DistState:
-    """Load the newest checkpoint of a folder; return the state itself where there is none yet.
+    """Load the newest checkpoint of a folder; return the state itself if there is none.
 
     Called on every rank, of a world of any size. Rank 0 looks for checkpoints, so all ranks
     load, or none. The next line of a program is `loader.epochs(num_epochs, since=state)`: of a

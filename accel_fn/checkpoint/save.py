@@ -53,14 +53,14 @@ def save(
 ) -> Path:
     """Save the run as the checkpoint `step_NNNNNNNN` of a folder. Called on every rank.
 
-    Saved are parameters and buffers, the optimizer, the loss scale, the state of
+    It holds parameters and buffers, the optimizer, the loss scale, the state of
     transforms, `state.step` and seed, every rank's random generators, and the extras. The
-    checkpoint has its name once all of it is on the disk: whenever the run is killed, a
-    reader finds it whole or not at all. An optimizer with train and eval modes is saved in
+    checkpoint gets its name once all of it is on the disk. So if the run is killed, a
+    checkpoint is complete or not there. An optimizer with train and eval modes is saved in
     eval mode, and is back in train mode when `save` returns.
 
     Args:
-        folder: of this run's checkpoints, on a file system that all machines share; made if needed.
+        folder: of this run's checkpoints, on a file system that all machines share; made if missing.
         state: after the last step.
         step: the step, or a dict of steps by name.
         extras: anything with `state_dict` and `load_state_dict`, by name, the same names on all

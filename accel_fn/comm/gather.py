@@ -32,7 +32,7 @@ T = TypeVar("T")
 def gather(tree: T, state: DistState) -> T:
     """Join the rows of all ranks, on all ranks, in data-set order.
 
-    Ranks hold consecutive parts of a batch that `shard_loader` cut, so joining
+    Ranks hold consecutive parts of a batch that `shard_loader` split, so joining
     them in rank order restores the order of the data set. Numbers of rows
     may differ between ranks, and may be 0.
 

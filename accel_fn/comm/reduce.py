@@ -82,7 +82,7 @@ def reduce_sum(tree: T, state: DistState) -> T:
 
 @eager
 def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
-    """Weighted mean over the ranks, leaf by leaf, on all ranks.
+    """Average over the ranks, weighted, leaf by leaf, on all ranks.
 
     A mean of per-rank means is the mean over all items only if every rank's
     mean is weighted by its number of items: give that as `weight`. A gradient goes through it,

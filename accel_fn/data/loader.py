@@ -132,7 +132,7 @@ class ShardedLoader(Generic[Batch]):
         return {"batches_per_epoch": num_batches, **self._source.facts()}
 
     def differences_from(self, saved: Mapping[str, int | None]) -> list[str]:
-        """List what is not as it was saved: a step would be another position, or other samples.
+        """List differences from the saved loader: a step would be another position, or other samples.
 
         Args:
             saved: what `state_dict` gave.
@@ -148,7 +148,7 @@ class ShardedLoader(Generic[Batch]):
         ]
 
     def load_state_dict(self, saved: Mapping[str, int | None]) -> None:
-        """Refuse other data, in which a step is another position, or other samples.
+        """Raise if the data differ, so that a step is another position, or other samples.
 
         Args:
             saved: what `state_dict` gave.

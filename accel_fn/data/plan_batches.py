@@ -86,7 +86,7 @@ def plan_batches(
     *,
     drop_last: bool = False,
 ) -> BatchPlan:
-    """Compute how `shard_loader` and `accumulate` will cut an epoch, to print before training. Pure.
+    """Compute how `shard_loader` and `accumulate` will split an epoch, to print before training. Pure.
 
     Args:
         num_samples: of the data set, >= `world_size`.

@@ -46,7 +46,7 @@ def prefetch(
     was given, so a resumed run neither loses nor repeats those read ahead.
 
     Args:
-        loader: what `shard_loader` or `window` gave, one of its epochs, a `DataLoader`,
+        loader: from `shard_loader` or `window`, one of its epochs, a `DataLoader`,
             or anything else that can be iterated.
         state: of this rank; its device.
         depth: how many batches may be ready before the loop takes them, >= 1.
@@ -60,10 +60,10 @@ def prefetch(
 
     Cost: a thread a pass, a handover between two threads a batch, and the memory of `depth`
     more batches, on the device too. On CUDA a copy is made from pinned memory, on a
-    stream of its own that the loop's stream waits for, not the host. On a CPU nothing is copied.
-    Without workers the data set runs beside the training, in one process: what it draws
-    from global random generators is not reproducible, so give the `DataLoader` workers,
-    or the data set generators of its own.
+    separate stream; the loop's stream waits for it, not the host. On a CPU nothing is copied.
+    Without workers, the data set runs beside the training in one process, so its draws from
+    global random generators are not reproducible: give the `DataLoader` workers, or the data
+    set its own generators.
 
     >>> import torch, accel_fn as af
     >>> data = torch.utils.data.TensorDataset(torch.arange(6))

@@ -59,7 +59,7 @@ def _seed(seed: int, epoch: int, index: int) -> int:
 
 
 def seed_samples(data: Dataset[Any], state: DistState) -> SeededSamples:
-    """Give each sample of a map-style data set random numbers of its own, from `sample_seed`.
+    """Give each sample of a map-style data set its own random numbers, from `sample_seed`.
 
     Each sample is read with torch's, Python's and NumPy's global generators (those of the CPU)
     seeded for it, and restored afterwards. So augmentation that draws

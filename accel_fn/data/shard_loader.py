@@ -40,10 +40,10 @@ def shard_loader(
     Law: the parts of the ranks are the global batch, which is the same for every world size.
 
     Args:
-        loader: over any data set; what it was given (collate_fn, workers, pinning, ...)
-            is kept. A sampler or batch sampler of your own is run on rank 0, under random
-            numbers of its own, and every rank is sent its part: all ranks go through
-            such a loader together.
+        loader: over any data set; its collate_fn, workers, pinning and so on are
+            kept. Rank 0 runs your own sampler or batch sampler, with its own random
+            numbers, and sends every rank its part: all ranks iterate such a loader
+            together.
         state: of this rank; its `seed`, and the loader's generator's, decide the order.
         batch: "global", or "per_rank" for torch's own meaning: `batch_size` is
             one rank's, and the global batch is world_size times that.
@@ -51,9 +51,9 @@ def shard_loader(
             stream and keeps its part of every batch. "workers": the data set splits itself by
             `get_worker_info`, over the workers of all ranks. "auto": each rank
             reads a shard if the data set has a method `shard(num_shards=, index=)`
-            and shards for all, else round robin. If shards are uneven, what the
-            longer ones still hold moves to other ranks; which items make a batch then
-            depends on the world.
+            and a shard for each, else round robin. If shards are uneven, items of the
+            longer ones move to other ranks; which items make a batch then
+            depends on the world size.
 
     Returns:
         A loader: `len`, `iter` (epoch 0), `epochs(num_epochs, since=state)`. Torch's `DataLoader[T]`

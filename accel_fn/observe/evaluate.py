@@ -43,20 +43,20 @@ def evaluate(
     *,
     progress: bool | None = None,
 ) -> dict[str, float | Tensor]:
-    """Metrics over every sample of a loader, once, and over all ranks: sums over counts.
+    """Compute metrics over every sample of a loader, once, and over all ranks: sums over counts.
 
-    Runs under the step's placement, micro-batches and autocast, without
-    gradients, with the model in evaluation mode for the time being, and so are optimizers that
-    have train and eval modes, as schedule-free ones. Ranks add
+    Runs with the step's placement, micro-batches and autocast, without
+    gradients. Meanwhile the model is in evaluation mode, and so are optimizers that
+    have train and eval modes, such as schedule-free ones. Ranks add
     up sums and counts, never means, so the result does not depend on how the
     samples are spread over batches and ranks.
 
     Law: the one-process figure, to rounding, for every world size and batch size.
 
     Args:
-        step: as `build` gave it.
-        loader: what `shard_loader` gave, also through `prefetch` or `window`, or one of its
-            epochs; in a world of one anything that gives batches.
+        step: from `build`.
+        loader: from `shard_loader`, also through `prefetch` or `window`, or one of its
+            epochs; in a world of one, any iterable of batches.
         state: as for the step; not changed.
         metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch, which
             is on the device. Values are one a sample, [num_samples, ...], whole, real or bool, or
@@ -72,7 +72,7 @@ def evaluate(
     Raises:
         ValueError: on every rank alike: values that are a mean already, of another length
             than the batch, or named otherwise from batch to batch; a loader without a batch,
-            or, in a world of several, one that is not shared out.
+            or, in a world of several, one that is not sharded.
         RuntimeError: on the other ranks, when one fails; names or shapes differ between ranks.
 
     Cost: a forward a micro-batch, no collective and no host synchronisation among them (on MPS,

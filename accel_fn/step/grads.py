@@ -52,7 +52,7 @@ class Grads:
         return [tensor for tensor in self.tensors if tensor is not None]
 
     def norm(self) -> Tensor:
-        """Global L2 norm of the value, over all parameters.
+        """Return the global L2 norm of the value, over all parameters.
 
         It is read once: a later call, also after `scaled`, costs one multiply.
 
@@ -72,7 +72,7 @@ class Grads:
         return norm
 
     def scaled(self, factor: float | Tensor) -> Grads:
-        """The same gradients times `factor`. Pure; no read.
+        """Return the same gradients times `factor`. Pure; no read.
 
         Args:
             factor: a finite number, or a real tensor [] on their device; the host does not wait for it.
@@ -105,7 +105,7 @@ class Grads:
         return torch.tensor(float(factor), dtype=dtype, device=device)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Grads:
-        """New gradients: `fn` of each one's value, shape kept. Pure.
+        """Apply `fn` to the value of each gradient; shapes stay. Pure.
 
         Cost: one read and write of the gradients where a factor is open, and what `fn` costs.
         """
@@ -114,7 +114,7 @@ class Grads:
         return Grads(mapped, None, None, self.norm_read, self.norm_fn)
 
     def values(self) -> tuple[Tensor | None, ...]:
-        """`factor * tensors`, as new tensors unless the factor is None."""
+        """Return `factor * tensors`, as new tensors unless the factor is None."""
         if self.factor is None:
             return tuple(self.tensors)
         factor = self.factor

@@ -82,7 +82,7 @@ class Step(Generic[Batch]):
         """Consume one batch: this rank's part of it.
 
         Args:
-            state: what `build`, or the last step, gave.
+            state: from `build` or the last step.
             batch: a tree of tensors, each [num_samples, ...]; may be empty, or weigh nothing.
 
         Returns:
@@ -102,7 +102,7 @@ class Step(Generic[Batch]):
         return state, report
 
     def forward(self, state: DistState, batch: Batch) -> Tensor:
-        """The mean loss over the global batch, as the step would compute it, without gradients.
+        """Compute the mean loss over the global batch, as the step does, without gradients.
 
         Runs under the same placement, micro-batches and autocast, in whatever
         mode the model is: call `model.eval()` first where that matters.
@@ -120,7 +120,7 @@ class Step(Generic[Batch]):
         return self.strategy.forward(self.plan, state, batch)
 
     def grads(self, state: DistState, batch: Batch) -> tuple[DistState, Grads, Report]:
-        """Gradients of the global batch, on all ranks alike, without an update.
+        """Compute the gradients of the global batch, equal on all ranks, without an update.
 
         Args:
             state: as for the step.
@@ -138,7 +138,7 @@ class Step(Generic[Batch]):
         return state, grads if self.plan.wrap_grad_fn else _cloned(state, grads), report
 
     def update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
-        """Gradient transforms, then the optimizer, then `after_update`; counts one batch.
+        """Transform the gradients, run the optimizer and `after_update`; count one batch.
 
         Args:
             state: as `grads` gave it, or a later one.

@@ -86,7 +86,7 @@ def named(made: Transform, text: str) -> Transform:
 
 @transform
 def compose(*transforms: Transform) -> Transform:
-    """One transform that applies several, left to right. Associative; `compose()` is the identity.
+    """Compose transforms, applied left to right. Associative; `compose()` is the identity.
 
     Args:
         *transforms: each a pure function `Plan -> Plan`.

@@ -51,10 +51,10 @@ def launch(
         **others: none; arguments of `fn` go into `kwargs`, which cannot clash with these names.
 
     Returns:
-        What `fn` returned, in rank order.
+        The results of `fn`, in rank order.
 
     Raises:
-        Exception: what `fn` raised first on any rank, with the rank as a note and the
+        Exception: the first exception of `fn` on any rank, with the rank as a note and the
             rank's traceback as the cause.
         RuntimeError: a rank was killed or exited, or this process is itself a rank.
         ValueError: an argument is outside its range.
