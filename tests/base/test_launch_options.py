@@ -36,7 +36,7 @@ def explained(recipe, capsys):
     return {line.split()[0]: line.split(maxsplit=1)[1] for line in text.splitlines()}
 
 
-def test_a_launch_that_says_nothing_leaves_all_open(said):
+def test_a_launch_that_sets_nothing_leaves_all_open(said):
     assert af.launch_options() == af.LaunchOptions()
     said(PRECISION, "")
     assert af.launch_options() == af.LaunchOptions()
@@ -98,7 +98,7 @@ def test_replicas_or_shards_are_what_the_launch_says(said, capsys, value, strate
 
 
 @pytest.mark.parametrize("value", ["fsdp", "ddp", None])
-def test_what_the_launch_says_is_named_by_wrap_where_two_own_the_parameters(said, value):
+def test_what_the_launch_sets_is_named_by_wrap_where_two_own_the_parameters(said, value):
     if value is not None:
         said(WRAP, value)
     with pytest.raises(ValueError, match=r"leave out one of wrap and reproducible$"):
@@ -115,7 +115,7 @@ def test_shards_from_the_launch_are_refused_where_wrap_fsdp_is(said):
         af.build(af.DistState(), af.wrap()(plan))
 
 
-def test_float16_from_the_launch_scales_the_loss_as_with_amp_is_told(said, capsys):
+def test_float16_from_the_launch_scales_the_loss_as_with_amp_does(said, capsys):
     said(PRECISION, "fp16")
     recipe = af.with_amp(init_scale=1024.0)
     assert (
@@ -132,7 +132,7 @@ def test_float16_from_the_launch_scales_the_loss_as_with_amp_is_told(said, capsy
         (None, "with_amp(), the launch sets nothing"),
     ],
 )
-def test_without_a_precision_there_is_no_autocast_and_explain_says_so(said, capsys, value, line):
+def test_without_a_precision_there_is_no_autocast_and_explain_shows_it(said, capsys, value, line):
     if value:
         said(PRECISION, value)
     plan = af.with_amp()(make_plan())
@@ -148,7 +148,7 @@ def test_the_number_of_the_launch_is_that_of_accumulate(said, capsys):
     assert explained(af.accumulate(split=None), capsys)["split"] == line
 
 
-def test_without_a_number_the_batch_stays_whole_and_explain_says_so(said, capsys):
+def test_without_a_number_the_batch_stays_whole_and_explain_shows_it(said, capsys):
     assert af.accumulate()(make_plan()).split == ()
     phases = explained(af.accumulate(), capsys)
     assert phases["split"] == "the whole batch of the rank"
@@ -156,7 +156,7 @@ def test_without_a_number_the_batch_stays_whole_and_explain_says_so(said, capsys
 
 
 @given(batches=strategies.batches())
-def test_with_a_launch_that_says_nothing_both_are_the_identity_to_the_bit(batches):
+def test_with_a_launch_that_sets_nothing_both_are_the_identity_to_the_bit(batches):
     recipe = af.compose(af.with_amp(), af.accumulate())
     _, expected = ours.trained(ours.regression_model(), [batches], af.compose())[0]
     _, actual = ours.trained(ours.regression_model(), [batches], recipe)[0]
@@ -176,7 +176,7 @@ def test_a_split_of_ones_own_is_not_the_launchs(said, capsys):
     assert explained(af.accumulate(split=list), capsys)["split"] == "list"
 
 
-def test_two_precisions_are_refused_whoever_says_them(said):
+def test_two_precisions_are_refused_from_any_source(said):
     said(PRECISION, "bf16")
     twice = af.compose(af.with_amp(), af.with_amp("bf16"))(make_plan())
     with pytest.raises(ValueError, match="plan must enter each context once"):

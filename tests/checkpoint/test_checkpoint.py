@@ -90,7 +90,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_run_goes_on_to_the_bit_in_a_new_program(tmp_path, optimizer, steps_before):
+def test_a_run_resumes_to_the_bit_in_a_new_program(tmp_path, optimizer, steps_before):
     """Also where that program has made some updates already."""
     state, step = make(optimizer=optimizer)
     state = advance(state, step)
@@ -189,7 +189,7 @@ def draw():
     return [random.random(), np.random.rand(), torch.rand(2).tolist()]
 
 
-def test_generators_go_on_where_they_stood(tmp_path):
+def test_generators_continue_where_they_stood(tmp_path):
     state, step = make()
     af.save(tmp_path, state, step)
     drawn = draw()
@@ -200,7 +200,7 @@ def test_generators_go_on_where_they_stood(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_the_generator_of_the_device_goes_on_where_it_stood(tmp_path):
+def test_the_generator_of_the_device_continues_where_it_stood(tmp_path):
     device = torch.accelerator.current_accelerator()
     state, step = make(model=ours.regression_model().to(device), state=af.DistState(device=device))
     torch.rand(3, device=device)
@@ -256,7 +256,7 @@ def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
     assert len({str(drawn) for drawn in derived.values()}) == 8
 
 
-def test_a_generator_whose_words_were_saved_as_a_list_goes_on():
+def test_a_generator_whose_words_were_saved_as_a_list_continues():
     """A checkpoint may hold a list in place of a tensor."""
     host = torch.device("cpu")
     with kept_random(host):

@@ -479,7 +479,7 @@ def test_a_folder_that_is_read_only_is_refused():
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o2775, 0o700], ids=oct)
-def test_whoever_may_write_to_a_folder_may_lock_it(mode):
+def test_a_user_who_may_write_to_a_folder_may_lock_it(mode):
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         folder.mkdir()

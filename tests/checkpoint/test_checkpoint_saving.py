@@ -102,7 +102,7 @@ def test_a_newer_format_is_neither_counted_nor_removed(beside_a_newer):
     loads(beside_a_newer, 4)
 
 
-def test_a_run_beside_a_newer_format_keeps_the_one_that_it_goes_on_from(beside_a_newer):
+def test_a_run_beside_a_newer_format_keeps_the_one_that_it_resumes_from(beside_a_newer):
     state, step = make(7)
     state = af.load(beside_a_newer, state, step, at=1)
     run(beside_a_newer, 3, keep=1, saver=(state, step))
@@ -113,7 +113,7 @@ def test_a_run_beside_a_newer_format_keeps_the_one_that_it_goes_on_from(beside_a
 
 
 @pytest.mark.slow
-def test_a_full_disk_of_one_rank_is_told_on_all_and_leaves_what_was_there(tmp_path):
+def test_a_full_disk_of_one_rank_is_raised_on_all_and_leaves_what_was_there(tmp_path):
     script = f"""
         import resource, signal
         from pathlib import Path
@@ -170,7 +170,7 @@ _READING = """
 """
 
 
-def test_what_workers_draw_goes_on_where_a_run_was_killed(tmp_path):
+def test_what_workers_draw_continues_where_a_run_was_killed(tmp_path):
     """In the second epoch of three, while a worker reads ahead."""
 
     def reading(folder, kill_at):

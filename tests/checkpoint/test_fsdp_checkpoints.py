@@ -47,7 +47,7 @@ def test_weights_of_shards_are_files_of_whole_tensors(tmp_path, world_size, wrap
     ],
     ids=str,
 )
-def test_what_is_saved_in_shards_of_any_kind_goes_on_in_one_process(tmp_path, world_size, wrap):
+def test_what_is_saved_in_shards_of_any_kind_continues_in_one_process(tmp_path, world_size, wrap):
     def start(state):
         model, _, step, state = train(state, af.wrap_fsdp(**wrap))
         path = af.save(tmp_path / "run", state, step)

@@ -58,7 +58,7 @@ def by_hand(kind, count=3):
 
 @each_kind
 @pytest.mark.parametrize("wait", [True, False])
-def test_what_is_saved_and_measured_is_in_eval_mode_and_training_goes_on(tmp_path, kind, wait):
+def test_what_is_saved_and_measured_is_in_eval_mode_and_training_continues(tmp_path, kind, wait):
     state, step = make(kind)
     state = train(state, step)
     training, evaluated = by_hand(kind)

@@ -131,7 +131,7 @@ def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_what_an_accelerator_goes_on_to_compute_is_not_saved(tmp_path, held):
+def test_what_an_accelerator_continues_to_compute_is_not_saved(tmp_path, held):
     """The copy is under way when save returns."""
     device = torch.accelerator.current_accelerator()
     model = torch.nn.Linear(2048, 2048, device=device)

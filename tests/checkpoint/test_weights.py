@@ -179,7 +179,7 @@ def test_what_is_no_size_is_refused(tmp_path, size):
     assert not (tmp_path / "new").exists()
 
 
-def test_the_files_can_be_read_by_those_whom_the_umask_allows(tmp_path):
+def test_the_files_can_be_read_by_users_that_the_umask_allows(tmp_path):
     old = os.umask(0o027)
     try:
         save_model(bag(1), tmp_path, max_shard_size=8)

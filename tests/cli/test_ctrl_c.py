@@ -187,7 +187,7 @@ def test_a_rank_without_a_launcher_prints_nothing(tmp_path, kind):
     assert (ended.returncode, ended.stderr) == (1, "")
 
 
-def test_a_command_that_ignores_ctrl_c_goes_on(tmp_path):
+def test_a_command_that_ignores_ctrl_c_continues(tmp_path):
     """As a shell starts it in the background of a script."""
     ignoring = ["sh", "-c", 'trap "" INT; exec "$0" "$@"', sys.executable]
     assert interrupt(tmp_path, "launch --dry-run", program=ignoring) == (0, "")

@@ -146,7 +146,7 @@ def test_a_terminal_that_is_closed_ends_a_launch_as_its_signal_does(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "exit_code"), [(["--max-restarts", "1"], 0), ([], 7)])
-def test_a_launch_goes_on_when_its_stderr_is_closed(tmp_path, arguments, exit_code):
+def test_a_launch_continues_when_its_stderr_is_closed(tmp_path, arguments, exit_code):
     (tmp_path / "script.py").write_text(
         "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    os._exit(7)\n"
     )

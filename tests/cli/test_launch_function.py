@@ -457,7 +457,7 @@ def waiting(tmp_path, ctrl_c):
     caller.communicate()
 
 
-def test_an_interrupt_stops_the_ranks_at_once_and_goes_on_as_an_interrupt(waiting):
+def test_an_interrupt_stops_the_ranks_at_once_and_continues_as_an_interrupt(waiting):
     """The signal goes to the caller's whole group, as a terminal sends it."""
     caller, pids, folder = waiting
     os.killpg(caller.pid, signal.SIGINT)

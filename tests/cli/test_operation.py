@@ -85,7 +85,7 @@ def test_two_runs_in_one_folder_keep_their_logs_apart(launchers, tmp_path):
 
 
 @pytest.mark.parametrize(("key", "after"), [("fg", "0"), ("kill -KILL %1", "")])
-def test_ctrl_z_stops_the_launcher_alone_and_the_run_goes_on_with_it(tmp_path, key, after):
+def test_ctrl_z_stops_the_launcher_alone_and_the_run_resumes_with_it(tmp_path, key, after):
     """In a shell with job control: ranks run on, and end with the launcher."""
     (tmp_path / "script.py").write_text(
         "import os, time\nos.write(1, f'up {os.getpid()}\\n'.encode())\n"

@@ -247,7 +247,7 @@ def compare_worlds(folder, sizes):
 
 
 @pytest.mark.parametrize("sizes", [[2, 1, 3], [3, 2], [1, 4]], ids=str)
-def test_a_run_goes_on_in_a_world_of_another_size(tmp_path, sizes):
+def test_a_run_resumes_in_a_world_of_another_size(tmp_path, sizes):
     """The same samples in each global batch, so the same parameters up to the order of sums."""
     one, many = run_apart(tmp_path, f"compare_worlds(folder, {sizes})")
     assert many[1] == one[1]

@@ -48,7 +48,7 @@ def test_values_of_all_sizes_arrive():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("fails", [0, 1])
-def test_who_fails_waits_for_nobody_and_is_heard_by_all(world_size, fails):
+def test_a_rank_that_fails_does_not_wait_and_its_error_reaches_all(world_size, fails):
     ended = threading.Event()
 
     def fn(state):

@@ -69,7 +69,7 @@ def test_mpirun_inside_of_a_step_is_mpirun():
     [{}, SBATCH, {**SRUN, "SLURM_PTY_PORT": "42085"}],
     ids=["no cluster", "the script of a job", "a shell by srun --pty"],
 )
-def test_who_stands_alone_is_no_task(environment):
+def test_a_process_by_itself_is_no_task(environment):
     assert read_task(environment) is None
     assert read_launch(environment) is None
 

@@ -225,7 +225,7 @@ RIGHT = {af.on_main: lambda: 1}
 @pytest.mark.parametrize(
     ("function", "argument", "options", "text"), WRONG_ON_ONE.values(), ids=WRONG_ON_ONE
 )
-def test_a_mistake_of_one_rank_is_told_on_all(function, argument, options, text, culprit):
+def test_a_mistake_of_one_rank_is_raised_on_all(function, argument, options, text, culprit):
     def run(state):
         wrong = state.rank == culprit
         error = ValueError if wrong else PeerError
@@ -257,7 +257,7 @@ def test_ranks_must_mean_the_same_source():
         (TwoTensor(ONE, ONE), "hold dense tensors, got 'TwoTensor"),
     ],
 )
-def test_what_the_source_cannot_send_is_told_on_all(leaf, text):
+def test_what_the_source_cannot_send_is_raised_on_all(leaf, text):
     def run(state):
         with pytest.raises(PeerError if state.is_main else ValueError, match=text):
             af.broadcast(leaf, state, source=1)
@@ -276,7 +276,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments_in_each_others_place_are_told(name):
+def test_arguments_in_each_others_place_are_refused(name):
     with pytest.raises(TypeError, match=f"{name}: state must be a DistState, got 'Tensor'"):
         CALLS[name](ALONE)
 
@@ -335,7 +335,7 @@ class UnpicklableError(Exception):
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_what_cannot_be_pickled_is_told_all_the_same(world_size):
+def test_what_cannot_be_pickled_is_reported_on_all_ranks(world_size):
     def failing():
         raise UnpicklableError("a", "b")
 
@@ -355,7 +355,7 @@ TREE = {"rows": torch.arange(4), "names": ["a"], "number": 3}
 @pytest.mark.parametrize(
     "function", [af.reduce_sum, af.reduce_mean, af.broadcast], ids=lambda fn: fn.__name__
 )
-def test_a_world_of_one_hears_itself(function):
+def test_a_world_of_one_gets_its_own_value(function):
     assert function(TREE, ALONE) is TREE
 
 

@@ -300,7 +300,7 @@ def test_row_14_objects_and_tails_are_neither_doubled_nor_lost():
     assert simulate(run, world_size=2) == [names, names]
 
 
-def test_row_14_an_item_that_fails_to_travel_says_so_on_every_rank():
+def test_row_14_an_item_that_cannot_be_sent_is_an_error_on_every_rank():
     def run(state):
         item = threading.Lock() if state.is_main else "text"
         with pytest.raises(ValueError, match="hold items that can be pickled, got TypeError"):

@@ -236,7 +236,7 @@ def test_where_rank_0_has_left_the_others_still_tell_where_they_are(ended):
 
 
 @of("gather_on_one_that_is_left")
-def test_a_collective_that_a_rank_has_left_alone_is_told_by_its_line(ended):
+def test_a_collective_that_a_rank_has_left_is_reported_by_its_line(ended):
     (waits, left), place = ended
     assert (left.exit_code, left.stderr) == (0, "")
     assert_tells(

@@ -43,7 +43,7 @@ say(json.dumps({{name: value.tolist() for name, value in whole.items()}}))
     ],
     ids=["replicas first", "alone first", "groups of shards first"],
 )
-def test_a_run_goes_on_as_replicas_as_shards_and_alone(tmp_path, lives):
+def test_a_run_resumes_as_replicas_as_shards_and_alone(tmp_path, lives):
     _, expected = ours.trained_by_hand(ours.regression_model(), batches("mse"), max_norm=0.5)
     for found in last_of(lives, tmp_path):
         ours.assert_close(found, expected)
@@ -59,7 +59,7 @@ def test_a_run_goes_on_as_replicas_as_shards_and_alone(tmp_path, lives):
         (4, "af.wrap_fsdp(replicate=2)"),
     ],
 )
-def test_shards_that_go_on_as_many_end_with_the_same_bits(tmp_path, world_size, wrap):
+def test_shards_that_continue_as_many_end_with_the_same_bits(tmp_path, world_size, wrap):
     whole, stopped = (
         last_of([(world_size, wrap, steps) for steps in lives], tmp_path / str(len(lives)))
         for lives in ([5], [2, 2, 1])

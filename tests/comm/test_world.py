@@ -45,7 +45,7 @@ def launched(monkeypatch):
     return set_variables
 
 
-def test_a_launcher_that_says_all_is_believed():
+def test_a_launcher_that_sets_all_variables_is_used():
     assert read_launch(FULL) == Launch(1, 4, 1, 2, "127.0.0.1", 29500, False)
 
 
@@ -334,7 +334,7 @@ def test_a_block_leaves_its_world_and_another_can_follow():
     )
 
 
-def test_a_state_whose_world_was_left_is_refused_in_words():
+def test_a_state_whose_world_was_left_is_refused():
     launch(
         """
         import accel_fn as af, torch

@@ -122,7 +122,7 @@ def test_an_evaluation_raises_on_all_ranks(where, talker, fails, ahead):
 @pytest.mark.parametrize("talker", [own_sampler, split_stream])
 @pytest.mark.parametrize("fails", [0, 2])
 @ahead_or_not
-def test_a_loop_that_catches_the_error_goes_on_with_all_ranks(talker, fails, ahead):
+def test_a_loop_that_catches_the_error_continues_with_all_ranks(talker, fails, ahead):
     """With the next pass, whose conversation is another."""
 
     def run(state):

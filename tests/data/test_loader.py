@@ -139,7 +139,7 @@ def test_pinning_without_an_accelerator_is_no_matter(num_workers, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for CUDA alone")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_batches_are_pinned_where_the_loader_says_so(num_workers):
+def test_batches_are_pinned_if_the_loader_pins(num_workers):
     data = TensorDataset(torch.arange(6), torch.zeros(6, 2))
     for pins in (False, True):
         given = DataLoader(data, batch_size=4, num_workers=num_workers, pin_memory=pins)
@@ -147,7 +147,7 @@ def test_batches_are_pinned_where_the_loader_says_so(num_workers):
             assert [tensor.is_pinned() for tensor in batch] == [pins, pins]
 
 
-def test_workers_are_as_far_ahead_as_the_loader_says():
+def test_workers_are_as_far_ahead_as_the_loader_sets():
     given = of(40, num_workers=2, prefetch_factor=3, multiprocessing_context="fork")
     source = af.shard_loader(given, af.DistState())._source
     taken = []
@@ -211,7 +211,7 @@ def drawn_in_workers(since, **options):
 @pytest.mark.parametrize(
     "since", [1, 2, *[pytest.param(each, marks=pytest.mark.slow) for each in (0, 5)]]
 )
-def test_what_is_drawn_in_workers_goes_on_where_a_run_stopped(options, since):
+def test_what_is_drawn_in_workers_continues_where_a_run_stopped(options, since):
     """Of every generator, in the middle of an epoch, also where other workers read on."""
     whole = drawn_in_workers(0)
     assert drawn_in_workers(since, **options) == whole[since:]
@@ -248,7 +248,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(seed):
     assert sorted(sample for batch in first for sample in batch) == list(range(12))
 
 
-def test_the_generators_seed_says_another_order():
+def test_the_generators_seed_gives_another_order():
     def order(seed):
         generator = torch.Generator().manual_seed(seed)
         return ids(af.shard_loader(of(12, shuffle=True, generator=generator), af.DistState()))
@@ -334,7 +334,7 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(loader, text):
         af.shard_loader(loader(), af.DistState(rank=1, world_size=2))
 
 
-def test_a_batch_sampler_of_torchs_says_what_a_loader_would():
+def test_a_batch_sampler_of_torchs_gives_the_batches_of_a_loader():
     sampler = BatchSampler(torch.utils.data.SequentialSampler(DATA), 5, True)
     loader = af.shard_loader(DataLoader(DATA, batch_sampler=sampler), af.DistState())
     assert ids(loader) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]

@@ -72,7 +72,7 @@ def stateful(**options):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_torchdatas_loader_asks_for_what_torchs_does(shuffle, num_workers):
+def test_torchdatas_loader_reads_what_torchs_does(shuffle, num_workers):
     """Its samplers seed themselves by chance, on each rank otherwise: the state's seed counts."""
     theirs = shards(lambda: stateful(shuffle=shuffle, num_workers=num_workers), 2)
     assert theirs == shards(lambda: DataLoader(range(SIZE), batch_size=4, shuffle=shuffle), 2)

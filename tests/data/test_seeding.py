@@ -286,7 +286,7 @@ def test_what_has_no_samples_by_number_is_refused(data):
         af.seed_samples(data, HERE)
 
 
-def test_a_loader_that_says_no_epoch_is_refused():
+def test_a_loader_without_an_epoch_is_refused():
     """A silent epoch 0 would augment every epoch alike."""
     loader = DataLoader(af.seed_samples(Noisy(), HERE), batch_size=4)
     with pytest.raises(ValueError, match=r"be read by a loader that shard_loader made, .* got 0; "):

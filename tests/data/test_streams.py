@@ -633,7 +633,7 @@ class Failing(IterableDataset):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_of_the_stream_says_where_it_was(num_workers):
+def test_an_error_of_the_stream_names_its_place(num_workers):
     loader = by_hand(Failing(9), rank=1, world_size=2, split="round_robin", num_workers=num_workers)
     batches = iter(loader)
     assert next(batches).tolist() == [2, 3]
@@ -719,7 +719,7 @@ def test_a_killed_worker_is_an_error_on_all_ranks():
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("size", "world_size"), [(8, 1), (9, 2), (10, 2), (11, 3), (13, 3)])
-def test_a_declared_length_says_how_many_batches_there_are(size, world_size, drop_last):
+def test_a_declared_length_gives_the_number_of_batches(size, world_size, drop_last):
     for rank in range(world_size):
         loader = by_hand(Sized(size), rank, world_size, drop_last=drop_last)
         assert len(loader) == len(ids(loader))

@@ -216,7 +216,7 @@ def test_the_forward_of_a_window_is_the_mean_over_its_batches():
     torch.testing.assert_close(step.forward(state, batches), expected.float().detach())
 
 
-def test_a_plan_over_windows_says_so():
+def test_a_plan_over_windows_shows_it():
     _, step = built(af.DistState(), num_microbatches=4)
     assert "split=[accumulate(4, split=None)]" in repr(step)
 

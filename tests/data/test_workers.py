@@ -94,7 +94,7 @@ def second_epoch(loader):
     return list(loader.epochs(2))[1]
 
 
-def test_a_sample_that_fails_says_where():
+def test_a_sample_that_fails_names_its_place():
     with pytest.raises(ZeroDivisionError) as caught:
         ids(second_epoch(loader_of(Failing(13, lambda index: 1 / 0))))
     assert caught.value.__notes__ == [
@@ -104,7 +104,7 @@ def test_a_sample_that_fails_says_where():
 
 
 @pytest.mark.parametrize("error", [ValueError("rotten"), KeyError("rotten"), OSError(5, "rotten")])
-def test_a_sample_that_fails_in_a_worker_says_where_and_in_which(error):
+def test_a_sample_that_fails_in_a_worker_names_its_place_and_worker(error):
     with pytest.raises(type(error)) as caught:
         ids(second_epoch(loader_of(Failing(13, raising(error)), num_workers=2)))
     text = str(caught.value)

@@ -153,7 +153,7 @@ def test_program_of_the_readme_prints_the_same_on_two_processes(
     assert run_program(IMPORTS + side(PROGRAM, "+"), tmp_path, launcher) == printed_alone
 
 
-def test_a_run_of_the_readme_goes_on_from_its_checkpoint(
+def test_a_run_of_the_readme_continues_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the lines that resume; stopped within an epoch, and started again."""

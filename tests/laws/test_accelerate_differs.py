@@ -46,7 +46,7 @@ def found():
 
 
 @pytest.mark.parametrize(("number", "text"), told().items())
-def test_accelerate_does_what_the_page_says_it_does(number, text, found):
+def test_accelerate_does_as_the_page_lists(number, text, found):
     assert found[number] == {text}, (
         f"row {number} of docs/differences.md is not what accelerate {version('accelerate')} does; "
         "where accelerate no longer fails, take the row out, else put in what was found"

@@ -217,7 +217,7 @@ def test_before_the_first_update_the_average_is_the_parameters_as_they_are(tmp_p
     ours.assert_identical(means(step), ours.regression_model(3).state_dict())
 
 
-def test_a_new_average_of_a_run_that_goes_on_is_that_of_the_run(tmp_path):
+def test_a_new_average_of_a_run_that_resumes_is_that_of_the_run(tmp_path):
     state, step = make(af.compose())
     state, _ = step(state, BATCH)
     af.save(tmp_path, state, step)
@@ -267,7 +267,7 @@ def test_parameters_of_half_precision_have_a_mean_of_single_precision():
 
 @each_rule
 @pytest.mark.parametrize("world_sizes", [(1, 1), (2, 1), (1, 3)])
-def test_a_resumed_run_goes_on_with_its_average(tmp_path, recipe, theirs, world_sizes):
+def test_a_resumed_run_resumes_with_its_average(tmp_path, recipe, theirs, world_sizes):
     batches = [(torch.randn(6, 3).double(), torch.randn(6, 1).double()) for _ in range(6)]
 
     def run(state, start, stop, load):

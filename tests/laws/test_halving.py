@@ -198,7 +198,7 @@ def test_random_generators_are_where_they_were(full):
     assert drawn[1:] == numbers[1:]
 
 
-def test_it_says_so_once_and_remembers(capsys):
+def test_it_warns_once_and_remembers(capsys):
     batch = (torch.ones(8, 3).double(), torch.ones(8, 1).double())
 
     def run(state):
@@ -240,7 +240,7 @@ def count_after(folder, recipe, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_that_is_stopped_goes_on_with_as_many(tmp_path, world_size):
+def test_a_run_that_is_stopped_continues_with_as_many(tmp_path, world_size):
     """Later batches would fit whole, and round otherwise."""
     first, *rest = [fixed_batches(num=1, size=size)[0] for size in (8, 2, 2)]
     recipe = af.compose(af.wrap_ddp(), af.accumulate("auto"))

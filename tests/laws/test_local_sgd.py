@@ -147,7 +147,7 @@ def test_after_an_average_all_ranks_hold_the_same_bits(dealt, every):
 
 @few
 @given(dealt=dealt_batches(strategies.batches(num_batches=4), 4))
-def test_the_report_is_of_the_global_batch_and_says_what_is_the_ranks_own(dealt):
+def test_the_report_is_of_the_global_batch_and_shows_the_ranks_own(dealt):
     batches, sizes = dealt
     parts = ours.dealt(batches, sizes)
     found = trained_apart(parts, af.local_sgd(10))

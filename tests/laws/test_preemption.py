@@ -56,7 +56,7 @@ def train(state, recipe, asked):
     recipe=st.sampled_from(sorted(RECIPES)),
     asked=st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=2),
 )
-def test_all_ranks_hear_of_it_after_the_same_step_which_is_the_step_it_is(
+def test_all_ranks_learn_of_it_after_the_same_step_which_is_the_step_it_is(
     world_size, recipe, asked
 ):
     asked = {(number, rank) for number, rank in asked if rank < world_size}
@@ -70,7 +70,7 @@ def test_all_ranks_hear_of_it_after_the_same_step_which_is_the_step_it_is(
         ours.assert_identical(found, expected)
 
 
-def test_without_it_a_report_says_nothing_of_an_end():
+def test_without_it_a_report_has_no_entry_about_the_end():
     def run(state):
         return train(state, af.wrap_ddp(), None)[0]
 
@@ -78,7 +78,7 @@ def test_without_it_a_report_says_nothing_of_an_end():
 
 
 @pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(2)], ids=["whole", "parts"])
-def test_one_rank_hears_itself(recipe):
+def test_one_rank_reads_its_own_request(recipe):
     plan = recipe(ours.plan(optimizer=ours.adamw))
     batch = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
     with af.Preemption() as preemption:
@@ -148,7 +148,7 @@ def test_what_is_no_signal_to_be_caught_is_refused(signals, words):
         af.Preemption(signals)
 
 
-def test_another_thread_is_told_that_it_handles_no_signals():
+def test_another_thread_gets_an_error_since_it_handles_no_signals():
     with (
         ThreadPoolExecutor() as pool,
         pytest.raises(ValueError, match=r"must be \(\) outside of the main thread"),

@@ -18,7 +18,7 @@ NUM_EPOCHS = 2
     stops=st.lists(st.integers(1, 12), max_size=4),
 )
 @example(num_samples=20, batch_size=3, world_size=2, depth=4, stops=[3, 3])
-def test_a_run_that_stops_and_goes_on_loses_and_repeats_nothing(
+def test_a_run_that_stops_and_continues_loses_and_repeats_nothing(
     num_samples, batch_size, world_size, depth, stops
 ):
     """It stops after so many batches each time, and goes on from what its state says."""

@@ -70,7 +70,7 @@ def test_where_all_is_well_nothing_changes_by_a_bit(batches, world_size):
         ours.assert_identical(actual, parameters)
 
 
-def test_rows_in_other_places_are_told():
+def test_rows_in_other_places_are_found():
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=0.0))

@@ -125,7 +125,7 @@ def test_twenty_updates_have_one_hash_for_every_number_of_ranks():
     ],
     ids=str,
 )
-def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_that_hash_too(names, tmp_path):
+def test_a_run_that_resumes_with_other_numbers_of_ranks_has_that_hash_too(names, tmp_path):
     recipe = af.compose(af.clip(0.5), *[RECIPES[name] for name in names])
 
     def leg(state, stop):
@@ -324,7 +324,7 @@ def test_where_in_memory_a_slot_begins_does_not_matter():
     assert len({each for size in (1, 8) for each in simulate(run, world_size=size)}) == 1
 
 
-def test_a_word_from_one_rank_is_heard_by_all_after_the_same_step():
+def test_a_request_from_one_rank_reaches_all_after_the_same_step():
     def run(state):
         asked = iter([False, state.rank == 3])
         asking = lambda plan: replace(plan, should_stop=(lambda: next(asked),))
@@ -414,7 +414,7 @@ def test_a_device_draws_by_slot_too_and_its_generator_is_afterwards_where_it_was
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_it_is_told_of_a_step(world_size, capsys):
+def test_explain_shows_it(world_size, capsys):
     plan = af.Plan(ours.mse, (model := Net()), torch.optim.AdamW(model.parameters()))
     recipe = af.compose(af.reproducible(4), af.accumulate(2))
     text = af.explain(recipe(plan), af.DistState(world_size=world_size))

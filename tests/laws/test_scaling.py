@@ -116,7 +116,7 @@ def test_the_scale_stays_finite_and_above_zero():
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_float16_autocast_skips_halves_and_goes_on(fused, world_size):
+def test_float16_autocast_skips_halves_and_continues(fused, world_size):
     def run(state):
         model = ours.regression_model().float()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)

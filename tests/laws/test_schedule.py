@@ -153,7 +153,7 @@ def test_a_plateau_is_seen_in_the_loss(make, batches):
     ours.assert_identical(found[1], model.state_dict())
 
 
-def test_a_plateau_is_seen_in_what_the_user_says():
+def test_a_plateau_is_seen_in_the_users_metric():
     said = iter([1.0, 0.5, 0.5, 0.5, 0.4])
 
     def recipe(optimizer):
@@ -218,7 +218,7 @@ def with_echoes(transform):
 @pytest.mark.parametrize("is_anew", [False, True])
 @pytest.mark.parametrize("saved_after", [4, 5])
 @pytest.mark.parametrize(("world_size", "num_microbatches"), [(1, 4), (2, 1), (4, 4)])
-def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_goes_on_or_back(
+def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_resumes_or_goes_back(
     tmp_path, world_size, num_microbatches, saved_after, is_anew, make
 ):
     """By each update made, or, where that is heard of late, by the one made before it."""
@@ -344,7 +344,7 @@ LATE = {name: each for name, each in SCHEDULERS.items() if name != "one cycle"}
 @pytest.mark.parametrize(
     "saved_after", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(6)]
 )
-def test_a_resumed_run_goes_on_with_its_schedule(tmp_path, make_scheduler, make, saved_after):
+def test_a_resumed_run_resumes_with_its_schedule(tmp_path, make_scheduler, make, saved_after):
     """Also where the last update before it was skipped."""
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
     bad = (batch[0] * float("inf"), batch[1])
@@ -375,7 +375,7 @@ def test_a_resumed_run_goes_on_with_its_schedule(tmp_path, make_scheduler, make,
     ours.assert_identical(step.plan.model.state_dict(), whole[1].plan.model.state_dict())
 
 
-def test_a_resumed_run_goes_on_from_the_rate_as_the_host_knows_it(tmp_path):
+def test_a_resumed_run_resumes_from_the_rate_as_the_host_knows_it(tmp_path):
     """What the device has of it is rounded to float32, and would be for good."""
 
     def built():

@@ -82,7 +82,7 @@ def check_loaders(order, epoch, num_workers=0):
 
 @given(order=orders(), epoch=st.integers(0, 5))
 @example(order=Order(4, 3, False, 9, True, 0), epoch=1)
-def test_loaders_give_what_the_order_says(order, epoch):
+def test_loaders_follow_the_order(order, epoch):
     check_loaders(order, epoch)
 
 

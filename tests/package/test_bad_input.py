@@ -114,7 +114,7 @@ def test_a_bad_argument_is_refused_when_it_is_given(error, text, call):
         (3, "weight_fn must be a function"),
     ],
 )
-def test_a_plan_is_made_of_what_it_says(position, text):
+def test_a_plan_is_made_of_its_four_parts(position, text):
     plan = make_plan()
     arguments = [plan.loss_fn, plan.model, plan.optimizer, plan.weight_fn]
     arguments[position] = 7
@@ -545,7 +545,7 @@ def test_a_weight_must_be_a_finite_count_on_every_rank(world_size, weight):
     simulate(run, world_size=world_size)
 
 
-def test_a_batch_of_a_class_that_torch_does_not_know_is_told_how_to_be_known():
+def test_a_batch_of_a_class_that_torch_does_not_know_is_refused_with_the_repair():
     _, step = af.build(af.DistState(), make_plan())
     with pytest.raises(ValueError, match="got SimpleNamespace; register such a class with torc"):
         step(af.DistState(), SimpleNamespace(inputs=BATCH[0]))
@@ -647,7 +647,7 @@ def test_a_state_of_another_world_is_refused():
 
 
 @pytest.mark.parametrize("state", [BATCH, None, 0])
-def test_what_is_no_state_is_told_in_words(state):
+def test_a_value_that_is_no_state_is_refused(state):
     _, step = af.build(af.DistState(), make_plan())
     _, grads, report = step.grads(af.DistState(), BATCH)
     calls = {

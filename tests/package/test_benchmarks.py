@@ -42,7 +42,7 @@ def measured(scenario):
 
 
 @compiles
-def test_a_table_is_measured_and_told():
+def test_a_table_is_measured_and_printed():
     ratios = measured("tiny, fused, plain")
     for name in ("accel_fn", "accel_fn compiled"):
         assert 0 < float(ratios[name]) < math.inf
@@ -52,5 +52,5 @@ def test_a_table_is_measured_and_told():
 @pytest.mark.parametrize(
     "scenario", ["tiny, fused, average", "two ranks, middle, fused, check_replicas(8)"]
 )
-def test_a_row_of_a_transform_is_measured_and_told(scenario):
+def test_a_row_of_a_transform_is_measured_and_printed(scenario):
     assert 0 < float(measured(scenario)["accel_fn"]) < math.inf

@@ -299,7 +299,7 @@ def test_imports_stand_at_the_top_of_a_module(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_every_module_says_its_job_in_a_sentence(path):
+def test_every_module_names_its_job_in_a_sentence(path):
     first = (ast.get_docstring(parsed(path)) or "").splitlines()
     assert first
     assert first[0].endswith(".")

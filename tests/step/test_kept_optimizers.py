@@ -25,7 +25,7 @@ def written():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
-def test_the_page_says_what_shards_and_checkpoints_of_an_optimizer_come_to(name):
+def test_the_page_lists_shards_and_checkpoints_of_an_optimizer(name):
     assert line(name) in written().splitlines(), "anew: python -m tests.kept_optimizers"
 
 

@@ -326,7 +326,7 @@ def test_profiler_records_the_step():
 
 
 @fused_optimizers
-def test_fused_optimizer_says_that_it_takes_a_factor(make):
+def test_fused_optimizer_takes_a_factor(make):
     weight = nn.Parameter(torch.ones(1))
     assert make([weight], fused=True)._step_supports_amp_scaling
     assert not getattr(make([weight]), "_step_supports_amp_scaling", False)

@@ -60,13 +60,13 @@ def reporting(**change):
         (reporting(weight=lambda weight: weight + 1), r"weight is 4 with plan_a and 5 with plan_b"),
     ],
 )
-def test_plans_that_train_the_same_and_report_another_thing_are_told_apart(recipe, text):
+def test_plans_that_train_the_same_and_report_another_thing_are_distinguished(recipe, text):
     plan = ours.plan()
     with pytest.raises(AssertionError, match=f"plans must report the same, {text}.*after batch 0"):
         assert_equivalent(plan, recipe(plan), BATCHES)
 
 
-def test_ranks_that_keep_their_own_first_parameters_are_told_apart(monkeypatch):
+def test_ranks_that_keep_their_own_first_parameters_are_distinguished(monkeypatch):
     monkeypatch.setattr(torch.nn.parallel.distributed, "_sync_module_states", lambda *a, **k: None)
     plan = ours.plan()
     with pytest.raises((AssertionError, RuntimeError), match=r"differs|equal on all ranks"):

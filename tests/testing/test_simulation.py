@@ -209,7 +209,7 @@ def test_equivalent_plans_pass_in_any_world(world_size):
     ours.assert_identical(plan.model.state_dict(), before)
 
 
-def test_plans_that_train_another_model_are_told_apart():
+def test_plans_that_train_another_model_are_distinguished():
     plan = make_plan()
     with pytest.raises(
         AssertionError, match=r"0\.weight differs by up to .* after batch 0 on rank 0"
@@ -217,7 +217,7 @@ def test_plans_that_train_another_model_are_told_apart():
         assert_equivalent(plan, af.clip(1e-3)(plan), BATCHES)
 
 
-def test_plans_that_weigh_a_masked_loss_by_samples_are_told_apart():
+def test_plans_that_weigh_a_masked_loss_by_samples_are_distinguished():
     """The mistake of the field: a mean of means over tokens."""
     model = ours.token_model()
     batch = {
@@ -254,7 +254,7 @@ def spoiling(plan):
     ("first", "second", "whose"),
     [(True, True, "plan_a and plan_b"), (True, False, "plan_a"), (False, True, "plan_b")],
 )
-def test_what_is_no_number_is_told_of_and_never_equal(first, second, whose):
+def test_nan_is_reported_and_never_equal(first, second, whose):
     plans = [spoiling(make_plan()) if spoilt else make_plan() for spoilt in (first, second)]
     with pytest.raises(AssertionError, match=rf"0\.weight is nan with {whose} after batch 0"):
         assert_equivalent(*plans, BATCHES)

@@ -143,7 +143,7 @@ def test_the_parts_of_a_compiled_step_run_without_the_compiler():
 
 
 @compiles
-def test_a_run_of_compiled_steps_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
+def test_a_run_of_compiled_steps_continues_from_a_checkpoint_with_the_same_bits(tmp_path):
     recipe = af.compose(af.clip(0.5), af.compiled(scope="step"))
     batches = make_batches(*[8] * 5)
     whole, stopped, resumed = (recipe(make_plan()) for _ in range(3))
@@ -161,7 +161,7 @@ def test_a_run_of_compiled_steps_goes_on_from_a_checkpoint_with_the_same_bits(tm
 
 @compiles
 @pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
-def test_a_run_goes_on_where_it_is_compiled_and_where_it_is_no_more(tmp_path, scope):
+def test_a_run_resumes_where_it_is_compiled_and_where_it_is_no_more(tmp_path, scope):
     model, batches = stack(), make_batches(*[4] * 6)
     whole = make_plan(copy.deepcopy(model))
     run(whole, batches)
@@ -310,7 +310,7 @@ def test_a_break_that_is_allowed_trains_the_same(scope, place, fullgraph):
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
 @pytest.mark.parametrize(("dynamic", "expected"), [(True, 1), (None, 2), (False, 3)])
-def test_dynamic_says_how_many_graphs_three_batch_sizes_take(scope, dynamic, expected):
+def test_dynamic_sets_how_many_graphs_three_batch_sizes_take(scope, dynamic, expected):
     plan = af.compiled(scope=scope, dynamic=dynamic)(make_plan(stack(), plain_sgd))
     state, step = af.build(af.DistState(), plan)
     graphs = num_graphs()

@@ -20,5 +20,5 @@ def test_the_page_has_a_row_for_each_optimizer():
 @compiles
 @pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
 @pytest.mark.parametrize("name", ROWS)
-def test_the_page_says_whether_an_optimizer_fits_into_a_graph(name):
+def test_the_page_lists_whether_an_optimizer_fits_into_a_graph(name):
     assert line(name) in written(), "anew: python -m tests.compiled_optimizers"

@@ -223,7 +223,7 @@ def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
 
 @compiles
 @pytest.mark.usefixtures("forgetful")
-def test_more_graphs_than_torch_keeps_are_an_error_that_says_so():
+def test_more_graphs_than_torch_keeps_are_an_error():
     plan = af.compiled(scope="step", dynamic=False)(make_plan(optimizer=plain_sgd))
     text = (
         r"make do with the 1 graphs .* another batch size.*; use dynamic=True, batches of one size"
@@ -241,7 +241,7 @@ def test_more_graphs_than_torch_keeps_are_an_error_that_says_so():
 @pytest.mark.parametrize(
     "options", [{"capturable": True}, {"fused": True}], ids=["capturable", "fused"]
 )
-def test_an_optimizer_refused_for_counting_on_the_host_is_taken_as_the_message_says(options):
+def test_an_optimizer_refused_for_counting_on_the_host_is_taken_as_the_message_advises(options):
     def built(**options):
         optimizer = functools.partial(torch.optim.AdamW, lr=0.05, **options)
         recipe = af.compose(af.place(), af.compiled(scope="step"))

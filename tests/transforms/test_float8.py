@@ -161,7 +161,7 @@ def test_torchao_is_asked_for_by_the_name_of_its_extra(monkeypatch):
         af.with_amp("fp8")
 
 
-def test_the_step_says_so():
+def test_explain_names_the_precision():
     plan = af.with_amp("fp8")(ours.plan(model=make_model(), optimizer=ours.adamw, loss_fn=loss_fn))
     assert "forward_contexts=[with_amp('fp8'), with_amp('fp8')]" in repr(plan)
 

@@ -165,7 +165,7 @@ def test_a_choice_of_no_blocks_is_refused_when_it_is_given(transform, blocks):
         transform(blocks=blocks)
 
 
-def test_the_plan_says_what_was_asked_for():
+def test_the_plan_prints_its_arguments():
     plan = af.Plan(ours.mse, stack(), ours.sgd(stack().parameters()))
     told = af.explain(af.wrap_fsdp(blocks="blocks", replicate=2)(plan), af.DistState(world_size=4))
     assert "the mean over the global batch, by wrap_fsdp(blocks='blocks', replicate=2)" in told

@@ -79,7 +79,7 @@ def test_it_is_the_same_over_shards(name, world_size, wrap):
 @pytest.mark.parametrize(
     "sizes", [(2, 1), (1, 2), pytest.param((3, 2), marks=pytest.mark.slow)], ids=str
 )
-def test_what_it_keeps_goes_on_at_another_number_of_shards(tmp_path, name, sizes):
+def test_what_it_keeps_continues_at_another_number_of_shards(tmp_path, name, sizes):
     recipe = af.compose(af.wrap_fsdp(), RECIPES[name])
     expected = train(af.DistState(), RECIPES[name], skips=False)
     first, second = sizes

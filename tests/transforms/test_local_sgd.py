@@ -248,7 +248,7 @@ def test_optimizer_state_that_a_rank_does_not_have_is_named_on_every_rank():
     )
 
 
-def test_a_run_goes_on_from_an_average_with_the_same_bits(tmp_path):
+def test_a_run_resumes_from_an_average_with_the_same_bits(tmp_path):
     def run(state):
         state, step = built(state, af.local_sgd(2), ours.adamw)
         first, *rest = [part(each, state) for each in batches(num=7)]
@@ -276,7 +276,7 @@ def test_a_run_goes_on_from_an_average_with_the_same_bits(tmp_path):
     simulate(run, world_size=2)
 
 
-def test_a_run_of_one_rank_is_saved_anywhere_and_goes_on_in_two(tmp_path):
+def test_a_run_of_one_rank_is_saved_anywhere_and_continues_in_two(tmp_path):
     def started(state):
         state, step = built(state, af.local_sgd(2))
         state, _ = step(state, batches()[0])
@@ -295,7 +295,7 @@ def test_a_run_of_one_rank_is_saved_anywhere_and_goes_on_in_two(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_run_of_two_ranks_goes_on_in_another_number_as_the_loop_over_all_batches(
+def test_a_run_of_two_ranks_continues_in_another_number_as_the_loop_over_all_batches(
     world_size, tmp_path
 ):
     """Averaged after every update, with parts of any sizes."""
@@ -316,7 +316,7 @@ def test_a_run_of_two_ranks_goes_on_in_another_number_as_the_loop_over_all_batch
         ours.assert_close(actual, expected)
 
 
-def test_it_is_told_that_gradients_are_the_rank_s_own():
+def test_explain_shows_that_gradients_are_the_ranks_own():
     plan = af.local_sgd(8)(ours.plan())
     told = af.explain(plan, af.DistState(world_size=4))
     assert "the mean over the rank's own items, by local_sgd(" in told

@@ -56,7 +56,7 @@ say(sha256([*kept(state, step), *heard, *said]))
 """
 
 
-def test_processes_that_go_on_in_other_numbers_have_it_too(tmp_path, hash_of_one):
+def test_processes_that_continue_in_other_numbers_have_it_too(tmp_path, hash_of_one):
     for num_processes, start, stop in [(4, 0, 7), (2, 7, 13), (4, 13, 20)]:
         leg = LEG.format(folder=str(tmp_path), start=start, stop=stop)
         said = launch(leg, num_processes=num_processes)

@@ -149,7 +149,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_forward_that_changes_what_is_saved_is_told_of_on_all_ranks_after_the_first_batch(
+def test_a_forward_that_changes_what_is_saved_is_raised_on_all_ranks_after_the_first_batch(
     world_size,
 ):
     """Also where it does so on one rank alone."""
@@ -271,7 +271,7 @@ def test_samples_that_do_not_fill_the_slots_are_refused_on_all_ranks(num_virtual
     )
 
 
-def test_a_batch_that_one_rank_cannot_count_is_heard_of_by_all():
+def test_a_batch_that_one_rank_cannot_count_is_raised_on_all_ranks():
     def run(state):
         state, step = af.build(state, af.reproducible(2)(make_plan(ours.regression_model())))
         batch = (torch.ones(2, 3), torch.ones(2 + state.rank, 1))

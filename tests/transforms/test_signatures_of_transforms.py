@@ -45,7 +45,7 @@ def test_a_transform_takes_what_it_has_always_taken(name, expected):
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_a_transform_says_its_law_and_its_cost(name):
+def test_a_transform_documents_its_law_and_cost(name):
     said = operator.attrgetter(name)(af)
     text = inspect.getdoc(said.__call__ if name == "average" else said)
     for part in ("Law", "Cost"):

@@ -56,7 +56,7 @@ def test_what_is_added_one_after_another_is_summed_as_a_tree(lists):
 
 @given(lists=lists_of_numbers(), depth=st.integers(0, 3))
 @example(lists=[[torch.full((5,), -0.0), None], [None, None]], depth=1)
-def test_over_ranks_it_goes_on_as_the_same_tree(lists, depth):
+def test_over_ranks_it_continues_as_the_same_tree(lists, depth):
     """However many of the lists are on one rank."""
     num_ranks = min(2**depth, len(lists))
     num_mine = len(lists) // num_ranks

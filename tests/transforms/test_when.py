@@ -35,7 +35,7 @@ def test_a_transform_is_a_function_whatever_the_condition(condition):
         af.when(condition, 1)
 
 
-def test_amp_of_no_precision_is_the_identity_whatever_the_launch_says(monkeypatch):
+def test_amp_of_no_precision_is_the_identity_whatever_the_launch_sets(monkeypatch):
     monkeypatch.setenv("ACCEL_FN_MIXED_PRECISION", "fp16")
     given = plan()
     assert repr(af.with_amp("no")(given)) == repr(given)
