@@ -1,8 +1,12 @@
 """`accel-fn estimate`, as a user would call it."""
 
 import json
+import sys
 
 import pytest
+
+from tests.cli.commands import surroundings
+from tests.cli.terminal import Terminal
 
 SCRIPT = """
 import torch, torch.nn.functional as F
@@ -41,6 +45,13 @@ def test_the_command_prints_a_row_for_each_world_and_number_of_microbatches(laun
     assert [row[:2] for row in rows] == [["1", "1"], ["1", "3"], ["2", "1"], ["2", "3"]]
     assert all("3.16 KiB" in " ".join(row) for row in rows)  # 808 numbers
     assert "1.88 KiB" in " ".join(rows[0])  # 12 * 40 * 4 + 4 bytes of activations
+
+
+def test_on_a_terminal_the_command_shows_that_it_works(script):
+    command = [sys.executable, "-m", "accel_fn.cli", "estimate", "net.py:model"]
+    with Terminal(command, script, surroundings(script, TERM="xterm-256color")) as screen:
+        screen.read_until("estimating").read_until("ranks")
+        assert screen.end() == 0
 
 
 def test_the_command_gives_bytes_to_programs(launchers, script):

@@ -12,6 +12,7 @@ import torch
 from accel_fn.cli.explain import explain_target
 from accel_fn.launcher.targets import load_target
 from tests.cli.commands import ROOT, run_command, surroundings
+from tests.cli.terminal import Terminal
 
 TRAIN = """
 import torch
@@ -159,6 +160,20 @@ def test_settings_that_a_launch_would_refuse_are_one_line(
     assert done.stderr.startswith("Error: ")
     assert done.stderr.endswith(error)
     assert done.stderr.count("\n") == 1
+
+
+def test_on_a_terminal_phases_wrap_at_words_and_hang(folder):
+    command = [sys.executable, "-m", "accel_fn.cli", "explain", "train.py:make_plan"]
+    with Terminal(
+        [*command, "-n", "2", "--device", "cpu"], folder, surroundings(folder, COLUMNS="50")
+    ) as screen:
+        assert screen.end() == 0
+    lines = screen.text.splitlines()
+    assert max(map(len, lines)) <= 50
+    hanging = [line for line in lines if re.match(" {13}[^ ]", line)]
+    assert hanging
+    whole = " ".join(screen.text.split())
+    assert "update SGD(lr=0.5), 2 parameter tensors, 5 numbers" in whole
 
 
 def test_programs_get_the_phases_of_a_plan_in_a_module(here, capsys):

@@ -18,6 +18,11 @@ _NUM_CALLS, _NUM_TENSORS, _NUM_LINES = 30, 4, 12
 _PHASES = {"run_forward": "forward", "run_backward": "backward", "apply_update": "update"}
 
 
+def is_in_python(file: str) -> bool:
+    """Is this file of the standard library?"""
+    return file.startswith((_PYTHON, "<frozen ")) and not _INSTALLED.search(file)
+
+
 class Place(NamedTuple):
     """A line of code."""
 
@@ -27,11 +32,6 @@ class Place(NamedTuple):
     def is_in(self, folders: tuple[str, ...]) -> bool:
         """Is it in a file below one of these folders?"""
         return self.code.co_filename.startswith(folders)
-
-    def is_in_python(self) -> bool:
-        """Is it in the standard library?"""
-        file = self.code.co_filename
-        return file.startswith((_PYTHON, "<frozen ")) and not _INSTALLED.search(file)
 
     def __str__(self) -> str:
         return f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
@@ -102,8 +102,8 @@ class Stack:
     def place(self, libraries: tuple[str, ...]) -> Place | None:
         """Return the user's innermost line, also of a wait in the standard library."""
         places = [Place(frame.f_code, line) for frame, line in reversed(self.calls)]
-        found = [each for each in places if not each.is_in(libraries) and not each.is_in_python()]
-        return found[0] if found else None
+        users = (each for each in places if not each.is_in(libraries))
+        return next((each for each in users if not is_in_python(each.code.co_filename)), None)
 
     def under(self, libraries: tuple[str, ...]) -> Stack:
         """Leave out the outermost calls, of what started the user's code."""

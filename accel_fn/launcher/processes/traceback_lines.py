@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from accel_fn.comm.watchdog.hang_report import is_in_python
+
 _FRAME = re.compile(r'^  File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
-_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
 class _Frame(NamedTuple):
@@ -32,7 +33,7 @@ def place_in_traceback(stack: str) -> str:
 def place_of_wait(dump: str) -> str:
     """The user's innermost line in a dump of faulthandler, if it waits there in accel_fn or torch."""
     own = dump.rpartition("Stack (most recent call first):")[2]  # not of processes that it forked
-    frames = [each for each in _frames(own) if not _is_pythons(each)]
+    frames = [each for each in _frames(own) if not is_in_python(each.file)]
     if not frames or _is_users(frames[0]):
         return ""
     return next((str(each) for each in frames if _is_users(each)), "")
@@ -44,15 +45,7 @@ def _frames(stack: str, *, reverse: bool = False) -> Iterator[_Frame]:
 
 
 def _is_users(frame: _Frame) -> bool:
-    return not _is_pythons(frame) and not frame.file.startswith(_libraries())
-
-
-def _is_pythons(frame: _Frame) -> bool:
-    """Is it in the standard library?"""
-    if frame.file.startswith("<frozen "):
-        return True
-    own = f"{os.path.dirname(os.__file__)}{os.sep}"
-    return frame.file.startswith(own) and not _INSTALLED.search(frame.file)
+    return not is_in_python(frame.file) and not frame.file.startswith(_libraries())
 
 
 @functools.cache
