@@ -1,10 +1,13 @@
 """Launchers that wait for one another: over sockets of this machine, the waits shortened."""
 
+import socket
+
 import pytest
 
 from accel_fn.errors import WorldTimeoutError
 from accel_fn.launcher.machines import store_rendezvous
 from accel_fn.launcher.machines.machines import Machines
+from accel_fn.launcher.machines.network import listen
 from tests.processes import free_port
 
 
@@ -23,3 +26,21 @@ def test_a_machine_logs_which_other_it_waits_for_and_gives_up_in_the_end(rank, m
     with pytest.raises(WorldTimeoutError, match=rule):
         store_rendezvous.StoreRendezvous(machines, rank, "run").next_rendezvous()
     assert capfd.readouterr().err == f"machine {rank} waits for {whom}\n"
+
+
+@pytest.mark.parametrize(
+    ("host", "alone", "address"),
+    [
+        ("127.0.0.2", False, "127.0.0.2"),
+        ("127.0.0.1", True, "127.0.0.1"),
+        ("localhost", True, "127.0.0.1"),
+        ("localhost", False, "0.0.0.0"),  # the name may lead to another address from elsewhere
+    ],
+)
+def test_a_launcher_listens_at_the_address_that_was_given(host, alone, address, monkeypatch):
+    getaddrinfo = socket.getaddrinfo  # of a name, the IPv4 address, if it has both
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *given, **named: sorted(getaddrinfo(*given, **named))
+    )
+    with listen(host, 0, alone=alone) as listener:
+        assert listener.getsockname()[0] == address

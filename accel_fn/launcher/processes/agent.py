@@ -40,6 +40,9 @@ from accel_fn.launcher.processes.failures import (
 from accel_fn.launcher.processes.reaper import Reaper, kill_left
 
 _RECORD_WITHIN_S, _POLL_S = 1.2, 0.05
+_BARRIER_S = 5
+"""All machines have finished when they come to torch's barrier, except by a rendezvous of torch."""
+
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
 """A failed world ends within five seconds; one that is signalled to stop may still save its state."""
 
@@ -76,12 +79,15 @@ class Agent(LocalElasticAgent):
     """Torch's agent; `failures` are those of the latest attempt, in no order."""
 
     def __init__(self, spec: WorkerSpec, folders: RankFolders, reaper: Reaper) -> None:
-        super().__init__(
-            spec, folders, exit_barrier_timeout=5, log_line_prefix_template="[rank ${rank}]: "
-        )
         handler = spec.rdzv_handler
-        self._folders, self._reaper = folders, reaper
         self._machines = handler if isinstance(handler, StoreRendezvous) else None
+        super().__init__(
+            spec,
+            folders,
+            exit_barrier_timeout=300 if self._machines is None else _BARRIER_S,
+            log_line_prefix_template="[rank ${rank}]: ",
+        )
+        self._folders, self._reaper = folders, reaper
         self.failures: list[Failure] = []
         self._kill_at_once = False
 
