@@ -6,7 +6,8 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,20 @@ from accel_fn.errors import BatchError
 
 _MOST_SCANS = 3
 
-eager = torch._disable_dynamo  # type: ignore[attr-defined]
-"""Leaves a function out of the graphs of torch.compile: collectives run between them."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def eager(fn: Callable[P, T]) -> Callable[P, T]:
+    """Leave a function out of the graphs of torch.compile: collectives run between them."""
+    outside: Callable[P, T] = torch._disable_dynamo(fn)  # type: ignore[attr-defined]
+
+    @wraps(fn)
+    def call(*args: P.args, **keywords: P.kwargs) -> T:
+        # Elsewhere `outside` would import the compiler for nothing.
+        return (outside if torch.compiler.is_compiling() else fn)(*args, **keywords)
+
+    return call
 
 
 class Running(Protocol):

@@ -17,7 +17,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, _register_process_group
+from torch._C._distributed_c10d import (
+    HashStore,
+    PrefixStore,
+    Store,
+    _register_process_group,
+    _unregister_process_group,
+)
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -107,9 +113,19 @@ def make_group(store: Store, rank: int, world_size: int, timeout_s: float) -> Pr
     kind = ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, gloo)
-    # Destroying such a group can deadlock on the GIL: one reference too many keeps it to the end.
+    # Destroying such a group can deadlock on the GIL, while a thread of Gloo's lets go of a tensor: one
+    # reference too many keeps it to the end, or until `release_group`.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     # A mesh finds it by a name of its own.
     group._set_group_name(cast("Any", f"accel_fn {next(_numbers)}"))
     _register_process_group(group.group_name, group)
     return group
+
+
+def release_group(group: ProcessGroup) -> None:
+    """Let a group of `make_group`, in which nothing is under way, end with its other references.
+
+    Its two threads and its sockets end with it.
+    """
+    _unregister_process_group(group.group_name)
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))

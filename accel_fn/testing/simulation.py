@@ -17,12 +17,13 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
 from accel_fn.base.state import DistState
-from accel_fn.comm.mesh import make_group
+from accel_fn.comm.mesh import make_group, release_group
 from accel_fn.errors import ArgumentTypeError, check_count, check_positive, message
+from accel_fn.testing.seed_turns import rank_of
 
 T = TypeVar("T")
 
-_SLACK_S = 5.0
+_SLACK_S, _SETTLE_S, _GLANCE_S = 5.0, 0.1, 0.05
 _MAX_LOST_SOCKETS = 256
 """Most sockets of failed worlds that may stay open: the limit of files is often 1024."""
 
@@ -48,15 +49,15 @@ class _Idle:
 
 
 class _Lost:
-    """Threads of failed simulations, which hold their worlds until their collectives time out."""
+    """Threads of failed simulations: of their ranks, and one that recovers or releases the world."""
 
     def __init__(self) -> None:
         self._ranks: list[tuple[list[threading.Thread], float]] = []
         self._lock = threading.Lock()
 
-    def add(self, threads: list[threading.Thread], within_s: float) -> None:
+    def add(self, threads: list[threading.Thread], timeout_s: float) -> None:
         with self._lock:
-            self._ranks.append((threads, within_s))
+            self._ranks.append((threads, 2 * timeout_s + _SLACK_S))
 
     def join_oldest(self, num_sockets: int = 0) -> None:
         """Join the oldest threads until the others hold at most `num_sockets`.
@@ -75,8 +76,10 @@ class _Lost:
             _join(threads, within_s)
 
 
+_exiting = threading.Event()
 _lost = _Lost()
 atexit.register(_lost.join_oldest)
+atexit.register(_exiting.set)  # called first
 _idle = _Idle()  # groups cannot be destroyed safely, so they are reused
 
 
@@ -115,8 +118,9 @@ def simulate(
     """Call `fn(state)` on every rank of a world of threads, over real DDP and real Gloo.
 
     Every rank has its own `DistState` on the CPU. Ranks share what `fn` closes over: give each
-    its own copy of a model (`copy.deepcopy`), and explicit generators, since
-    `torch.manual_seed` is the whole process's.
+    its own copy of a model (`copy.deepcopy`). They share the generators of the process too: after
+    `torch.manual_seed` a rank draws alone until its next collective, so a model that it makes
+    there is its own. What it draws later (dropout) wants a seed again, or an explicit generator.
 
     Args:
         fn: the function of one rank.
@@ -160,7 +164,9 @@ def simulate(
             group=world[rank],
         )
         try:
-            endings.put(_Ending(rank, value=fn(state)))
+            with rank_of(state.group):
+                value = fn(state)
+            endings.put(_Ending(rank, value=value))
         except BaseException as error:
             endings.put(_Ending(rank, error=error))
 
@@ -173,14 +179,45 @@ def simulate(
     try:
         results = _results(endings, world_size)
     except BaseException:
-        _lost.add(threads, timeout_s + _SLACK_S)
+        _join(threads, _GLANCE_S)  # most errors are those of all ranks
+        if any(map(threading.Thread.is_alive, threads)) or not _given_back(world, timeout_s, start):
+            _lost.add([*threads, _recover_later(threads, world, timeout_s, start)], timeout_s)
         raise
     for thread in threads:
         thread.join()
-    # `fn` may have caught a time-out, and left a collective that not all ranks called.
-    if time.monotonic() - start < timeout_s and _called_alike(world):
-        _idle.give(world, timeout_s)
+    if not _given_back(world, timeout_s, start):
+        _recover_later(threads, world, timeout_s, start)
     return results
+
+
+def _given_back(world: list[ProcessGroup | None], timeout_s: float, start: float) -> bool:
+    """Keep a world whose ranks have ended for the next simulation, if nothing in it can be under way."""
+    # `fn` may have caught a time-out, and left a collective that not all ranks called.
+    fits = time.monotonic() - start < timeout_s and _called_alike(world)
+    if fits:
+        _idle.give(world, timeout_s)
+    return fits
+
+
+def _recover_later(
+    threads: list[threading.Thread],
+    world: list[ProcessGroup | None],
+    timeout_s: float,
+    start: float,
+) -> threading.Thread:
+    """Keep a world, or release its threads and sockets, once its ranks have ended and time is up."""
+
+    def recover() -> None:
+        for thread in threads:
+            thread.join()
+        if not _given_back(world, timeout_s, start) and not _exiting.wait(timeout_s + _SETTLE_S):
+            while world:
+                if (group := world.pop()) is not None:
+                    release_group(group)
+
+    thread = threading.Thread(target=recover, name="recovery of a world", daemon=True)
+    thread.start()
+    return thread
 
 
 def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
@@ -196,11 +233,10 @@ def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
 
 
 def _join(threads: Sequence[threading.Thread], within_s: float) -> None:
-    """Join all but the current thread, which may be a rank that simulates."""
+    """Join threads, unless the current one, a rank that simulates, is among them."""
     deadline = time.monotonic() + within_s
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(max(deadline - time.monotonic(), 0.0))
+    for thread in threads if threading.current_thread() not in threads else ():
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _run_threads(jobs: list[Callable[[], None]]) -> None:

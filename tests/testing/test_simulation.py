@@ -2,11 +2,14 @@
 
 import contextlib
 import copy
+import gc
 import math
+import os
 import queue
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,6 +175,77 @@ def test_a_thousand_simulations_neither_hang_nor_leak_threads():
             == size * (size - 1) // 2
         )
     assert threading.active_count() <= before
+
+
+def num_threads():
+    """Of the operating system: Gloo's are not Python's."""
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads of Linux")
+@pytest.mark.parametrize("hangs", [False, True])
+def test_failed_simulations_leave_no_threads(hangs):
+    """Of one that ends on all ranks the world is used again; of another, it ends with its time."""
+
+    def fail(state):
+        if state.is_main or not hangs:
+            raise ZeroDivisionError
+        af.barrier(state)
+
+    def failed():
+        with pytest.raises(ZeroDivisionError):
+            simulate(fail, world_size=2, timeout_s=0.3)
+
+    failed()
+    before = num_threads()
+    for _ in range(5):
+        failed()
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while num_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.1)
+        gc.collect()
+    assert num_threads() <= before + 5  # those of one more world, kept for later
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_ranks_that_seed_draw_numbers_of_their_own(num_rounds):
+    """Else ranks, which are threads, would seed and draw in between each other."""
+
+    def run(state):
+        models = []
+        for seed in range(num_rounds):
+            torch.manual_seed(seed)
+            time.sleep(0.01 * state.rank)
+            models.append(nn.Linear(50, 50).weight.detach().clone())
+            time.sleep(0.01)
+            models.append(torch.rand(3))
+            af.barrier(state)
+        return models
+
+    expected = []
+    for seed in range(num_rounds):
+        torch.manual_seed(seed)
+        expected += [nn.Linear(50, 50).weight.detach().clone(), torch.rand(3)]
+    for found in simulate(run, world_size=4, timeout_s=30):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_rank_that_seeds_and_waits_for_another_one_keeps_none_waiting():
+    """It waits in a way that no collective shows: the other rank may seed all the same."""
+    seeded = threading.Event()
+
+    def run(state):
+        if state.is_main:
+            torch.manual_seed(0)
+            assert seeded.wait(30)
+        else:
+            torch.manual_seed(1)
+            seeded.set()
+        return True
+
+    assert simulate(run, world_size=2, timeout_s=60) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""torch.manual_seed in simulated ranks: they are threads that share one generator, so they take turns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+_GLANCE_S, _PATIENCE_S = 0.0005, 2.0
+
+
+class _Turn:
+    """The rank that has the generator: from its seed to its next collective, or its end."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._count = _num_collectives(group)
+        self._until = time.monotonic() + _PATIENCE_S  # it may wait for a peer in another way
+        self.is_over = False
+
+    def lasts(self) -> bool:
+        """Does the rank still draw without having waited for another one?"""
+        in_time = time.monotonic() < self._until
+        return not self.is_over and in_time and _num_collectives(self._group) == self._count
+
+
+class _Rank(threading.local):
+    group: ProcessGroup | None = None
+    turn: _Turn | None = None
+
+
+_rank = _Rank()
+_lock = threading.Lock()
+_current: _Turn | None = None
+_seed = torch.manual_seed
+
+
+def _num_collectives(group: ProcessGroup) -> int:
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def _seed_in_turn(seed: Any) -> torch.Generator:
+    """Seed as torch does; in a simulated rank, once the turn of another rank is over."""
+    global _current
+    if _rank.group is not None:
+        end_turn()
+        while True:
+            with _lock:
+                if _current is None or not _current.lasts():
+                    _current = _rank.turn = _Turn(_rank.group)
+                    break
+            time.sleep(_GLANCE_S)
+    return _seed(seed)
+
+
+def end_turn() -> None:
+    """Let other ranks seed; does nothing if this thread has no turn."""
+    if _rank.turn is not None:
+        _rank.turn.is_over = True
+        _rank.turn = None
+
+
+@contextmanager
+def rank_of(group: ProcessGroup | None) -> Iterator[None]:
+    """Inside, this thread is a rank of a world of several, which draws its own numbers after a seed."""
+    torch.manual_seed = torch.random.manual_seed = _seed_in_turn
+    _rank.group = group
+    try:
+        yield
+    finally:
+        end_turn()
+        _rank.group = None
