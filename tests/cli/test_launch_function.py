@@ -260,6 +260,20 @@ def test_the_error_of_a_rank_without_a_result_names_its_end(fn, text):
         af.launch(fn, num_processes=1)
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_process_that_the_function_forks_is_not_the_rank(raises):
+    def work():
+        child = os.fork()
+        if child == 0:
+            if raises:
+                raise ValueError("of the fork")
+            return "of the fork"
+        os.waitpid(child, 0)
+        return "of the rank"
+
+    assert af.launch(work, num_processes=1) == ["of the rank"]
+
+
 def test_values_are_kept_where_a_rank_ends_badly_after_the_function():
     def work():
         atexit.register(os._exit, 9)
