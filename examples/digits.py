@@ -126,7 +126,7 @@ def find_optimizer(name: str) -> type[Optimizer]:
     """An optimizer of torch.optim, else of torch_optimizer, by its name in upper or lower case."""
     known = optimizers_of(torch.optim)
     if name.lower() not in known:
-        import torch_optimizer  # here, so that only those who ask for one of its need it
+        import torch_optimizer  # here, so that only its own optimizers need it
 
         known = optimizers_of(torch_optimizer) | known
     if name.lower() not in known:

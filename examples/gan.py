@@ -3,7 +3,7 @@
     python examples/gan.py
     torchrun --nproc-per-node 2 examples/gan.py
 
-Two networks that are told the digit, a relativistic loss with penalized slopes
+Two networks conditioned on the digit, a relativistic loss with penalized slopes
 (Huang et al. 2024, arXiv:2501.05441), and 1,797 real digits to learn from.
 """
 
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 class Network(nn.Module):
-    """Three layers that are told the label; smooth, since slopes are a part of the loss."""
+    """Three layers conditioned on the label; smooth, since slopes are a part of the loss."""
 
     def __init__(self, num_inputs: int, num_outputs: int, width: int = 256) -> None:
         super().__init__()
@@ -144,13 +144,13 @@ def write_results(
 
 
 def print_judgement(drawn: Tensor, labels: Tensor, data: DigitsWithNoise) -> None:
-    """By the nearest real digit: is it the one asked for, and how far away is it?"""
+    """By the nearest real digit: is it the requested one, and how far away is it?"""
     distances, nearest = torch.cdist(drawn, data.images).min(dim=1)
     fitting = (data.labels[nearest] == labels).float().mean()
     real = torch.cdist(data.images, data.images).fill_diagonal_(torch.inf).min(dim=1).values
     shuffled = data.images.gather(0, torch.rand(data.images.shape).argsort(dim=0))
     noise = torch.cdist(shuffled, data.images).min(dim=1).values
-    print(f"of 1,000 drawn digits, {fitting:.1%} are nearest to a real one of the label asked for")
+    print(f"of 1,000 drawn digits, {fitting:.1%} are nearest to a real one of the requested label")
     print(
         f"distance to the nearest real digit: {distances.mean():.2f} drawn, "
         f"{real.mean():.2f} other real ones, {noise.mean():.2f} real ones with shuffled pixels"

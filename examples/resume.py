@@ -4,7 +4,7 @@
     accel-fn launch -n 2 --cpu --max-restarts 2 examples/resume.py --kill-at 17,40
 
 With `--kill-at` the last rank kills itself with SIGKILL before these updates, once each. The
-launcher brings the world back, and the run goes on from its newest checkpoint. The last line is
+launcher restarts the world, and the run resumes from its newest checkpoint. The last line is
 the SHA-256 of the weights: on as many ranks, it is that of a run that was never killed.
 
 SIGTERM or SIGUSR1 to any rank: all finish the update, save, and leave with exit code 75, which
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace, preemption: af.Preemption) -> None:
     state = af.init(device=args.device)
     torch.manual_seed(0)
-    model = nn.Sequential(build_model(), nn.Dropout(0.1))  # its draws go on, too
+    model = nn.Sequential(build_model(), nn.Dropout(0.1))  # its draws continue, too
     plan = af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), fused=True))
     recipe = af.compose(af.place(), af.wrap_ddp(), af.clip(1.0), preemption)
     state, step = af.build(state, recipe(plan))
