@@ -31,12 +31,15 @@ SEARCHES = {
 """What a reader searches for, and where the first result leads."""
 WIDER = """() => {
     const inner = document.documentElement.clientWidth;
-    if (document.documentElement.scrollWidth <= inner) return [];
+    const scrolls = each => /auto|scroll/.test(getComputedStyle(each).overflowX);
+    const inside = each =>
+        each && each.tagName !== 'ARTICLE' && (scrolls(each) || inside(each.parentElement));
     const wide = [...document.querySelectorAll('article *')].filter(
-        each => each.getBoundingClientRect().right > inner + 1);
-    return wide.slice(0, 5).map(each => each.tagName + ': ' + each.textContent.slice(0, 60));
+        each => each.getBoundingClientRect().right > inner + 1 && !inside(each));
+    const page = document.documentElement.scrollWidth > inner ? ['the page scrolls sideways'] : [];
+    return page.concat(wide.slice(0, 5).map(each => each.tagName + ': ' + each.textContent.slice(0, 60)));
 }"""
-"""The first elements that make the page scroll sideways."""
+"""What reaches beyond the window, but for what scrolls in a box of its own."""
 CUT = """() => [...document.querySelectorAll('article pre, article .table-wrapper, article dt')].filter(
     each => each.scrollWidth > each.clientWidth + 1).map(each => each.textContent.slice(0, 60))"""
 """Blocks that must be scrolled sideways, which a wide window has room for."""
