@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,12 +12,35 @@ from torch import Tensor
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint.compare import is_model
 from accel_fn.checkpoint.format.names import is_name
+from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import local
 from accel_fn.comm.primitives import exchange
-from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, check_folder, message
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 from accel_fn.step.ties import is_expanded
+
+
+def check_call(
+    function: str,
+    state: DistState,
+    folder: str | os.PathLike[str],
+    steps: Mapping[str, Step],
+    extras: Mapping[str, Any],
+    check_others: Callable[[], None] = lambda: None,
+    **others: object,
+) -> None:
+    """Refuse arguments that break their rule, or differ between ranks, on every rank."""
+
+    def check() -> None:
+        check_folder(function, folder)
+        check_steps(steps, function)
+        check_extras(extras, function)
+        check_others()
+
+    all_or_none(check, state, function)
+    given = {"folder": os.fspath(folder), "step": sorted(steps), "extras": sorted(extras)}
+    check_same(given | others, state, function)
 
 
 def check_steps(steps: Mapping[str, Step], function: str) -> None:

@@ -117,13 +117,11 @@ def _read(
     if not isinstance(step, Step):
         raise ArgumentTypeError(message("load_accelerate", "step", "be a Step", step))
     check_plan(step.plan, "check_loaded")
-    if not isinstance(schedulers, Sequence):
-        rule = "be a list of schedulers"
+    if not isinstance(schedulers, Sequence) or not all(
+        hasattr(each, "load_state_dict") for each in schedulers
+    ):
+        rule = "be a list of schedulers with load_state_dict"
         raise ArgumentTypeError(message("load_accelerate", "schedulers", rule, schedulers))
-    for each in schedulers:
-        if not hasattr(each, "load_state_dict"):
-            rule = "have load_state_dict"
-            raise ArgumentTypeError(message("load_accelerate", "schedulers", rule, each))
     optimizers = [*step.plan.optimizers.values()]
     names = _files("optimizer", len(optimizers)), _files("scheduler", len(schedulers))
     _check_folder(path, [*names[0], *names[1]], len(optimizers))

@@ -25,7 +25,7 @@ from accel_fn.checkpoint.regroup import regrouped
 from accel_fn.checkpoint.save import EXTRA
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.errors import AccelError, CheckpointError, check_flag, check_folder
+from accel_fn.errors import AccelError, CheckpointError, check_flag
 from accel_fn.step.contents import (
     contents_of,
     named_steps,
@@ -91,18 +91,13 @@ def load(
     check_state("load", state)
     steps, extras = named_steps(step), {} if extras is None else extras
 
-    def check_arguments() -> None:
-        check_folder("load", folder)
-        checks.check_steps(steps, "load")
-        checks.check_extras(extras, "load")
+    def check() -> None:
         checks.check_at(at, "load")
         check_flag("load", "strict", strict)
         for each in steps.values():
             checks.check_plan(each.plan, "check_loaded")
 
-    all_or_none(check_arguments, state, "load")
-    given = {"folder": os.fspath(folder), "step": sorted(steps), "extras": sorted(extras)}
-    checks.check_same(given | {"at": at, "strict": strict}, state, "load")
+    checks.check_call("load", state, folder, steps, extras, check, at=at, strict=strict)
     finish_writing(notes_of(steps), state, "load")
     path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
     path = exchange(path, state, "load")[0]

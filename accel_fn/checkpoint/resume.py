@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from accel_fn.base.state import DistState, check_state
-from accel_fn.checkpoint import argument_checks as checks
+from accel_fn.checkpoint.argument_checks import check_call
 from accel_fn.checkpoint.format.names import steps_in
 from accel_fn.checkpoint.load import load
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.errors import check_folder
 from accel_fn.step.contents import named_steps
 from accel_fn.step.step import Step
 
@@ -43,7 +42,7 @@ def resume(
         RuntimeError: on every rank, as in `load`: the newest checkpoint is damaged, or the program differs.
         ValueError: on every rank: an argument breaks its rule or differs between ranks, in a new run too.
 
-    Cost: two small collectives, and `load` where there is a checkpoint.
+    Cost: a few small collectives, and `load` where there is a checkpoint.
 
     >>> import tempfile, accel_fn as af
     >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
@@ -57,13 +56,7 @@ def resume(
     check_state("resume", state)
     steps, given = named_steps(step), {} if extras is None else extras
 
-    def is_there() -> bool:
-        path = check_folder("resume", folder)
-        checks.check_steps(steps, "resume")
-        checks.check_extras(given, "resume")
-        return bool(steps_in(Path(path)))
-
-    found = exchange(all_or_none(is_there, state, "resume"), state, "resume")[0]
-    same = {"folder": os.fspath(folder), "step": sorted(steps), "extras": sorted(given)}
-    checks.check_same(same, state, "resume")
-    return load(folder, state, step, extras=extras) if found else state
+    check_call("resume", state, folder, steps, given)
+    found = all_or_none(lambda: steps_in(Path(folder)), state, "resume")
+    is_there = bool(exchange(found, state, "resume")[0])
+    return load(folder, state, step, extras=extras) if is_there else state

@@ -26,7 +26,7 @@ from accel_fn.checkpoint.format.write import Share, write_error
 from accel_fn.checkpoint.lock import FolderLock
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.errors import check_count, check_flag, check_folder
+from accel_fn.errors import check_count, check_flag
 from accel_fn.observe.explain import plan_text
 from accel_fn.step.contents import (
     Contents,
@@ -95,31 +95,26 @@ def save(
     check_state("save", state)
     steps, extras = named_steps(step), {} if extras is None else extras
 
-    def check_arguments() -> Path:
-        home = Path(check_folder("save", folder)).absolute()
+    def check() -> None:
         check_hashing("save")
-        checks.check_steps(steps, "save")
         for name, count in (("keep", keep), ("keep_every", keep_every)):
             if count is not None:
                 check_count("save", name, count)
         check_flag("save", "wait", wait)
-        checks.check_extras(extras, "save")
         for each in steps.values():
             checks.check_plan(each.plan, "check_saved")
-        return home
 
-    home = all_or_none(check_arguments, state, "save")
-    given: dict[str, object] = {"folder": os.fspath(folder), "step": sorted(steps)}
-    given |= {"extras": sorted(extras)}
-    given |= {"state.step": state.step, "keep": keep, "keep_every": keep_every, "wait": wait}
-    checks.check_same(given, state, "save")
+    given = {"state.step": state.step, "keep": keep, "keep_every": keep_every, "wait": wait}
+    checks.check_call("save", state, folder, steps, extras, check, **given)
     finish_writing(notes_of(steps), state, "save")
     with in_eval_mode(
         chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
     ):
         contents = all_or_none(lambda: _contents(steps), state, "save")
         head = _head(state, steps, contents)
-        draft = Draft(home, head, keep, keep_every, notes_of(steps).get("resumed_from"))
+        draft = Draft(
+            Path(folder).absolute(), head, keep, keep_every, notes_of(steps).get("resumed_from")
+        )
         _write(draft, contents, extras, state, notes_of(steps), wait=wait)
     return draft.final
 

@@ -337,9 +337,9 @@ def test_a_pipe_is_not_waited_for(copied):
 @pytest.mark.parametrize(
     ("schedulers", "match"),
     [
-        ([3], "schedulers must have load_state_dict"),
-        *((each, "schedulers must be a list of schedulers, got ") for each in (None, 3)),
-        (one_scheduler()[0], "schedulers must be a list of schedulers, got "),
+        ([3], "schedulers must be a list of .* with load_state_dict"),
+        *((each, "schedulers must be a list of schedulers with ") for each in (None, 3)),
+        (one_scheduler()[0], "schedulers must be a list of schedulers with "),
     ],
     ids=["no scheduler", "none", "number", "no list"],
 )

@@ -1,0 +1,89 @@
+"""Long runs: many checkpoints in a folder, many steps and builds, with flat memory, threads and files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import accel_fn as af
+from accel_fn.checkpoint import listing
+from tests.checkpoint.test_checkpoint import make
+from tests.checkpoint.test_checkpoint_files import put, with_manifest
+from tests.forking import run_worlds
+
+
+@pytest.mark.slow
+def test_a_thousand_checkpoints_are_listed_and_the_latest_reads_one(tmp_path, monkeypatch):
+    state, step = make()
+    first = af.save(tmp_path, state, step)
+    for number in range(1, 1000):
+        path = shutil.copytree(first, tmp_path / f"step_{number:08d}")
+        with_manifest(path, put("step", number))
+    found = af.list_checkpoints(tmp_path)
+    assert [each.step for each in found] == [*range(1000)]
+    assert not any(each.damage for each in found)
+    read, seen = listing.read_manifest, []
+    monkeypatch.setattr(listing, "read_manifest", lambda path: seen.append(path) or read(path))
+    assert af.latest(tmp_path) == tmp_path / "step_00000999"
+    assert seen == [tmp_path / "step_00000999"]
+    af.load(tmp_path, state, step, at=500)
+    assert af.save(tmp_path, state, step, keep=2).name == "step_00000000"
+    assert len(af.list_checkpoints(tmp_path)) == 3  # and the one that was loaded
+
+
+SOAK = """
+    import gc, json, os, threading
+    import torch
+    import accel_fn as af
+    from tests import strategies as ours
+
+    def built(state):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        recipe = af.compose(af.wrap_ddp(), af.accumulate(2), af.clip(1.0), af.average(0.9))
+        return af.build(state, recipe(plan))
+
+    def held():
+        "Bytes in memory, threads and open files, once garbage is gone."
+        gc.collect()
+        pages = int(open("/proc/self/statm").read().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE"), threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def soak(state, num_steps, every):
+        state, step = built(state)
+        batch = torch.ones(4, 3).double(), torch.zeros(4, 1).double()
+        for _ in range(num_steps):
+            state, _ = step(state, batch)
+            if state.step % every == 0:
+                af.save({folder!r}, state, step, keep=2, wait=False)
+        af.load({folder!r}, state, step)
+
+    world = af.init(device="cpu", timeout_s=300)
+    soak(world, 2_000, 200)
+    before = [held()]
+    soak(world, 20_000, 200)
+    before.append(held())
+    for _ in range(20):
+        soak(world, 2, 2)
+    before.append(held())
+    for _ in range(200):
+        soak(world, 2, 2)
+    before.append(held())
+    say(json.dumps(before))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_memory_threads_and_files_are_flat(tmp_path, num_processes):
+    """Over 20,000 steps, and over 200 builds; saves in the background are among them."""
+    script = SOAK.format(folder=str(tmp_path / "run"))
+    ranks = run_worlds({"script": script}, tmp_path, num_processes=num_processes, timeout_s=1700)
+    for rank in ranks["script"]:
+        assert rank.exit_code == 0, rank.stderr
+        for before, after in zip(*[iter(json.loads(rank.stdout))] * 2, strict=True):
+            assert after[0] - before[0] < 6 * 2**20  # 300 bytes a step, 30 KB a build
+            assert after[1:] == before[1:]
