@@ -24,14 +24,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _is_alone(*arguments: object) -> bool:
+    return any(isinstance(each, DistState) and each.world_size == 1 for each in arguments)
+
+
 def eager(fn: Callable[P, T]) -> Callable[P, T]:
     """Leave a function out of the graphs of torch.compile: collectives run between them."""
     outside: Callable[P, T] = torch._disable_dynamo(fn)  # type: ignore[attr-defined]
 
     @wraps(fn)
     def call(*args: P.args, **keywords: P.kwargs) -> T:
-        # Elsewhere `outside` would import the compiler for nothing.
-        return (outside if torch.compiler.is_compiling() else fn)(*args, **keywords)
+        # Elsewhere `outside` would import the compiler for nothing. One rank stays in the graph.
+        if torch.compiler.is_compiling() and not _is_alone(*args, *keywords.values()):
+            return outside(*args, **keywords)
+        return fn(*args, **keywords)
 
     return call
 

@@ -102,25 +102,40 @@ def test_a_loss_over_all_rows_trains_as_in_one_process(loss_of, wrap, dealt):
         assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
 
 
-KINDS = {
-    "compiled": af.compose(af.wrap_ddp(), af.compiled()),
-    "checkpoints": af.compose(af.wrap_ddp(), af.checkpoint_activations(blocks=torch.nn.Linear)),
-}
+def spread(state):
+    """The variance of the global batch, by collectives of tensors alone, which one rank's graph may hold."""
+
+    def loss_fn(model, batch):
+        out = model(batch[0])
+        mean = af.reduce_mean(out.mean(), state, weight=len(out))
+        return (out - mean).square().mean() + (out @ af.gather(out, state).T).square().mean()
+
+    return loss_fn
 
 
+def spread_in_one_process(model, batch):
+    out = model(batch[0])
+    return (out - out.mean()).square().mean() + (out @ out.T).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile's
 @pytest.mark.parametrize(
-    "wrap",
-    [pytest.param(each, marks=MARKS if name == "compiled" else []) for name, each in KINDS.items()],
-    ids=KINDS,
+    ("wrap", "world_size"),
+    [
+        pytest.param(af.compose(af.wrap_ddp(), af.compiled()), 2, marks=MARKS),
+        pytest.param(af.compiled(scope="step"), 1, marks=MARKS),
+        (af.compose(af.wrap_ddp(), af.checkpoint_activations(blocks=torch.nn.Linear)), 2),
+    ],
+    ids=["compiled", "compiled step", "checkpoints"],
 )
-def test_graphs_and_activations_computed_again_change_nothing(wrap):
+def test_graphs_and_activations_computed_again_change_nothing(wrap, world_size):
     batches = [(torch.eye(3).double(), torch.ones(3, 1).double())] * 2
     _, expected = ours.trained_by_hand(
-        ours.regression_model(), batches, loss_fn=one_process, optimizer=ours.sgd
+        ours.regression_model(), batches, loss_fn=spread_in_one_process, optimizer=ours.sgd
     )
-    parts = ours.dealt(batches, [[1, 2]] * 2)
+    parts = ours.dealt(batches, [[3] if world_size == 1 else [1, 2]] * 2)
     ranks = simulate(
-        lambda state: trained(state, all_ranks, parts, wrap), world_size=2, timeout_s=100
+        lambda state: trained(state, spread, parts, wrap), world_size=world_size, timeout_s=100
     )
     for _, actual in ranks:
         ours.assert_close(actual, expected)
