@@ -37,11 +37,12 @@ WIDER = """() => {
     const wide = [...document.querySelectorAll('article *')].filter(
         each => each.getBoundingClientRect().right > inner + 1 && !inside(each));
     const page = document.documentElement.scrollWidth > inner ? ['the page scrolls sideways'] : [];
-    return page.concat(wide.slice(0, 5).map(each => each.tagName + ': ' + each.textContent.slice(0, 60)));
+    const name = each => each.tagName + ': ' + each.textContent.trim().slice(0, 60);
+    return page.concat(wide.slice(0, 5).map(name));
 }"""
 """What reaches beyond the window, but for what scrolls in a box of its own."""
 CUT = """() => [...document.querySelectorAll('article pre, article .table-wrapper, article dt')].filter(
-    each => each.scrollWidth > each.clientWidth + 1).map(each => each.textContent.slice(0, 60))"""
+    each => each.scrollWidth > each.clientWidth + 1).map(each => each.textContent.trim().slice(0, 60))"""
 """Blocks that must be scrolled sideways, which a wide window has room for."""
 HIDDEN = """() => [...document.querySelectorAll('article img')].filter(
     each => !each.complete || each.naturalWidth === 0).map(each => each.src)"""
