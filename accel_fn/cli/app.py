@@ -10,7 +10,7 @@ import click
 _COMMANDS: dict[str, str] = {
     "launch": "Run a script on every process of a world.",
     "config": "Write settings to a file, or show those in force.",
-    "env": "Print what a bug report needs.",
+    "env": "Print versions, devices and variables for a bug report.",
     "test": "Check the library's promises on this machine.",
     "estimate": "Print how much memory a training step takes.",
     "checkpoints": "List the checkpoints of a folder.",
@@ -53,7 +53,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="accel-fn")
 def app() -> None:
-    """Start training scripts on one process or many, and see what they would do.
+    """Start training scripts on one process or many, and inspect them.
 
     `accel-fn COMMAND --help` explains each command.
     """

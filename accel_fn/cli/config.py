@@ -41,7 +41,7 @@ _INTERRUPTED = 130
 
 
 @click.command()
-@click.option("--default", is_flag=True, help="Ask nothing: take what fits this machine.")
+@click.option("--default", is_flag=True, help="Ask no question: use the defaults of this machine.")
 @click.option(
     "--output", type=FILE, help="The file to write.  [default: accel_fn.yaml]", metavar="FILE"
 )

@@ -1,4 +1,4 @@
-"""The command `env`: print what a bug report needs."""
+"""The command `env`: print the facts for a bug report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME_WIDTH = 28
 @click.command()
 @json_option()
 def env(*, as_json: bool) -> None:
-    """Print what a bug report needs: versions, machine, devices, variables.
+    """Print the facts for a bug report: versions, machine, devices, variables.
 
     Torch is imported in another process, so that a broken torch is a line of the report. Of the
     environment, only variables that launchers and torch read are shown.

@@ -42,7 +42,7 @@ def _count_option(*names: str, text: str) -> Callable[[Any], Any]:
 
 @click.command()
 @click.argument("target", type=SHELL_FILE)
-@click.option("--batch", metavar="TARGET", help="What gives the global batch.")
+@click.option("--batch", metavar="TARGET", help="A function that returns the global batch.")
 @click.option("--loss", metavar="TARGET", help="The loss function, (model, batch) -> loss.")
 @click.option("--optimizer", default="AdamW", show_default=True, help="A name in torch.optim.")
 @click.option(
@@ -54,7 +54,7 @@ def _count_option(*names: str, text: str) -> Callable[[Any], Any]:
 )
 @_count_option("-n", "--num-processes", text="Ranks that share the batch.")
 @_count_option("--num-microbatches", text="Micro-batches of a rank's part of the batch.")
-@click.option("--device", help="Whose kernels.  [default: this machine's]")
+@click.option("--device", help="The device whose kernels run.  [default: this machine's]")
 @json_option("Print JSON, in bytes.")
 def estimate(
     *,
@@ -65,7 +65,7 @@ def estimate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Print how much memory one training step takes on a rank, without taking it.
+    """Print the memory that one training step takes on a rank, without using it.
 
     TARGET is FILE.py:NAME or MODULE:NAME, and names a function without arguments that gives a model,
     or a model and a batch. It runs where tensors have shapes and no data, so a model may be larger than

@@ -12,7 +12,7 @@ from accel_fn.cli.output import interruptible, one_line_errors
 @click.command()
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--step", default="", help="Whose model, where several steps were saved.")
+@click.option("--step", default="", help="The step of the model, if several were saved.")
 @click.option(
     "--max-shard-size", default="5GB", show_default=True, help="Of a file, such as 512MiB."
 )

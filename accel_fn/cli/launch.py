@@ -49,7 +49,7 @@ _FEW, _LATER = 4, "(at the start)"
     "--threads-per-process", type=int, help="CPU threads of each.  [default: the cores, divided]"
 )
 @click.option("--num-machines", type=int, help="Machines.  [default: the cluster's, else 1]")
-@click.option("--machine-rank", type=int, help="Which of them this is, from 0.")
+@click.option("--machine-rank", type=int, help="Rank of this machine, from 0.")
 @click.option("--main-process-ip", metavar="HOST", help="Address of machine 0.")
 @click.option(
     "--main-process-port",
@@ -59,7 +59,7 @@ _FEW, _LATER = 4, "(at the start)"
 @click.option(
     "--rdzv-backend",
     type=click.Choice(["static", "c10d", "etcd-v2"]),
-    help="How machines find each other.  [default: static]",
+    help="Rendezvous of the machines.  [default: static]",
 )
 @click.option(
     "--max-restarts", type=int, help="Start the world again after so many failures.  [default: 0]"
@@ -78,13 +78,13 @@ _FEW, _LATER = 4, "(at the start)"
     type=click.Choice(["ddp", "fsdp"]),
     help="What wrap() does: replicas, or shards.  [default: ddp]",
 )
-@click.option("--log-dir", type=_FOLDER, help="Put the output of each rank into files in there.")
-@click.option("--tee", is_flag=True, default=None, help="Show it too, each line with its rank.")
+@click.option("--log-dir", type=_FOLDER, help="Write the output of each rank to files in it.")
+@click.option("--tee", is_flag=True, default=None, help="Print it, too, each line with its rank.")
 @config_option()
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
-@click.option("--dry-run", is_flag=True, help="Start nothing: show what each rank would get.")
-@json_option("Show it as JSON.")
+@click.option("--dry-run", is_flag=True, help="Start nothing: print the variables of each rank.")
+@json_option("Print it as JSON.")
 @click.argument("script", type=SHELL_FILE)
 @click.argument("arguments", nargs=-1, type=SHELL_FILE, metavar="[ARGS]...")
 def launch(
@@ -100,10 +100,10 @@ def launch(
 ) -> None:
     """Run a script on every process of a world.
 
-    ARGS are the script's own, even if they look like options of this command. Settings that
-    no option gives are those that `accel-fn config --show` prints.
+    ARGS go to the script, even if they look like options of this command. `accel-fn
+    config --show` prints the settings that apply without options.
 
-    The exit code is that of the rank that failed first; 128 + the signal where it was killed.
+    The exit code is that of the rank that failed first; 128 + the signal if it was killed.
     """
     gc.disable()  # what imports make stays: looking for garbage in it costs a tenth of their time
     if module and no_python:

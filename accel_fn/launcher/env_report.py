@@ -1,4 +1,4 @@
-"""Collect what a bug report needs: versions, machine, devices, network, variables of launchers."""
+"""Collect the facts for a bug report: versions, machine, devices, network, variables of launchers."""
 
 from __future__ import annotations
 

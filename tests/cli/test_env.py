@@ -1,4 +1,4 @@
-"""`accel-fn env`: what a bug report needs, of a machine as it is and of a broken one."""
+"""`accel-fn env`: the facts for a bug report, of a machine as it is and of a broken one."""
 
 import json
 import os
