@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 import accel_fn as af
 from accel_fn.checkpoint.weights.export import export_model
 from accel_fn.testing import simulate
 from tests import strategies as ours
+from tests.checkpoint.test_several_optimizers import BATCH, train, weights
 
 schedulefree = pytest.importorskip("schedulefree")
 KINDS = {
@@ -19,8 +19,6 @@ KINDS = {
     "SGD": lambda parameters: schedulefree.SGDScheduleFree(parameters, lr=0.1),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-INPUTS = torch.linspace(-1, 1, 12).double().reshape(4, 3)
-BATCH = (INPUTS, INPUTS.sum(dim=1, keepdim=True))
 
 
 def make(kind, seed=0, state=None, wrap=None):
@@ -29,17 +27,6 @@ def make(kind, seed=0, state=None, wrap=None):
     optimizer.train()
     plan = (wrap or af.wrap_ddp())(af.Plan(ours.mse, model, optimizer))
     return af.build(state or af.DistState(), plan)
-
-
-def train(state, step, count=3):
-    part = tuple(each[state.rank :: state.world_size] for each in BATCH)
-    for _ in range(count):
-        state, _ = step(state, part)
-    return state
-
-
-def weights(step):
-    return {name: each.clone() for name, each in ours.whole(step.plan.model.state_dict()).items()}
 
 
 def by_hand(kind, count=3):
