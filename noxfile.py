@@ -159,6 +159,13 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Plant known bugs one by one and write who notices each to docs: `-- --minutes 30 --only NAME`."""
+    install(session, *EVERYTHING, groups=("tests",))
+    session.run("python", "-m", "tests.mutants", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, with warnings as errors; its examples are run by the tests."""
     install(session, "testing", "cli", "checkpoint", groups=("docs",))

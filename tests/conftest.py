@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 torch.set_num_threads(1)
 
@@ -17,6 +17,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=10, **_COMMON)
 settings.register_profile("ci", max_examples=25, derandomize=True, **_COMMON)
+settings.register_profile(  # that a planted bug is seen is enough
+    "mutants", max_examples=10, derandomize=True, phases=[Phase.explicit, Phase.generate], **_COMMON
+)
 settings.register_profile("nightly", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 

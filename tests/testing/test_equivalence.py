@@ -73,6 +73,24 @@ def test_ranks_that_keep_their_own_first_parameters_are_distinguished(monkeypatc
         assert_equivalent(plan, af.wrap_ddp()(plan), BATCHES, world_sizes=(1, 2))
 
 
+def doubled(parameter):
+    parameter.grad.mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        ("register_hook", lambda gradient: 2.0 * gradient),
+        ("register_post_accumulate_grad_hook", doubled),
+    ],
+)
+def test_hooks_of_parameters_train_in_copies_too(register, hook):
+    plain, hooked = ours.plan(), ours.plan()
+    getattr(hooked.model[0].weight, register)(hook)
+    with pytest.raises(AssertionError, match=r"0\.weight differs"):
+        assert_equivalent(plain, hooked, BATCHES)
+
+
 def test_the_first_operation_whose_output_differs_is_named():
     class Doubled(nn.Module):
         def __init__(self, factor):

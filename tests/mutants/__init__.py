@@ -1,0 +1,1 @@
+"""Bugs that the field knows, planted in the library one by one: `nox -s mutants`."""

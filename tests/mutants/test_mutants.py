@@ -1,0 +1,63 @@
+"""The table of planted bugs fits the library, and a bug that is planted is seen."""
+
+import pytest
+
+from accel_fn.transforms import clip
+from tests.mutants.__main__ import PAGE, ROOT, copy_to, library_table, plan_table, plant
+from tests.mutants.plans import PLANS, noticed_by
+from tests.mutants.probe import notices
+from tests.mutants.table import MUTANTS
+
+NAMES = [each.name for each in MUTANTS]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=NAMES)
+def test_what_a_bug_replaces_stands_once_in_its_file(mutant):
+    assert (ROOT / "accel_fn" / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1
+    assert mutant.new != mutant.old
+    for path in mutant.tests.split():
+        assert (ROOT / path).exists()
+
+
+def test_there_are_forty_bugs_and_each_is_on_the_page():
+    page = PAGE.read_text(encoding="utf-8")
+    assert len(set(NAMES)) == len(MUTANTS) >= 40
+    assert [name for name in (*NAMES, *PLANS) if f"\n| {name} |" not in page] == []
+    assert "nothing" not in page
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_mistake_of_a_user_is_noticed(name):
+    assert noticed_by(name)
+
+
+def test_nothing_is_noticed_in_a_library_without_a_bug():
+    assert not any(notices().values())
+
+
+def test_a_bug_is_noticed_by_all_that_can(monkeypatch):
+    clip_norm = clip.clip_norm
+    monkeypatch.setattr(
+        clip,
+        "clip_norm",
+        lambda state, grads, max_norm: clip_norm(state, grads, max_norm=max_norm + state.rank),
+    )
+    assert notices() == {"build": True, "assert_equivalent": False, "accel-fn test": True}
+
+
+@pytest.mark.slow
+def test_a_bug_is_planted_in_a_copy_and_taken_out_again(tmp_path):
+    copy = copy_to(tmp_path / "copy")
+    (mutant,) = [each for each in MUTANTS if each.name == "a fused kernel multiplies by the scale"]
+    file = copy / "accel_fn" / mutant.file
+    before = file.read_text(encoding="utf-8")
+    assert plant(mutant, copy)["tests"]
+    assert file.read_text(encoding="utf-8") == before
+
+
+def test_tables_name_who_notices_first():
+    found = {NAMES[0]: {"build": False, "assert_equivalent": True, "accel-fn test": True}}
+    assert f"| {NAMES[0]} | `{MUTANTS[0].file}` | assert_equivalent |  | yes | yes |" in (
+        library_table(found)
+    )
+    assert "| mistake of mine | nothing |" in plan_table({"mistake of mine": ""})
