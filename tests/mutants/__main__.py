@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from queue import SimpleQueue
+
+import pytest
 
 from tests.mutants.plans import PLANS, noticed_by
 from tests.mutants.table import MUTANTS, Mutant
@@ -22,6 +25,14 @@ PAGE = ROOT / "docs" / "mutants.md"
 FENCES = ("<!-- table: python -m tests.mutants -->\n", "<!-- end of table -->\n")
 DETECTORS = ("build", "assert_equivalent", "accel-fn test", "tests")
 TIMEOUT_S = 400
+HEAVY = (
+    "hypothesis",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "transformers",
+    "sklearn",
+)
 
 
 def main() -> int:
@@ -45,25 +56,28 @@ def main() -> int:
 
 def plant_all(chosen: list[Mutant], jobs: int, deadline: float) -> dict[str, dict[str, bool]]:
     """Run all, some at a time, each in a copy; those that the time does not reach are left out."""
+    for name in HEAVY:
+        importlib.import_module(name)  # before the fork: most of the time of a run otherwise
     results: dict[str, dict[str, bool]] = {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for job in range(jobs):
-            copies.put(copy_to(Path(folder) / str(job)))
-
-        def run(mutant: Mutant) -> None:
-            if time.monotonic() > deadline:
-                return
-            copy, start = copies.get(), time.monotonic()
-            try:
-                results[mutant.name] = found = plant(mutant, copy)
-            finally:
-                copies.put(copy)
-            by = [name for name in DETECTORS if found[name]]
-            print(f"{mutant.name}: {', '.join(by) or 'nothing'} ({time.monotonic() - start:.0f} s)")
-            sys.stdout.flush()
-
-        list(pool.map(run, chosen))
+    waiting, running = chosen[::-1], dict[Path, tuple[Mutant, float, BaseProcess, Connection]]()
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [copy_to(Path(folder) / str(job)) for job in range(jobs)]
+        while running or (waiting and time.monotonic() < deadline):
+            while copies and waiting and time.monotonic() < deadline:
+                copy, mutant = copies.pop(), waiting.pop()
+                running[copy] = (mutant, time.monotonic(), *start(mutant, copy))
+            for copy, (mutant, begun, process, ours) in list(running.items()):
+                if process.is_alive() and time.monotonic() - begun < TIMEOUT_S:
+                    continue
+                process.kill()
+                process.join()
+                results[mutant.name] = found = received(ours)
+                shutil.copy(ROOT / "accel_fn" / mutant.file, copy / "accel_fn" / mutant.file)
+                copies.append(copy)
+                del running[copy]
+                by = ", ".join(name for name in DETECTORS if found[name]) or "nothing"
+                print(f"{mutant.name}: {by} ({time.monotonic() - begun:.0f} s)", flush=True)
+            time.sleep(0.1)
     return results
 
 
@@ -79,38 +93,51 @@ def copy_to(folder: Path) -> Path:
     return folder
 
 
-def plant(mutant: Mutant, copy: Path) -> dict[str, bool]:
-    """Which detectors notice a bug that is planted in this copy; it is taken out afterwards."""
+def start(mutant: Mutant, copy: Path) -> tuple[BaseProcess, Connection]:
+    """Plant a bug in a copy, and let a process send what each detector finds there."""
     file = copy / "accel_fn" / mutant.file
-    sound = file.read_text(encoding="utf-8")
-    assert sound.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} holds it otherwise"
-    file.write_text(sound.replace(mutant.old, mutant.new), encoding="utf-8")
-    try:
-        probe = run_in(copy, "-m", "tests.mutants.probe")
-        found = dict.fromkeys(DETECTORS[:3], True)  # it ended otherwise: noticed
-        if probe is not None and probe.returncode == 0:
-            found = json.loads(probe.stdout)
-        some = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", *mutant.tests.split())
-        tests = run_in(copy, "-m", "pytest", *some)
-        return {**found, "tests": tests is None or tests.returncode == 1}
-    finally:
-        file.write_text(sound, encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
+    assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} holds it otherwise"
+    file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=detect, args=(mutant, copy, theirs), daemon=False)
+    process.start()
+    theirs.close()
+    return process, ours
 
 
-def run_in(copy: Path, *command: str) -> subprocess.CompletedProcess[str] | None:
-    """Run Python in a copy of the library; None if it does not end in time."""
-    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+def received(ours: Connection) -> dict[str, bool]:
+    """What was found; a detector whose process ended or hung before it could tell has noticed."""
+    found = dict[str, bool]()
     try:
-        return subprocess.run(
-            [sys.executable, *command],
-            cwd=copy,
-            env={**env, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "mutants"},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return None
+        while ours.poll():
+            found |= ours.recv()
+    except EOFError:
+        pass
+    return {**dict.fromkeys(DETECTORS, True), **found}
+
+
+def detect(mutant: Mutant, copy: Path, theirs: Connection) -> None:
+    """Run all detectors in this copy, of which nothing is imported yet."""
+    for name in [each for each in sys.modules if each.split(".")[0] in {"accel_fn", "tests"}]:
+        del sys.modules[name]
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    os.environ.update(PYTHONPATH=str(copy), OMP_NUM_THREADS="1", HYPOTHESIS_PROFILE="mutants")
+    sys.dont_write_bytecode = True
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    warnings.simplefilter("ignore")
+    probe = importlib.import_module("tests.mutants.probe")
+    assert probe.__file__.startswith(str(copy))
+    theirs.send(probe.notices())
+    imported = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+    some = ("-q", "-x", "-p", "no:cacheprovider", *imported, *mutant.tests.split())
+    theirs.send({"tests": pytest.main(list(some)) == pytest.ExitCode.TESTS_FAILED})
+    theirs.close()
+    os._exit(0)
 
 
 def write(results: dict[str, dict[str, bool]], users: dict[str, str]) -> None:
@@ -129,6 +156,7 @@ def library_table(results: dict[str, dict[str, bool]]) -> str:
         found = results.get(mutant.name, {})
         marks = ["yes" if found.get(name) else "" for name in DETECTORS]
         first = next((name for name in DETECTORS if found.get(name)), "nothing")
+        first = first if found else "not run"
         lines.append(f"| {mutant.name} | `{mutant.file}` | {first} | " + " | ".join(marks) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,9 +1,12 @@
 """The table of planted bugs fits the library, and a bug that is planted is seen."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from accel_fn.transforms import clip
-from tests.mutants.__main__ import PAGE, ROOT, copy_to, library_table, plan_table, plant
+from tests.mutants.__main__ import PAGE, ROOT, library_table, plan_table, plant_all
 from tests.mutants.plans import PLANS, noticed_by
 from tests.mutants.probe import notices
 from tests.mutants.table import MUTANTS
@@ -46,13 +49,18 @@ def test_a_bug_is_noticed_by_all_that_can(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_bug_is_planted_in_a_copy_and_taken_out_again(tmp_path):
-    copy = copy_to(tmp_path / "copy")
+def test_a_bug_is_planted_in_a_copy_and_noticed():
     (mutant,) = [each for each in MUTANTS if each.name == "a fused kernel multiplies by the scale"]
-    file = copy / "accel_fn" / mutant.file
-    before = file.read_text(encoding="utf-8")
-    assert plant(mutant, copy)["tests"]
-    assert file.read_text(encoding="utf-8") == before
+    found = plant_all([mutant], jobs=1, deadline=math.inf)
+    assert found[mutant.name]["tests"]
+    assert not found[mutant.name]["build"]
+
+
+@pytest.mark.slow
+def test_a_change_that_is_no_bug_is_noticed_by_nothing():
+    (mutant,) = [each for each in MUTANTS if each.name == "a fused kernel multiplies by the scale"]
+    same = replace(mutant, new=f"{mutant.old}  # as it was")
+    assert not any(plant_all([same], jobs=1, deadline=math.inf)[mutant.name].values())
 
 
 def test_tables_name_who_notices_first():
