@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -30,13 +30,15 @@ class _Turn:
 
 
 class _Rank(threading.local):
+    """The simulated rank of this thread, and the turn of whichever rank has it."""
+
     group: ProcessGroup | None = None
     turn: _Turn | None = None
+    lock = threading.Lock()
+    turns: ClassVar[list[_Turn]] = []  # the last one, shared by all threads
 
 
 _rank = _Rank()
-_lock = threading.Lock()
-_current: _Turn | None = None
 _seed = torch.manual_seed
 
 
@@ -46,13 +48,13 @@ def _num_collectives(group: ProcessGroup) -> int:
 
 def _seed_in_turn(seed: Any) -> torch.Generator:
     """Seed as torch does; in a simulated rank, once the turn of another rank is over."""
-    global _current
     if _rank.group is not None:
         end_turn()
         while True:
-            with _lock:
-                if _current is None or not _current.lasts():
-                    _current = _rank.turn = _Turn(_rank.group)
+            with _rank.lock:
+                if not any(turn.lasts() for turn in _rank.turns):
+                    _rank.turn = _Turn(_rank.group)
+                    _rank.turns[:] = [_rank.turn]
                     break
             time.sleep(_GLANCE_S)
     return _seed(seed)

@@ -173,6 +173,9 @@ KEPT = {
     "launcher/processes/traceback_lines.py _libraries": "where this Python's libraries are",
     "testing/simulation.py _idle": "simulated worlds that wait for the next simulation",
     "testing/simulation.py _lost": "ranks of simulations that failed",
+    "testing/simulation.py _exiting": "whether this process ends",
+    "testing/seed_turns.py _rank": "which simulated rank a thread is, while it is",
+    "comm/differentiable.py TRAINING": "which loss a thread computes, while it does",
 }
 FIXED_WHEN_MADE = {
     "Averaging",
