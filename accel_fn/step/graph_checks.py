@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
-from accel_fn.base.out_of_memory import is_memory
 from accel_fn.base.state import DistState
 from accel_fn.errors import LossError, PlanError
+from accel_fn.step.loss_graph import check_left_out, check_linear
 from accel_fn.step.plan import Plan
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -25,6 +24,8 @@ class TrainedParameters:
         self._plan = plan
         self._shares = shares
         """Does a backward give a share of a gradient, in place of all of it?"""
+        self.known: set[int] | None = None
+        """Of the model's trained parameters, where a strategy cannot do without these."""
         self.hooked: list[tuple[nn.Parameter, dict[int, Hook]]] = []
         """Parameters whose hooks are set aside until the gradient is whole."""
         self._optimizers = [*plan.optimizers.values()]
@@ -41,13 +42,11 @@ class TrainedParameters:
         Cost: a look at each group, at each parameter that was frozen, and at hooks.
         """
         if self._shares:
-            for parameter in self._given:
-                hooks = parameter._backward_hooks
-                if hooks:
-                    self.hooked.append((parameter, dict(hooks)))
-                    hooks.clear()
-                if parameter._post_accumulate_grad_hooks:
-                    check_hooks("step", self._plan)
+            hooks = [p._backward_hooks or p._post_accumulate_grad_hooks for p in self._given]
+            if any(hooks):
+                self._set_aside_hooks()
+        if self.known is not None:
+            self._check_known(self.known)
         lists = [group["params"] for each in self._optimizers for group in each.param_groups]
         if len(lists) != len(self._lists):
             self._compare(lists)
@@ -71,6 +70,22 @@ class TrainedParameters:
                 f"step: optimizer must hold the {len(self._given)} parameters that build found in it, "
                 f"got {got}; {_REPAIR}"
             )
+
+    def _set_aside_hooks(self) -> None:
+        check_hooks("step", self._plan)
+        for parameter in self._given:
+            hooks = parameter._backward_hooks
+            if hooks:
+                self.hooked.append((parameter, dict(hooks)))
+                hooks.clear()
+
+    def _check_known(self, known: Collection[int]) -> None:
+        for name, parameter in self._plan.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise PlanError(
+                    f"step: model must hold the parameters that build sharded, got another {name}; "
+                    "write to the old one, or build again"
+                )
 
     def run_hooks(self) -> None:
         """Put hooks back, and call each on the gradient of the global batch, as on one rank."""
@@ -190,110 +205,3 @@ def check_hooks(function: str, plan: Plan) -> None:
                 f"micro-batches, whose gradients they see one by one, got one on {name}; let the optimizer "
                 "step after the backward, and look at gradients by Tensor.register_hook"
             )
-
-
-def check_left_out(loss: Tensor, trainable: Sequence[nn.Parameter] | None = None) -> bool:
-    """Refuse reentrant checkpoints; if trainable is given, custom Functions that lead to none of it.
-
-    Returns whether there are custom Functions.
-
-    The graph of what a Function computes in its backward begins there, so the engine does not
-    know that a backward to these parameters passes here: it leaves them out, or fails.
-
-    Cost: a walk over the graph.
-    """
-    order: list[Node] = []
-    seen: set[Node] = set()
-    ahead = [] if loss.grad_fn is None else [(loss.grad_fn, False)]
-    while ahead:
-        node, is_done = ahead.pop()
-        if is_done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            if node.name().endswith("CheckpointFunctionBackward"):
-                raise LossError(
-                    "step: loss_fn must not use torch.utils.checkpoint with use_reentrant=True, which "
-                    "hides parameters from the step's backward, got a graph with it; use "
-                    "use_reentrant=False, or checkpoint_activations()"
-                )
-            ahead += [(node, True), *((n, False) for n, _ in node.next_functions if n is not None)]
-    if trainable is not None:
-        _check_functions(order, {id(each) for each in trainable})
-    # Collectives in it must run as often on all ranks, of which some may have no custom Function.
-    kinds = [str(getattr(getattr(node, "_forward_cls", None), "__module__", "")) for node in order]
-    return any(map(_custom, order)) and not any(kind.startswith("accel_fn.") for kind in kinds)
-
-
-def _check_functions(order: Sequence[Node], trainable: Collection[int]) -> None:
-    """Refuse custom Functions that no parameter lies behind, of nodes whose inputs come first."""
-    leading: set[Node] = set()
-    for node in order:
-        leads = any(each in leading for each, _ in node.next_functions)
-        if leads or id(getattr(node, "variable", None)) in trainable:
-            leading.add(node)
-        else:
-            kind = _custom(node)
-            if kind is not None:
-                raise LossError(
-                    "step: loss_fn must give parameters to custom autograd.Functions as tensors, got "
-                    f"{kind.__name__}, behind which no parameter lies while some have no gradient: a "
-                    "backward of its own is left out; give it the parameters, or detach() its inputs"
-                )
-
-
-def _custom(node: Node) -> type | None:
-    """The custom Function of a node, if it is the user's."""
-    kind: type | None = getattr(node, "_forward_cls", None)
-    return None if kind is None or kind.__module__.startswith(("torch.", "accel_fn.")) else kind
-
-
-_FAR, _NEAR = -(2.0**20), -0.5
-"""Factors of a backward that is compared with another one: powers of two, which round nothing."""
-
-
-def check_linear(loss: Tensor, trainable: Sequence[nn.Parameter]) -> bool:
-    """Refuse a backward that does not scale with the loss; return whether it could be compared.
-
-    Ranks and micro-batches start their backwards from shares of the loss. A Function that clips,
-    or adds a gradient of its own, makes of these another gradient than one rank has.
-
-    Cost: two backwards.
-    """
-    try:
-        once, scaled = _sums(loss, 1.0, trainable), _sums(loss, _FAR, trainable)
-        if not scaled.isfinite().all():  # float16
-            scaled = _sums(loss, _NEAR, trainable)
-    except RuntimeError as error:
-        if is_memory(error):
-            raise
-        return True  # such as a compiled graph, which runs once
-    if not (once.isfinite().all() and scaled.isfinite().all()):
-        return False
-    tolerance = max(torch.finfo(each.dtype).eps for each in trainable) ** 0.5
-    sizes = once[:, :1] + scaled[:, :1].abs()
-    if ((once - scaled).abs() > tolerance * sizes).any():
-        raise LossError(
-            "step: loss_fn must have a backward that is linear in the loss, with several ranks or "
-            "micro-batches, which each run it for their share, got one that is not: an autograd.Function "
-            "adds a gradient of its own, say, or clips; add what it adds to the loss, and clip by clip() "
-            "or a hook on parameters"
-        )
-    return True
-
-
-def _sums(loss: Tensor, factor: float, trainable: Sequence[nn.Parameter]) -> Tensor:
-    """Of each gradient of `factor * loss`, over `factor`: its norm and its sum, [parameters, 2]."""
-    seed = loss.new_full((), factor)
-    grads = torch.autograd.grad(loss, trainable, seed, retain_graph=True, allow_unused=True)
-    rows = [torch.zeros(2, dtype=torch.float64)]
-    for grad in grads:
-        if grad is not None:
-            dense = grad.coalesce().values() if grad.is_sparse else grad
-            dense = torch.view_as_real(dense) if dense.is_complex() else dense
-            dtype = torch.float64 if dense.dtype == torch.float64 else torch.float32
-            norm = torch.linalg.vector_norm(dense, dtype=dtype) / abs(factor)
-            # Over the root of the number of elements, the sum is at most the norm.
-            total = dense.sum(dtype=dtype) / factor / max(dense.numel(), 1) ** 0.5
-            rows.append(torch.stack([norm, total]).cpu().double())
-    return torch.stack(rows)

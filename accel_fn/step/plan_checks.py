@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accel_fn.base.state import DistState
+from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import PlanError
 from accel_fn.step.graph_checks import check_hooks, shares_gradients
 from accel_fn.step.plan import Plan, SlotFunction, describe
@@ -120,6 +121,14 @@ def _check_optimizers(plan: Plan) -> None:
 def _check_world(state: DistState, plan: Plan) -> None:
     if state.world_size == 1:
         return
+    named = plan.model.named_parameters()
+    sharded = next((name for name, each in named if is_sharded(each)), None)
+    if sharded is not None and not plan.having("shards"):
+        raise PlanError(
+            f"build: model must hold its parameters whole, got {sharded}, a DTensor; models after "
+            "parallelize_module or fully_shard are not supported: give the model as it was before, and "
+            "wrap_fsdp()"
+        )
     if not plan.strategy:
         raise PlanError(
             f"build: plan must average gradients over the {state.world_size} ranks, got nothing that "

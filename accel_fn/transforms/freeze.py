@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import SGD
 
 from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
@@ -162,6 +163,17 @@ def _check_names(plan: Plan, names: Sequence[str], until: int | None) -> None:
                 f"freeze: names must be of parameters or modules of the model, got {name!r}{repair}"
             )
     left = [each for each in plan.trained() if not _is_named(name_of.get(id(each), ""), names)]
+    is_fused = [
+        each
+        for each in plan.optimizers.values()
+        if isinstance(each, SGD)
+        and any(g.get("fused") and g["momentum"] for g in each.param_groups)
+    ]
+    if until is not None and is_fused:
+        raise PlanError(
+            "freeze: optimizer must take parameters that come later, got SGD with fused=True and momentum, "
+            "whose kernel needs all momenta from the first update on; leave out fused"
+        )
     if until is None and not left:
         raise PlanError(
             f"freeze: names must leave a parameter to train, got {list(names)}; give until=..."

@@ -284,3 +284,11 @@ def test_over_shards_gradients_that_are_not_finite_do_not_come_from_micro_batche
         )
 
     assert all(simulate(run, world_size=2))
+
+
+def test_a_fused_sgd_with_momentum_is_refused_by_what_thaws_parameters():
+    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1, momentum=0.9, fused=True)
+    with pytest.raises(
+        ValueError, match=r"freeze: optimizer must take parameters that come later, got SGD"
+    ):
+        af.freeze("0", until=2)(af.Plan(loss_fn, MODEL, optimizer))

@@ -5,8 +5,10 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import accel_fn as af
+from accel_fn.comm.mesh import make_mesh
 from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.stacks import (
@@ -169,3 +171,44 @@ def test_the_plan_prints_its_arguments():
     plan = af.Plan(ours.mse, stack(), ours.sgd(stack().parameters()))
     told = af.explain(af.wrap_fsdp(blocks="blocks", replicate=2)(plan), af.DistState(world_size=4))
     assert "the mean over the global batch, by wrap_fsdp(blocks='blocks', replicate=2)" in told
+
+
+@pytest.mark.parametrize("recipe", [af.compose(), af.wrap_ddp(), af.local_sgd(2)])
+def test_a_model_of_dtensors_is_refused_without_advice_that_does_not_help(recipe):
+    def run(state):
+        model = nn.Linear(4, 2)
+        mesh = make_mesh(state, 1)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        words = "model must hold its parameters whole, got weight, a DTensor; .* are not supported"
+        with pytest.raises(ValueError, match=words):
+            af.build(state, recipe(af.Plan(lambda m, x: m(x).mean(), model, optimizer)))
+
+    simulate(run, world_size=2)
+
+
+def test_muon_is_refused_for_the_reason_that_holds():
+    def matrices(parameters):
+        return torch.optim.Muon([each for each in parameters if each.ndim == 2])
+
+    words = (
+        "of a shard of a matrix it computes another update, got Muon; use AdamW, say, or wrap_ddp"
+    )
+    refused(af.wrap_fsdp(), words, optimizer=matrices)
+
+
+def test_a_parameter_that_is_replaced_after_build_is_refused():
+    def run(state):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state, step = af.build(
+            state, af.wrap_fsdp()(af.Plan(lambda m, x: m(x).mean(), model, optimizer))
+        )
+        state, _ = step(state, torch.ones(2, 4))
+        model.weight = nn.Parameter(torch.ones(2, 4))
+        with pytest.raises(
+            ValueError, match="must hold the parameters that build sharded, got another weight"
+        ):
+            step(state, torch.ones(2, 4))
+
+    simulate(run, world_size=2)

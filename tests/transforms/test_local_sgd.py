@@ -1,5 +1,6 @@
 """local_sgd in a plan: what ranks say to each other, what it goes with, and what it is refused with."""
 
+import copy
 import re
 from dataclasses import replace
 
@@ -24,7 +25,8 @@ class Recorder:
         call = getattr(self._group, name)
 
         def recorded(tensors, *arguments):
-            sent = arguments[0] if name == "allgather" else tensors
+            sent = [tensors] if name == "alltoall_base" else tensors
+            sent = arguments[0] if name == "allgather" else sent
             self.said += [(name, each.numel(), each.dtype) for each in sent]
             return call(tensors, *arguments)
 
@@ -57,9 +59,10 @@ def test_ranks_exchange_tensors_for_an_average_alone(optimizer):
     if optimizer is ours.adamw:
         floats = [(torch.float32, 4), (torch.float64, 3 * numel)]  # its counts; two moments
     for apart, again, averaged in simulate(run, world_size=2):
-        small = [("allgather", 40, torch.uint8)] * 2  # a number or two, and what they are of
-        assert apart == again == averaged[:2] == small
-        large = [each for each in averaged if each[0] != "allgather"]
+        small = [("alltoall_base", 80, torch.uint8)] * 2  # a number or two, and their names, twice
+        assert apart[:2] == again == averaged[:2] == small
+        assert len(apart) == 4  # ranks agree once on the metrics that there are
+        large = [each for each in averaged if each[0] not in ("allgather", "alltoall_base")]
         sums = [("allreduce", size, dtype) for dtype, size in floats]
         sent = [("broadcast", size * dtype.itemsize, torch.uint8) for dtype, size in floats]
         assert sorted(large, key=str) == sorted(sums + sent, key=str)
@@ -396,3 +399,39 @@ def test_a_state_with_the_loss_scale_of_another_step_is_refused():
 def test_how_often_is_a_number_of_updates(every):
     with pytest.raises(ValueError, match="local_sgd: every must be an integer >= 1, got"):
         af.local_sgd(every)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_exact"),
+    [({}, True), ({"momentum": 0.9}, False), ({"weight_decay": 0.1}, False)],
+)
+def test_with_every_1_a_parameter_that_a_rank_does_not_reach_is_as_on_one_rank_or_refused(
+    settings, is_exact
+):
+    base = nn.ModuleList(nn.Linear(3, 1).double() for _ in range(2))
+    rows = torch.randn(8, 3, dtype=torch.float64)
+    mixed, apart = rows.clone(), rows.clone()
+    mixed[:, 0] = torch.tensor([1.0, -1.0] * 4)
+    apart[:, 0] = torch.tensor([1.0] * 4 + [-1.0] * 4)
+
+    def loss_fn(model, x):
+        y, chosen = model[0](x), x[:, :1] > 0
+        return (y + model[1](x) * chosen if chosen.any() else y).sub(1).square().mean()
+
+    def run(state):
+        model = copy.deepcopy(base)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **settings)
+        state, step = af.build(state, af.local_sgd(every=1)(af.Plan(loss_fn, model, optimizer)))
+        for x in (mixed, apart, apart):
+            state, _ = step(state, x.tensor_split(state.world_size)[state.rank])
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    (alone,) = simulate(run, world_size=1)
+    if not is_exact:
+        with pytest.raises(
+            RuntimeError, match=r"same parameters on all ranks, got no 1\.\w+ updated"
+        ):
+            simulate(run, world_size=2)
+        return
+    for each in simulate(run, world_size=2):
+        torch.testing.assert_close(each, alone, rtol=0, atol=1e-12)

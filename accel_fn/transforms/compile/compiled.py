@@ -26,8 +26,8 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, check_flag, message
 from accel_fn.step.plan import Plan, SlotFunction, describe
 from accel_fn.step.step import Stages
-from accel_fn.step.torch_internals import has_hooks
 from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.transforms.compile.made_of import hooked
 from accel_fn.transforms.compile.whole_step import CompiledStep, GraphFn
 
 _IN_CPP = ("default", "max-autotune-no-cudagraphs")
@@ -116,21 +116,12 @@ class CompileStepSlot(SlotFunction):
                 'build: compiled(scope="step") must hold all from micro-batches to the update, got '
                 f'{names}; leave it out, or use scope="loss"'
             )
-        hooked = _hooked(plan)
-        if hooked:
+        found = hooked(plan)
+        if found:
             raise PlanError(
                 'build: compiled(scope="step") must have an optimizer and parameters without hooks, which '
-                f'no graph calls, got those of {hooked}; remove them, or use scope="loss"'
+                f'no graph calls, got those of {found}; remove them, or use scope="loss"'
             )
-
-
-def _hooked(plan: Plan) -> str:
-    """Name an object with hooks that run in an update or for a gradient; empty without one."""
-    for optimizer in plan.optimizers.values():
-        if has_hooks(optimizer):
-            return f"{type(optimizer).__name__}.step"
-    named = plan.model.named_parameters()
-    return next((n for n, p in named if p._backward_hooks or p._post_accumulate_grad_hooks), "")
 
 
 def compile_loss(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
@@ -68,6 +68,7 @@ class Captured:
             seen[name] = value
             if name == "lr" and isinstance(value, float | int):
                 self.rates[index] = value
+                settings.pop(name, None)  # of a rate that was a tensor
             elif name != "params":
                 if moves:
                     self._around = Factored()  # from now on its values are inputs of the graph
@@ -118,7 +119,10 @@ class Captured:
             for name, value in held.items():
                 if isinstance(value, Tensor):
                     if name not in remembered:
-                        raise LossError("loss_fn reaches a parameter that it did not at first")
+                        raise LossError(
+                            "loss_fn reaches a parameter that it did not at first, or a setting of the "
+                            "optimizer, such as a momentum that was 0, needs state that it did not"
+                        )
                     kept = remembered[name]
                     kept.copy_(value if ok is None else torch.where(ok, value, kept))
 
@@ -173,7 +177,8 @@ def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
         first = _plain(trial)
         trial.step()
         if first != _plain(trial):
-            raise TypeError("it counts in Python's numbers")
+            raise TypeError("it counts in Python's numbers, or in tensors outside of its state")
+        _check_apart(_trial(optimizer, device, num_parameters=2))
         _compare(trial, device)
     except Exception as error:
         empty = f"it looks for {error} in its state before the first update has made any"
@@ -190,18 +195,34 @@ def _misfit(optimizer: Optimizer, reason: str, repair: str) -> PlanError:
     )
 
 
-def _trial(optimizer: Optimizer, device: torch.device) -> Optimizer:
-    """An optimizer like this one, of a small matrix."""
+def _check_apart(trial: Optimizer) -> None:
+    """Refuse state that is kept with one parameter for all."""
+    trial.step()
+    of_each = [trial.state[p].keys() for p in trial.param_groups[0]["params"]]
+    if any(names != of_each[0] for names in of_each):
+        raise TypeError("it keeps state of all parameters with one of them")
+
+
+def _trial(optimizer: Optimizer, device: torch.device, num_parameters: int = 1) -> Optimizer:
+    """An optimizer like this one, of small matrices."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         raise TypeError("it runs another optimizer")
     group = optimizer.param_groups[0]
-    parameter = torch.nn.Parameter(torch.eye(2, dtype=group["params"][0].dtype, device=device))
-    parameter.grad = torch.ones_like(parameter)
+    start = torch.eye(2, dtype=group["params"][0].dtype, device=device)
+    parameters = [torch.nn.Parameter(start.clone()) for _ in range(num_parameters)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
     trial: Optimizer = object.__new__(type(optimizer))
-    vars(trial).update({name: v for name, v in vars(optimizer).items() if not callable(v)})
+    own = {name: v for name, v in vars(optimizer).items() if not callable(v)}
+    vars(trial).update(_copied(own))
     trial.state = defaultdict(dict)
-    trial.param_groups = [{**group, "params": [parameter]}]
+    trial.param_groups = [{**_copied(group), "params": parameters}]
     return trial
+
+
+def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with tensors of their own: a trial may write to them."""
+    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in settings.items()}
 
 
 def _counts_on_host(group: Group) -> bool:
@@ -209,14 +230,17 @@ def _counts_on_host(group: Group) -> bool:
 
 
 def _plain(trial: Optimizer) -> list[str]:
-    """All that an optimizer holds beside tensors, to be compared."""
-    held = [vars(trial), *trial.param_groups, *trial.state.values()]
+    """All that an optimizer holds beside tensors of its state, to be compared."""
+    state = [
+        {name: v for name, v in each.items() if not isinstance(v, Tensor)}
+        for each in trial.state.values()
+    ]
     left_out = ("state", "param_groups", "params")
     return [
         f"{name}={value!r}"
-        for each in held
+        for each in [vars(trial), *trial.param_groups, *state]
         for name, value in each.items()
-        if name not in left_out and not isinstance(value, Tensor)
+        if name not in left_out
     ]
 
 

@@ -19,6 +19,7 @@ from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan, trained_by
 from accel_fn.step.report import Report
 from accel_fn.step.step import Stages
+from accel_fn.transforms.compile.made_of import MadeOf
 from accel_fn.transforms.compile.optimizer_in_graph import (
     Captured,
     Group,
@@ -43,6 +44,7 @@ class CompiledStep:
         self._plan = plan
         self._stages = stages
         self._parameters = stages.strategy.parameters
+        self._made_of = MadeOf(plan)
         optimizers = list(plan.optimizers.values())
         self._captured = [Captured(each, trained_by(each), state.device) for each in optimizers]
         module = loss_module_of(stages.strategy.loss_module)
@@ -62,6 +64,7 @@ class CompiledStep:
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         """All of a step but `after_update`."""
         plan = self._plan
+        self._made_of.check()
         if not self._is_ready():
             return self._stages(state, batch)
         stops = [should_stop() for should_stop in plan.should_stop]

@@ -115,9 +115,9 @@ class FSDPSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """It shards nothing on one rank, but may still convert or offload parameters."""
+        """It shards; on one rank nothing, but it may still convert or offload parameters."""
         alone = self.keywords["param_dtype"] is not None or self.keywords["offload"]
-        return frozenset({"acts_alone"} if alone else ())
+        return frozenset({"shards", "acts_alone"} if alone else {"shards"})
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse what FSDP cannot shard, or what its collectives cannot follow."""
@@ -174,6 +174,7 @@ class FSDP(Strategy):
             follow_shards(optimizer, before, plan.model)
         self.sharded = sharded
         super().__init__(state, sharded, plan, inner)
+        self.parameters.known = {*map(id, self._reachable), *map(id, sharded.parameters())}
 
     def zero_gradients(self) -> None:
         """Keep zeros of what micro-batches of weight 0 have reached, also where sums are wider."""

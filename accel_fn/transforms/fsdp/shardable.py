@@ -10,7 +10,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import PlanError
 
-_WHOLE_ONLY = (Adafactor, Muon, Rprop)
+_WHOLE_ONLY = (Adafactor, Rprop)
 _NOT_FUSED = (SGD, Adagrad)
 
 
@@ -50,7 +50,10 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse those of torch's whose update torch cannot compute on shards."""
     name = type(optimizer).__name__
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    if isinstance(optimizer, _WHOLE_ONLY):
+    if isinstance(optimizer, Muon):
+        rule = "update elements one by one: of a shard of a matrix it computes another update"
+        repair = "use AdamW, say, or wrap_ddp"
+    elif isinstance(optimizer, _WHOLE_ONLY):
         rule, repair = "be one that can update shards", "use AdamW, for example"
     elif fused and isinstance(optimizer, _NOT_FUSED):
         rule, repair, name = "have a kernel for shards", "leave out fused", f"{name}(fused=True)"

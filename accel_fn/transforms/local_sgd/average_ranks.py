@@ -17,13 +17,15 @@ _BUCKET_NUMEL = 2**24
 """So many numbers travel at a time; two buffers of that size are what an average takes."""
 
 
-def average(tensors: Mapping[str, Tensor], weight: float, state: DistState) -> None:
+def average(
+    tensors: Mapping[str, Tensor], weight: float, state: DistState, also: Sequence[str] = ()
+) -> None:
     """Make tensors their mean over the ranks, weighted, in place; the same bits on all ranks.
 
     The mean is that of one rank, the heaviest, and of how far the others are from it. So what is equal on
     all ranks, such as a count of updates, keeps its bits.
     """
-    weights = _agreed(tensors, weight, state)
+    weights = _agreed(tensors, weight, state, also)
     total = sum(weights)
     shares = [each / total if total else 1 / len(weights) for each in weights]
     share, source = shares[state.rank], shares.index(max(shares))
@@ -37,9 +39,11 @@ def average(tensors: Mapping[str, Tensor], weight: float, state: DistState) -> N
         write(first.add_(apart), bucket)
 
 
-def _agreed(tensors: Mapping[str, Tensor], weight: float, state: DistState) -> list[float]:
+def _agreed(
+    tensors: Mapping[str, Tensor], weight: float, state: DistState, also: Sequence[str]
+) -> list[float]:
     """Every rank's weight, once they have agreed on what there is to average."""
-    told = [f"{name} {list(each.shape)} {each.dtype}" for name, each in tensors.items()]
+    told = [*also, *(f"{name} {list(each.shape)} {each.dtype}" for name, each in tensors.items())]
     digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
     every = primitives.exchange((weight, digest), state, "local_sgd")
     if len({digest for _, digest in every}) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.errors import PlanError, StateError, check_count
 from accel_fn.step.global_mean import GlobalMean
+from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import Metrics
 from accel_fn.step.microbatches import Weights
 from accel_fn.step.plan import Plan, SlotFunction, Stateful, describe
@@ -19,6 +20,7 @@ from accel_fn.step.plan_checks import leave_out_one
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.step.update import Prepared
 from accel_fn.transforms.local_sgd.average_ranks import average, buckets, flat, plain, write
 
 
@@ -129,6 +131,13 @@ class LocalGradients(Strategy):
             write(first, bucket)
         super().__init__(state, module, plan, inner)
 
+    def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
+        """Stage one; the average after it compares which parameters have a gradient."""
+        for each in plan.after_update:
+            if isinstance(each, RankAverage):
+                each.has_gradient = [tensor is not None for tensor in grads.tensors]
+        return super().prepare(plan, state, grads, report)
+
     def global_mean(
         self, state: DistState, weights: Weights, failure: Exception | None, stop: bool
     ) -> GlobalMean:
@@ -179,6 +188,8 @@ class RankAverage:
         )
         self._num_items = 0.0
         self._is_apart = False
+        self.has_gradient: Sequence[bool] = ()
+        """Of each trained parameter: had it one in the last update of this rank?"""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._num_updates += 1
@@ -192,9 +203,22 @@ class RankAverage:
         self._is_apart = True
         self._num_items += report.extras["own_weight"]
         if self._num_updates % self._every == 0:
-            average(_tensors(self._plan), self._num_items, state)
+            average(_tensors(self._plan), self._num_items, state, also=self._updated())
             self._start_anew()
         return state
+
+    def _updated(self) -> list[str]:
+        """Names of what must be updated on all ranks or on none, where an average follows every update.
+
+        Without momentum and weight decay, no gradient is as one of zeros.
+        """
+        groups = [g for each in self._plan.optimizers.values() for g in each.param_groups]
+        has_state = any(each.state for each in self._plan.optimizers.values())
+        if self._every > 1 or not (has_state or any(g.get("weight_decay") for g in groups)):
+            return []
+        name_of = {id(each): name for name, each in self._plan.model.named_parameters()}
+        trained = zip(self._plan.trained(), self.has_gradient, strict=True)
+        return [f"{name_of[id(each)]} updated" for each, has_gradient in trained if has_gradient]
 
     def _start_anew(self) -> None:
         self._num_items = 0.0

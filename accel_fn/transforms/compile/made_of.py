@@ -1,0 +1,80 @@
+"""MadeOf: the hooks, functions and parameters that a graph of the whole step was made of."""
+
+from __future__ import annotations
+
+from operator import is_
+
+from torch import Tensor
+
+from accel_fn.errors import PlanError
+from accel_fn.step.plan import Plan
+from accel_fn.step.torch_internals import has_hooks
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def hooked(plan: Plan) -> str:
+    """Name an object with hooks that run in an update or for a gradient; empty without one."""
+    for optimizer in plan.optimizers.values():
+        if has_hooks(optimizer):
+            return f"{type(optimizer).__name__}.step"
+    named = plan.model.named_parameters()
+    return next((name for name, each in named if _is_hooked(each)), "")
+
+
+def _is_hooked(parameter: Tensor | None) -> bool:
+    if parameter is None:
+        return False
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+class MadeOf:
+    """Compares a plan with what it was in `build`: torch's guards skip hooks and replaced methods."""
+
+    def __init__(self, plan: Plan) -> None:
+        (self._optimizer,) = plan.optimizers.values()
+        modules = [*plan.model.modules()]
+        self._owners = [*map(vars, modules)]
+        self._hooks = [vars(each)[name] for each in modules for name in _HOOKS]
+        self._hook_ids = [*map(tuple, self._hooks)]
+        self._homes = [(each._parameters, name) for each in modules for name in each._parameters]
+        self._parameters = [home[name] for home, name in self._homes]
+        self._functions = self._found()
+
+    def check(self) -> None:
+        """Refuse what has changed since `build`, which a graph would run without.
+
+        Cost: a look at each module and at each parameter.
+        """
+        held: list[Tensor | None] = [home.get(name) for home, name in self._homes]
+        if not all(map(is_, held, self._parameters)):
+            self._refuse("parameters", "load_state_dict without assign=True, or build again")
+        if [*map(tuple, self._hooks)] != self._hook_ids or self._is_hooked(held):
+            self._refuse("hooks", "register them before build, or build again")
+        if not all(map(is_, self._found(), self._functions)):
+            self._refuse(
+                "methods of model and optimizer", "replace them before build, or build again"
+            )
+
+    def _is_hooked(self, parameters: list[Tensor | None]) -> bool:
+        return has_hooks(self._optimizer) or any(map(_is_hooked, parameters))
+
+    def _found(self) -> list[object]:
+        """The methods that instances have in place of their classes'."""
+        step = vars(self._optimizer).get("step")
+        return [
+            *[own.get("forward") for own in self._owners],
+            None if hasattr(step, "_wrapped_by_lr_sched") else step,  # which counts calls alone
+            type(self._optimizer).step,
+        ]
+
+    def _refuse(self, what: str, repair: str) -> None:
+        raise PlanError(
+            f'step: compiled(scope="step") must have the {what} that its graph was made of, got others; '
+            f"{repair}"
+        )
