@@ -38,12 +38,6 @@ def batch_norm() -> torch.nn.Module:
     return torch.nn.Sequential(model[0], torch.nn.BatchNorm1d(5).double(), model[2])
 
 
-def clamped() -> torch.nn.Module:
-    model = ours.regression_model()
-    model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    return model
-
-
 def stepping() -> torch.nn.Module:
     model = ours.regression_model()
     model[0].weight.register_post_accumulate_grad_hook(lambda p: p.data.sub_(0.1 * p.grad))
@@ -69,7 +63,6 @@ PLANS: dict[str, Callable[[], tuple[af.Plan, af.Plan]]] = {
     "a loss is a sum, and its plan does not declare it": lambda: of(loss_fn=sum_loss),
     "every batch weighs the same": lambda: of(weight_fn=lambda batch: 1),
     "BatchNorm sees micro-batches": lambda: of(model=batch_norm()),
-    "gradients are clipped by a hook": lambda: of(model=clamped()),
     "a hook updates a parameter in the backward": lambda: of(model=stepping()),
     "the loss runs a backward of its own": lambda: of(loss_fn=partial_grads),
     "gradient noise of each rank's own": lambda: of(
