@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.errors import ArgumentTypeError, BatchError, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 
 Key = str | int
 WeightFn = Callable[[Any], "int | float | Tensor"]
@@ -20,7 +20,9 @@ _EXACT = 2**53
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
 
-def num_labels(key_or_path: Key | Sequence[Key], ignore_index: int = -100) -> WeightFn:
+def num_labels(
+    key_or_path: Key | Sequence[Key], ignore_index: int = -100, *, shift: int = 0
+) -> WeightFn:
     """Make a `weight_fn` that counts the labels that the loss does not ignore.
 
     For losses that are a mean over tokens: `cross_entropy(..., ignore_index=-100)`
@@ -30,6 +32,8 @@ def num_labels(key_or_path: Key | Sequence[Key], ignore_index: int = -100) -> We
         key_or_path: where the labels are in the batch: a key, an index, an
             attribute name, or a path of these (`("target", 0)`).
         ignore_index: the label that does not count.
+        shift: 1 for losses that compare each output with the next label, and so leave out the
+            first label of each row, as transformers' causal language models do; else 0.
 
     Returns:
         A function of a batch whose labels are an integer tensor of any shape,
@@ -37,8 +41,8 @@ def num_labels(key_or_path: Key | Sequence[Key], ignore_index: int = -100) -> We
 
     Raises:
         TypeError: the path is empty or holds something else than str and int, or
-            `ignore_index` is no integer.
-        ValueError: (when called) the batch has no tensor there.
+            `ignore_index` or `shift` is no integer.
+        ValueError: `shift` is < 0; (when called) the batch has no tensor there.
 
     Cost: one read of the labels; on an accelerator, one host synchronisation.
     Labels are counted before `place` moves the batch, so labels that come from
@@ -56,22 +60,31 @@ def num_labels(key_or_path: Key | Sequence[Key], ignore_index: int = -100) -> We
         raise ArgumentTypeError(
             message("num_labels", "ignore_index", "be an integer", ignore_index)
         )
-    return partial(count_labels, path=tuple(path), ignore_index=ignore_index)
+    if isinstance(shift, bool) or not isinstance(shift, int):
+        raise ArgumentTypeError(message("num_labels", "shift", "be an integer >= 0", shift))
+    if shift < 0:
+        raise ArgumentError(message("num_labels", "shift", "be an integer >= 0", shift))
+    shifted = {"shift": shift} if shift else {}
+    return partial(count_labels, path=tuple(path), ignore_index=ignore_index, **shifted)
 
 
 def _is_key(key: object) -> bool:
     return isinstance(key, str | int) and not isinstance(key, bool)
 
 
-def count_labels(batch: Any, *, path: tuple[Key, ...], ignore_index: int) -> int:
-    """Count the labels at `path` that differ from `ignore_index`."""
+def count_labels(batch: Any, *, path: tuple[Key, ...], ignore_index: int, shift: int = 0) -> int:
+    """Count the labels at `path` that differ from `ignore_index`, but for the first ones of each row."""
     labels = batch
     for key in path:
         labels = _child(labels, key, path)
     if not isinstance(labels, Tensor):
         rule = f"lead to a tensor of labels in the batch, {path!r} does not"
         raise BatchError(message("num_labels", "key_or_path", rule, type(labels).__name__))
-    return int(torch.count_nonzero(labels != ignore_index))
+    if shift and labels.ndim < 2:
+        rule = f"lead to labels [num_samples, length, ...] with shift={shift}"
+        raise BatchError(message("num_labels", "key_or_path", rule, list(labels.shape)))
+    counted = labels[:, shift:] if shift else labels
+    return int(torch.count_nonzero(counted != ignore_index))
 
 
 def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:

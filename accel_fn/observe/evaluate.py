@@ -61,8 +61,9 @@ def evaluate(
         metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch, which
             is on the device. Values are one a sample, [num_samples, ...], whole, real or bool, or
             a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape. Names
-            and shapes are the same for every batch. Default: the plan's loss over its weights, as "loss",
-            and the metrics that `loss_fn` returns beside it.
+            and shapes are the same for every batch. Default: the plan's loss over its weights, as "loss"
+            (the mean of an item, also where `reduction` is "sum"), and the metrics that `loss_fn`
+            returns beside it.
         progress: a bar on the main rank. Default: where there is a terminal and tqdm.
 
     Returns:
@@ -151,7 +152,8 @@ def _measured(
         for part, weight in zip(parts, weights, strict=True):
             loss, metrics = run_forward(state, plan, strategy.loss_module, part)
             if weight:
-                yield totals_of(_sums_of({"loss": loss, **metrics}, weight), None)
+                first = (loss, torch.tensor(weight)) if plan.reduction == "sum" else loss
+                yield totals_of(_sums_of({"loss": first, **metrics}, weight), None)
         if not parts:
             yield NOTHING
         return

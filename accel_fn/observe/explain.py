@@ -12,14 +12,16 @@ from torch.optim import Optimizer
 
 from accel_fn.base.state import DistState
 from accel_fn.step.plan import Plan, describe, describe_with_source, trained_by
+from accel_fn.step.step import Step
 from accel_fn.step.strategy import describe_backward
 
 
-def explain(plan: Plan, state: DistState) -> str:
+def explain(plan: Plan | Step, state: DistState) -> str:
     """Print, on the main rank, what one step of this plan will do, phase by phase.
 
     Args:
-        plan: any plan; nothing is built.
+        plan: any plan, and nothing is built; or a step, for which a last line prints what its first
+            batch has shown of the loss.
         state: number of ranks, and device.
 
     Returns:
@@ -38,7 +40,11 @@ def explain(plan: Plan, state: DistState) -> str:
       gradients  clip(1.0)
       update     SGD(lr=0.1), 2 parameter tensors, 5 numbers
     """
-    text = plan_text(plan, state)
+    if isinstance(plan, Step):
+        checked = f"\n  {'check':<10} the loss {plan.first_batch.verdict}"
+        text = plan_text(plan.plan, state) + checked
+    else:
+        text = plan_text(plan, state)
     if state.is_main:
         print(_wrapped(text) if sys.stdout.isatty() else text)
     return text

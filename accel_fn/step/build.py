@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial, reduce
+from typing import Any
 
 from torch import nn
 
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm.collectives import all_or_none
-from accel_fn.errors import ArgumentTypeError, message
+from accel_fn.errors import ArgumentTypeError, check_flag, message
+from accel_fn.step.first_batch import FirstBatch
 from accel_fn.step.loss_module import LossModule
-from accel_fn.step.plan import Batch, Plan, SlotFunction, with_stateful
+from accel_fn.step.plan import Batch, Plan, SlotFunction, Stateful, slot_names
 from accel_fn.step.plan_checks import check_parameters, check_plan, check_precision
 from accel_fn.step.same_on_all_ranks import check_same_plan
 from accel_fn.step.step import Stages, Step
@@ -18,7 +21,9 @@ from accel_fn.step.strategy import Strategy, check_strategy
 from accel_fn.step.update import follow_parameters
 
 
-def build(state: DistState, plan: Plan[Batch]) -> tuple[DistState, Step[Batch]]:
+def build(
+    state: DistState, plan: Plan[Batch], *, check_loss: bool = True
+) -> tuple[DistState, Step[Batch]]:
     """Make a step of a plan: the one place that moves, wraps and compiles.
 
     The model keeps its type, its forward, its hooks and its `state_dict` keys;
@@ -30,6 +35,10 @@ def build(state: DistState, plan: Plan[Batch]) -> tuple[DistState, Step[Batch]]:
     Args:
         state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
         plan: what the step is made of; not changed.
+        check_loss: where batches are cut over ranks or micro-batches, compare, in the first step,
+            the loss of a batch with those of its halves: the step raises if the plan's `reduction`,
+            or the `shift` of `num_labels`, does not fit and another one does. `explain(step, state)`
+            tells what was found.
 
     Returns:
         The state with what transforms add to it (a loss scale), and the step.
@@ -41,13 +50,16 @@ def build(state: DistState, plan: Plan[Batch]) -> tuple[DistState, Step[Batch]]:
         RuntimeError: ranks build different plans.
 
     Cost: in a world of several, four small collectives, and what transforms do: those that train
-    on several ranks broadcast the parameters.
+    on several ranks broadcast the parameters. `check_loss` costs three forwards without gradients,
+    in evaluation mode and not compiled, and a small collective, in the first step alone; buffers,
+    generators and attributes of modules are put back.
 
     >>> import accel_fn as af
     >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
     >>> state, step = af.build(af.DistState(), plan)
     """
     check_state("build", state)
+    check_flag("build", "check_loss", check_loss)
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(message("build", "plan", "be a Plan", type(plan).__name__))
     plan = all_or_none(partial(_validated, state, plan), state, "build")
@@ -62,7 +74,8 @@ def build(state: DistState, plan: Plan[Batch]) -> tuple[DistState, Step[Batch]]:
     plan = all_or_none(partial(with_stateful, plan, built), state, "build")
     stages = Stages(plan, strategy)
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
-    return built, Step(plan, strategy, stages, run, built)
+    first = FirstBatch(built, plan, strategy, check_loss=check_loss)
+    return built, Step(plan, strategy, stages, run, built, first)
 
 
 def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:
@@ -86,3 +99,19 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
         for optimizer in plan.optimizers.values():
             follow_parameters(optimizer)
     return state, model
+
+
+def with_stateful(plan: Plan[Batch], state: DistState) -> Plan[Batch]:
+    """The plan of one step: with a function of its own for each `Stateful`."""
+    # State belongs to the step: a plan is data that may be built twice, and the two steps of a GAN
+    # share one `DistState`.
+    for name in slot_names():
+        slot = list(getattr(plan, name))
+        for place, each in enumerate(slot):
+            if isinstance(each, Stateful):
+                slot[place] = made = each(state, plan)
+                if each.call:
+                    made.call = each.call
+                filled: dict[str, Any] = {name: tuple(slot)}
+                plan = replace(plan, **filled)
+    return plan

@@ -104,8 +104,8 @@ def signature(step: Step) -> dict[str, Any]:
     named = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _RESULT_SLOTS}
     slots = {slot: [name for name in names if name] for slot, names in named.items()}
     found: dict[str, Any] = {"weight_fn": describe(plan.weight_fn)}
-    found |= {slot: functions for slot, functions in slots.items() if functions}
-    found |= step.strategy.signature()
+    found |= {"reduction": "sum"} if plan.reduction == "sum" else {}
+    found |= {slot: each for slot, each in slots.items() if each} | dict(step.strategy.signature())
     for name, optimizer in plan.optimizers.items():
         found[key_of(name)] = type(optimizer).__name__
         found[f"{key_of(name)} groups"] = _groups(plan, optimizer)

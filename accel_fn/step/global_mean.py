@@ -92,6 +92,8 @@ class GlobalMean:
     def share(self, weight: float) -> float:
         """Return the factor that the backward of a micro-batch of this weight starts from."""
         total = self.total()
+        if self.layout.is_sum:
+            return float(self._num_ranks) if weight else 0.0
         return weight * self._num_ranks / total if total else 0.0
 
     def add(self, loss: Tensor, metrics: Metrics, weight: float) -> None:
@@ -102,7 +104,7 @@ class GlobalMean:
         """Add these values times a factor; values of weight 0 may be anything, so they do not count."""
         if not factor:
             return
-        self._mean.add_(loss, alpha=factor)
+        self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor)
         if metrics or self._metrics.found:
             self._metrics.add(metrics, factor, self._mean)
         elif self._metrics.found is None:

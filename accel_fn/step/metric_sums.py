@@ -22,9 +22,15 @@ class Layout:
     """
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, sizes: Mapping[str, int] | None = None
+        self,
+        dtype: torch.dtype = torch.float32,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        is_sum: bool = False,
     ) -> None:
         self.dtype = dtype
+        self.is_sum = is_sum
+        """Is a loss a sum over its items? Losses are then added as they are."""
         self.sizes = sizes
         """The metrics by name: 1 number, or 2, a sum and its count. None: no batch had items yet."""
         self.late: LossError | None = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Generic, Self
+from typing import Any, Generic, Literal, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -60,6 +60,8 @@ class Plan(Generic[Batch]):
             one loss scale and one norm for all.
         weight_fn: `batch -> number`: how many items that mean is over: a finite number >= 0, of
             Python's or NumPy's kinds, or a tensor [].
+        reduction: "mean", or "sum" for a loss that is a sum over the batch's items: losses and
+            gradients of ranks and micro-batches are then added, and `weight_fn` only counts.
         init_state: `state -> state`, once, in `build`.
         place_model: `(state, model) -> model`; at most one.
         place_batch: `(state, batch) -> batch`, in the order listed.
@@ -92,6 +94,7 @@ class Plan(Generic[Batch]):
     model: nn.Module
     optimizer: Optimizer | Mapping[str, Optimizer]
     weight_fn: WeightFn = num_samples
+    reduction: Literal["mean", "sum"] = field(default="mean", kw_only=True)
     init_state: tuple[InitFn, ...] = field(default=(), kw_only=True)
     place_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
     place_batch: tuple[BatchFn, ...] = field(default=(), kw_only=True)
@@ -112,6 +115,7 @@ class Plan(Generic[Batch]):
             "loss_fn": (callable(self.loss_fn), "be a function (model, batch) -> loss"),
             "model": (isinstance(self.model, nn.Module), "be an nn.Module"),
             "weight_fn": (callable(self.weight_fn), "be a function batch -> number"),
+            "reduction": (self.reduction in ("mean", "sum"), 'be "mean" or "sum"'),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
@@ -149,6 +153,7 @@ class Plan(Generic[Batch]):
             describe_optimizer(self.optimizer),
             f"weight_fn={describe(self.weight_fn)}",
         ]
+        parts += [] if self.reduction == "mean" else [f"reduction={self.reduction!r}"]
         parts += [
             f"{name}=[{', '.join(map(describe, getattr(self, name)))}]"
             for name in slot_names()
@@ -245,25 +250,9 @@ def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def with_stateful(plan: Plan[Batch], state: DistState) -> Plan[Batch]:
-    """The plan of one step: with a function of its own for each `Stateful`."""
-    # State belongs to the step: a plan is data that may be built twice, and the two steps of a GAN
-    # share one `DistState`.
-    for name in slot_names():
-        slot = list(getattr(plan, name))
-        for place, each in enumerate(slot):
-            if isinstance(each, Stateful):
-                slot[place] = made = each(state, plan)
-                if each.call:
-                    made.call = each.call
-                filled: dict[str, Any] = {name: tuple(slot)}
-                plan = replace(plan, **filled)
-    return plan
-
-
 def slot_names() -> list[str]:
     """The slots of a plan, in the order in which a step uses them."""
-    return [each.name for each in fields(Plan)[4:]]
+    return [each.name for each in fields(Plan)[5:]]
 
 
 def describe(fn: Any) -> str:

@@ -47,7 +47,7 @@ def _summary(plan: Plan) -> list[str]:
         f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         for name, p in plan.model.named_parameters()
     ]
-    return [*slots, *optimizers, *parameters]
+    return [*slots, f"reduction={plan.reduction}", *optimizers, *parameters]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm.primitives import check_joined
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, message
+from accel_fn.step.first_batch import FirstBatch
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Batch, GradFn, Plan, StepFn
 from accel_fn.step.report import Report
@@ -75,6 +76,8 @@ class Step(Generic[Batch]):
     stages: Stages
     _run: StepFn
     _built_with: DistState
+    first_batch: FirstBatch
+    """What is looked at once, and what came of it."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Notes of saving and loading about this run; a step does not read them."""
 
@@ -90,12 +93,19 @@ class Step(Generic[Batch]):
 
         Raises:
             ValueError: the state is another world's; the batch cannot be counted;
-                the loss cannot be trained on.
+                the loss cannot be trained on, or is no mean where the plan's `reduction` takes it
+                for one.
 
-        Cost: the sum of its transforms'. No host synchronisation of its own but for one in the
-        first update of several ranks, where what the optimizer sees is compared.
+        Warns:
+            UserWarning: in the first step, the model is in evaluation mode.
+
+        Cost: the sum of its transforms', and in the first step what `build` says of `check_loss`. No
+        host synchronisation of its own but for one in the first update of several ranks, where the
+        input of the optimizer is compared.
         """
         self._check_state(state)
+        if self.first_batch.is_due:
+            self.first_batch.look(state, batch)
         state, report = self._run(state, batch)
         for after_update in self.plan.after_update:
             state = after_update(state, report)
@@ -112,7 +122,8 @@ class Step(Generic[Batch]):
             batch: as for the step.
 
         Returns:
-            [], float32, on the device; the same on every rank. 0 where nothing counts.
+            [], float32 or float64 as in the report, on the device; the same on every rank. 0
+            where nothing counts.
 
         Cost: two small collectives in a world of several, and what `wrap_fsdp` gathers.
         """
@@ -134,6 +145,8 @@ class Step(Generic[Batch]):
         copy of the gradients, since the next backward reuses the memory of these.
         """
         self._check_state(state)
+        if self.first_batch.is_due:
+            self.first_batch.look(state, batch)
         state, grads, report = self.stages.gradients(state, batch)
         return state, grads if self.plan.wrap_grad_fn else _cloned(state, grads), report
 

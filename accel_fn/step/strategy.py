@@ -64,7 +64,7 @@ class Strategy:
         """Value of `applied` if no function decides about the update."""
         self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
         """Are the gradients of the next update compared over the ranks? Those of the first are."""
-        self.layout = Layout(loss_dtype(self._trained))
+        self.layout = Layout(loss_dtype(self._trained), is_sum=plan.reduction == "sum")
         """Dtype of losses and metrics, and their names once a batch had items."""
         shares = shares_gradients(state, plan)
         self.parameters = TrainedParameters(plan, shares=shares)
@@ -128,7 +128,8 @@ class Strategy:
     def forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
         """The mean loss over the global batch, [], without gradients or metrics."""
         parts, weights, failure = microbatches_or_failure(plan, batch)
-        mean = GlobalMean(state, weights, failure, layout=Layout(self.layout.dtype, sizes={}))
+        layout = Layout(self.layout.dtype, sizes={}, is_sum=self.layout.is_sum)
+        mean = GlobalMean(state, weights, failure, layout=layout)
         parts, weights = self.pad(state, mean, parts, weights)
         with torch.no_grad():
             for part, weight in zip(parts, weights, strict=True):
@@ -256,8 +257,8 @@ def describe_backward(state: DistState, plan: Plan) -> str:
     """Over what the backward of a plan averages, and how; nothing is built."""
     calls = " and ".join(map(describe_with_source, plan.strategy))
     if plan.having("local_gradients") and state.world_size > 1:
-        return f"the mean over the rank's own items, by {calls}"
-    mean = "the mean over the global batch"
+        return f"the {plan.reduction} over the rank's own items, by {calls}"
+    mean = f"the {plan.reduction} over the global batch"
     if state.world_size > 1 or plan.having("acts_alone"):
         return f"{mean}, by {calls or 'nothing: build will refuse this'}"
     if not calls:

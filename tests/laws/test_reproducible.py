@@ -424,7 +424,7 @@ def test_explain_shows_it(world_size, capsys):
 
 def test_ranks_start_from_the_parameters_of_the_first():
     def run(state):
-        model = Net([nn.BatchNorm1d(6)]).eval()
+        model = Net([nn.BatchNorm1d(6).eval()])
         with torch.no_grad():
             for each in [*model.parameters(), *model.buffers()]:
                 each += state.rank

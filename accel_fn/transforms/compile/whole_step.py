@@ -167,11 +167,12 @@ def _graph_function(
         for index, part in enumerate(parts):
             loss, metrics = in_contexts(state, plan.forward_contexts, module.forward, part)
             share = None if shares is None else shares[index]
-            found = gradients_of(loss, _seed(loss, share, scaler), parameters)
+            of_loss = None if layout.is_sum else share
+            found = gradients_of(loss, _seed(loss, of_loss, scaler), parameters)
             tensors = (
                 [_sum(*pair) for pair in zip(tensors, found, strict=True)] if index else list(found)
             )
-            losses.append(_times(loss.detach().to(layout.dtype), share))
+            losses.append(_times(loss.detach().to(layout.dtype), of_loss))
             if part is not None:
                 sums.add(metrics, 1.0 if share is None else share, losses[-1])
         # Without metrics, the graph does not depend on the layout, which the first step fixes.

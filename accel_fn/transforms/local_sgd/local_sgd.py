@@ -86,6 +86,11 @@ class LocalSlot(SlotFunction):
                 "build: local_sgd must be the only strategy, since every rank needs parameters and "
                 f"gradients of its own, got {' and '.join(others)}; {leave_out_one(plan.strategy)}"
             )
+        if plan.reduction == "sum" and state.world_size > 1:
+            raise PlanError(
+                "build: local_sgd must train on a mean, since ranks do not know the weight of the global "
+                'batch, got reduction="sum"; return the mean over the batch\'s items'
+            )
         if plan.accept:
             raise PlanError(
                 "build: local_sgd must apply every update, as gradients differ between ranks, got "

@@ -154,7 +154,8 @@ class VirtualRanks(Strategy):
             loss, found = run_forward(state, plan, self.module, part)
             if not index:
                 self.checks.before_backward(loss, part)
-            share = weight / total
+            part_of_all = weight / total
+            share = 1.0 if self.layout.is_sum else part_of_all
             self.backward(loss, seed_of(loss, share, state.scaler))
             if not weight:
                 self.zero_gradients()
@@ -162,7 +163,7 @@ class VirtualRanks(Strategy):
             self._check_dense(plan)
             term = loss.detach().to(self.layout.dtype) * share
             mean = term if mean is None else mean + term
-            metrics.add(found, share, term)
+            metrics.add(found, part_of_all, term)
         tensors = [mean, *[parameter.grad for parameter in self._trained]]
         for parameter in self._reachable:
             parameter.grad = None

@@ -1,0 +1,320 @@
+"""A loss is the mean or the sum over its items, as the plan says; the first step compares."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+from tests import strategies as ours
+from tests.laws.test_real_processes import batches as fixed_batches
+from tests.laws.test_worlds import dealt_batches
+from tests.processes import launch
+
+
+def summed(model, batch):
+    """The sum over samples."""
+    return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+
+def trained(parts, recipe, loss_fn=summed, check_loss=True, **options):
+    """Loss of each step and parameters at the end, of each rank."""
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
+        state, step = af.build(state, recipe(plan), check_loss=check_loss)
+        losses = []
+        for batch in parts[state.rank]:
+            state, report = step(state, batch)
+            losses.append(float(report.loss))
+        return losses, ours.whole(model.state_dict())
+
+    return simulate(run, world_size=len(parts))
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
+@given(dealt=dealt_batches(strategies.batches(), 4), num_microbatches=st.integers(1, 3))
+def test_a_sum_is_that_of_one_process(wrap, dealt, num_microbatches):
+    batches, sizes = dealt
+    losses, expected = ours.trained_by_hand(
+        ours.regression_model(), batches, loss_fn=summed, optimizer=ours.sgd
+    )
+    recipe = af.compose(wrap, af.accumulate(num_microbatches))
+    for found, parameters in trained(ours.dealt(batches, sizes), recipe, reduction="sum"):
+        ours.assert_close(parameters, expected)
+        assert found == pytest.approx(losses, rel=1e-12)
+
+
+INPUTS = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3)
+BATCH = (INPUTS, INPUTS.sum(1, keepdim=True) + 0.5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_virtual_ranks_add_sums(world_size):
+    losses, expected = ours.trained_by_hand(
+        ours.regression_model(), [BATCH], loss_fn=summed, optimizer=ours.sgd
+    )
+    parts = ours.dealt_evenly([BATCH], world_size)
+    for found, parameters in trained(parts, af.reproducible(4), reduction="sum"):
+        ours.assert_close(parameters, expected)
+        assert found == pytest.approx(losses, rel=1e-12)
+
+
+CUT = [
+    (af.accumulate(2), 1),
+    (af.wrap_ddp(), 2),
+    (af.wrap_fsdp(), 2),
+    (af.reproducible(4), 1),
+    (af.compose(af.wrap_ddp(), af.accumulate("auto")), 2),
+    (af.compose(af.wrap_ddp(), af.accumulate(8)), 2),
+]
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), CUT)
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction", "words"),
+    [
+        (summed, "mean", r"return the mean .* got a sum.* use Plan\(..., reduction='sum'\)"),
+        (ours.mse, "sum", r"return the sum .* got a mean.* use Plan\(..., reduction='mean'\)"),
+    ],
+)
+def test_another_reduction_is_refused_on_every_rank(recipe, world_size, loss_fn, reduction, words):
+    parts = ours.dealt_evenly([BATCH], world_size)
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), reduction=reduction)
+        state, step = af.build(state, recipe(plan))
+        with pytest.raises(af.errors.LossError, match=words):
+            step(state, parts[state.rank][0])
+
+    simulate(run, world_size=world_size)
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), CUT)
+def test_what_is_neither_is_not_refused(recipe, world_size):
+    """A loss over pairs of samples, say: it stands in a line of explain."""
+
+    def loss_fn(model, batch):
+        outputs = model(batch[0])
+        return (outputs - outputs.T).square().sum() + 1.0
+
+    parts = ours.dealt_evenly([BATCH], world_size)
+
+    def run(state):
+        model = ours.regression_model()
+        state, step = af.build(state, recipe(af.Plan(loss_fn, model, ours.sgd(model.parameters()))))
+        step(state, parts[state.rank][0])
+        return af.explain(step, state).splitlines()[-1]
+
+    for line in simulate(run, world_size=world_size):
+        assert "check      the loss is neither a mean nor a sum over the items of a batch" in line
+
+
+@pytest.mark.parametrize("loss_fn", [ours.mse, summed])
+def test_without_the_comparison_both_train(loss_fn):
+    trained([[BATCH]], af.accumulate(2), loss_fn, check_loss=False)
+
+
+def test_a_batch_that_is_never_cut_is_not_compared():
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(len(batch[0]))
+        return summed(model, batch)
+
+    trained([[BATCH, BATCH]], af.clip(1.0), loss_fn)
+    assert calls == [8, 8]
+
+
+def test_the_comparison_is_made_once():
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(len(batch[0]))
+        return ours.mse(model, batch)
+
+    trained([[BATCH, BATCH]], af.accumulate(2), loss_fn)
+    assert calls == [8, 4, 4, 4, 4, 4, 4]
+
+
+class Marked(nn.Module):
+    """Everything that a forward may change: buffers, attributes, generators, modes, gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1, dtype=torch.float64)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.count = 0
+        self.cache = None
+
+    def forward(self, inputs):
+        self.calls += 1
+        self.count += 1
+        self.cache = inputs
+        self.extra = torch.rand(3)
+        return self.layer(self.dropout(inputs))
+
+
+def test_the_comparison_leaves_no_trace():
+    seen = []
+
+    def run(check_loss):
+        torch.manual_seed(0)
+        model = Marked()
+        model.dropout.eval()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(af.DistState(), af.accumulate(2)(plan), check_loss=check_loss)
+        state, report = step(state, BATCH)
+        seen.append(report.loss)
+        assert (model.count, float(model.calls), model.training) == (2, 2.0, True)
+        assert not model.dropout.training
+        assert ("a mean" in step.first_batch.verdict) is check_loss
+        return model.state_dict(), torch.rand(3)
+
+    with_check, without = run(True), run(False)
+    ours.assert_identical(with_check[0], without[0])
+    assert with_check[1].equal(without[1])
+    assert seen[0].equal(seen[1])
+
+
+def test_a_comparison_that_fails_is_left_to_the_step():
+    def loss_fn(model, batch):
+        if not torch.is_grad_enabled():
+            raise ValueError("no graph")
+        return ours.mse(model, batch)
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        step(state, ours.dealt_evenly([BATCH], 2)[state.rank][0])
+        return step.first_batch.verdict
+
+    assert (
+        simulate(run, world_size=2)
+        == [
+            "could not be compared with that of its halves: ValueError in a forward in evaluation mode"
+        ]
+        * 2
+    )
+
+
+def causal_loss(model, batch):
+    """A mean over labels that leaves out the first of each row, as transformers' language models do."""
+    logits = model(batch["inputs"])[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, batch["labels"][:, 1:].flatten())
+
+
+def causal_batch():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, ours.NUM_CLASSES, (6, 5), generator=generator)
+    for row, length in enumerate((5, 2, 3, 4, 2, 5)):
+        labels[row, length:] = -100
+    inputs = torch.randn(6, 5, ours.NUM_FEATURES, generator=generator, dtype=torch.float64)
+    return {"inputs": inputs, "labels": labels}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+def test_shifted_labels_are_counted_without_the_first_of_each_row(world_size, num_microbatches):
+    batch = causal_batch()
+    losses, expected = ours.trained_by_hand(
+        ours.token_model(), [batch], loss_fn=causal_loss, optimizer=ours.sgd
+    )
+
+    def run(state):
+        model = ours.token_model()
+        weight_fn = af.num_labels("labels", shift=1)
+        plan = af.Plan(causal_loss, model, ours.sgd(model.parameters()), weight_fn)
+        recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches))
+        state, step = af.build(state, recipe(plan))
+        rows = torch.arange(6).tensor_split(world_size)[state.rank]
+        state, report = step(state, {name: each[rows] for name, each in batch.items()})
+        return float(report.loss), model.state_dict()
+
+    for loss, parameters in simulate(run, world_size=world_size):
+        assert loss == pytest.approx(losses[0], rel=1e-12)
+        ours.assert_close(parameters, expected)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "shift", "words"),
+    [
+        (causal_loss, 0, r"got num_labels\(shift=0\) where shift=1 fits"),
+        (ours.token_loss, 1, r"got num_labels\(shift=1\) where shift=0 fits"),
+    ],
+)
+def test_another_shift_is_refused(loss_fn, shift, words):
+    model = ours.token_model()
+    weight_fn = af.num_labels("labels", shift=shift)
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), weight_fn)
+    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    with pytest.raises(af.errors.LossError, match=words):
+        step(state, causal_batch())
+
+
+def test_evaluate_gives_the_mean_over_items_of_a_sum():
+    model = ours.regression_model()
+    plan = af.Plan(summed, model, ours.sgd(model.parameters()), reduction="sum")
+    state, step = af.build(af.DistState(), plan)
+    found = af.evaluate(step, [BATCH, ours.rows(BATCH, 0, 3)], state)
+    total = summed(model, BATCH) + summed(model, ours.rows(BATCH, 0, 3))
+    assert found["loss"] == pytest.approx(float(total.detach()) / 11, rel=1e-12)
+
+
+def test_bad_arguments_are_refused():
+    model = ours.regression_model()
+    with pytest.raises(af.AccelError, match='reduction must be "mean" or "sum", got \'none\''):
+        af.Plan(ours.mse, model, ours.sgd(model.parameters()), reduction="none")
+    with pytest.raises(af.AccelError, match="shift must be an integer >= 0, got -1"):
+        af.num_labels("labels", shift=-1)
+    with pytest.raises(af.AccelError, match="shift must be an integer >= 0, got True"):
+        af.num_labels("labels", shift=True)
+    with pytest.raises(af.AccelError, match=r"lead to labels \[num_samples, length, ...\]"):
+        af.num_labels("labels", shift=1)({"labels": torch.ones(3)})
+    with pytest.raises(af.errors.PlanError, match="local_sgd must train on a mean"):
+        trained([[BATCH], [BATCH]], af.local_sgd(2), reduction="sum")
+
+
+TRAIN = """
+import json, torch
+import accel_fn as af
+from tests import strategies as ours
+from tests.laws.test_real_processes import batches, shard
+from tests.laws.test_reduction import summed
+
+state = af.init(device="cpu", timeout_s=60)
+model = ours.regression_model()
+plan = af.Plan(summed, model, ours.sgd(model.parameters()), reduction="sum")
+state, step = af.build(state, af.compose(af.place(), af.wrap_ddp(), af.accumulate(2))(plan))
+losses = []
+for index, batch in enumerate(batches("mse")):
+    state, report = step(state, shard(batch, state, index))
+    losses.append(float(report.loss))
+say(json.dumps(losses))
+"""
+
+
+def test_sums_over_processes_are_those_of_one():
+    losses, _ = ours.trained_by_hand(
+        ours.regression_model(), fixed_batches("mse"), loss_fn=summed, optimizer=ours.sgd
+    )
+    for line in launch(TRAIN, num_processes=2).splitlines():
+        assert json.loads(line) == pytest.approx(losses, rel=1e-12)
+
+
+def test_a_model_that_was_left_in_evaluation_mode_is_warned_of_once():
+    model = ours.regression_model().eval()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), plan)
+    with pytest.warns(UserWarning, match="model should be in training mode, got a Sequential in"):
+        state, _ = step(state, BATCH)
+    step(state, BATCH)  # warnings are errors in tests
