@@ -24,8 +24,6 @@ from accel_fn.cli.output import (
 from accel_fn.errors import SettingsError
 from accel_fn.launcher.machines.cpus import read_processors
 from accel_fn.launcher.machines.detect import Machine, detect
-from accel_fn.launcher.machines.machines import place
-from accel_fn.launcher.processes.environment import threads_variable
 
 if TYPE_CHECKING:
     from accel_fn.launcher.settings.settings import Settings
@@ -104,6 +102,9 @@ def _show(config_file: Path | None, *, as_json: bool) -> None:
 
 def _effective(resolved: Resolved) -> dict[str, str]:
     """Values that a launch from here would use for open settings."""
+    from accel_fn.launcher.machines.machines import place
+    from accel_fn.launcher.processes.environment import threads_variable
+
     machines, settings = place(resolved, os.environ), resolved.settings
     has_devices = not settings.cpu and detect().num_devices
     threads = threads_variable(settings, machines, read_processors(), os.environ)

@@ -118,7 +118,7 @@ def test_a_run_ends_where_it_would_have_ended_there(saved, name):
 def trained(state, recipe, folder):
     """Parameters at the end of a run; batches are cut, which BatchNorm alone would notice."""
     state, step, _ = built(state, recipe)
-    step.plan.model.eval()
+    step.plan.model[1].eval()
     state = af.load_accelerate(folder, step, state)
     for batch in batches()[NUM_BEFORE:]:
         state, _ = step(state, batch[state.rank :: state.world_size])
