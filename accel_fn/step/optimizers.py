@@ -14,13 +14,13 @@ def check_optimizers(given: object) -> None:
     named = given if isinstance(given, Mapping) else {"optimizer": given}
     rule = "be a torch.optim.Optimizer, or a mapping of names to such"
     if not named:
-        raise ArgumentError(message("Plan", "optimizer", rule, "an empty one"))
+        raise ArgumentError(message("Plan", "optimizer", rule, given))
     for name, each in named.items():
         if not isinstance(each, Optimizer):
-            got = type(each).__name__
-            raise ArgumentTypeError(
-                message("Plan", "optimizer", rule, got, _optimizer_repair(each))
-            )
+            repair = _optimizer_repair(each)
+            # Several optimizers print themselves on many lines.
+            got = type(each).__name__ if repair else each
+            raise ArgumentTypeError(message("Plan", "optimizer", rule, got, repair))
         if not isinstance(name, str) or not name or {*"/@"} & {*name}:
             rule = 'be named by strings without "/" and "@"'
             raise ArgumentError(message("Plan", "optimizer", rule, name))

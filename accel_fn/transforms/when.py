@@ -10,7 +10,7 @@ from accel_fn.step.transform import Transform, fill, transform
 def when(condition: bool, then: Transform) -> Transform:
     """Apply a transform if a condition is true.
 
-    Law: `when(True, then)` is `then`; `when(False, then)` is the identity.
+    Law: the transform if the condition is true, else the identity.
 
     Args:
         condition: the same on every rank, as the whole plan is.

@@ -116,7 +116,7 @@ def test_a_run_ends_where_it_would_have_ended_there(saved, name):
 
 
 def trained(state, recipe, folder):
-    """Parameters at the end of a run; batches are cut, which BatchNorm alone would notice."""
+    """Parameters at the end of a run; batches are cut, which BatchNorm in training mode would notice."""
     state, step, _ = built(state, recipe)
     step.plan.model[1].eval()
     state = af.load_accelerate(folder, step, state)

@@ -170,11 +170,11 @@ def wrong_plans():
     sgd = torch.optim.SGD([first], lr=0.1)
     name_them = 'name them: {"matrices": muon, "rest": adamw}'
     return {
-        "empty": ({}, "got 'an empty one'"),
+        "empty": ({}, "got {}"),
         "list": ([sgd, sgd], name_them),
         "tuple": ((sgd,), name_them),
         "wrapper": (Wrapper(sgd), "make your wrapper a subclass of torch.optim.Optimizer"),
-        "value": ({"a": 1}, "be a torch.optim.Optimizer, or a mapping of names to such, got 'int'"),
+        "value": ({"a": 1}, "be a torch.optim.Optimizer, or a mapping of names to such, got 1"),
         "slash": ({"a/b": sgd}, 'be named by strings without "/" and "@", got \'a/b\''),
         "number": ({1: sgd}, "be named by strings"),
         "model": ({"model": sgd}, 'not be named "model"'),

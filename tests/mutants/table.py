@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         "weights of padding: labels that are ignored count",
         "base/weights.py",
-        "int(torch.count_nonzero(labels != ignore_index))",
-        "labels.numel()",
+        "int(torch.count_nonzero(counted != ignore_index))",
+        "counted.numel()",
         f"{LAWS}accumulation.py",
     ),
     Mutant(

@@ -20,14 +20,14 @@ SIGNATURES = {
     af.LossScale.start: f"init_scale=65536.0, *, {_SCALE}, device='cpu'",
     af.Report: "*, loss, weight, grad_norm=None, applied=None, metrics=<factory>, extras=<factory>",
     af.compose: "*transforms",
-    af.build: "state, plan",
+    af.build: "state, plan, *, check_loss=True",
     af.Step.__call__: "self, state, batch",
     af.Step.forward: "self, state, batch",
     af.Step.grads: "self, state, batch",
     af.Step.update: "self, state, grads, report",
     af.explain: "plan, state",
     af.num_samples: "batch",
-    af.num_labels: "key_or_path, ignore_index=-100",
+    af.num_labels: "key_or_path, ignore_index=-100, *, shift=0",
     af.shard_loader: "loader, state, *, batch='global', split='auto'",
     ShardedLoader.epochs: "self, num_epochs, *, since=None",
     af.part: "tree, state",
@@ -53,12 +53,13 @@ def test_a_public_function_takes_what_it_is_documented_to_take(function):
     assert parameters_of(function) == SIGNATURES[function]
 
 
-def test_a_plan_is_four_things_and_slots_by_name():
+def test_a_plan_is_four_things_a_reduction_and_slots_by_name():
     given = list(inspect.signature(af.Plan).parameters.values())
-    first, slots = given[:4], given[4:]
+    first, (reduction, *slots) = given[:4], given[4:]
     assert [each.name for each in first] == ["loss_fn", "model", "optimizer", "weight_fn"]
     assert first[3].default is af.num_samples
-    assert {each.kind for each in slots} == {inspect.Parameter.KEYWORD_ONLY}
+    assert (reduction.name, reduction.default) == ("reduction", "mean")
+    assert {each.kind for each in (reduction, *slots)} == {inspect.Parameter.KEYWORD_ONLY}
     assert {each.default for each in slots} == {()}
 
 

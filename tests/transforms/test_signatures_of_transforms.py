@@ -30,6 +30,7 @@ SIGNATURES = {
     "schedule": "(scheduler_or_fn, *, metric=None, optimizer=None)",
     "average": "(decay, *, num_warmup=0)",
     "average.uniform": "(*, num_warmup=0)",
+    "when": "(condition, then)",
     "freeze": "(names, *, until=None)",
     "check_replicas": "(every)",
     "skip_nonfinite": "(max_consecutive=10)",
