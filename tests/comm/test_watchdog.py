@@ -227,7 +227,7 @@ def test_a_stack_is_shown_from_the_users_first_call_on():
     codes = [frame.f_code for frame, _ in stack.calls]
     frames = [code.co_name for code in codes if not code.co_filename.startswith(LIBRARIES[1])]
     start = frames.index("fail")
-    assert frames[start : start + 3] == ["fail", "gather", "exchange"]
+    assert frames[start : start + 4] == ["fail", "call", "gather", "exchange"]  # `eager` calls
     assert stack.place(LIBRARIES) == Place(fail.__code__, fail.__code__.co_firstlineno + 1)
     under = stack.under((sys.prefix, sys.base_prefix, "<"))  # "<frozen runpy>", "<string>"
     assert str(under).splitlines()[0].strip().startswith(f'File "{__file__}"')
