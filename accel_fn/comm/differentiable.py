@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -134,13 +135,27 @@ def _lost_graph(tensor: Tensor) -> bool:
     if torch._C._storage_Use_Count(storage._cdata) <= 2:  # of `tensor` and of `storage`
         return False
     TRAINING.num_scans += 1
+    # In the variables of the callers: all objects of the process would include those that other
+    # threads are still making.
     return any(
-        isinstance(each, Tensor)
-        and each.grad_fn is not None
+        each.grad_fn is not None
         and each.layout is torch.strided
         and each.untyped_storage().data_ptr() == storage.data_ptr()
-        for each in gc.get_objects()
+        for each in _callers_tensors()
     )
+
+
+def _callers_tensors() -> Iterator[Tensor]:
+    """The tensors in the local variables of all callers, and in their lists, tuples and dicts."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        for value in list(frame.f_locals.values()):
+            if type(value) in (list, tuple):
+                members = list(value)
+            else:
+                members = list(value.values()) if type(value) is dict else [value]
+            yield from (each for each in members if issubclass(type(each), Tensor))
+        frame = frame.f_back
 
 
 def detached_in_no_grad(tree: Any) -> Any:

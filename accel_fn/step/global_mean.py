@@ -39,8 +39,11 @@ class GlobalMean:
         *,
         stop: bool = False,
         layout: Layout | None = None,
+        is_forward: bool = False,
     ) -> None:
         layout = layout or Layout(sizes={})
+        # Ranks of which one trains and one evaluates must not take each other's numbers.
+        self._suffix = " forward" if is_forward else ""
         failure = failure or layout.late
         weight = float("nan") if failure else float(sum(weights))
         self._state = state
@@ -73,7 +76,7 @@ class GlobalMean:
     def _sum(self, tensor: Tensor, what: str) -> primitives.Pending | primitives.PendingTotal:
         # The step number lets ranks notice one that caught its loss's error and went on.
         return primitives.start_total(
-            tensor, self._state, "step", what=f"{what} {self._state.step + 1}"
+            tensor, self._state, "step", what=f"{what}{self._suffix} {self._state.step + 1}"
         )
 
     def total(self) -> float:

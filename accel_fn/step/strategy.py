@@ -129,7 +129,7 @@ class Strategy:
         """The mean loss over the global batch, [], without gradients or metrics."""
         parts, weights, failure = microbatches_or_failure(plan, batch)
         layout = Layout(self.layout.dtype, sizes={}, is_sum=self.layout.is_sum)
-        mean = GlobalMean(state, weights, failure, layout=layout)
+        mean = GlobalMean(state, weights, failure, layout=layout, is_forward=True)
         parts, weights = self.pad(state, mean, parts, weights)
         with torch.no_grad():
             for part, weight in zip(parts, weights, strict=True):

@@ -192,26 +192,28 @@ def test_a_collective_on_one_rank_is_reported_by_all_with_its_shapes_and_lines(e
 def test_a_step_on_one_rank_is_reported_by_all_with_its_number_and_phase(ended):
     ranks, place = ended
     at = place("# steps")
-    last = f"last collective 6, step, at {at}"
+    last = f"last collective 15, step of float32 [2], at {at}"
     assert_reports(
         ranks,
-        f"  rank 0: at {at}; in step 4, backward; {last}\n",
+        f"  rank 0: in collective 16, step of float64 [2], at {at}; last step 4, at {at}\n",
         f"  rank 1: at {place('# elsewhere')}; last step 3, at {at}; {last}\n",
     )
     assert "step has waited for longer than timeout_s=3\n" in ranks[0].stderr
     assert in_stack(at) in ranks[0].stderr
-    assert "in run_backward" in ranks[0].stderr
+    assert "in wait" in ranks[0].stderr
 
 
 @of("four_steps_against_three_and_an_evaluation")
 def test_numbers_of_another_collective_are_never_taken_for_gradients(ended):
-    ranks, place = ended
-    evaluates = f"in collective 7, step of float64 [2], at {place('# evaluates')}"
-    assert_reports(
-        ranks,
-        f"  rank 0: at {place('# steps')}; in step 4, backward; last collective 6, step, ",
-        f"  rank 1: {evaluates}; last step 3, at {place('# steps')}\n",
-    )
+    ranks, _ = ended
+    rule = "step: every rank must be in the same collective, got"
+    names = ("weights 4", "weights forward 4")
+    for rank, end in enumerate(ranks):
+        assert end.exit_code == 1, end.stderr
+        assert (
+            f"{rule} {names[1 - rank]} on rank {1 - rank} and {names[rank]} on rank {rank}\n"
+            in end.stderr
+        )
     assert len(ranks[1].stdout.splitlines()) == 1  # the mark alone
 
 
@@ -222,8 +224,8 @@ def test_a_rank_that_has_left_is_named_with_its_last_step(ended):
     at = place("# steps")
     assert_tells(
         waits,
-        f"  rank 0: at {at}; in step 4, backward; last collective 6, step, at {at}\n",
-        f"  rank 1: has left; last step 3, at {at}; last collective 6, step, at {at}\n",
+        f"  rank 0: in collective 16, step of float64 [2], at {at}; last step 4, at {at}\n",
+        f"  rank 1: has left; last step 3, at {at}; last collective 15, step of float32 [2], at {at}\n",
     )
 
 
@@ -231,7 +233,8 @@ def test_a_rank_that_has_left_is_named_with_its_last_step(ended):
 def test_where_rank_0_has_left_the_others_still_tell_where_they_are(ended):
     (left, waits), place = ended
     assert (left.exit_code, left.stderr) == (0, "")
-    assert_tells(waits, f"  rank 1: at {place('# steps')}; in step 4, backward; ")
+    at = place("# steps")
+    assert_tells(waits, f"  rank 1: in collective 16, step of float64 [2], at {at}; last step 4, ")
     assert ("rank 0: has left" in waits.stderr) or ("rank 0, or the launcher" in waits.stderr)
 
 
@@ -294,7 +297,7 @@ def test_a_rank_that_cannot_end_after_its_error_is_ended(ended):
 @of("a_long_computation_against_a_step")
 def test_a_rank_that_computes_while_the_others_wait_is_reported_where_it_is(ended):
     ranks, place = ended
-    assert_reports(ranks, f"  rank 0: at {place('# steps')}; in step 1, ")
+    assert_reports(ranks, f"  rank 0: in collective 6, step, at {place('# steps')}\n")
     assert (
         f"line {place('# computes').split()[0].partition(':')[2]}, in <module>" in ranks[1].stderr
     )
