@@ -104,7 +104,7 @@ def names() -> str:
         accelerator.load_state()
         assert not checkpoint(folder, 0).exists()
         assert float(model.bias) == 3.0
-    told = "an error whose advice cannot be followed"
+    told = "an error with advice that cannot be followed"
     return f"{told}; with a limit, new ones are deleted and a stale one is loaded"
 
 
@@ -114,7 +114,7 @@ def incomplete() -> str:
         _saved(folder, [0.0])
         checkpoint(folder, 1).mkdir()
         accelerator, _ = _project(folder)
-        return f"chosen, then {_error(accelerator.load_state)}"
+        return f"loaded, then {_error(accelerator.load_state)}"
 
 
 def _saved(folder: str, values: list[float], **options: int) -> None:
