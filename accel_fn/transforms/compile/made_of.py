@@ -37,7 +37,7 @@ class MadeOf:
     """Compares a plan with what it was in `build`: torch's guards skip hooks and replaced methods."""
 
     def __init__(self, plan: Plan) -> None:
-        (self._optimizer,) = plan.optimizers.values()
+        self._optimizers = [*plan.optimizers.values()]
         modules = [*plan.model.modules()]
         self._owners = [*map(vars, modules)]
         self._hooks = [vars(each)[name] for each in modules for name in _HOOKS]
@@ -62,16 +62,17 @@ class MadeOf:
             )
 
     def _is_hooked(self, parameters: list[Tensor | None]) -> bool:
-        return has_hooks(self._optimizer) or any(map(_is_hooked, parameters))
+        return any(map(has_hooks, self._optimizers)) or any(map(_is_hooked, parameters))
 
     def _found(self) -> list[object]:
         """The methods that instances have in place of their classes'."""
-        step = vars(self._optimizer).get("step")
-        return [
-            *[own.get("forward") for own in self._owners],
-            None if hasattr(step, "_wrapped_by_lr_sched") else step,  # which counts calls alone
-            type(self._optimizer).step,
-        ]
+        found: list[object] = [own.get("forward") for own in self._owners]
+        for optimizer in self._optimizers:
+            step = vars(optimizer).get("step")
+            # What torch's schedulers put there counts calls alone.
+            found.append(None if hasattr(step, "_wrapped_by_lr_sched") else step)
+            found.append(type(optimizer).step)
+        return found
 
     def _refuse(self, what: str, repair: str) -> None:
         raise PlanError(
