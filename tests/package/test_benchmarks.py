@@ -13,6 +13,7 @@ from tests.transforms.test_signatures_of_transforms import SIGNATURES
 
 EVERYWHERE = {
     "place",
+    "when",
     "wrap",
     "wrap_ddp",
     "reproducible",
