@@ -54,7 +54,7 @@ class Running(Protocol):
 
 
 class _Training(threading.local):
-    """What this thread computes a loss of, as a weak reference: it ends with the step."""
+    """The batch whose loss this thread computes, as a weak reference that ends with the step."""
 
     batch: Callable[[], Running | None] | None = None
     num_scans: int = 0

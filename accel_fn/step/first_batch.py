@@ -51,7 +51,7 @@ class FirstBatch:
         is_cut = state.world_size > 1 or plan.split or plan.having("virtual_ranks")
         self._checks_loss = check_loss and bool(is_cut)
         self.verdict = "is not compared with that of its halves"
-        """What is known of the loss."""
+        """The result of the comparison, for `explain`."""
         if check_loss:
             self.verdict = (
                 "is compared with that of its halves in the first step"

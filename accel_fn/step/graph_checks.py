@@ -25,7 +25,7 @@ class TrainedParameters:
         self._shares = shares
         """Does a backward give a share of a gradient, in place of all of it?"""
         self.known: set[int] | None = None
-        """Of the model's trained parameters, where a strategy cannot do without these."""
+        """The ids of the trained parameters, if the strategy refuses replaced ones; else None."""
         self.hooked: list[tuple[nn.Parameter, dict[int, Hook]]] = []
         """Parameters whose hooks are set aside until the gradient is whole."""
         self._optimizers = [*plan.optimizers.values()]

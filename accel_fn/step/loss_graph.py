@@ -103,7 +103,7 @@ def check_linear(loss: Tensor, trainable: Sequence[nn.Parameter]) -> bool:
 
 
 def _sums(loss: Tensor, factor: float, trainable: Sequence[nn.Parameter]) -> Tensor:
-    """Of each gradient of `factor * loss`, over `factor`: its norm and its sum, [parameters, 2]."""
+    """Compute norm and sum of each gradient of `factor * loss`, divided by `factor`: [parameters, 2]."""
     seed = loss.new_full((), factor)
     grads = torch.autograd.grad(loss, trainable, seed, retain_graph=True, allow_unused=True)
     rows = [torch.zeros(2, dtype=torch.float64)]

@@ -190,7 +190,7 @@ def _mapped(subset: Subset[Any], numbers: Tensor) -> Tensor:
 
 
 def _places(values: Any, size: int) -> Tensor:
-    """Whole numbers in 0 .. size - 1 as [num_values], int64."""
+    """Convert integers in 0 .. size - 1 to a tensor [num_values], int64."""
     try:  # by way of NumPy, which reads a list at a quarter of the time
         places = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
     except (TypeError, ValueError) as error:

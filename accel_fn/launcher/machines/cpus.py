@@ -16,7 +16,7 @@ class Processors:
     """The processors that this process may run on."""
 
     cores: int
-    """Whole cores, at most what a container's quota allows."""
+    """The number of physical cores, at most the quota of the container."""
     nodes: tuple[tuple[int, ...], ...]
     """The processors of each memory node."""
 
