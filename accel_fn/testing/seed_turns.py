@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -21,21 +22,21 @@ class _Turn:
         self._group = group
         self._count = _num_collectives(group)
         self._until = time.monotonic() + _PATIENCE_S  # it may wait for a peer in another way
-        self.is_over = False
 
     def lasts(self) -> bool:
         """Does the rank still draw without having waited for another one?"""
-        in_time = time.monotonic() < self._until
-        return not self.is_over and in_time and _num_collectives(self._group) == self._count
+        return time.monotonic() < self._until and _num_collectives(self._group) == self._count
 
 
 class _Rank(threading.local):
     """The simulated rank of this thread, and the turn of whichever rank has it."""
 
+    process: int | None = None
+    """Where it is one: in a process that it forks, as for a worker of a loader, it is none."""
     group: ProcessGroup | None = None
     turn: _Turn | None = None
     lock = threading.Lock()
-    turns: ClassVar[list[_Turn]] = []  # the last one, shared by all threads
+    turns: ClassVar[list[_Turn]] = []  # at most one, shared by all threads
 
 
 _rank = _Rank()
@@ -48,7 +49,7 @@ def _num_collectives(group: ProcessGroup) -> int:
 
 def _seed_in_turn(seed: Any) -> torch.Generator:
     """Seed as torch does; in a simulated rank, once the turn of another rank is over."""
-    if _rank.group is not None:
+    if _rank.group is not None and _rank.process == os.getpid():
         end_turn()
         while True:
             with _rank.lock:
@@ -63,7 +64,9 @@ def _seed_in_turn(seed: Any) -> torch.Generator:
 def end_turn() -> None:
     """Let other ranks seed; does nothing if this thread has no turn."""
     if _rank.turn is not None:
-        _rank.turn.is_over = True
+        with _rank.lock:
+            if _rank.turn in _rank.turns:
+                _rank.turns.remove(_rank.turn)
         _rank.turn = None
 
 
@@ -71,7 +74,7 @@ def end_turn() -> None:
 def rank_of(group: ProcessGroup | None) -> Iterator[None]:
     """Inside, this thread is a rank of a world of several, which draws its own numbers after a seed."""
     torch.manual_seed = torch.random.manual_seed = _seed_in_turn
-    _rank.group = group
+    _rank.group, _rank.process = group, os.getpid()
     try:
         yield
     finally:

@@ -232,6 +232,33 @@ def test_ranks_that_seed_draw_numbers_of_their_own(num_rounds):
             assert torch.equal(mine, theirs)
 
 
+def test_a_process_that_a_rank_forks_seeds_as_any_other():
+    """It has no threads, which a group of an earlier world would wait for as it is released."""
+
+    def failing(state):
+        torch.manual_seed(0)
+        af.barrier(state)
+        if state.rank == 0:
+            torch.manual_seed(0)
+            raise ValueError("one alone")
+        af.barrier(state)
+
+    def forked(state):
+        child = os.fork()
+        if not child:
+            torch.manual_seed(1)
+            os._exit(0)
+        return os.waitpid(child, 0)[1]
+
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match="one alone"):
+        simulate(failing, world_size=2, timeout_s=0.2)
+    while threading.active_count() > threads:
+        time.sleep(0.01)
+    gc.collect()  # the error's frames hold the group, too
+    assert simulate(forked, world_size=2) == [0, 0]
+
+
 def test_a_rank_that_seeds_and_waits_for_another_one_keeps_none_waiting():
     """It waits in a way that no collective shows: the other rank may seed all the same."""
     seeded = threading.Event()
