@@ -19,8 +19,6 @@ from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.errors import BatchError
 
-_MOST_SCANS = 3
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -57,7 +55,6 @@ class _Training(threading.local):
     """The batch whose loss this thread computes, as a weak reference that ends with the step."""
 
     batch: Callable[[], Running | None] | None = None
-    num_scans: int = 0
 
 
 TRAINING = _Training()
@@ -129,12 +126,11 @@ def _lost_graph(tensor: Tensor) -> bool:
     """Was it taken out of a graph just for this: by no_grad, or by detach, which shares its memory?"""
     if tensor.requires_grad or not tensor.is_floating_point():
         return tensor.requires_grad and not torch.is_grad_enabled()
-    if tensor.layout is not torch.strided or TRAINING.num_scans >= _MOST_SCANS:
+    if tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
     if torch._C._storage_Use_Count(storage._cdata) <= 2:  # of `tensor` and of `storage`
         return False
-    TRAINING.num_scans += 1
     # In the variables of the callers: all objects of the process would include those that other
     # threads are still making.
     return any(
