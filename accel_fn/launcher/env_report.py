@@ -90,7 +90,7 @@ def _extras() -> dict[str, dict[str, str | None]]:
     found: dict[str, dict[str, str | None]] = {}
     for line in lines:
         match = re.match(r"([\w.-]+).*;.*\bextra\s*==\s*['\"]([\w-]+)['\"]", line)
-        if match:
+        if match and match[2] != "all":  # it repeats the others
             found.setdefault(match[2], {})[match[1]] = version(match[1])
     return found
 
