@@ -1,9 +1,8 @@
-"""Two of torch's functions without their wrappers, where nothing listens to those.
+"""Functions that rest on private names of torch; tests/step/test_torch_internals.py fails when one changes.
 
 A small step spends much of its time in checks and profiler hooks around
-the engine's backward and the optimizer's step. Both functions here do what the
-public ones do, or call them. They rest on private names of torch;
-tests/step/test_torch_internals.py fails when one of them changes.
+the engine's backward and the optimizer's step. `run_backward` and
+`run_optimizer` do what the public ones do, or call them.
 """
 
 from __future__ import annotations
@@ -73,6 +72,17 @@ def has_hooks(optimizer: Optimizer) -> bool:
         or _hooks._global_optimizer_pre_hooks
         or _hooks._global_optimizer_post_hooks
     )
+
+
+def checkpoint_hook() -> Callable[..., Any] | None:
+    """What packs tensors here, if a checkpoint does, in its forward or in computing that again.
+
+    Not a reentrant checkpoint: that one packs nothing. The same object throughout one forward.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+        return None
+    return hooks[0]
 
 
 def _unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:

@@ -19,7 +19,11 @@ from accel_fn.base.swap_forward import with_forwards
 from accel_fn.base.torch_compile import compile_inside
 from accel_fn.errors import PlanError, check_flag
 from accel_fn.step.plan import ContextFn, Plan, Stateful, describe
+from accel_fn.step.torch_internals import checkpoint_hook
 from accel_fn.step.transform import Transform, fill, transform
+
+OURS = "of_checkpoint_activations"
+"""Marks a hook that packs tensors as one of a checkpoint of ours: a block may stand in a block."""
 
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
 """Owner, name and tensor of each buffer."""
@@ -94,9 +98,15 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A block's forward, of which the backward will know the inputs alone."""
-        forward = partial(inside, forwards[block])
+        plain = forwards[block]
+        forward = partial(inside, plain)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        around = checkpoint_hook()
+        if around and not hasattr(around, OURS):
+            # The model's own checkpoint saves this memory already. It calls the block again outside of
+            # our context and of a compiled loss, and must save the same tensors then.
+            return (forward if block._compiled_call_impl else plain)(*args, **kwargs)
         with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
             contexts = partial(_contexts, block, draws)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -148,6 +158,7 @@ class _Entered(AbstractContextManager[None]):
 @contextmanager
 def _watched(draws: Draws, drawn: list[Standing]) -> Iterator[None]:
     """Note where Python's and NumPy's generators stood, if they are drawn from in it."""
+    setattr(checkpoint_hook(), OURS, True)
     before = draws.now()
     yield
     if draws.since(before):
@@ -159,6 +170,7 @@ def _again(
     buffers: Buffers, forwards: dict[nn.Module, Callable[..., Any]], drawn: list[Standing]
 ) -> Iterator[None]:
     """Other buffers and forwards in their places, and generators where they stood."""
+    setattr(checkpoint_hook(), OURS, True)
     now = [(home, name, home[name]) for home, name, _ in buffers]
     _put(buffers)
     try:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import accel_fn as af
 from accel_fn.base.rng import Draws, drawn_again, kept_random
@@ -229,6 +230,112 @@ def test_what_is_chosen_is_computed_again_and_nothing_else(blocks, chosen):
     again = {name for name, number in calls.items() if number > 1}
     assert again == {name for name in LAYERS if any(is_in(name, each) for each in chosen)}
     assert set(calls) == set(LAYERS)
+
+
+class Outer(nn.Module):
+    """Two blocks that draw, in a list of their own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.ModuleList(Noisy(width) for _ in range(2))
+
+    def forward(self, inputs):
+        for block in self.inner:
+            inputs = block(inputs)
+        return inputs
+
+
+class Checkpointing(nn.Module):
+    """A model that checkpoints its blocks, or some of them, itself."""
+
+    def __init__(self, around, blocks):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(3, 5), nn.ModuleList(blocks)
+        self.around, self.last = around, nn.Linear(5, 1)
+
+    def through(self, block, inputs):
+        return block(inputs).tanh()
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = self.around(partial(self.through, block), hidden)
+        return self.last(hidden)
+
+
+def with_a_norm_of_gradients(model, batch):
+    """A loss with a backward of its own, inside the contexts of the step."""
+    inputs, targets = batch
+    inputs = inputs.clone().requires_grad_()
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    return loss + grad.square().sum()
+
+
+AROUND = {
+    "one": partial(checkpoint, use_reentrant=False),
+    "one in another": lambda run, hidden: checkpoint(
+        partial(checkpoint, use_reentrant=False), run, hidden, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "offload"), [(Noisy, False), (Outer, True), ((Outer, Noisy), False)]
+)
+@pytest.mark.parametrize("loss_fn", [ours.mse, with_a_norm_of_gradients])
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_blocks_that_the_model_checkpoints_itself_train_as_without_it(
+    around, loss_fn, chosen, offload
+):
+    """The blocks draw, and change buffers whenever they are computed."""
+    generator = torch.Generator().manual_seed(0)
+    batch = tuple(torch.randn(4, width, generator=generator).double() for width in (3, 1))
+
+    def run(recipe):
+        torch.manual_seed(0)
+        model = Checkpointing(around, [Outer(5) for _ in range(3)]).double()
+        torch.manual_seed(1)
+        state, step = ours.built(recipe, model=model, optimizer=ours.adamw, loss_fn=loss_fn)
+        losses = []
+        for _ in range(2):
+            state, report = step(state, batch)
+            losses.append(float(report.loss))
+        return losses, model.state_dict()
+
+    expected = run(af.compose())
+    found = run(af.checkpoint_activations(blocks=chosen, offload=offload))
+    assert found[0] == expected[0]
+    ours.assert_identical(found[1], expected[1])
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("scope", ["blocks", "loss"])
+def test_compiled_blocks_that_the_model_checkpoints_itself_train_as_without_it(scope):
+    generator = torch.Generator().manual_seed(0)
+    batch = tuple(torch.randn(4, width, generator=generator).double() for width in (3, 1))
+
+    def run(recipe):
+        torch.manual_seed(0)
+        model = Checkpointing(AROUND["one"], [Block(5) for _ in range(3)]).double()
+        return train(model, recipe, [batch] * 2)
+
+    expected = run(af.compose())
+    found = run(af.compose(af.checkpoint_activations(), af.compiled(scope=scope)))
+    assert found[0] == pytest.approx(expected[0])
+    ours.assert_close(found[1], expected[1])
+
+
+def test_a_block_in_a_block_is_computed_again_for_its_own_backward_too():
+    """Else the recomputed outer block would keep all that its inner ones hold."""
+    model, calls = stack(), Counter()
+    inner = model.blocks[0].inner[0]
+    inner.forward = partial(counted, calls, "inner", inner.forward)
+    recipe = af.checkpoint_activations(blocks=(Block, nn.Linear))
+    state, step = ours.built(recipe, model=model, optimizer=ours.adamw)
+    step(state, (torch.ones(1, 3).double(), torch.ones(1, 1).double()))
+    assert calls["inner"] == 3
 
 
 def counted(calls, name, forward, *inputs):

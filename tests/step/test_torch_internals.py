@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
@@ -25,7 +26,7 @@ from accel_fn.comm.mesh import make_mesh
 from accel_fn.data.streams.read_stream import shown
 from accel_fn.data.workers.lost_workers import lost_workers, make_loader, start_workers
 from accel_fn.step import torch_internals
-from accel_fn.step.torch_internals import run_backward, run_optimizer
+from accel_fn.step.torch_internals import checkpoint_hook, run_backward, run_optimizer
 from accel_fn.testing import simulate
 from accel_fn.transforms.compile.optimizer_in_graph import methods_of
 from tests.optimizers import ROWS, batches, kinds
@@ -58,6 +59,7 @@ def sgd(parameters):
     "name",
     [
         "torch._C._autograd:_profiler_enabled",
+        "torch._C._autograd:_top_saved_tensors_default_hooks",
         "torch._C._distributed_c10d:HashStore",
         "torch._C._distributed_c10d:PrefixStore",
         "torch._C._distributed_c10d:TCPStore",
@@ -323,6 +325,22 @@ def test_profiler_records_the_step():
         one_step(sgd)
     names = [event.key for event in profile.key_averages()]
     assert "Optimizer.step#SGD.step" in names
+
+
+def test_a_checkpoint_packs_tensors_by_a_hook_that_is_seen_in_its_forward_and_when_that_runs_again():
+    seen = []
+
+    def run(inputs):
+        seen.append((checkpoint_hook(), checkpoint_hook()))
+        with torch.autograd.graph.save_on_cpu():
+            assert checkpoint_hook() is None
+        return inputs.exp()
+
+    checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    forward, recomputation = seen
+    assert all(one is other is not None for one, other in seen)
+    assert forward[0] is not recomputation[0]
+    assert checkpoint_hook() is None
 
 
 @fused_optimizers
