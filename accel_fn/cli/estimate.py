@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from accel_fn.observe.estimate_memory import MemoryEstimate
 
 _PARTS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "peak")
+_COLUMNS = 4  # estimates beside each other, for terminals of 80 columns
 
 
 def _counts(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
@@ -84,7 +85,10 @@ def estimate(
     if as_json:
         print_json([asdict(each) for each in found])
     else:
-        print_table(["ranks", "micro-batches", *_PARTS], [_row(each) for each in found])
+        for start in range(0, len(found), _COLUMNS):
+            columns = map(_column, found[start : start + _COLUMNS])
+            heading, *rows = zip(("ranks", "micro-batches", *_PARTS), *columns, strict=True)
+            print_table(heading, rows)
 
 
 def _maker(target: str, parameter: str) -> Callable[[], Any]:
@@ -92,6 +96,6 @@ def _maker(target: str, parameter: str) -> Callable[[], Any]:
     return lambda: call_target(found, target, "estimate", parameter)
 
 
-def _row(found: MemoryEstimate) -> list[str]:
+def _column(found: MemoryEstimate) -> list[str]:
     sizes = [readable_bytes(getattr(found, part)) for part in _PARTS]
     return [str(found.world_size), str(found.num_microbatches), *sizes]

@@ -1,6 +1,7 @@
 """`accel-fn estimate`, as a user would call it."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -33,25 +34,30 @@ def script(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_row_for_each_world_and_number_of_microbatches(launchers, script):
+def test_the_command_prints_a_column_for_each_world_and_number_of_microbatches(launchers, script):
     done = launchers.command(
         script, "estimate", "net.py:model", "--batch", "net:batch", "--loss", "net.py:loss",
         "-n", "1,2", "--num-microbatches", "1,3", "--device", "cpu",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     assert done.stderr == ""
-    heading, *rows = [line.split() for line in done.stdout.splitlines()]
-    assert heading[:3] == ["ranks", "micro-batches", "parameters"]
-    assert [row[:2] for row in rows] == [["1", "1"], ["1", "3"], ["2", "1"], ["2", "3"]]
-    assert all("3.16 KiB" in " ".join(row) for row in rows)  # 808 numbers
-    assert "1.88 KiB" in " ".join(rows[0])  # 12 * 40 * 4 + 4 bytes of activations
+    rows = [re.split(r"\s\s+", line) for line in done.stdout.splitlines()]
+    assert rows[0] == ["ranks", "1", "1", "2", "2"]
+    assert rows[1] == ["micro-batches", "1", "3", "1", "3"]
+    assert rows[2] == ["parameters", *["3.16 KiB"] * 4]  # 808 numbers
+    assert rows[-2][:2] == ["activations", "1.88 KiB"]  # 12 * 40 * 4 + 4 bytes
 
 
-def test_on_a_terminal_the_command_shows_that_it_works(script):
-    command = [sys.executable, "-m", "accel_fn.cli", "estimate", "net.py:model"]
-    with Terminal(command, script, surroundings(script, TERM="xterm-256color")) as screen:
+def test_a_terminal_of_80_columns_shows_that_it_works_then_whole_words(script):
+    command = [sys.executable, "-m", "accel_fn.cli", "estimate", "net.py:model", "-n", "1,2,4,8,16"]
+    environment = surroundings(script, TERM="xterm-256color", COLUMNS="80")
+    with Terminal(command, script, environment) as screen:
         screen.read_until("estimating").read_until("ranks")
         assert screen.end() == 0
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.text).splitlines()
+    names = ["ranks", "micro-batches", "parameters", "activations", "peak"]
+    assert [name for name in names if sum(line.split()[:1] == [name] for line in lines) != 2] == []
+    assert [line for line in lines if "estimating" not in line and len(line) > 80] == []
 
 
 def test_the_command_gives_bytes_to_programs(launchers, script):
