@@ -38,7 +38,7 @@ def build(
         check_loss: where batches are cut over ranks or micro-batches, compare, in the first step,
             the loss of a batch with those of its halves: the step raises if the plan's `reduction`,
             or the `shift` of `num_labels`, does not fit and another one does. `explain(step, state)`
-            tells what was found.
+            prints the result.
 
     Returns:
         The state with what transforms add to it (a loss scale), and the step.
