@@ -1,4 +1,4 @@
-"""Ranks that train apart, by hand: a reference loop for each, and their means."""
+"""Reference for local SGD: one loop by hand for each rank, and the means over the ranks."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tests import strategies as ours
 
 
 def parts(world_size):
-    """Five global batches, dealt unevenly; the last rank has nothing of one."""
+    """Return five global batches, split unevenly; in one of them the last rank has no samples."""
     generator = torch.Generator().manual_seed(0)
     sizes = [
         [size] * (world_size - 1) + [last]
@@ -18,7 +18,8 @@ def parts(world_size):
 
 
 def trained_apart_by_hand(parts, every, optimizer=ours.adamw, max_norm=None):
-    """The reference loop for each rank, averaged by hand: what each holds after each batch."""
+    """Train the reference loop for each rank, average by hand; return what each rank holds after
+    each batch."""
     models = [ours.regression_model() for _ in parts]
     optimizers = [optimizer(model.parameters()) for model in models]
     items = [0] * len(parts)
@@ -52,7 +53,7 @@ def averaged_by_hand(models, optimizers, items):
 
 
 def held(model, optimizer):
-    """Parameters, buffers and what the optimizer keeps, by name."""
+    """Return parameters, buffers and optimizer state by name."""
     tensors = {name: value.detach() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         kept = optimizer.state[parameter].items()

@@ -24,14 +24,15 @@ from tests.optimizers import (
 FENCES = ("<!-- table: python -m tests.compiled_optimizers -->\n", "<!-- end of table -->\n")
 HEAD = ["| optimizer | in a graph | why not |", "|---|---|---|"]
 
-# A graph rounds less often what these hold in less than float64: a product of momenta in float32,
-# once in each of four updates; an orthogonal matrix in bfloat16, in five rounds. Relative to how
-# far training moved.
+# A compiled graph rounds less often where these optimizers compute in less than float64: a product
+# of momenta in float32, once in each of four updates; an orthogonal matrix in bfloat16, in five
+# rounds. The tolerance is relative to how far training moved the parameters.
 RTOL = {"torch.optim.NAdam": 4 * 2.0**-24, "torch.optim.Muon": 5 * 2.0**-8}
 
 
 def outcome(row: Row) -> str:
-    """Empty where training with it in a graph is training by hand; else why it is refused."""
+    """Return an empty text if training in a graph equals training by hand, else the reason why
+    not."""
     recipe = af.compose(af.clip(MAX_NORM), af.compiled(scope="step"))
     try:
         (parameters,) = trained(row, recipe, torch.float64, [batches(torch.float64)])
@@ -48,13 +49,13 @@ def outcome(row: Row) -> str:
 
 
 def line(name: str) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     reason = outcome(ROWS[name])
     return f"| `{name}` | {'no' if reason else 'yes'} | {reason.replace('|', '/')} |"
 
 
 def table() -> str:
-    """A row per optimizer."""
+    """Format the table, one row per optimizer."""
     return "\n".join([*HEAD, *map(line, ROWS)]) + "\n"
 
 

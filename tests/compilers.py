@@ -1,4 +1,4 @@
-"""What tests that have code compiled are made of: slow ones, and none where no C++ compiler is."""
+"""Marks and helpers of tests that compile code: they are slow, and need a C++ compiler."""
 
 import os
 import shutil
@@ -14,14 +14,14 @@ from tests import strategies as ours
 there = shutil.which(os.environ.get("CXX", "g++")) is not None
 MARKS = [pytest.mark.slow, pytest.mark.skipif(not there, reason="needs a C++ compiler")]
 
-# torch's compiler looks at the gradients of tensors that have none.
+# torch's compiler reads the gradients of tensors that have none, which warns.
 looks_at_gradients = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning"
 )
 
 
 def compiles(test: Callable[..., None]) -> Callable[..., None]:
-    """A decorator of such a test."""
+    """Mark a test as one that compiles."""
     for mark in MARKS:
         test = mark(test)
     return test
@@ -44,7 +44,7 @@ def make_plan(model=None, optimizer=ours.adamw, loss_fn=ours.mse):
 
 
 def plain_sgd(parameters):
-    """It remembers nothing, so that even its first update is compiled."""
+    """Make SGD without momentum: it has no state, so even its first update is compiled."""
     return torch.optim.SGD(parameters, lr=0.05)
 
 

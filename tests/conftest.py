@@ -1,4 +1,4 @@
-"""Hypothesis profiles and one thread for torch: ranks are threads and processes here."""
+"""Set Hypothesis profiles and one thread for torch, since ranks are threads and processes here."""
 
 import gc
 import os
@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, Phase, settings
 
 torch.set_num_threads(1)
 
-# torch's store looks up the name of every address that it talks to. A nameserver that lets a
-# question fall costs 5 s each time, unless the resolver is told to ask again sooner.
+# torch's store looks up the name of every address that it connects to. If a nameserver does not
+# answer, each look-up costs 5 s, unless the resolver is told to retry sooner.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=10, **_COMMON)
 settings.register_profile("ci", max_examples=25, derandomize=True, **_COMMON)
-settings.register_profile(  # that a planted bug is seen is enough
+settings.register_profile(  # one failing example is enough for a planted bug
     "mutants", max_examples=10, derandomize=True, phases=[Phase.explicit, Phase.generate], **_COMMON
 )
 settings.register_profile("nightly", max_examples=2000, **_COMMON)
@@ -25,26 +25,27 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 
 def pytest_collection_finish():
-    """What was imported stays: no look for garbage goes through it, least of all in workers that fork."""
+    """Exclude what was imported from garbage collection, above all in workers that fork."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_runtest_setup():
-    """What a test draws without a seed of its own is the same in every run."""
+    """Seed the global generators, so that every run draws the same numbers."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def forgetful():
-    """torch remembers which shapes have varied, by where the code stands."""
+    """Clear what torch remembers about varying shapes: it keys that by place in the code."""
     torch._dynamo.reset()
 
 
 @pytest.fixture
 def ctrl_c():
-    """Programs that a test starts get Ctrl-C, also where the tests run with it ignored, as under nohup."""
+    """Let programs of a test receive Ctrl-C, even if the tests run with it ignored, as under
+    nohup."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -52,6 +53,7 @@ def ctrl_c():
 
 @pytest.fixture(autouse=True, scope="module")
 def workers_end_with_their_module():
-    """Torch waits up to 5 s for each worker of a forgotten iterator: here, not in a simulated rank."""
+    """Collect forgotten iterators here: torch waits up to 5 s for each worker, which a simulated
+    rank cannot."""
     yield
     gc.collect()

@@ -52,7 +52,7 @@ _IMPORTS = (
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended."""
+    """Exit of a rank: output, errors and code."""
 
     exit_code: int
     stdout: str
@@ -63,7 +63,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Request:
-    """Scripts to run, each on so many ranks: `NAME.py` in a folder, and what they said beside it."""
+    """Scripts to run, each on some ranks; `NAME.py` is in `folder`."""
 
     folder: str
     names: list[str]
@@ -80,7 +80,7 @@ def run_worlds(
     num_at_once: int = 4,
     timeout_s: float = 500,
 ) -> dict[str, list[Ended]]:
-    """Run each script on some ranks, several at once; how each rank ended, by name.
+    """Run each script on its ranks, several at once; return how each rank ended, by name.
 
     A script may `say` a line and `mark` the time. Ranks that run for longer are killed.
     """
@@ -97,7 +97,7 @@ def run_worlds(
 
 
 def line_of(script: str, text: str) -> int:
-    """The number of the line, in the file that is run, that holds this text."""
+    """Return the number of the line of the running file that holds this text."""
     lines = (_HELPERS + textwrap.dedent(script)).splitlines()
     (found,) = [number for number, line in enumerate(lines, start=1) if text in line]
     return found
@@ -105,7 +105,7 @@ def line_of(script: str, text: str) -> int:
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """The process that forks; it ends with this one."""
+    """Start the process that forks; it ends with this one."""
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.forking"],
         cwd=ROOT,
@@ -138,12 +138,12 @@ def _is_number(line: str) -> bool:
 
 
 def _serve() -> None:
-    """Run what is asked for on stdin, line by line, until that or the parent ends."""
+    """Run the requests that arrive on stdin, one a line, until it closes or the parent ends."""
     for name in _IMPORTS:
         importlib.import_module(name)
-    gc.freeze()  # else a rank that ends goes through all that was imported
+    gc.freeze()  # else the end of each rank would collect all that was imported
     parent = os.getppid()
-    while os.getppid() == parent:  # others may hold the other end of stdin
+    while os.getppid() == parent:  # other processes may hold the other end of stdin
         if not select.select([sys.stdin], [], [], 1.0)[0]:
             continue
         line = sys.stdin.readline()
@@ -170,7 +170,7 @@ def _run(request: Request, parent: int) -> dict[str, list[int]]:
 
 
 def _start(request: Request, name: str) -> set[int]:
-    """The ranks of a new world, each of which goes on in its script instead of coming back here."""
+    """Fork the ranks of a new world; each runs its script and never returns here."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -189,7 +189,7 @@ def _become(request: Request, name: str, rank: int, port: int) -> None:
     for number in (1, 2):
         path = Path(request.folder) / f"{name}.{rank}.{number}"
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    random.seed()  # processes that are started draw different numbers
+    random.seed()  # separate processes would draw different numbers too
     np.random.seed()
     if request.num_processes > 1:
         _tell_world(rank, request.num_processes, port)
@@ -204,7 +204,7 @@ def _tell_world(rank: int, world_size: int, port: int) -> None:
 
 
 def _reaped(pids: set[int], *, kill: bool) -> dict[int, int]:
-    """Exit codes of those that have ended."""
+    """Collect the exit codes of ranks that have ended."""
     found = {}
     for pid in pids:
         if kill:

@@ -45,7 +45,8 @@ NUM_BEFORE = 2
 
 
 def check_shards(row: Row) -> None:
-    """Two ranks of uneven parts, half of each parameter on each: the reference loop of one process."""
+    """Check that two ranks of uneven parts, each with half of every parameter, equal the loop of
+    one process."""
     recipe = af.compose(af.wrap_fsdp(), af.accumulate(2), af.clip(MAX_NORM))
     parts = dealt(batches(torch.float64), PARTS)
     started = [row.start(torch.float64) for _ in parts]
@@ -61,7 +62,8 @@ def check_shards(row: Row) -> None:
 
 
 def check_checkpoint(row: Row, wrap: af.Transform) -> None:
-    """Stopped in the middle and gone on with new objects: the same bits as not stopped, on each rank."""
+    """Check that a run that was stopped and resumed with new objects has the same bits on each
+    rank."""
     recipe = af.compose(wrap, af.clip(MAX_NORM))
     parts = dealt(batches(torch.float64), PARTS)
     started = [[row.start(torch.float64) for _ in parts] for _ in range(2)]
@@ -88,7 +90,7 @@ def check_checkpoint(row: Row, wrap: af.Transform) -> None:
 def go(
     state: af.DistState, recipe: af.Transform, started: Any, mine: Sequence[Batch]
 ) -> tuple[Any, af.DistState, af.Step]:
-    """Some steps: the model, the state, the step."""
+    """Train some steps; return the model, the state and the step."""
     model, optimizer = started
     state, step = af.build(state, recipe(af.Plan(mse, model, optimizer)))
     for batch in mine:
@@ -97,7 +99,7 @@ def go(
 
 
 def held(model: Any, optimizer: Any) -> list[Any]:
-    """Parameters, and what the optimizer remembers of each and of its groups, of this rank."""
+    """Return this rank's parameters and optimizer state, with the settings of each group."""
     states = [sorted(optimizer.state.get(each, {}).items()) for each in model.parameters()]
     groups = [
         sorted((name, value) for name, value in group.items() if name != "params")
@@ -121,7 +123,7 @@ CONTRACT: dict[str, Callable[[Row], None]] = {
 
 
 def outcome(row: Row, check: str) -> str:
-    """Empty where it is fulfilled; else what is said about it."""
+    """Return an empty text if the check passes, else the reason."""
     try:
         CONTRACT[check](row)
     except Exception as error:
@@ -130,7 +132,8 @@ def outcome(row: Row, check: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """What we say of our own, the first sentence of torch's; else the line that fails."""
+    """Return the reason: our whole message, the first sentence of torch's, or the line that
+    fails."""
     words = str(error)
     ours = re.search(r".*((?:build|save): .*? must .*?), got", words)
     if ours:
@@ -143,7 +146,7 @@ def reason_of(error: Exception) -> str:
 
 
 def line(name: str) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     reasons = [outcome(ROWS[name], check) for check in CONTRACT]
     cells = ["no" if reason else "yes" for reason in reasons]
     said = [reason.replace("|", "/") for reason in reasons if reason]
@@ -152,7 +155,7 @@ def line(name: str) -> str:
 
 
 def table() -> str:
-    """A row per optimizer."""
+    """Format the table, one row per optimizer."""
     head = ("optimizer", *CONTRACT, "why not")
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *map(line, ROWS)]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""What an accelerator has computed is heard of late: the same on a CPU."""
+"""Simulates on a CPU that the host reads an accelerator's results one step late."""
 
 
 class LateEcho:
-    """Tells everything one step late, as an accelerator does."""
+    """Returns each value one step late, as on an accelerator."""
 
     def __init__(self):
         self.held = None

@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim and torch_optimizer as one row, and what each row must fulfil.
+"""One row for every optimizer of torch.optim and torch_optimizer, and the checks of each row.
 
 `python -m tests.optimizers` writes the table of docs/optimizers.md from what the contract gives.
 """
@@ -31,18 +31,19 @@ Batch = tuple[Tensor, Tensor]
 PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
 FENCES = ("<!-- table: python -m tests.optimizers -->\n", "<!-- end of table -->\n")
 SIZES = (7, 5, 6, 4)
-PARTS = ((5, 2), (2, 3), (6, 0), (1, 3))  # of each batch, on two ranks
-MAX_NORM = 0.05  # far below every batch's norm
-INIT_SCALE = 2.0**10  # in the middle of float16 for these models
+PARTS = ((5, 2), (2, 3), (6, 0), (1, 3))  # sizes of the ranks' parts of each batch
+MAX_NORM = 0.05  # far below the norm of every batch
+INIT_SCALE = 2.0**10  # in the middle of the range of float16 for these models
 
-# Gradients are summed in another order, or divided instead of multiplied: relative to how far
-# training moved the parameters, which rounds some thousand times, and divides by small moments.
+# Gradients are summed in another order, or divided instead of multiplied. The tolerance is relative
+# to how far training moved the parameters: that takes some thousand roundings and divides by small
+# moments.
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The error that says that something does not work."""
+    """The error that reports why an optimizer does not work."""
 
     error: type[Exception]
     match: str
@@ -50,7 +51,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Row:
-    """One optimizer: how it is made, on which model, and what of the contract it cannot fulfil."""
+    """One optimizer: how to make it, its model, and the checks that it cannot pass."""
 
     kind: type[Optimizer]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -62,26 +63,26 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As a user writes it."""
+        """Return the optimizer as a user writes it."""
         library = "torch.optim" if self.kind in kinds(torch.optim) else "torch_optimizer"
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         return f"{library}.{self.kind.__name__}" + (f"({options})" if options else "")
 
     def start(self, dtype: torch.dtype) -> tuple[nn.Module, Optimizer]:
-        """A model, the same each time, and an optimizer of it."""
+        """Make a model, the same each time, and its optimizer."""
         model = self.model().to(dtype)
         make = self.make or (lambda parameters: self.kind(parameters, **self.options))
         return model, make(model.parameters())
 
 
 def kinds(library: Any) -> set[type[Optimizer]]:
-    """The optimizers that a library makes public."""
+    """List the public optimizers of a library."""
     found = {value for value in vars(library).values() if inspect.isclass(value)}
     return {each for each in found if issubclass(each, Optimizer) and each is not Optimizer}
 
 
 class Lookups(nn.Module):
-    """A table with sparse gradients, its rows looked up by whole numbers made of the inputs."""
+    """A table with sparse gradients; the inputs determine which rows are looked up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class Lookups(nn.Module):
 
 
 def matrices() -> nn.Module:
-    """The regression model without what is not a matrix."""
+    """Make the regression model with matrices only, since Muon takes nothing else."""
     model = regression_model()
     for layer in model.children():
         if isinstance(layer, nn.Linear):
@@ -112,7 +113,8 @@ def train_sparse(
     *,
     max_norm: float | None = None,
 ) -> None:
-    """The reference loop for one table: `clip_grad_norm_` does not take sparse gradients."""
+    """Train the reference loop for one table, since `clip_grad_norm_` does not take sparse
+    gradients."""
     (table,) = model.parameters()
     for batch in batches:
         loss_fn(model, batch).backward()
@@ -124,7 +126,7 @@ def train_sparse(
 
 
 def lookahead(parameters: Any) -> Optimizer:
-    """Around another optimizer."""
+    """Make Lookahead around another optimizer."""
     return torch_optimizer.Lookahead(torch.optim.SGD(parameters, lr=0.05, momentum=0.9), k=2)
 
 
@@ -175,7 +177,7 @@ ROWS = {row.name: row for row in sorted([*_SPECIAL, *_PLAIN], key=lambda row: ro
 
 
 def batches(dtype: torch.dtype) -> list[Batch]:
-    """The same global batches, in any precision."""
+    """Return the same global batches in a given precision."""
     generator = torch.Generator().manual_seed(1)
     return [
         (
@@ -187,13 +189,13 @@ def batches(dtype: torch.dtype) -> list[Batch]:
 
 
 def overflowing(batch: Batch) -> Batch:
-    """The batch with a target that makes every gradient infinite or NaN."""
+    """Return the batch with a target that makes every gradient infinite or NaN."""
     inputs, targets = batch
     return inputs, targets.index_fill(0, torch.tensor([1]), torch.inf)
 
 
 def trained_by_hand(row: Row, dtype: torch.dtype, max_norm: float | None = None) -> list[Tensor]:
-    """The parameters that the reference loop ends at."""
+    """Return the parameters at the end of the reference loop."""
     model, optimizer = row.start(dtype)
     row.loop(model, mse, optimizer, batches(dtype), max_norm=max_norm)
     return list(model.parameters())
@@ -202,7 +204,7 @@ def trained_by_hand(row: Row, dtype: torch.dtype, max_norm: float | None = None)
 def trained(
     row: Row, recipe: af.Transform, dtype: torch.dtype, parts: Sequence[Sequence[Batch]]
 ) -> list[list[Tensor]]:
-    """The parameters that a step ends at, on every rank."""
+    """Return the parameters at the end of a run, checked to be equal on every rank."""
     started = [row.start(dtype) for _ in parts]
 
     def run(state: af.DistState) -> list[Tensor]:
@@ -218,7 +220,7 @@ def trained(
 def assert_alike(
     row: Row, actual: Sequence[Tensor], expected: Sequence[Tensor], rtol: float | None = None
 ) -> None:
-    """Equal to rounding, measured by how far training moved."""
+    """Assert equality to rounding, relative to how far training moved."""
     start = row.start(expected[0].dtype)[0].parameters()
     for before, have, want in zip(start, actual, expected, strict=True):
         moved = float((want - before).detach().abs().max())
@@ -229,7 +231,7 @@ def assert_alike(
 
 
 def assert_same_bits(actual: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Equal to the bit, in every tensor and every other value."""
+    """Assert equality to the bit, in every tensor and every other value."""
     for have, want in zip(actual, expected, strict=True):
         if isinstance(want, Tensor):
             torch.testing.assert_close(have, want, rtol=0, atol=0)
@@ -238,7 +240,7 @@ def assert_same_bits(actual: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 def check_step(row: Row) -> str:
-    """No transforms: bit-identical to the reference loop."""
+    """Check that a step without transforms has the bits of the reference loop."""
     (parameters,) = trained(row, af.compose(), torch.float64, [batches(torch.float64)])
     expected = trained_by_hand(row, torch.float64)
     assert_alike(row, parameters, expected)
@@ -247,16 +249,16 @@ def check_step(row: Row) -> str:
 
 
 def check_accumulate_and_clip(row: Row) -> str:
-    """Three micro-batches and a bound on the norm: the reference loop with `clip_grad_norm_`."""
+    """Check three micro-batches and a bound on the norm against the loop with `clip_grad_norm_`."""
     recipe = af.compose(af.accumulate(3), af.clip(MAX_NORM))
-    for dtype in (torch.float64, torch.float32):  # a kernel takes the factor in float32 alone
+    for dtype in (torch.float64, torch.float32):  # a kernel takes the factor only in float32
         (parameters,) = trained(row, recipe, dtype, [batches(dtype)])
         assert_alike(row, parameters, trained_by_hand(row, dtype, MAX_NORM))
     return "yes"
 
 
 def check_two_ranks(row: Row) -> str:
-    """Two ranks of uneven parts, one of them empty: the reference loop of one process."""
+    """Check two ranks of uneven parts, one of them empty, against the loop of one process."""
     recipe = af.compose(af.wrap_ddp(), af.accumulate(2), af.clip(MAX_NORM))
     parts = dealt(batches(torch.float64), PARTS)
     for parameters in trained(row, recipe, torch.float64, parts):
@@ -265,7 +267,7 @@ def check_two_ranks(row: Row) -> str:
 
 
 def check_float16(row: Row) -> str:
-    """A batch that overflows leaves no trace but half the scale, wherever in the run it comes."""
+    """Check that a batch that overflows only halves the scale, wherever in the run it comes."""
     first, *others = batches(torch.float32)
     check_skip(row, [], overflowing(first), others)
     check_skip(row, others[:1], overflowing(first), others[1:])
@@ -273,7 +275,7 @@ def check_float16(row: Row) -> str:
 
 
 def check_skip(row: Row, before: list[Batch], bad: Batch, after: list[Batch]) -> None:
-    """Train around one bad batch, against a loop by hand that does not see it."""
+    """Train around one bad batch, against a loop by hand that leaves it out."""
     model, optimizer = row.start(torch.float32)
     recipe = af.with_amp("fp16", init_scale=INIT_SCALE)
     state, step = af.build(af.DistState(), recipe(af.Plan(mse, model, optimizer)))
@@ -287,7 +289,7 @@ def check_skip(row: Row, before: list[Batch], bad: Batch, after: list[Batch]) ->
     assert state.scaler is not None
     assert state.scaler.scale == INIT_SCALE / 2
     assert_same_bits(list(model.parameters()), held)
-    if before:  # a kernel that skips its first update makes its state, of zeros
+    if before:  # a kernel that skips its first update still makes its state, of zeros
         assert_same_bits(memory(model, optimizer), remembered)
     for batch in after:
         state, report = step(state, batch)
@@ -299,7 +301,7 @@ def check_skip(row: Row, before: list[Batch], bad: Batch, after: list[Batch]) ->
 
 
 def memory(model: nn.Module, optimizer: Optimizer) -> list[Any]:
-    """What an optimizer remembers, of each parameter and of each group."""
+    """Return the optimizer's state of each parameter, and the settings of each group."""
     states = [optimizer.state.get(each, {}) for each in model.parameters()]
     groups = [
         {name: value for name, value in group.items() if name != "params"}
@@ -311,7 +313,8 @@ def memory(model: nn.Module, optimizer: Optimizer) -> list[Any]:
 def train_float16(
     model: nn.Module, optimizer: Optimizer, batches: Sequence[Batch], scale: float
 ) -> None:
-    """Autocast and a loss scale by hand; a power of two, so that unscaling is exact."""
+    """Train with autocast and a loss scale by hand; the scale is a power of two, so unscaling is
+    exact."""
     for batch in batches:
         with torch.autocast("cpu", torch.float16):
             loss = mse(model, batch)
@@ -323,7 +326,7 @@ def train_float16(
 
 
 def where_factor_goes(row: Row) -> str:
-    """Who multiplies the gradients by the open factor, as the optimizer's own step sees it."""
+    """Find out whether the kernel or a multiplication applies the open factor."""
     seen: set[str] = set()
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -348,7 +351,7 @@ CONTRACT: dict[str, Callable[[Row], str]] = {
 
 @cache
 def outcome(name: str, check: str) -> str | Exception:
-    """What a check of a row gives, once a process."""
+    """Return the result of a check of a row, computed once per process."""
     try:
         return CONTRACT[check](ROWS[name])
     except Exception as error:
@@ -372,7 +375,7 @@ def with_graph(plan: af.Plan) -> af.Plan:
 
 
 def table() -> str:
-    """The contract's results, a row per optimizer."""
+    """Format the results of all checks, one row per optimizer."""
     head = ("optimizer", *CONTRACT, "factor applied by", "note")
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, row in ROWS.items():
@@ -385,14 +388,14 @@ def table() -> str:
 
 
 def split_page(text: str, fences: tuple[str, str] = FENCES) -> tuple[str, str, str]:
-    """What stands before a table, the table, and what stands after it."""
+    """Split a page into the text before a table, the table, and the text after it."""
     head, rest = text.split(fences[0])
     body, tail = rest.split(fences[1], 1)
     return head + fences[0], body, fences[1] + tail
 
 
 def write_table(table: Callable[[], str], fences: tuple[str, str]) -> None:
-    """Put a table of this torch into the page."""
+    """Replace the table in the page by one measured with this torch."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     head, _, tail = split_page(PAGE.read_text(encoding="utf-8"), fences)

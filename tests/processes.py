@@ -1,4 +1,4 @@
-"""Real processes: scripts run on several ranks, as a launcher would start them."""
+"""Runs scripts on several real processes, as a launcher would start them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ROOT", "free_port", "launch"]
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """Return a port that is free right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -23,7 +23,8 @@ def free_port() -> int:
 def launch(
     script: str, *, num_processes: int = 2, expect: Sequence[str] = (), timeout_s: float = 500
 ) -> str:
-    """Run a script on several processes; what they `say` must be just these lines, in any order."""
+    """Run a script on several processes; the lines that they `say` must be exactly these, in any
+    order."""
     with tempfile.TemporaryDirectory() as folder:
         (ranks,) = run_worlds(
             {"script": script}, Path(folder), num_processes=num_processes, timeout_s=timeout_s

@@ -1,4 +1,4 @@
-"""What the tests of prefetch read, and how they look for threads that are left."""
+"""Data for the tests of prefetch, and checks that no thread is left."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ TWO_WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
 def readers() -> list[Reader]:
-    """The threads of prefetch that are alive."""
+    """List the living threads of prefetch."""
     return [thread for thread in threading.enumerate() if isinstance(thread, Reader)]
 
 
 def none_is_left() -> Iterator[None]:
-    """For a fixture: no test begins or ends with one."""
+    """Fixture body: fail if a thread of prefetch is alive before or after a test."""
     assert readers() == []
     yield
     assert readers() == []
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true within some time."""
+    """Return whether the condition becomes true within some time."""
     stop = time.monotonic() + 100
     while not condition() and time.monotonic() < stop:
         time.sleep(0.001)
@@ -39,7 +39,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 class Counted:
-    """Yields numbers, and knows how many it was asked for."""
+    """Yields numbers, and counts how many were taken."""
 
     def __init__(self, size: int) -> None:
         self.size, self.num_read = size, 0
@@ -53,11 +53,11 @@ class Counted:
 def of(
     num_samples: int, batch_size: int = 2, state: af.DistState = HERE, **options: Any
 ) -> ShardedLoader:
-    """A loader over the numbers from 0."""
+    """Make a loader over the numbers from 0."""
     data = TensorDataset(torch.arange(num_samples))
     return af.shard_loader(DataLoader(data, batch_size=batch_size, **options), state)
 
 
 def ids(loader: Any) -> list[list[int]]:
-    """Its batches, as lists of numbers."""
+    """Return the batches of a loader, as lists of numbers."""
     return [batch[0].tolist() for batch in loader]

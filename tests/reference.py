@@ -1,4 +1,4 @@
-"""The hand-written loop that everything is held against. It uses nothing of accel_fn."""
+"""The loop by hand that every result is compared with. It uses nothing of accel_fn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def train(
     *,
     max_norm: float | None = None,
 ) -> list[float]:
-    """One process, one batch at a time; the loss of each."""
+    """Train on one process, one batch at a time; return the loss of each."""
     losses = []
     for batch in batches:
         loss = loss_fn(model, batch)

@@ -1,4 +1,4 @@
-"""Settings resolved in a place of their own: no variable, file or machine but those given."""
+"""Resolves settings in isolation: only the given variables, files and machine exist."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ TWO_GPUS = Machine(num_cores=4, kind="CUDA", num_installed=2, num_devices=2)
 
 
 def resolved(flags=None, *, config=None, environment=None, folder=None, machine=PLAIN):
-    """Alone: no variable, file or machine but those given."""
+    """Resolve settings from the given variables, files and machine only."""
     folder = folder or Path(os.sep)
     return resolve(
         flags or {}, config=config, environment=environment or {}, folder=folder, machine=machine

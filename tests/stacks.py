@@ -1,4 +1,4 @@
-"""A model of repeated blocks, as wrap_fsdp shards it, and how it is trained on any number of ranks."""
+"""A model of repeated blocks, as wrap_fsdp shards it, and its training on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks between two layers that are in none of them."""
+    """Blocks between two layers that belong to no block."""
 
     def __init__(self, depth=3, width=5, block=Block):
         super().__init__()
@@ -41,7 +41,7 @@ class Stack(nn.Module):
 
 
 def stack(seed=0, block=Block):
-    """A stack in float64, drawn without a seed of the whole process."""
+    """Make a stack in float64, from a generator of its own."""
     model = Stack(block=block).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def part(batch, state):
 
 
 def train(state, recipe, *, model=None, loss_fn=ours.mse, optimizer=ours.adamw, before=None):
-    """A few steps; the model, the optimizer and the step."""
+    """Train a few steps; return the model, the optimizer and the step."""
     model = stack() if model is None else model
     made = optimizer(model.parameters())
     if before is not None:
@@ -103,7 +103,7 @@ CHOICES = [
 
 
 def is_in(name, module):
-    """Does what is called this belong to the module of that name?"""
+    """Does the parameter of this name belong to that module?"""
     return name == module or name.startswith(f"{module}.")
 
 

@@ -1,4 +1,5 @@
-"""What the tests train: one small model, its losses, and how a run is held against the reference."""
+"""Models, losses, plans and hypothesis strategies that the tests train, and comparisons with the
+reference."""
 
 from __future__ import annotations
 
@@ -21,24 +22,24 @@ Recipe = Callable[[af.Plan], af.Plan]
 Optimizer = torch.optim.Optimizer
 MakeOptimizer = Callable[[Any], Optimizer]
 
-# float64, sums in another order: a few units in the last place of values near 1, and a sum of
-# a dozen terms; AdamW divides by the root of a second moment, which can take away half the digits
-# of a gradient near zero, but not of the parameters that this is compared on.
+# Sums in float64, in another order: a few units in the last place of values near 1, for a dozen
+# terms. AdamW divides by the root of a second moment, which can lose half the digits of a gradient
+# near zero, but not of the parameters that are compared.
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def share(part: float) -> settings:
-    """So much of a profile's examples: less where each is dear."""
+    """Return this share of a profile's examples, for tests whose examples are slow."""
     return settings(max_examples=max(2, round(part * settings().max_examples)))
 
 
 def regression_model(seed: int = 0) -> nn.Module:
-    """Three features to one number, with a hidden layer, in float64."""
+    """Make a model in float64 from three features to one number, with a hidden layer."""
     return _seeded(seed, NUM_FEATURES, 5, 1)
 
 
 def token_model(seed: int = 0) -> nn.Module:
-    """Three features to four classes, for every token, in float64."""
+    """Make a model in float64 from three features to four classes, for every token."""
     return _seeded(seed, NUM_FEATURES, 5, NUM_CLASSES)
 
 
@@ -54,24 +55,24 @@ def _seeded(seed: int, *widths: int) -> nn.Module:
 
 
 def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean over samples."""
+    """Return the mean over samples."""
     inputs, targets = batch
     return F.mse_loss(model(inputs), targets)
 
 
 def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean over labels that are not ignored; 0/0 where all are."""
+    """Return the mean over labels that are not ignored; 0/0 if all are."""
     logits = model(batch["inputs"])
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 def adamw(parameters: Any) -> Optimizer:
-    """What most people train with."""
+    """Make AdamW, the most common optimizer."""
     return torch.optim.AdamW(parameters, lr=0.05)
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """Momentum, so that an update depends on those before it."""
+    """Make SGD with momentum, so that an update depends on those before it."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
@@ -82,7 +83,7 @@ def plan(
     loss_fn: Any = mse,
     weight_fn: Any = af.num_samples,
 ) -> af.Plan:
-    """A plan for the small model, or for another."""
+    """Make a plan for the small model, or for another one."""
     model = model or regression_model()
     return af.Plan(loss_fn, model, optimizer(model.parameters()), weight_fn)
 
@@ -105,7 +106,7 @@ def trained_by_hand(
     optimizer: MakeOptimizer = adamw,
     max_norm: float | None = None,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and parameters of the reference loop."""
+    """Return losses and parameters of the reference loop."""
     model = copy.deepcopy(model)
     losses = reference.train(
         model, loss_fn, optimizer(model.parameters()), batches, max_norm=max_norm
@@ -122,7 +123,7 @@ def trained(
     optimizer: MakeOptimizer = adamw,
     weight_fn: Any = af.num_samples,
 ) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """Losses and parameters of every rank, where `parts[rank]` is what that rank is given, batch by batch."""
+    """Return losses and parameters of every rank; `parts[rank]` is that rank's batches."""
     models = [copy.deepcopy(model) for _ in parts]
 
     def run(state: af.DistState) -> tuple[list[float], dict[str, Tensor]]:
@@ -139,12 +140,12 @@ def trained(
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, gathered where they are in shards: every rank calls it."""
+    """Gather the tensors that are sharded; every rank calls it."""
     return {name: dtensor.whole(tensor) for name, tensor in tensors.items()}
 
 
 def dealt(batches: Sequence[Any], sizes: Sequence[Sequence[int]]) -> list[list[Any]]:
-    """Each batch cut into consecutive parts of any sizes: `dealt(...)[rank][batch]`."""
+    """Cut each batch into consecutive parts of random sizes: `dealt(...)[rank][batch]`."""
     world_size = len(sizes[0])
     ranks: list[list[Any]] = [[] for _ in range(world_size)]
     for batch, cut in zip(batches, sizes, strict=True):
@@ -156,20 +157,21 @@ def dealt(batches: Sequence[Any], sizes: Sequence[Sequence[int]]) -> list[list[A
 
 
 def dealt_evenly(batches: Sequence[Any], world_size: int) -> list[list[Any]]:
-    """Each batch, a tuple of tensors, in parts as even as can be: `dealt_evenly(...)[rank][batch]`."""
+    """Cut each batch, a tuple of tensors, as evenly as possible:
+    `dealt_evenly(...)[rank][batch]`."""
     sizes = [[len(part) for part in batch[0].tensor_split(world_size)] for batch in batches]
     return dealt(batches, sizes)
 
 
 def rows(batch: Any, start: int, stop: int) -> Any:
-    """Rows of a tuple or dict of tensors."""
+    """Select rows of a tuple or dict of tensors."""
     if isinstance(batch, dict):
         return {key: value[start:stop] for key, value in batch.items()}
     return tuple(value[start:stop] for value in batch)
 
 
 def kept_tensors(step: af.Step) -> dict[str, Tensor]:
-    """Parameters, buffers and what the optimizer keeps, copied, by name."""
+    """Copy parameters, buffers and optimizer state, by name."""
     tensors = dict(step.plan.model.state_dict())
     for number, kept in step.plan.optimizer.state_dict()["state"].items():
         tensors |= {f"{number} {name}": value for name, value in kept.items()}
@@ -179,7 +181,7 @@ def kept_tensors(step: af.Step) -> dict[str, Tensor]:
 def assert_close(
     actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float
 ) -> None:
-    """Every parameter, with a message that names it."""
+    """Compare every parameter; the message names the one that differs."""
     for name, value in expected.items():
         torch.testing.assert_close(
             actual[name],
@@ -190,5 +192,5 @@ def assert_close(
 
 
 def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Every parameter, to the bit."""
+    """Compare every parameter to the bit."""
     assert_close(actual, expected, rtol=0.0, atol=0.0)

@@ -1,4 +1,4 @@
-"""Streams of the tests: data sets that can only be iterated, and what their batches must be."""
+"""Data sets of the tests that can only be iterated, and the batches expected of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 
 class Counting(IterableDataset):
-    """0 .. size - 1, the same for everybody; another order each epoch where asked for."""
+    """Yields 0 .. size - 1, the same on every rank; in another order each epoch if asked to."""
 
     def __init__(self, size, *, shuffle=False, length=None):
         self.size, self.shuffle, self.length = size, shuffle, length
@@ -34,14 +34,14 @@ class Counting(IterableDataset):
 
 
 class Sized(Counting):
-    """The same with a length, which may be wrong."""
+    """The same stream with a length, which may be wrong."""
 
     def __len__(self):
         return self.size if self.length is None else self.length
 
 
 class Sharded(IterableDataset):
-    """Shards of any lengths, with the method that splits them; item 1000 * s + i is the i-th of shard s."""
+    """Shards of any lengths, with a `shard` method; item 1000 * s + i is the i-th of shard s."""
 
     def __init__(self, lengths):
         self.lengths = lengths
@@ -67,7 +67,7 @@ class Sharded(IterableDataset):
 
 
 class SelfSplitting(IterableDataset):
-    """Splits itself over workers in torch's documented way, into parts of the lengths given."""
+    """Splits itself over workers as torch documents it, into parts of the given lengths."""
 
     def __init__(self, lengths):
         self.lengths = lengths
@@ -84,7 +84,7 @@ class SelfSplitting(IterableDataset):
 
 
 def global_batches(items, batch_size, world_size, drop_last=False):
-    """The batches of a stream; None where it has too few items for the ranks."""
+    """Return the batches of a stream; None if it has too few items for the ranks."""
     full = len(items) // batch_size
     found = [items[i * batch_size : (i + 1) * batch_size] for i in range(full)]
     tail = items[full * batch_size :]
@@ -99,22 +99,22 @@ def global_batches(items, batch_size, world_size, drop_last=False):
 
 
 def ids(loader):
-    """The items of every batch."""
+    """List the items of every batch."""
     return [batch.tolist() for batch in loader]
 
 
 def joined(ranks):
-    """Global batches from every rank's parts, in rank order."""
+    """Join every rank's parts to global batches, in rank order."""
     return [list(chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
 def items_of(ranks):
-    """All items that ranks were given, sorted."""
+    """List all items that the ranks received, sorted."""
     return sorted(chain(*joined(ranks)))
 
 
 def samples(data):
-    """A stream of rows as (inputs, targets), float64, from numbers alone."""
+    """Make a stream of rows (inputs, targets), float64, computed from their numbers."""
 
     class Rows(IterableDataset):
         def __iter__(self):

@@ -1,4 +1,5 @@
-"""The compiler pass that multiplies addends: what it changes, what not, and that nothing is lost."""
+"""The compiler pass that keeps the factor of an addition: what it rewrites, and what it leaves
+alone."""
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.compilers import compiles
 
 
 def decayed(left, right, weight):
-    """What an optimizer does with a weight decay."""
+    """Add a weight decay to a gradient, as an optimizer does."""
     return (left @ right).add(weight, alpha=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Batches of every kind: counted, mapped and cut without loss."""
+"""Batches of every kind are counted, mapped and cut without loss."""
 
 from collections import ChainMap, OrderedDict, UserDict, namedtuple
 from collections.abc import Mapping, MutableMapping
@@ -31,7 +31,7 @@ pytree.register_dataclass(Sample)
 
 
 def nested(n):
-    """One of everything, with n samples."""
+    """Make a batch that nests every supported type, with n samples."""
     return {
         "tuple": (torch.arange(n), torch.zeros(n, 2)),
         "named": Pair(torch.arange(n) * 2, [f"sample {i}" for i in range(n)]),
@@ -53,7 +53,8 @@ def flat(batch):
 
 @given(num_samples=st.integers(1, 12), num_parts=st.integers(1, 20))
 def test_strings_as_torch_collates_them_go_with_their_samples(num_samples, num_parts):
-    """One of a sample is a tuple, several beside each other are a list of tuples, in a dict it is a list."""
+    """Torch collates one string per sample to a tuple, several to a list of tuples, those of dicts
+    to a list."""
     several = (f"{num_samples}",) * (num_samples + 1)
     samples = [
         (torch.tensor(i), f"{i}", tuple(f"{i}" for _ in several), {"name": f"{i}"})
@@ -97,7 +98,7 @@ def test_settings_go_to_every_part(settings):
 
 @pytest.mark.parametrize("num_samples", [2, 3])
 def test_as_many_tuples_as_texts_in_each_and_samples_are_refused_where_they_are_cut(num_samples):
-    """Torch's collate makes a tuple a field of it, one of a user's may make one a sample."""
+    """Torch's collate makes each tuple a field; a user's own collate may make each one a sample."""
     captions = [tuple(f"{i}-{j}" for j in range(num_samples)) for i in range(num_samples)]
     batch = (torch.arange(num_samples), captions)
     assert split_batch(batch, 1)[0][1] == captions
@@ -211,7 +212,7 @@ def test_arrays_of_numpy_are_cut_as_tensors_are():
 
 
 class Lazy(UserDict):
-    """A mapping with an attribute beside its items, as transformers' `BatchEncoding`."""
+    """A mapping with an attribute beside its items, like transformers' `BatchEncoding`."""
 
     def __init__(self, items, source=None):
         super().__init__(items)
@@ -239,7 +240,7 @@ class Frozen(Mapping):
 
 
 class Sharing(Frozen, MutableMapping):
-    """A copy of it shares the items."""
+    """A mapping whose copies share their items."""
 
     def __setitem__(self, key, value):
         self._items[key] = value
@@ -249,7 +250,7 @@ class Sharing(Frozen, MutableMapping):
 
 
 class Rounding(Sharing):
-    """It keeps other values than it is given."""
+    """A mapping that changes the values that are put into it."""
 
     def __copy__(self):
         return type(self)(self._items)
@@ -338,7 +339,7 @@ def test_the_ignored_label_is_the_users():
 
 
 def test_counts_beyond_float32_are_exact():
-    """A weight of 2**24 + 1 is not a float32: weights travel as float64."""
+    """2**24 + 1 is no float32, so weights travel as float64."""
     from accel_fn.testing import simulate
 
     def run(state):

@@ -1,4 +1,5 @@
-"""What a launch says, and what with_amp, accumulate and init make of it where they are not told."""
+"""The options that a launch sets, as with_amp, accumulate and init read them when called without
+arguments."""
 
 import pytest
 import torch

@@ -1,1 +1,2 @@
-"""What a training step costs: by hand, with accelerate, with Lightning Fabric, with accel_fn."""
+"""Benchmarks: the cost of a training step by hand, with accelerate, Lightning Fabric and
+accel_fn."""

@@ -1,10 +1,11 @@
-"""`python -m tests.benchmarks`: all scenarios, progress, tables, and the summary of the targets."""
+"""`python -m tests.benchmarks`: run all scenarios, print progress, tables and a summary of the
+targets."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # must be set before torch is imported
 
 import argparse
 import subprocess
@@ -36,7 +37,7 @@ from tests.benchmarks.tasks import ALONE, IN_TWO_RANKS, Scenario
 from tests.benchmarks.worlds import compare_in_world
 
 ROUNDS, QUICK_ROUNDS = 25, 3
-PATIENCE_S = 4.0  # per scenario, for blocks that others disturbed
+PATIENCE_S = 4.0  # per scenario, for blocks that other processes disturbed
 APART: dict[str, Callable[..., list[Table]]] = {
     **{name: partial(compare_saving, num_layers=count) for name, count in SIZES.items()},
     START: compare_starting,
@@ -94,7 +95,7 @@ def read_commit() -> str:
 
 
 def run(pattern: str, rounds: int, patience_s: float) -> tuple[ImportCost | None, list[Table]]:
-    """Measure what the pattern names, and tell it as it comes."""
+    """Measure the scenarios that match the pattern, and print each as it ends."""
     imported = None
     if fnmatch("import", pattern):
         print("  import ...", flush=True)

@@ -1,4 +1,4 @@
-"""The chart of the ratios, as SVG: a line for each scenario, a mark for each loop."""
+"""Draws the chart of the ratios as SVG: a line for each scenario, a mark for each loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STYLE = """<style>
 
 
 def draw_chart(tables: Iterable[Table]) -> str:
-    """Draw the ratios of the tables that have all peers; whiskers are quartiles."""
+    """Draw the ratios of tables that have all peers; whiskers are quartiles."""
     drawn = [
         table for table in tables if {"accelerate", "Fabric"} <= {row.name for row in table.rows}
     ]

@@ -1,4 +1,4 @@
-"""Does a variant compute what the base computes? Only then is its time worth anything."""
+"""Checks that a variant computes what the base computes; only then is its time worth measuring."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.benchmarks.measuring import Station
 from tests.benchmarks.tasks import LEARNING_RATE, NUM_BATCHES, Scenario, Task, make_task
 
 CHECKED_UPDATES = 5
-OF_A_JOB = EVERY + 1  # what it does after every so many is done, and gone on from
-TOLERANCE = 0.01  # of one update, or of the largest gradient; rounding stays far below
+OF_A_JOB = EVERY + 1  # periodic work was done once, and one more update was made
+TOLERANCE = 0.01  # relative to one update, or to the largest gradient; rounding stays far below
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What updates made: the parameters, and AdamW's mean of the gradients.
+    """The result of some updates: the parameters, and AdamW's mean of the gradients.
 
     The parameters alone say little, since AdamW's update does not depend on
     the gradients' scale.
@@ -32,11 +32,11 @@ class Trained:
     @classmethod
     def of(cls, task: Task) -> Trained:
         kept = [task.optimizer.state[each] for each in task.model.parameters()]
-        moments = [each["exp_avg"] for each in kept if each]  # none of what is frozen
+        moments = [each["exp_avg"] for each in kept if each]  # frozen parameters have none
         return cls(flattened(task.model.parameters()), flattened(moments))
 
     def difference(self, other: Trained, *, on_average: bool = False) -> float:
-        """The largest one: of a parameter in updates, or of a gradient in the largest gradient.
+        """Return the largest difference: of a parameter in updates, or of a gradient in the largest gradient.
 
         On average instead, for a compiled loop in bfloat16, which rounds elsewhere: there the
         sign of a gradient near zero, and with it all of one parameter's update, is another.
@@ -54,7 +54,7 @@ def flattened(tensors: Iterable[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A variant that can be timed, or the note that says why not."""
+    """A variant to be timed, or a note with the reason why it is not."""
 
     update: Update | None = None
     trained: Trained | None = None
@@ -63,14 +63,14 @@ class Checked:
 
     @property
     def is_faulty(self) -> bool:
-        """It computes something else."""
+        """Does it compute something else than the base?"""
         return self.difference > TOLERANCE
 
 
 def check(
     name: str, loop: Loop | None, scenario: Scenario, station: Station, base: Checked
 ) -> Checked:
-    """Train a little with a fresh task, and hold the result against the base's."""
+    """Train a fresh task for a few updates, and compare the result with the base's."""
     if loop is None:
         return Checked(note="not installed")
     task = make_task(scenario, station.rank)

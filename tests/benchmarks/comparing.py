@@ -1,4 +1,4 @@
-"""One scenario: every variant is held against the base, then timed beside it."""
+"""One scenario: compare the result of every variant with the base, then time them side by side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.benchmarks.tasks import Scenario
 
 
 def compare(scenario: Scenario, station: Station, rounds: int, patience_s: float) -> Table:
-    """The table of a scenario; every rank of its world calls this alike."""
+    """Make the table of a scenario; every rank of its world calls this."""
     variants: dict[str, Checked] = {}
     job = scenario.way.job
     for name, loop in (loops_of(job) if job else loops(scenario.world_size)).items():
@@ -27,7 +27,7 @@ def compare(scenario: Scenario, station: Station, rounds: int, patience_s: float
         if variant.update is not None
     }
     gc.collect()
-    gc.freeze()  # what the libraries brought along is no garbage of the steps to come
+    gc.freeze()  # garbage collection of the steps to come must not walk what the libraries imported
     blocks = time_in_turn(works, rounds, station, patience_s)
     first, *_ = blocks.values()
     targets = {OURS: scenario.way.target, COMPILED: scenario.compiled_target}

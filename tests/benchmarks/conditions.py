@@ -1,4 +1,4 @@
-"""The same conditions for whatever is timed in a process."""
+"""Sets the same conditions for everything that is timed in a process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import warnings
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants from glibc's malloc.h
 
 
 def settle() -> None:
-    """One thread, a heap that is not trimmed, and no word from the libraries beside the figures."""
+    """Use one thread and a heap that keeps freed memory, and silence the libraries."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

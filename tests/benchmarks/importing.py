@@ -1,4 +1,4 @@
-"""What `import accel_fn` adds to `import torch`, in new interpreters."""
+"""Measures what `import accel_fn` adds to `import torch`, in new interpreters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ import accel_fn
 print((time.process_time() - start) * 1e3)
 """
 _NAMES = (
-    "for name in {*accel_fn.__all__} - {'launch'}: getattr(accel_fn, name)"  # it needs an extra
+    # `launch` needs an extra
+    "for name in {*accel_fn.__all__} - {'launch'}: getattr(accel_fn, name)"
 )
 _ALONE = "import sys, accel_fn; print('torch' in sys.modules)"
 TARGET_MS = 20.0
@@ -42,7 +43,7 @@ def measure_import(rounds: int) -> ImportCost:
     times: dict[str, list[float]] = {name: [] for name in codes}
     with tempfile.TemporaryDirectory() as folder:
         install_copy(Path(folder))
-        run(codes["names"], folder)  # files are read from the disk once
+        run(codes["names"], folder)  # the first run reads the files from the disk
         for _ in range(rounds):
             for name, code in codes.items():
                 times[name].append(float(run(code, folder)))
@@ -51,7 +52,7 @@ def measure_import(rounds: int) -> ImportCost:
 
 
 def install_copy(folder: Path) -> None:
-    """The package with its byte code, as pip installs it."""
+    """Copy the package with its byte code, as pip installs it."""
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(accel_fn.__file__).parent, folder / "accel_fn", ignore=skip)
     compileall.compile_dir(folder, quiet=1)

@@ -1,4 +1,4 @@
-"""What goes around an update, by hand and as a transform."""
+"""Jobs around an update (schedule, average, freeze, ...), by hand and as a transform."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DECAY, EVERY = 0.99, 8
 
 
 def falling(num_updates: int) -> float:
-    """A learning rate's factor."""
+    """Return a factor of the learning rate that falls."""
     return 1 / (1 + num_updates / 1000)
 
 
@@ -87,7 +87,7 @@ def compiled_loss(task: Task) -> Update:
 def compiled_blocks(task: Task) -> Update:
     for name, layer in list(task.model.named_children()):
         if isinstance(layer, nn.Linear):
-            # `layer.compile()` compiles nothing of torch's own classes.
+            # `layer.compile()` does not compile classes of torch itself.
             setattr(task.model, name, torch.compile(layer))
     return by_hand(task)
 
@@ -129,7 +129,7 @@ def apart(task: Task) -> Update:
 def ours(
     *added: Callable[[], af.Transform], owner: Callable[[], af.Transform] = af.wrap_ddp
 ) -> Loop:
-    """With these transforms, made anew for each training."""
+    """Use these transforms, made anew for each training."""
 
     def loop(task: Task) -> Update:
         return with_accel_fn(task, *[make() for make in added], owner=owner())
@@ -166,6 +166,6 @@ SCENARIOS_OF_TWO = [Scenario(MIDDLE, True, Way(job, job=job), world_size=2) for 
 
 
 def loops_of(job: str) -> dict[str, Loop | None]:
-    """By name, the base of all ratios first."""
+    """Return the loops by name, the base of all ratios first."""
     hand, transform = {**JOBS, **JOBS_OF_TWO}[job]
     return {"by hand": hand, OURS: transform}

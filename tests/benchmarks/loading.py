@@ -1,4 +1,4 @@
-"""What a batch costs before anybody trains on it: torch's DataLoader, accelerate's, accel_fn's."""
+"""Measures the cost of a batch before training: torch's DataLoader, accelerate's and accel_fn's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Start = Callable[[], Iterator[Any]]
 
 
 def make_data() -> TensorDataset:
-    """Features and a label, which is the sample's number."""
+    """Make features and a label, which is the number of the sample."""
     random = torch.Generator().manual_seed(0)
     features = torch.randn(NUM_SAMPLES, NUM_FEATURES, generator=random)
     return TensorDataset(features, torch.arange(NUM_SAMPLES))
@@ -40,7 +40,7 @@ def accelerated(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def compare_batches(name: str, station: Station, rounds: int, patience_s: float) -> Table:
-    """A shuffled epoch, batch by batch."""
+    """Time a shuffled epoch, batch by batch."""
     loader = DataLoader(make_data(), batch_size=BATCH_SIZE, shuffle=True)
     starts: dict[str, Start | None] = {"torch": partial(iter, loader), "accelerate": None}
     if find_spec("accelerate"):
@@ -50,7 +50,7 @@ def compare_batches(name: str, station: Station, rounds: int, patience_s: float)
 
 
 def compare_skipping(name: str, station: Station, rounds: int, patience_s: float) -> Table:
-    """The first batch after 2,000 that a resumed run has seen."""
+    """Time the first batch of a run that resumes after 2,000 batches."""
     loader = DataLoader(make_data(), batch_size=BATCH_SIZE, shuffle=True)
     starts: dict[str, Start | None] = {
         "torch": lambda: islice(iter(loader), NUM_SKIPPED, None),
@@ -67,7 +67,7 @@ def compare_skipping(name: str, station: Station, rounds: int, patience_s: float
 
 
 def compare_seeking(name: str, station: Station, rounds: int, patience_s: float) -> Table:
-    """The samples of one batch far away, against the time that it may take."""
+    """Time the look-up of the samples of one distant batch, against its target."""
     order = Order(BATCH_SIZE, 1, drop_last=False, num_samples=10**12, shuffle=True, seed=0)
 
     def seek() -> None:
@@ -101,7 +101,7 @@ def _compare(
     rounds: int,
     patience_s: float,
 ) -> Table:
-    """Time the first `num_batches` of every start, once each has given what it must."""
+    """Time the first `num_batches` of every loader, once each has passed its check."""
     missing = {each: _missing(start()) for each, start in starts.items() if start is not None}
     least = next(iter(missing.values()))
     works: dict[str, Work] = {
@@ -127,7 +127,7 @@ def _compare(
 
 
 def _missing(batches: Iterable[tuple[Tensor, Tensor]]) -> int:
-    """How many samples do not come."""
+    """Count the samples that never come."""
     labels = torch.cat([labels for _, labels in batches])
     return NUM_SAMPLES - len(labels.unique())
 

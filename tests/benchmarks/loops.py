@@ -1,4 +1,4 @@
-"""One update of the same training, written by hand and with each library, as its guide says."""
+"""One update of the same training, written by hand and with each library as its guide shows it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def with_accelerate(task: Task) -> Update:
     from accelerate.state import AcceleratorState, GradientState
 
     way, microbatches = task.scenario.way, task.microbatches
-    AcceleratorState._reset_state(reset_partial_state=True)  # one process runs many scenarios
+    # one process runs many scenarios, and accelerate keeps state
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = Accelerator(
         cpu=True,
@@ -152,7 +153,7 @@ def with_accel_fn_compiled(task: Task) -> Update:
 
 
 def with_accel_fn_reproducible(task: Task) -> Update:
-    """Whose slots are its micro-batches: on two ranks four each."""
+    """Use the virtual ranks as micro-batches: four on each of two ranks."""
     plan = af.compose(af.place(), af.reproducible(num_virtual_ranks=8))(
         af.Plan(loss_fn, task.model, task.optimizer)
     )
@@ -175,7 +176,8 @@ REPRODUCIBLE = "accel_fn reproducible"
 
 
 def loops(world_size: int) -> dict[str, Loop | None]:
-    """By name, the base of all ratios first; None for what is not installed."""
+    """Return the loops by name, the base of all ratios first; None for a library that is not
+    installed."""
     peers = {name: loop if find_spec(package) else None for name, (package, loop) in PEERS.items()}
     hand: dict[str, Loop | None] = {"by hand": by_hand}
     if world_size > 1:

@@ -1,4 +1,4 @@
-"""Timing things side by side: blocks in turn, taken again where other processes disturbed them."""
+"""Times loops side by side: blocks in turn, repeated if other processes disturbed them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-BUSY_SHARE = 0.1  # of the machine: a block counts as disturbed where others took more
+BUSY_SHARE = 0.1  # of the machine's time: a block in which others used more counts as disturbed
 PAUSE_S = 0.5
 
 Work = Callable[[], None]
@@ -16,7 +16,7 @@ Work = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Seconds that one block of work took: on the CPU, on the wall, and of others meanwhile."""
+    """Seconds of one block of work: on the CPU, on the wall, and of other processes meanwhile."""
 
     cpu: float
     wall: float
@@ -29,7 +29,7 @@ class Block:
 
 
 def machine_busy_s() -> float:
-    """CPU time that all processes of the machine have used, where that is known; else 0."""
+    """Return the CPU time that all processes of the machine have used, or 0 if unknown."""
     try:
         counters = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:
@@ -40,7 +40,7 @@ def machine_busy_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Station:
-    """Where work is timed: a process alone, or one rank of several that time together."""
+    """The place where work is timed: one process, or one rank of several that measure together."""
 
     rank: int
     time_block: Callable[[Work], Block]
@@ -53,7 +53,7 @@ def alone() -> Station:
 
 
 def time_block(work: Work) -> Block:
-    """One block in this process."""
+    """Time one block in this process."""
     busy, wall, cpu = machine_busy_s(), time.perf_counter(), time.process_time()
     work()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -61,7 +61,7 @@ def time_block(work: Work) -> Block:
 
 
 def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Every name once per round, starting with another one each time."""
+    """Yield every name once per round; each round starts with another name."""
     for turn in range(rounds):
         first = turn % len(names)
         yield from (*names[first:], *names[:first])
@@ -70,7 +70,7 @@ def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
 def time_in_turn(
     works: Mapping[str, Work], rounds: int, station: Station, patience_s: float
 ) -> dict[str, list[Block]]:
-    """Every work once per round, in turns.
+    """Time every work once per round, in turns.
 
     A disturbed block is taken again, for up to `patience_s` in all; the least
     disturbed one counts.

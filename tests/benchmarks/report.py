@@ -1,4 +1,4 @@
-"""Tables as Markdown, the summary of the targets, and the page that holds them."""
+"""Formats tables as Markdown, the summary of the targets, and the page that holds them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def render_table(table: Table) -> str:
 
 
 def render_overview(tables: Iterable[Table]) -> str:
-    """The ratios of all tables with the same variants, a line each; one such list per base."""
+    """List the ratios of all tables with the same variants, a line each; one list per base."""
     by_variants: dict[tuple[str, ...], list[list[str]]] = {}
     for table in tables:
         base, *others = table.rows
@@ -36,7 +36,8 @@ def render_overview(tables: Iterable[Table]) -> str:
 
 
 def _markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A table whose columns are aligned in the source too: the first to the left."""
+    """Format a table with columns that are aligned in the source; the first is aligned to the
+    left."""
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     return "\n".join(
@@ -127,7 +128,7 @@ def render_lead(tables: Sequence[Table]) -> str:
 def render_page(
     tables: Sequence[Table], imported: ImportCost | None, rounds: int, commit: str
 ) -> str:
-    """Return what stands between the markers: chart, main table, the rest folded."""
+    """Return the text between the markers: chart, main table, and the other tables folded."""
     disturbed = sum(table.disturbed for table in tables) / len(tables)
     conditions = (
         f"Commit {commit}, torch {torch.__version__}, {os.cpu_count()} CPUs, {rounds} rounds; other "
@@ -148,7 +149,7 @@ def render_page(
 
 
 def write_page(path: Path, text: str, chart: str) -> None:
-    """Replace what is between the markers of a page, and the chart beside it; the rest stays."""
+    """Replace the text between the markers of a page, and the chart beside it."""
     before, rest = path.read_text().split(BEGIN)
     _, after = rest.split(END)
     path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")

@@ -1,4 +1,4 @@
-"""What was measured, as rows and tables, and whether it meets its target."""
+"""Results of a benchmark as rows and tables, with the verdict on each target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Met by the median; or, where only the better quartile is there, too close to say."""
+        """Return "met" if the median reaches the target, "within noise" if only the better quartile
+        does."""
         if self.target is None or self.note:
             return ""
         better, median, _ = self.cpu_ratio
@@ -39,13 +40,13 @@ class Row:
 
     @property
     def aim(self) -> str:
-        """The target and its verdict, for a table."""
+        """Return the target and its verdict, for a table."""
         return f"{self.target:.2f}: {self.verdict}" if self.verdict else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One scenario."""
+    """The rows of one scenario."""
 
     name: str
     rows: tuple[Row, ...]

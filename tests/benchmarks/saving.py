@@ -1,4 +1,5 @@
-"""How long a run waits for a checkpoint: by torch.save, by torch's DCP, accelerate and accel_fn."""
+"""Measures how long a run waits for a checkpoint of torch.save, torch's DCP, accelerate and
+accel_fn."""
 
 from __future__ import annotations
 
@@ -38,14 +39,14 @@ IMPORTED = (
     "accel_fn.checkpoint.save",
     "accel_fn.checkpoint.load",
     "accelerate",
-    "torch.utils.serialization.config",  # by the first torch.load
-    "xxhash",  # by accel_fn's first hash
+    "torch.utils.serialization.config",  # imported by the first torch.load
+    "xxhash",  # imported by accel_fn's first hash
 )
 TARGETS = {("save", OURS_ASYNC): 0.15, (LOAD, "accel_fn"): 0.40}
 
 
 class Run:
-    """A model and AdamW, and ways to save and load them. All ways share them."""
+    """A model and AdamW, shared by all ways to save and load them."""
 
     def __init__(self, num_layers: int, folder: Path) -> None:
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)]
@@ -64,7 +65,7 @@ class Run:
             self.accelerator.prepare(self.model, self.optimizer)
 
     def train(self) -> None:
-        """One update, so that the optimizer has a state."""
+        """Make one update, so that the optimizer has a state."""
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
@@ -94,7 +95,7 @@ class Run:
         return self._installed(ways)
 
     def finish(self) -> None:
-        """Wait for what is written in the background, outside the clock."""
+        """Wait, outside the clock, until background writes have ended."""
         finish_writing(self.step.notes, self.state, "save")
         if self.writing is not None:
             self.writing.result()
@@ -128,7 +129,7 @@ class Run:
         )
 
     def _held(self) -> Iterator[Tensor]:
-        """Parameters and moments; room is made for moments that are not there yet."""
+        """Return parameters and moments; allocate moments that are missing."""
         for parameter in self.model.parameters():
             moments = self.optimizer.state[parameter]
             yield parameter.detach()
@@ -136,13 +137,14 @@ class Run:
                 yield moments.setdefault(name, torch.empty_like(parameter))
 
     def write(self) -> None:
-        """What one read, unchecked, reads."""
+        """Write the file that "one read, unchecked" reads."""
         with (self.folder / "flat").open("wb") as file:
             for tensor in self._held():
                 file.write(memory_of(tensor))
 
     def _read(self) -> None:
-        """As little as a load can do: no hash, no format, one call of the system's for each tensor."""
+        """Read with the least work possible: no hash, no format, one system call for each
+        tensor."""
         with (self.folder / "flat").open("rb", buffering=0) as file:
             start = 0
             for tensor in self._held():
@@ -150,7 +152,7 @@ class Run:
 
     @torch.no_grad()
     def spoil(self) -> None:
-        """Other values in the same memory: what is loaded is then seen."""
+        """Overwrite the tensors, so that a load can be checked."""
         for tensor in self._held():
             tensor.fill_(7.0)
 
@@ -161,7 +163,7 @@ class Run:
 
 
 def measure(num_layers: int, rounds: int, folder: Path) -> dict[str, dict[str, list[Any]]]:
-    """Blocks of every way, in turns: saving in one process, loading in a new one each."""
+    """Time every way, in turns: saving in one process, loading in a new one each."""
     saved = _in_child(lambda: _measure_saving(Run(num_layers, folder), rounds))
     measured = {"save": saved["save"], AGAIN: saved[AGAIN]}
     for kind in (LOAD, RESUME):
@@ -179,12 +181,12 @@ def _measure_saving(run: Run, rounds: int) -> dict[str, Any]:
     run.write()
     ways = run.ways_to_save()
     for way in ways.values():
-        way()  # the first time is another
+        way()  # the first call also imports and allocates
         run.finish()
     blocks: dict[str, list[Any]] = {name: [] for name in ways}
     for name in in_turns(list(ways), rounds):
         gc.collect()
-        os.sync()  # what others have written is not waited for here
+        os.sync()  # do not wait for what another way has written
         blocks[name].append(asdict(time_block(ways[name])))
         run.finish()
     corner = run.corner()
@@ -197,7 +199,7 @@ def _measure_saving(run: Run, rounds: int) -> dict[str, Any]:
 
 
 def _measure_loading_again(run: Run, corner: list[float], rounds: int) -> dict[str, list[Any]]:
-    """In one process, where what a way to load needs beside is kept by the allocator for its next turn."""
+    """Load repeatedly in one process, so that the allocator keeps buffers between loads."""
     ways = run.ways_to_load()
     blocks: dict[str, list[Any]] = {name: [] for name in ways}
     for name in in_turns(list(ways), rounds):
@@ -209,7 +211,7 @@ def _measure_loading_again(run: Run, corner: list[float], rounds: int) -> dict[s
 
 
 def _measure_loading(make_run: Callable[[], Run], name: str, *, trained: bool) -> dict[str, Any]:
-    """Of a run that goes back to its checkpoint, or one that is resumed, without any memory of an update."""
+    """Time a load into a run that has trained, and one into a new run without optimizer state."""
     run = make_run()
     if trained:
         run.train()
@@ -218,7 +220,8 @@ def _measure_loading(make_run: Callable[[], Run], name: str, *, trained: bool) -
 
 
 def _in_child(work: Callable[[], Any]) -> Any:
-    """What it gives, in a process that has imported all and has nothing in memory yet."""
+    """Return the result of a call in a new process that has imported everything and holds no
+    tensors."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -234,7 +237,7 @@ def _in_child(work: Callable[[], Any]) -> Any:
 
 
 def compare_saving(name: str, num_layers: int, rounds: int) -> list[Table]:
-    """Measured in a process of its own, whose memory is managed as any user's is."""
+    """Measure in a separate process, whose memory is managed like a user's."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [str(num_layers), str(min(rounds, MOST_ROUNDS)), folder]
         done = subprocess.run(
@@ -252,7 +255,7 @@ def compare_saving(name: str, num_layers: int, rounds: int) -> list[Table]:
 
 
 def _table(name: str, kind: str, names: tuple[str, ...], blocks: dict[str, list[Block]]) -> Table:
-    """Of wall time: it is what a run waits for."""
+    """Make the table of wall times, since that is how long a run waits."""
     waited = {each: [Block(b.wall, b.wall, b.others) for b in blocks[each]] for each in blocks}
     first = next(iter(waited.values()))
     rows = [

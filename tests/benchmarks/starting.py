@@ -1,4 +1,5 @@
-"""From the command to the first line of a user's script, by torchrun and by accel_fn."""
+"""Times the start of a user's script, from the command to its first line, by torchrun and
+accel_fn."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.benchmarks.results import Table, make_row
 START = "start, a script on 2 ranks"
 NUM_RANKS = 2
 TARGET = 1.0
-_SCRIPT = r"import os, time; os.write(1, f'{time.monotonic()}\n'.encode())"  # a line at once
+# write each line at once
+_SCRIPT = r"import os, time; os.write(1, f'{time.monotonic()}\n'.encode())"
 _OPTIONS = {
     "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)),
     "accel_fn": ("-m", "accel_fn.cli", "launch", "-n", str(NUM_RANKS), "--cpu"),
@@ -24,7 +26,7 @@ _OPTIONS = {
 
 
 def compare_starting(name: str, rounds: int) -> list[Table]:
-    """Both commands in turns, once the files that they read have been read."""
+    """Time both commands in turns, after one run that reads the files from the disk."""
     blocks: dict[str, list[Block]] = {each: [] for each in _OPTIONS}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "script.py").write_text(_SCRIPT)
@@ -40,7 +42,7 @@ def compare_starting(name: str, rounds: int) -> list[Table]:
 
 
 def start(options: tuple[str, ...], folder: str) -> Block:
-    """Run the script to its end; the wall time is that until its last rank was at the first line."""
+    """Run the script to its end; the wall time ends when its last rank reaches the first line."""
     env = {**os.environ, "PYTHONPATH": str(Path(accel_fn.__file__).parents[1])}
     command = [sys.executable, *options, "script.py"]
     busy, used, began = machine_busy_s(), _used_s(), time.monotonic()
@@ -56,5 +58,5 @@ def start(options: tuple[str, ...], folder: str) -> Block:
 
 
 def _used_s() -> float:
-    """CPU time of this process and of all that it has waited for."""
+    """Return the CPU time of this process and of all children that it has waited for."""
     return sum(os.times()[:4])

@@ -1,4 +1,4 @@
-"""What is timed: models, and the ways to train them."""
+"""The models that are timed, and the ways to train them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LEARNING_RATE = 1e-3
-NUM_BATCHES = 8  # distinct ones, used in turn
+NUM_BATCHES = 8  # distinct batches, used in turn
 
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A perceptron, the samples of one micro-batch, and how many updates make a block to time."""
+    """A perceptron, its micro-batch size, and the number of updates in a timed block."""
 
     name: str
     widths: tuple[int, ...]
@@ -30,7 +30,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How an update is made, and accel_fn's target: CPU time as a ratio to the base."""
+    """A way to make an update, and accel_fn's target: CPU time as a ratio to the base."""
 
     name: str
     target: float | None = None
@@ -45,7 +45,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One table of the result."""
+    """One table of the results."""
 
     size: Size
     fused: bool
@@ -54,7 +54,8 @@ class Scenario:
 
     @property
     def compiled_target(self) -> float | None:
-        """A small loop by hand that is fused has a third less to save, and no target of its own."""
+        """Return the target of a compiled step; none for the small fused loop, which has a third
+        less to save."""
         return None if self.fused and self.size is TINY else self.way.compiled_target
 
     @property
@@ -75,7 +76,7 @@ TINY = Size(
     clipping_target=0.95,
     compiled_targets=(0.32, 0.42, 0.40),
 )
-# Clipping is 2 to 6% of this loop by hand, and to read the gradients once, for the norm, half of that.
+# Clipping is 2 to 6% of this loop by hand; half of that is the read of the gradients for the norm.
 MIDDLE = Size(
     "middle",
     (784, 512, 512, 10),
@@ -131,7 +132,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def make_task(scenario: Scenario, rank: int) -> Task:
-    """The same model on every call and every rank, the same data on every call.
+    """Make the same model on every call and every rank, and the same data on every call.
 
     All batches have the same inputs under labels of their own: nothing can be
     learned by heart, so gradients stay large and clipping has work in every update.

@@ -1,4 +1,5 @@
-"""Scenarios of several ranks: processes started by torch's launcher, timed between barriers."""
+"""Scenarios of several ranks: torch's launcher starts the processes, and barriers enclose the
+clock."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def compare_in_world(scenarios: list[Scenario], rounds: int, patience_s: float) -> list[Table]:
-    """Their tables, from new processes."""
+    """Return the tables of several ranks, measured in new processes."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "tables.json"
         wanted = {
@@ -56,7 +57,8 @@ def largest_of_all(figure: float) -> float:
 
 
 def time_block_together(work: Work) -> Block:
-    """One block on all ranks: CPU time of all, wall time of the first; the same figures on each."""
+    """Time one block on all ranks; return the CPU time of all and the wall time of the first, on
+    each."""
     dist.barrier()
     busy, wall, cpu = machine_busy_s(), time.perf_counter(), time.process_time()
     work()
@@ -71,7 +73,7 @@ def time_block_together(work: Work) -> Block:
 
 
 def main(wanted: dict[str, Any]) -> None:
-    """What one rank does."""
+    """Run one rank."""
     settle()
     dist.init_process_group("gloo")
     station = together()
@@ -85,7 +87,7 @@ def main(wanted: dict[str, Any]) -> None:
     if station.rank == 0:
         Path(wanted["answer"]).write_text(json.dumps([asdict(table) for table in tables]))
     dist.barrier()
-    os._exit(0)  # Gloo's teardown can abort while replicas are alive
+    os._exit(0)  # Gloo can abort at its teardown while replicas are alive
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""save and load: what is saved, what must agree, and the error of every mistake."""
+"""save and load: what is saved, what must match, and the error for every mistake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
 
 
 def make(seed=0, *, optimizer=ours.adamw, recipe=None, model=None, state=None):
-    """A step of a new program."""
+    """Make the step of a new program."""
     model = model or ours.regression_model(seed)
     plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
     return af.build(state or af.DistState(), recipe(plan) if recipe else plan)
@@ -45,13 +45,13 @@ def advance(state, step, count=2):
 
 
 def kept(step):
-    """Parameters and optimizer, in plain data."""
+    """Return parameters and optimizer state as plain data."""
     return step.plan.model.state_dict(), step.plan.optimizer.state_dict()
 
 
 @contextmanager
 def unchanged(step):
-    """Model and optimizer are the same after as before."""
+    """Assert that model and optimizer are the same before and after."""
     before = copy.deepcopy(kept(step))
     yield
     for now, then in zip(kept(step), before, strict=True):
@@ -61,7 +61,7 @@ def unchanged(step):
 
 
 def differences(folder, state, step, **options):
-    """The lines of the error with which load refuses this step, and leaves it as it is."""
+    """Return the lines of the error with which `load` refuses this step and leaves it unchanged."""
     with unchanged(step), pytest.raises(CheckpointError) as caught:
         af.load(folder, state, step, **options)
     head, *lines = str(caught.value).splitlines()
@@ -91,7 +91,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_a_run_resumes_to_the_bit_in_a_new_program(tmp_path, optimizer, steps_before):
-    """Also where that program has made some updates already."""
+    """The new program may have made some updates already."""
     state, step = make(optimizer=optimizer)
     state = advance(state, step)
     af.save(tmp_path, state, step)
@@ -109,14 +109,15 @@ def eagerly(model):
 
 
 def numbers(step):
-    """Of the parameters, in their order."""
+    """Return the parameters' numbers, in order."""
     return [each.tolist() for each in step.plan.model.parameters()]
 
 
 WRAPPERS = {"plain": lambda model: model, "compile": eagerly, "parallel": nn.DataParallel}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in compile
+# torch.compile raises this warning itself
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [("plain", "compile"), ("compile", "plain"), ("plain", "parallel"), ("parallel", "plain")],
@@ -159,7 +160,7 @@ def test_tensors_are_filled_where_they_are(tmp_path):
 
 
 class Here(Executor):
-    """Runs all in this thread, which is the one that torch's profiler looks at."""
+    """Runs everything in this thread, the one that torch's profiler records."""
 
     def submit(self, function, *arguments, **options):
         future = Future()
@@ -185,7 +186,7 @@ def sum_of_outputs(model, batch):
 
 
 def draw():
-    """From each generator of this process."""
+    """Draw from each generator of this process."""
     return [random.random(), np.random.rand(), torch.rand(2).tolist()]
 
 
@@ -227,7 +228,7 @@ def test_generators_of_new_ranks_are_derived_and_that_is_logged(tmp_path, capsys
 
 @pytest.mark.slow
 def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
-    """However often it is loaded, and of no two seeds, ranks or steps the same."""
+    """The same numbers come on every load, and different ones for other seeds, ranks or steps."""
     state, step = make(state=af.DistState(seed=3))
     saved = {}
     for _ in range(2):
@@ -271,7 +272,7 @@ def test_a_generator_whose_words_were_saved_as_a_list_continues():
 
 
 class Counter:
-    """Something of the user's that keeps a number."""
+    """An extra of the user's that keeps a number."""
 
     def __init__(self, number=0):
         self.number = number
@@ -337,7 +338,7 @@ OTHER_DATA = {
 
 @pytest.mark.parametrize(("loader", "expected"), OTHER_DATA.values(), ids=OTHER_DATA)
 def test_other_data_are_refused_before_anything_is_overwritten(tmp_path, loader, expected):
-    """In one list with all other differences; the loader is an extra."""
+    """The error is one list with all other differences; the loader is an extra."""
     state, step = make()
     extras = {"counter": Counter(4), "data": shared()}
     af.save(tmp_path, advance(state, step), step, extras=extras)
@@ -401,7 +402,7 @@ def test_the_manifest_tells_of_the_run_in_plain_json(tmp_path):
 
 
 class Tied(nn.Module):
-    """Two names for one tensor."""
+    """A module with two names for one tensor."""
 
     def __init__(self, *, tied=True):
         super().__init__()
@@ -428,7 +429,7 @@ def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path):
 
 
 def test_tensors_lie_in_files_as_aligned_as_in_memory(tmp_path):
-    """A copy between two places that are aligned alike is faster."""
+    """A copy between two places of equal alignment is faster."""
     state, step = make(model=Odd())
     path = af.save(tmp_path, advance(state, step), step)
     entries = read_manifest(path).entries
@@ -440,7 +441,7 @@ def test_tensors_lie_in_files_as_aligned_as_in_memory(tmp_path):
 
 
 class Odd(nn.Module):
-    """Tensors of every layout and kind, and state that is no tensor."""
+    """A module with tensors of every layout and kind, and extra state that is no tensor."""
 
     def __init__(self):
         super().__init__()
@@ -482,7 +483,7 @@ def test_any_tensors_and_extra_state_come_back(tmp_path):
 
 
 class Copying(nn.Linear):
-    """Gives copies, and state of its own that is a tensor, as a quantised layer may."""
+    """Its `state_dict` returns copies and a tensor as extra state, as a quantised layer may."""
 
     scale = torch.ones(2)
 
@@ -498,7 +499,7 @@ class Copying(nn.Linear):
 
 
 class Hiding(nn.Linear):
-    """Leaves a tensor out, as one that is large and fixed, and has extra state."""
+    """Its `state_dict` leaves out a large fixed tensor, and has extra state."""
 
     words = "mine"
 
@@ -535,7 +536,7 @@ def test_extra_state_that_is_gone_or_new_is_a_difference(tmp_path, kinds, differ
 
 
 class Demanding(Hiding):
-    """Takes all that it gives in a way of its own."""
+    """It loads everything through its own `load_state_dict`."""
 
     def load_state_dict(self, saved):
         assert "weight" in saved
@@ -556,7 +557,7 @@ def test_a_model_that_leaves_a_tensor_out_gets_its_extra_state_back(tmp_path, ki
 
 
 class Expanding(nn.Linear):
-    """Holds several elements in one place."""
+    """A tensor of it holds several elements in one place."""
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -575,7 +576,7 @@ def test_a_tensor_with_several_elements_in_one_place_is_refused_by_name(tmp_path
 
 
 class Renaming(nn.Linear):
-    """Gives its tensors under other names, and takes them so."""
+    """Its `state_dict` uses other names for its tensors, and `load_state_dict` takes these."""
 
     def state_dict(self, *arguments, **options):
         kept = super().state_dict(*arguments, **options)
@@ -602,7 +603,7 @@ def test_a_model_that_does_not_give_its_own_tensors_gets_them_back(tmp_path, kin
 
 @dataclass
 class Counting:
-    """A transform that keeps a number."""
+    """A function of a transform that keeps a number."""
 
     count: int = 0
 
@@ -619,7 +620,7 @@ class Counting:
 
 @pytest.mark.parametrize("saved", [{"foreach": True}, {"capturable": True}], ids=str)
 def test_how_updates_are_computed_stays_that_of_the_program(tmp_path, saved):
-    """The rest of a group is that of the checkpoint."""
+    """All other settings of a group come from the checkpoint."""
 
     def adamw(**options):
         return lambda parameters: torch.optim.AdamW(parameters, **options)
@@ -764,7 +765,7 @@ def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, 
 
 @pytest.mark.parametrize("widths", [(3, 4, 1), (3, 5, 1, 1)], ids=["shape", "more"])
 def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, capsys, widths):
-    """Such as the average of a layer that is another now."""
+    """An example is the average of a layer that was replaced."""
     recipe = af.compose(af.average(0.5), af.schedule(lambda _: 1.0))
     state, step = make(recipe=recipe)
     af.save(tmp_path, advance(state, step), step)
@@ -779,7 +780,7 @@ def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, cap
 
 
 def test_what_a_transform_keeps_in_other_shapes_is_a_difference(tmp_path):
-    """Such as the norms of a window of another length."""
+    """An example is the norms of a window of another length."""
     state, step = make(recipe=af.skip_spikes(window=8))
     af.save(tmp_path, advance(state, step), step)
     state, other = make(recipe=af.skip_spikes(window=16))
@@ -872,7 +873,7 @@ IN_ALL = [
 def test_what_one_rank_alone_is_given_wrongly_is_refused_on_all(
     tmp_path, monkeypatch, function, given, options, text
 ):
-    """At once: none of them is left waiting."""
+    """The other ranks raise at once and do not wait."""
     monkeypatch.chdir(tmp_path)
 
     def run(state):

@@ -1,4 +1,4 @@
-"""The files of checkpoints: damaged, half written, of two runs, on a full disk."""
+"""Checkpoint files that are damaged or incomplete, of two runs, or on a full disk."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ each_file = pytest.mark.parametrize("file", FILES)
 
 
 class Extra:
-    """What a user keeps beside the model."""
+    """An extra that a user keeps beside the model."""
 
     def __init__(self, value):
         self.value = value
@@ -75,7 +75,7 @@ def loss_fn(model, batch):
 
 
 def make(seed=0, *, state=None, recipe=None):
-    """A step of a new program."""
+    """Make the step of a new program."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -84,7 +84,7 @@ def make(seed=0, *, state=None, recipe=None):
 
 
 def run(folder, *steps, saver=None, **options):
-    """Train up to each of these steps and save there; the state and the step at the end."""
+    """Train to each of these steps and save there; return the state and the step at the end."""
     state, step = saver or make()
     for number in steps:
         while state.step < number:
@@ -94,13 +94,13 @@ def run(folder, *steps, saver=None, **options):
 
 
 def tensors_of(step):
-    """Model and optimizer, bit for bit."""
+    """Return model and optimizer, bit for bit."""
     tensors = ours.kept_tensors(step)
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def everything(step):
-    """Model, optimizer and generators, bit for bit."""
+    """Return model, optimizer and generators, bit for bit."""
     found = tensors_of(step)
     found["torch"] = torch.get_rng_state().numpy().tobytes()
     found["numpy"] = pickle.dumps(np.random.get_state())
@@ -113,7 +113,7 @@ def names(folder):
 
 
 def refused(folder, match, **options):
-    """load refuses, and nothing of the program has changed."""
+    """Assert that `load` refuses the checkpoint and leaves the program unchanged."""
     state, step = make(7)
     state, _ = step(state, BATCH)
     extra, before = Extra("mine"), everything(step)
@@ -125,7 +125,7 @@ def refused(folder, match, **options):
 
 
 def loads(folder, expected_step):
-    """The newest checkpoint comes back, and it is that of this step."""
+    """Assert that the newest checkpoint loads, and that it is that of this step."""
     state, step = make(7)
     assert af.latest(folder) == folder / f"step_{expected_step:08d}"
     assert af.load(folder, state, step).step == expected_step
@@ -138,7 +138,7 @@ def loads(folder, expected_step):
 
 
 def with_manifest(checkpoint, change):
-    """Change the manifest, and its hash as well."""
+    """Change the manifest and its hash."""
     path = checkpoint / "manifest.json"
     body = json.loads(path.read_text())["checkpoint"]
     change(body)
@@ -146,7 +146,7 @@ def with_manifest(checkpoint, change):
     path.write_bytes(b'{"hash": "%s", "checkpoint":\n%s}\n' % (hash_of(data).encode(), data))
 
 
-# Damage.
+# -- damaged files
 
 
 def test_these_are_all_files(tmp_path):
@@ -169,7 +169,7 @@ OF_TWO = [*FILES, "rank_00001.pt", "tensors_00001.bin"]
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory):
-    """A checkpoint that two ranks have written, each a share of every file's kind."""
+    """Make a checkpoint of two ranks; each rank writes files of every kind."""
     folder = tmp_path_factory.mktemp("two")
 
     def save(state):
@@ -186,7 +186,7 @@ def of_two(tmp_path_factory):
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_damage_of_any_rank_s_file_is_found_by_all(of_two, tmp_path, file, damage, world_size):
-    """Also by fewer ranks than have written."""
+    """A world of fewer ranks than have written finds it too."""
     folder = shutil.copytree(of_two, tmp_path / "run")
     damage(folder / "step_00000001" / file)
 
@@ -240,7 +240,7 @@ def test_what_is_listed_of_a_whole_one(tmp_path):
 
 
 def put(*places_and_value):
-    """Another value in a place of the manifest."""
+    """Replace a value in the manifest."""
 
     def change(body):
         *places, last, value = places_and_value
@@ -256,7 +256,7 @@ def leads_away(body):
 
 
 def overlaps(body):
-    """Two halves of another tensor's size, both the first."""
+    """Return two chunks of half a tensor, both the first half."""
     (chunk,) = body["entries"]["model/0.weight"]["chunks"]
     half = chunk | {"sizes": [2, 3], "length": 24}
     body["entries"]["model/0.weight"]["chunks"] = [half, half]
@@ -325,7 +325,8 @@ MANIFESTS = {
 
 @pytest.mark.parametrize(("change", "text"), MANIFESTS.values(), ids=MANIFESTS)
 def test_a_manifest_of_others_is_not_trusted(tmp_path, change, text):
-    """It reads no file but those beside it; one that makes no sense is an error with its name."""
+    """`load` reads no file outside the checkpoint; a manifest that makes no sense is an error with
+    its name."""
     run(tmp_path, 1)
     with_manifest(tmp_path / "step_00000001", change)
     refused(tmp_path, rf"step_00000001/manifest\.json {text}")
@@ -342,7 +343,7 @@ def test_a_manifest_that_is_none_is_not_trusted(tmp_path, body):
 
 
 def remark(checkpoint, file):
-    """Have the manifest list a file as it is now."""
+    """Write the current mark of a file into the manifest."""
     data = (checkpoint / file).read_bytes()
     digest = xxhash.xxh3_128(data).digest()
     mark = {"size": len(data), "hash": xxhash.xxh3_128(digest).hexdigest()}
@@ -361,7 +362,7 @@ class Bomb:
 @pytest.mark.parametrize("file", ["common.pt", "rank_00000.pt"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, file, packed):
-    """Hashes are of damage, not of forgery: a file may hold anything."""
+    """Hashes detect damage, not forgery, so a file may hold anything."""
     run(tmp_path, 1)
     checkpoint, fuse = tmp_path / "step_00000001", tmp_path / "fuse"
     bomb = {"random": Bomb(fuse), "buffers": {}, "scaler": None, "steps": {}}
@@ -378,13 +379,13 @@ def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, file, packed):
     assert not fuse.exists()
     assert everything(step) == before
     if packed:
-        torch.load(checkpoint / file, weights_only=False)  # it is one
+        torch.load(checkpoint / file, weights_only=False)  # the file is such a pickle
     else:
         pickle.loads((checkpoint / file).read_bytes())
     assert fuse.exists()
 
 
-# A folder that cannot be written to.
+# -- folders that cannot be written to
 
 
 @pytest.mark.parametrize("bad", [Extra(2), [Extra], {"a": len}], ids=["one", "class", "function"])
@@ -420,7 +421,8 @@ def test_a_file_with_the_name_of_a_checkpoint_is_none(tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk_leaves_what_was_there(tmp_path):
-    """At every size from nothing to a file less than all, in a process whose files are limited."""
+    """The disk is full after any number of bytes, in a process with a limit on the size of
+    files."""
     script = f"""
         import resource, signal
         from pathlib import Path
@@ -452,7 +454,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
 
 @contextmanager
 def nobody():
-    """Root may write anywhere: for a while it is somebody who may not."""
+    """Run as another user for a while, since root may write anywhere."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -463,7 +465,7 @@ def nobody():
 
 
 def test_a_folder_that_is_read_only_is_refused():
-    with tempfile.TemporaryDirectory() as place:  # where anybody may look
+    with tempfile.TemporaryDirectory() as place:  # a folder that every user may read
         folder = Path(place) / "run"
         Path(place).chmod(0o755)
         state, step = run(folder, 1)
@@ -509,7 +511,7 @@ def test_older_ones_that_cannot_be_removed_are_an_error_and_the_new_one_is_there
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         folder.mkdir()
-        folder.chmod(0o1777)  # others may write, and not rename what is not theirs
+        folder.chmod(0o1777)  # other users may write here, and not rename files of others
         Path(place).chmod(0o755)
         run(folder, 1)
         text = r"^save: .*step_00000002 is saved, but older ones must be removed: .*not permitted"
@@ -519,7 +521,7 @@ def test_older_ones_that_cannot_be_removed_are_an_error_and_the_new_one_is_there
 
 
 class Removing(Extra):
-    """Somebody removes the folder while it is saved to."""
+    """Its `state_dict` removes the folder while the checkpoint is being saved."""
 
     def state_dict(self):
         shutil.move(self.value, f"{self.value}-elsewhere")
@@ -547,7 +549,7 @@ def test_a_folder_that_goes_away_once_all_is_written_is_an_error(tmp_path, monke
         folder.rename(tmp_path / "elsewhere")
         return written
 
-    def save_twice():  # what goes wrong in the background is raised by the next
+    def save_twice():  # the second save raises a failure of the first in the background
         for _ in range(2):
             af.save(folder, state, step, wait=wait)
 
@@ -587,12 +589,12 @@ def test_a_folder_may_be_a_link(tmp_path):
     assert af.latest(tmp_path / "broken") is None
 
 
-# Two runs.
+# -- two runs in one folder
 
 
 @contextmanager
 def other_run(folder, script):
-    """Another process, which has printed `up`; it ends when the test goes on."""
+    """Start another process that has printed `up`; it ends when the generator continues."""
     process = subprocess.Popen(
         [sys.executable, "-c", f"import sys\nfolder = sys.argv[1]\n{script}", str(folder)],
         cwd=ROOT,
@@ -611,7 +613,7 @@ def other_run(folder, script):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """A run does not wait for one that may be ending."""
+    """Shorten the wait for a run that may be ending."""
     monkeypatch.setattr(lock_module, "_TRIES", 1)
 
 
@@ -637,7 +639,7 @@ def test_a_second_run_is_refused_and_the_first_is_named(tmp_path, impatient):
             with pytest.raises(CheckpointError, match=rf"by one run at a time.*pid {other.pid}\b"):
                 run(folder, 1)
             assert names(tmp_path) == before
-        loads(tmp_path, 3)  # a reader is not held up
+        loads(tmp_path, 3)  # a reader need not wait
     run(tmp_path, 1)
     assert steps_of(tmp_path) == [1, 3]
 
@@ -653,7 +655,7 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path, impatient):
 
 
 def test_the_name_of_a_run_that_is_gone_holds_nothing(tmp_path):
-    """Even where this process has its number."""
+    """The name holds nothing even if this process has the same number."""
     run(tmp_path, 1)
     assert f"pid {os.getpid()}" in (tmp_path / ".lock").read_text()
     run(tmp_path, 2)
@@ -661,7 +663,7 @@ def test_the_name_of_a_run_that_is_gone_holds_nothing(tmp_path):
 
 
 def test_workers_that_outlive_their_run_do_not_hold_its_folder(tmp_path, impatient):
-    """They look for their parent every few seconds only."""
+    """Torch's workers check only every few seconds whether their parent lives."""
     script = """
 import multiprocessing
 
@@ -703,7 +705,7 @@ def test_two_programs_of_one_process_are_two_runs(tmp_path, impatient):
 
 
 def test_a_run_holds_each_folder_that_it_saves_to(tmp_path, impatient):
-    """One is often of the last checkpoints, another of the best."""
+    """Users keep the last checkpoints in one folder and the best in another."""
     saver = run(tmp_path / "last", 1)
     run(tmp_path / "best", 1, saver=saver)
     (tmp_path / "link").symlink_to("last")
@@ -713,7 +715,7 @@ def test_a_run_holds_each_folder_that_it_saves_to(tmp_path, impatient):
             run(tmp_path / folder, 2)
 
 
-# What stays.
+# -- what `keep` leaves
 
 
 def steps_of(folder):
@@ -757,7 +759,7 @@ def test_damaged_ones_are_left_alone_and_not_counted(tmp_path):
 
 
 def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
-    """What it left behind there has higher steps, and is older."""
+    """The checkpoints that the run left have higher steps and are older."""
     run(tmp_path, 1, 2, 8, 9)
     state, step = make(7)
     state = af.load(tmp_path, state, step, at=2)
@@ -766,7 +768,7 @@ def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
 
 
 def test_the_new_one_stays_where_others_have_a_later_time(tmp_path):
-    """As another machine's clock may give it."""
+    """The clock of another machine may give such a time."""
     run(tmp_path, 1, 2, 8, 9)
     later = time.time() + 1e6
     for number in (1, 2, 8, 9):
@@ -779,7 +781,7 @@ def test_the_new_one_stays_where_others_have_a_later_time(tmp_path):
 
 
 class InTheWay(Extra):
-    """Makes a file where the save that is under way will need the name."""
+    """Makes a file at the name that the running save will need."""
 
     def state_dict(self):
         self.value.touch()
@@ -796,7 +798,7 @@ class InTheWay(Extra):
     ids=["before any file", "at the manifest", "at the name"],
 )
 def test_a_save_that_fails_removes_nothing(tmp_path, extra, text):
-    """Up to the last moment before the new one is there."""
+    """The failure comes just before the new checkpoint gets its name."""
     saver = run(tmp_path, 1, 2, 3)
     with pytest.raises((ValueError, CheckpointError), match=text):
         run(tmp_path, 4, keep=1, saver=saver, extras={"bad": extra(tmp_path)})
@@ -812,12 +814,12 @@ def test_what_is_not_ours_is_not_touched(tmp_path, name):
     assert (tmp_path / name / "file").read_text() == "mine"
 
 
-# The same step twice, and kills.
+# -- the same step twice, and killed runs
 
 
 @pytest.mark.parametrize("reader", [False, True], ids=["alone", "beside a reader"])
 def test_the_same_step_again_replaces_it(tmp_path, monkeypatch, reader):
-    """Also if a reader renames the old one back between the two renames."""
+    """A reader may rename the old checkpoint back between the two renames."""
     state, step = run(tmp_path, 2, extras={"extra": Extra("first")})
     rename, seen = Path.rename, []
 
@@ -836,7 +838,8 @@ def test_the_same_step_again_replaces_it(tmp_path, monkeypatch, reader):
 
 
 def killed_between_renames(tmp_path):
-    """A checkpoint has stepped aside for another, whose name it was to be; then the run ended."""
+    """Return the folder of a run that was killed between setting a checkpoint aside and naming the
+    new one."""
     run(tmp_path, 1, 2)
     (tmp_path / "step_00000002").rename(tmp_path / ".old_step_00000002")
     shutil.copytree(tmp_path / "step_00000001", tmp_path / ".new_step_00000002")
@@ -951,7 +954,7 @@ _DYING = """
 @pytest.mark.parametrize("step", [3, 4])
 @pytest.mark.slow
 def test_a_kill_at_any_call_leaves_all_that_was_whole(tmp_path, step, wait):
-    """Of a save of a step that is there already, and of a new one."""
+    """The save is of a step that exists already, or of a new one."""
     output = launch(_DYING.format(folder=str(tmp_path), step=step, wait=wait), num_processes=1)
     codes = [int(line) for line in output.splitlines()]
     *killed, last = codes

@@ -1,4 +1,4 @@
-"""load: what of a program is that of the checkpoint, what is each rank's own, and what is refused."""
+"""load: what comes from the checkpoint, what stays each rank's own, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def scheduled(by, *options):
 
 
 def followed(state, step, read, count=5):
-    """What is read after each of some updates."""
+    """Return the values of `read` after each of some updates."""
     return [read(state := advance(state, step, 1)) for _ in range(count)]
 
 
@@ -43,17 +43,17 @@ def scale_of(state):
 
 
 def with_buffer(state, number):
-    """A step of a model that counts something, which is another number on every rank."""
+    """Make a step of a model with a counter in a buffer, set to another number on every rank."""
     model = ours.regression_model()
     model.register_buffer("seen", torch.zeros(2))
     state, step = make(model=model, recipe=af.wrap_ddp(), state=state)
-    model.seen.fill_(number)  # as build gives all ranks those of rank 0
+    model.seen.fill_(number)  # after `build`, which gives all ranks the buffers of rank 0
     return state, step
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(2, [1, 2]), (1, [1]), (3, [1, 1, 1])])
 def test_buffers_are_each_ranks_own_in_a_world_of_the_same_size(tmp_path, world_size, expected):
-    """In another world all have those of rank 0."""
+    """In a world of another size, all ranks get the buffers of rank 0."""
 
     def load(state):
         state, step = with_buffer(state, 7)
@@ -113,7 +113,7 @@ def test_keys_are_those_of_the_model_that_a_user_gave_to_ddp(tmp_path):
 
 
 def test_another_optimizer_starts_fresh_where_that_is_meant(tmp_path, capsys):
-    """At its own learning rate, also where the schedule goes on."""
+    """It starts at its own learning rate, even if the schedule continues."""
     state, step = make(recipe=scheduled(StepLR, 1))
     path = af.save(tmp_path, advance(state, step), step)
     state, other = make(3, optimizer=ours.sgd, recipe=scheduled(StepLR, 1))
@@ -129,7 +129,7 @@ def test_another_optimizer_starts_fresh_where_that_is_meant(tmp_path, capsys):
 
 
 def test_another_schedule_starts_fresh_where_that_is_meant(tmp_path, capsys):
-    """At the learning rate that was saved."""
+    """It starts at the saved learning rate."""
     state, step = make(recipe=scheduled(StepLR, 1))
     path = af.save(tmp_path, advance(state, step), step)
     state, other = make(3, recipe=scheduled(CosineAnnealingLR, 10))
@@ -147,7 +147,7 @@ def test_another_schedule_starts_fresh_where_that_is_meant(tmp_path, capsys):
 
 
 class Comparing(Counter):
-    """A counter that can tell beforehand whether it is another one."""
+    """A counter that can compare itself with a saved one."""
 
     def differences_from(self, saved):
         return [f"{word}: {saved['number']} saved, {self.number} here" for word in ("one", "two")]
@@ -168,7 +168,7 @@ def test_what_an_extra_of_the_users_tells_is_among_the_differences(tmp_path):
 
 @pytest.mark.parametrize(("world_size", "expected"), [(3, [10, 11, 10]), (1, [10])])
 def test_a_new_rank_has_the_extras_of_rank_0(tmp_path, world_size, expected):
-    """Those of a rank that is gone are dropped."""
+    """The extras of ranks that no longer exist are dropped."""
 
     def run(act, state, number):
         state, step = make(recipe=af.wrap_ddp(), state=state)

@@ -1,4 +1,4 @@
-"""Saving, at its worst moments: power cuts, a full disk of one rank, a newer version's files, a kill."""
+"""Saving at the worst moments: a power cut, a full disk of one rank, a newer format, a kill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from tests.processes import launch
 
 @pytest.fixture
 def done(monkeypatch):
-    """Files and folders that were synced, files with their size at that time, and folders renamed."""
+    """Record the files and folders that were synced, with their sizes, and the folders that were
+    renamed."""
     seen, fsync, rename = [], os.fsync, os.rename
 
     def syncing(number):
@@ -47,7 +48,7 @@ def done(monkeypatch):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("wait", [True, False])
 def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, done, world_size, wait):
-    """Else a power cut leaves the name, and files without what was written."""
+    """Otherwise a power cut could leave the name, and files without their content."""
 
     def save(state):
         state, step = make(state=state, recipe=af.wrap_ddp())
@@ -66,12 +67,12 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, done, wor
     ]
 
 
-# Of a newer version.
+# -- checkpoints of a newer version
 
 
 @pytest.fixture
 def beside_a_newer(tmp_path):
-    """Step 1 is ours, step 2 of a version whose format this one does not know."""
+    """Make step 1 of this version, and step 2 in a format that it does not know."""
     run(tmp_path, 1, 2)
     with_manifest(tmp_path / "step_00000002", lambda body: body.update(format=2, accel_fn="9.9"))
     return tmp_path
@@ -83,7 +84,7 @@ NEWER = (
 
 
 def test_a_newer_format_is_refused_and_the_one_before_is_the_latest(beside_a_newer):
-    """`load` passes over nothing in silence; it takes the one before where that is named."""
+    """`load` skips no checkpoint silently; it takes the older one if it is named."""
     refused(beside_a_newer, NEWER)
     refused(beside_a_newer, NEWER, at=2)
     ours, newer = af.list_checkpoints(beside_a_newer)
@@ -109,7 +110,7 @@ def test_a_run_beside_a_newer_format_keeps_the_one_that_it_resumes_from(beside_a
     assert steps_of(beside_a_newer) == [1, 2, 3]
 
 
-# A full disk.
+# -- a full disk
 
 
 @pytest.mark.slow
@@ -146,7 +147,7 @@ def test_a_full_disk_of_one_rank_is_raised_on_all_and_leaves_what_was_there(tmp_
     assert steps_of(tmp_path) == [1, 2]
 
 
-# Data.
+# -- data
 
 _READING = """
     import os, signal
@@ -171,7 +172,7 @@ _READING = """
 
 
 def test_what_workers_draw_continues_where_a_run_was_killed(tmp_path):
-    """In the second epoch of three, while a worker reads ahead."""
+    """The run is killed in the second epoch of three, while a worker reads ahead."""
 
     def reading(folder, kill_at):
         return _READING.format(folder=str(tmp_path / folder), kill_at=kill_at)

@@ -1,4 +1,5 @@
-"""Values of plain files that somebody has replaced: refused and nothing changed, or loaded whole."""
+"""Plain files with replaced values are refused, and nothing is changed, or they are loaded
+whole."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ GONE = object()
 
 
 def make(state=None, seed=0):
-    """With state of every kind: buffers, extra state, groups, a loss scale, transforms."""
+    """Make a program with state of every kind: buffers, extra state, groups, a loss scale,
+    transforms."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Hiding(4, 1))
     groups = [{"params": [*part.parameters()]} for part in model]
@@ -58,7 +60,7 @@ def train(state, step, count=2):
 
 
 def whole(step, counter):
-    """The program and its generators to the bit."""
+    """Return the program and its generators, to the bit."""
     plan = step.plan
     parts = [plan.model, plan.optimizer, *plan.after_update, *plan.accept]
     values = [each.state_dict() for each in parts if hasattr(each, "state_dict")]
@@ -66,7 +68,7 @@ def whole(step, counter):
 
 
 def as_text(value):
-    """Each number with all its digits."""
+    """Write each number with all its digits."""
     if isinstance(value, dict):
         return str({key: as_text(each) for key, each in value.items()})
     if isinstance(value, list | tuple):
@@ -92,7 +94,7 @@ def saved():
 
 
 def places(value, place=()):
-    """The way to every value in containers."""
+    """Yield the path to every value in nested containers."""
     items = value.items() if isinstance(value, dict) else ()
     items = enumerate(value) if isinstance(value, list | tuple) else items
     for key, each in items:
@@ -113,7 +115,8 @@ def replaced(content, place, value):
 
 
 def load_forged(saved, file, place, value, make_step=make):
-    """Load it into a run that has trained: the error, if it is refused and has changed nothing."""
+    """Load the checkpoint into a run that has trained; return the error if it was refused and
+    changed nothing."""
     path, contents = saved.path, saved.contents
     with tempfile.TemporaryDirectory() as folder:
         forged = Path(shutil.copytree(path, Path(folder) / path.name))
@@ -133,14 +136,14 @@ def load_forged(saved, file, place, value, make_step=make):
 
 @given(data=st.data())
 def test_a_replaced_value_is_refused_and_changes_nothing_or_is_loaded(saved, data):
-    """What the program cannot know, such as another learning rate, may be loaded."""
+    """A value that the program cannot know, such as another learning rate, may be loaded."""
     file = data.draw(st.sampled_from(["common.pt", "rank_00000.pt"]))
     place = data.draw(st.sampled_from([*places(saved.contents[file])]))
     load_forged(saved, file, place, data.draw(st.sampled_from([*ANY, GONE])))
 
 
 def kinds(value):
-    """Values that are of another type, or of another size."""
+    """Return values of another type or another size."""
     is_number = type(value) in (int, float) or (torch.is_tensor(value) and not value.ndim)
     numbers = [each for each in ANY if type(each) in (int, float) or each is ZERO]
     others = [each for each in ANY if type(each) is not type(value)]
@@ -162,7 +165,7 @@ OPEN = {"foreach", "fused", "capturable", "differentiable", "initial_lr", "decou
 
 @given(data=st.data())
 def test_a_setting_of_another_type_or_size_is_refused(saved, data):
-    """Of the optimizer, the loss scale and the random generators."""
+    """The settings are those of the optimizer, the loss scale and the random generators."""
     file, start = data.draw(st.sampled_from(sorted(STRICT)))
     inside = saved.contents[file]
     for key in start:
@@ -172,7 +175,7 @@ def test_a_setting_of_another_type_or_size_is_refused(saved, data):
     for key in way:
         inside = inside[key]
     value = data.draw(st.sampled_from(kinds(inside)))
-    free = inside is None or ("python" in way and way[-1] == 2)  # a number that may be none
+    free = inside is None or ("python" in way and way[-1] == 2)  # a number that may be None
     assert load_forged(saved, file, (*start, *way), value) or free
 
 

@@ -1,4 +1,5 @@
-"""load_accelerate: runs that accelerate saved end as they would have ended there."""
+"""load_accelerate: a run that accelerate saved ends with the parameters that accelerate would
+reach."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ NUM_BEFORE, NUM_AFTER = 3, 4
 
 
 def make(optimizer="AdamW", width=4, seed=0):
-    """Model and optimizer of both sides."""
+    """Make the model and the optimizer of both runs."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1)).double()
     options = {"AdamW": {"lr": 0.1}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
@@ -81,7 +82,8 @@ say("done")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder for each optimizer, as accelerate's own code wrote it, and where its runs ended."""
+    """Return a folder for each optimizer, saved by accelerate itself, and the parameters where its
+    run ended."""
     folder = tmp_path_factory.mktemp("accelerate")
     launch(SCRIPT.format(folder=str(folder)), num_processes=1, expect=["done"])
     return folder, json.loads((folder / "ends.json").read_text())
@@ -89,7 +91,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def copied(saved, tmp_path):
-    """The folder of AdamW, to change."""
+    """Copy the folder of AdamW, to change it."""
     return Path(shutil.copytree(saved[0] / "AdamW", tmp_path / "copied"))
 
 
@@ -106,7 +108,7 @@ def test_a_run_ends_where_it_would_have_ended_there(saved, name):
     folder, ends = saved
     state, step, schedule = built(optimizer=name)
     state = af.load_accelerate(folder / name, step, state, schedulers=[schedule])
-    assert state.step == (NUM_BEFORE if name == "AdamW" else 0)  # SGD does not count
+    assert state.step == (NUM_BEFORE if name == "AdamW" else 0)  # SGD counts no updates
     for batch in batches()[NUM_BEFORE:]:
         state, _ = step(state, batch)
         schedule.step()
@@ -116,7 +118,8 @@ def test_a_run_ends_where_it_would_have_ended_there(saved, name):
 
 
 def trained(state, recipe, folder):
-    """Parameters at the end of a run; batches are cut, which BatchNorm in training mode would notice."""
+    """Return the parameters at the end of a run; batches are cut, which BatchNorm in training mode
+    would show."""
     state, step, _ = built(state, recipe)
     step.plan.model[1].eval()
     state = af.load_accelerate(folder, step, state)
@@ -136,7 +139,7 @@ def test_two_ranks_resume_from_one(saved):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_scale_of_float16_is_loaded_if_there_was_one(copied, enabled):
-    """As accelerate writes it: the state_dict of torch's own scaler, which is empty if it was off."""
+    """accelerate saves the `state_dict` of torch's scaler, which is empty if it was off."""
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=7, enabled=enabled)
     content = scaler.state_dict() | ({"_growth_tracker": 5} if enabled else {})
     torch.save(content, copied / "scaler.pt")
@@ -149,7 +152,7 @@ def test_the_scale_of_float16_is_loaded_if_there_was_one(copied, enabled):
 
 
 def test_how_updates_are_computed_stays_that_of_the_program(saved):
-    """accelerate's run was not fused; one that is stays so."""
+    """accelerate's run was not fused; a fused program stays fused."""
     model, _ = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=True)
     state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
@@ -170,7 +173,7 @@ def test_what_is_left_out_is_logged(saved, capsys):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_weights_in_several_files_fill_a_model_in_shards(saved, copied, world_size):
-    """The optimizer as well; some ranks hold nothing of some parameters."""
+    """The optimizer is loaded too; some ranks hold no element of some parameters."""
     model, _ = make()
     af.load_model(model, copied)
     af.save_model(model, copied, max_shard_size=64)
@@ -182,7 +185,7 @@ def test_weights_in_several_files_fill_a_model_in_shards(saved, copied, world_si
         torch.testing.assert_close(each, one, rtol=1e-12, atol=1e-12)
 
 
-# What does not fit changes nothing.
+# -- what does not fit changes nothing
 
 
 def refused(folder, match, error=CheckpointError, schedulers=(), **options):
@@ -286,7 +289,8 @@ def test_a_file_that_holds_something_else_is_refused(copied, name, change, expec
 
 
 def load_forged(saved, place, value, name="optimizer.bin"):
-    """Load an AdamW with another value in a file: the error, if it is refused and has changed nothing."""
+    """Load an AdamW with one value replaced; return the error if it was refused and changed
+    nothing."""
     with tempfile.TemporaryDirectory() as home:
         folder = Path(shutil.copytree(saved[0] / "AdamW", Path(home) / "forged"))
         torch.save(replaced(torch.load(folder / name), place, value), folder / name)

@@ -1,4 +1,4 @@
-"""Shards in checkpoints and in files of weights."""
+"""Checkpoints and weight files of sharded models."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_weights_of_shards_cannot_be_saved_by_one_rank_alone(tmp_path):
 
     _, other = simulate(
         run, world_size=2, timeout_s=0.75
-    )  # a world that no other test goes on with
+    )  # a world of its own, which no other test uses
     assert other.startswith(
         "on_main: every rank must be in the same collective, got barrier on rank 0"
     )
@@ -140,7 +140,8 @@ def test_weights_of_tied_shards_are_files_of_the_tied_model(tmp_path, world_size
 
     trained, *_ = simulate(run, world_size=world_size)
     held = load_file(tmp_path / "model.safetensors")
-    assert held.keys() == trained.keys() - {"head.weight"}  # once, under its first name
+    # written once, under the first of its names
+    assert held.keys() == trained.keys() - {"head.weight"}
     alone = tied(seed=1)
     af.load_model(alone, tmp_path)
     assert alone.head.weight is alone.embedding.weight

@@ -30,7 +30,7 @@ def make(kind, seed=0, state=None, wrap=None):
 
 
 def by_hand(kind, count=3):
-    """Parameters in train and in eval mode."""
+    """Return the parameters in train mode and in eval mode."""
     model = ours.regression_model()
     optimizer = kind(model.parameters())
     optimizer.train()
@@ -53,7 +53,7 @@ def test_what_is_saved_and_measured_is_in_eval_mode_and_training_continues(tmp_p
     assert loss == pytest.approx(float(ours.mse(evaluated, BATCH).detach()), rel=1e-12)
     path = af.save(tmp_path, state, step, wait=wait)
     ours.assert_close(weights(step), training)
-    train(state, step, 1)  # which an optimizer in eval mode refuses
+    train(state, step, 1)  # an optimizer in eval mode refuses to step
     ours.assert_close(weights(step), by_hand(kind, 4)[0])
     af.load(tmp_path, state, step)
     export_model(path, tmp_path / "weights", "", 10**9)

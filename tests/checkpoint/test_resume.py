@@ -1,4 +1,5 @@
-"""resume: the newest checkpoint, or a new run; a finished one that is started again logs that."""
+"""resume loads the newest checkpoint or starts a new run; a finished run that is started again logs
+that."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_a_damaged_checkpoint_is_no_new_run(tmp_path):
 
 
 def test_ranks_do_as_rank_0_which_looks(tmp_path, monkeypatch):
-    """A file system may show a new folder to some machines first."""
+    """A shared file system may show a new folder to some machines first."""
 
     def run(state):
         state, step = make(recipe=af.wrap_ddp(), state=state)
@@ -127,7 +128,8 @@ SCRIPT = """
 
 
 def test_one_command_starts_resumes_in_another_world_and_ends(tmp_path):
-    """Killed in the second epoch, resumed on three ranks, and started again once it has finished."""
+    """The run is killed in the second epoch, resumed on three ranks, and started again when it has
+    finished."""
 
     def run(folder, kill_at, num_processes):
         script = SCRIPT.format(folder=str(tmp_path / folder), kill_at=kill_at)

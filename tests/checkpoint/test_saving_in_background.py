@@ -1,4 +1,5 @@
-"""save(wait=False): a copy is written while the run goes on; failures are raised, nothing is lost."""
+"""save(wait=False) writes a copy while the run continues; failures are raised, and nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ def make(state=None, seed=0):
 
 
 def loaded(folder, at="latest"):
-    """What a new program finds."""
+    """Return what a new program loads."""
     state, step = make(seed=7)
     af.load(folder, state, step, at=at)
     return ours.kept_tensors(step)
 
 
 def wait_for(folder, step):
-    """Until it is there, with no call to the run that writes it."""
+    """Wait until the checkpoint exists, without a call to the run that writes it."""
     deadline = time.monotonic() + 100
     while not (found := af.latest(folder)) or found.name != f"step_{step:08d}":
         assert time.monotonic() < deadline
@@ -43,7 +44,7 @@ def wait_for(folder, step):
 
 @pytest.fixture
 def held(monkeypatch):
-    """Writing waits until this is set."""
+    """Let writing wait until this event is set."""
     event, write = threading.Event(), Share.write
 
     def writing(share, draft):
@@ -56,7 +57,7 @@ def held(monkeypatch):
 
 
 def test_what_is_written_is_the_run_as_it_was(tmp_path, held):
-    """However far it has gone on, and it is not there before it is whole."""
+    """The run may have continued meanwhile; the checkpoint does not exist before it is complete."""
     state, step = make()
     state = advance(state, step)
     there, expected = af.save(tmp_path, state, step, wait=False), ours.kept_tensors(step)
@@ -68,7 +69,7 @@ def test_what_is_written_is_the_run_as_it_was(tmp_path, held):
 
 
 def test_the_files_are_those_of_a_save_that_waits(tmp_path):
-    """On every rank, of a model that several ranks write."""
+    """Every rank writes a part of the model."""
 
     def run(state):
         state, step = make(state)
@@ -108,7 +109,7 @@ def test_load_waits_for_what_is_being_written(tmp_path, held):
 
 
 def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
-    """Tensors of one size are copied to where those before them were."""
+    """Tensors of one size are copied into the same buffers as before."""
     places, write = [], Share.write
 
     def noting(share, draft):
@@ -126,13 +127,13 @@ def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
     assert places[0] == places[1] == places[2]
     assert len(set(places[0])) == len(places[0])
     assert not own & set(places[0])
-    assert own <= set(places[3])  # one that waits needs no copy
+    assert own <= set(places[3])  # a save that waits needs no copy
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_what_an_accelerator_continues_to_compute_is_not_saved(tmp_path, held):
-    """The copy is under way when save returns."""
+    """The copy is still under way when `save` returns."""
     device = torch.accelerator.current_accelerator()
     model = torch.nn.Linear(2048, 2048, device=device)
     plan = af.Plan(
@@ -152,11 +153,11 @@ def test_what_an_accelerator_continues_to_compute_is_not_saved(tmp_path, held):
     torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=0)
 
 
-# What goes wrong in the background.
+# -- failures in the background
 
 
 def failing_on(rank, monkeypatch):
-    """The first write of this rank finds the disk full."""
+    """Let the first write of this rank find the disk full."""
     write, left = Share.write, [rank]
 
     def full(share, draft):
@@ -198,7 +199,7 @@ def test_a_failure_is_raised_on_every_rank_by_the_next_call(tmp_path, monkeypatc
 
 
 def of_rank_1_once(function, error):
-    """A function that raises the first time that rank 1 calls it."""
+    """Make a function that raises the first time that rank 1 calls it."""
     left = ["rank 1 "]
 
     def failing(*arguments):
@@ -220,7 +221,7 @@ FAILURES = {
 def test_a_rank_that_cannot_start_to_write_fails_on_all_at_once(
     tmp_path, monkeypatch, owner, name, error
 ):
-    """It has no memory for a copy, or no thread."""
+    """The rank has no memory for a copy, or cannot start a thread."""
     monkeypatch.setattr(owner, name, of_rank_1_once(getattr(owner, name), error))
 
     def run(state):
@@ -240,7 +241,7 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
     write = Share.write
 
     def late(share, draft):
-        while share.rank == 1 and draft.exists():  # as long as rank 0 waits for it
+        while share.rank == 1 and draft.exists():  # until rank 0 gives up
             time.sleep(0.01)
         return write(share, draft)
 
@@ -259,7 +260,7 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
 
 
 def test_a_failure_that_no_later_call_raises_is_logged_at_exit(tmp_path):
-    """Files of one process are limited in size."""
+    """The process has a limit on the size of files."""
     script = f"""
         import resource, signal
         from tests.checkpoint.test_saving_in_background import advance, make
@@ -283,7 +284,7 @@ def test_a_failure_that_no_later_call_raises_is_logged_at_exit(tmp_path):
 
 
 def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_code(tmp_path):
-    """Handlers of the user run, each once, and what is in open files is not lost."""
+    """Handlers of the user run, each once, and open files are flushed."""
     script = f"""
         import atexit, sys
         atexit.register(say, "first handler")
@@ -310,7 +311,7 @@ def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_co
 
 
 def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
-    """Of some megabytes, on two ranks."""
+    """The checkpoint has some megabytes, on two ranks."""
     script = f"""
         import torch
         import accel_fn as af
@@ -329,7 +330,7 @@ def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
-    """A collective of rank 0 finds it, while its thread waits for that rank's files."""
+    """A collective of rank 0 detects it while its thread waits for that rank's files."""
     script = f"""
         import os, signal, time
         from pathlib import Path

@@ -77,7 +77,7 @@ FITTING = [
     ("one, two groups", "two"),
     ("two rates", "one, two rates"),
     ("one, two rates", "two rates"),
-    ("two rates", "other names"),  # settings are those that were saved
+    ("two rates", "other names"),  # settings come from the checkpoint
 ]
 
 
@@ -149,7 +149,7 @@ WORLDS = {
 @pytest.mark.parametrize("to", WORLDS.values(), ids=WORLDS)
 def test_worlds_and_strategies_may_change_too(tmp_path, saved, here, to):
     other = (2, af.wrap_fsdp)
-    start = to if to == WORLDS["reproducible"] else other  # which has another signature
+    start = to if to == WORLDS["reproducible"] else other  # `reproducible` has another signature
 
     def first(state):
         state, step = make(saved, state=state, wrap=start[1]())
@@ -172,7 +172,7 @@ def test_worlds_and_strategies_may_change_too(tmp_path, saved, here, to):
     "name", ["gradients", "weight_fn", "accept", "model_2", "models", "rest groups"]
 )
 def test_names_of_optimizers_are_no_other_names(tmp_path, name):
-    """Of slots in the signature, and of the model's entries."""
+    """Names of slots, and the model's own, are refused."""
 
     def make_step(seed):
         model = ours.regression_model(seed)

@@ -1,4 +1,4 @@
-"""Long runs: many checkpoints in a folder, many steps and builds, with flat memory, threads and files."""
+"""Long runs: many checkpoints, steps and builds keep memory, threads and files constant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_thousand_checkpoints_are_listed_and_the_latest_reads_one(tmp_path, mo
     assert seen == [tmp_path / "step_00000999"]
     af.load(tmp_path, state, step, at=500)
     assert af.save(tmp_path, state, step, keep=2).name == "step_00000000"
-    assert len(af.list_checkpoints(tmp_path)) == 3  # and the one that was loaded
+    assert len(af.list_checkpoints(tmp_path)) == 3  # the last two, and the one that was loaded
 
 
 SOAK = """
@@ -79,11 +79,11 @@ SOAK = """
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_memory_threads_and_files_are_flat(tmp_path, num_processes):
-    """Over 20,000 steps, and over 200 builds; saves in the background are among them."""
+    """The runs have 20,000 steps, 200 builds, and saves in the background."""
     script = SOAK.format(folder=str(tmp_path / "run"))
     ranks = run_worlds({"script": script}, tmp_path, num_processes=num_processes, timeout_s=1700)
     for rank in ranks["script"]:
         assert rank.exit_code == 0, rank.stderr
         for before, after in zip(*[iter(json.loads(rank.stdout))] * 2, strict=True):
-            assert after[0] - before[0] < 6 * 2**20  # 300 bytes a step, 30 KB a build
+            assert after[0] - before[0] < 6 * 2**20  # 300 bytes per step, 30 KB per build
             assert after[1:] == before[1:]

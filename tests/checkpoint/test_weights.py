@@ -1,4 +1,5 @@
-"""save_model and load_model: bit for bit, whole or not at all, and nothing is trusted unchecked."""
+"""save_model and load_model: weights are equal to the bit, complete or absent, and checked before
+use."""
 
 import json
 import os
@@ -31,7 +32,7 @@ DTYPES = [getattr(torch, name) for name in NAMES.split()]
 
 
 class Bag(nn.Module):
-    """Whatever tensors it is given: parameters where they can be, buffers else."""
+    """A module with the tensors that it is given: parameters if possible, else buffers."""
 
     def __init__(self, **tensors):
         super().__init__()
@@ -43,7 +44,7 @@ class Bag(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's, if asked for."""
+    """An embedding whose weight may be tied to the head's."""
 
     def __init__(self, *, tied=True, seed=0):
         super().__init__()
@@ -55,7 +56,7 @@ class Tied(nn.Module):
 
 
 def bits(model):
-    """Every entry of a model as bytes."""
+    """Return every entry of a model as bytes."""
     return {
         name: tensor.resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
         for name, tensor in model.state_dict().items()
@@ -63,7 +64,7 @@ def bits(model):
 
 
 def zeroed(model):
-    """The same model, all bytes zero."""
+    """Make the same model with all bytes zero."""
     for tensor in model.state_dict().values():
         torch.as_strided(
             tensor.view(torch.uint8) if tensor.ndim else tensor.view(1).view(torch.uint8),
@@ -79,12 +80,12 @@ def floats(count, start=0):
 
 
 def bag(value, num_entries=4):
-    """Entries of 8 bytes each, all of one value."""
+    """Make a module with entries of 8 bytes each, all of one value."""
     return Bag(**{f"x{at}": torch.full((2,), float(value)) for at in range(num_entries)})
 
 
 def loaded(folder):
-    """The one value that all entries have; None where there is no set."""
+    """Return the one value of all entries; None if there are no files."""
     model = bag(0)
     if not {SINGLE, INDEX} & set(names(folder)):
         return None
@@ -107,7 +108,7 @@ def write_index(folder, weight_map):
 
 
 def refused(model, folder, match):
-    """load_model refuses, and the model is as it was."""
+    """Assert that `load_model` refuses, and that the model is unchanged."""
     before = bits(model)
     with pytest.raises(ValueError, match=match) as caught:
         load_model(model, folder)
@@ -117,7 +118,7 @@ def refused(model, folder, match):
     return str(caught.value)
 
 
-# The layout.
+# -- layout of the files
 
 
 def test_a_small_model_is_one_file_that_safetensors_reads(tmp_path):
@@ -188,7 +189,7 @@ def test_the_files_can_be_read_by_users_that_the_umask_allows(tmp_path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
 
 
-# What can be saved.
+# -- what can be saved
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -196,7 +197,7 @@ def test_the_files_can_be_read_by_users_that_the_umask_allows(tmp_path):
 def test_every_dtype_comes_back_to_the_bit(tmp_path, dtype, limit):
     raw = torch.arange(48, dtype=torch.uint8) * (1 if dtype != torch.bool else 0) + 1
     number = raw.clone().view(dtype)[:1]
-    if dtype != torch.float4_e2m1fn_x2:  # two to a byte: has no single one
+    if dtype != torch.float4_e2m1fn_x2:  # its elements are two to a byte, so there is no single one
         number = number.reshape(())
     model = Bag(a=raw.view(dtype).reshape(-1, 1), b=number)
     expected = bits(model)
@@ -219,7 +220,7 @@ def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
         number=torch.tensor(float("nan")),
         left=flat[:10],  # parts of one storage
         right=flat[10:],
-        even=matrix[:, ::2],  # which lie between each other
+        even=matrix[:, ::2],  # columns between each other
         odd=matrix[:, 1::2],
         wide=mixed[1::2],
         narrow=mixed.view(torch.int16)[1::4],
@@ -244,7 +245,8 @@ def test_buffers_that_are_not_persistent_stay_out(tmp_path):
     load_model(model, tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in compile
+# torch.compile raises this warning itself
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("wrap", [torch.compile, DataParallel], ids=["compile", "parallel"])
 def test_keys_are_those_of_the_model_inside(tmp_path, wrap):
     model = nn.Linear(2, 1)
@@ -269,7 +271,7 @@ def overlapping():
 
 
 def with_view(view, tensor=None):
-    """A tensor, and another reading of the same memory."""
+    """Make a module with a tensor and another view of the same memory."""
     tensor = floats(6).reshape(2, 3) if tensor is None else tensor
     return Bag(a=tensor, b=view(tensor))
 
@@ -340,7 +342,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, functi
         function(bag(1), tmp_path)
 
 
-# Names that are one tensor.
+# -- several names for one tensor
 
 
 def metadata_of(path):
@@ -401,7 +403,7 @@ def test_a_name_that_is_tied_and_stored_is_refused(tmp_path):
     refused(Bag(a=floats(1), b=floats(1)), tmp_path, "a tied name once, got 'b' as a tensor too")
 
 
-# Loading.
+# -- loading
 
 
 def test_loading_is_in_place_and_changes_values_alone(tmp_path):
@@ -479,7 +481,7 @@ def test_models_on_an_accelerator_are_saved_and_loaded(tmp_path):
     assert other.head.weight.is_cuda
 
 
-# Files that are not to be trusted.
+# -- files that are not to be trusted
 
 
 def test_an_empty_folder_and_none_are_refused(tmp_path):
@@ -579,7 +581,7 @@ NO_FILES = {
 }
 
 
-@pytest.mark.timeout(20)  # a pipe is not waited for
+@pytest.mark.timeout(20)  # `load_model` must not wait for a pipe
 @pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
 def test_a_shard_that_is_no_file_is_named(tmp_path, make):
     write_index(tmp_path, {"x": "part.safetensors"})
@@ -616,7 +618,7 @@ def test_a_key_in_two_shards_is_named(tmp_path):
     refused(model, tmp_path, "b.safetensors must hold no key of another file, got x")
 
 
-# Whole or not at all.
+# -- complete or absent
 
 
 def no_links(*paths):
@@ -691,7 +693,8 @@ def test_a_set_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatc
 
 @pytest.fixture
 def done(monkeypatch):
-    """What is synced, put in place and removed, in order; a token is left out of names."""
+    """Record in order what is synced, put in place and removed; random parts of names are left
+    out."""
     seen = []
 
     def name(path):
@@ -761,7 +764,7 @@ TOUCHING = ("os.rename", "os.remove", "os.link", "os.chmod", "open")
 
 
 def kill_at(place, action):
-    """Run something in a forked process that kills itself before touching a file the n-th time."""
+    """Run a function in a forked process that kills itself before its n-th file operation."""
     child = os.fork()
     if child:
         return os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -789,13 +792,13 @@ def kill_at(place, action):
             for before in [None, *LIMITS.values()]
             for after in LIMITS.values()
         ),
-        (16, 16, False),  # links are used where the numbers of shards agree
+        (16, 16, False),  # with equal numbers of shards, links are used
     ],
 )
 def test_a_kill_before_any_file_operation_leaves_a_whole_set(
     tmp_path, monkeypatch, before, after, links
 ):
-    """All are tried in turn, each on what the last kill left: that is harder than a clean folder."""
+    """Every kill is tried on what the last one left, which is harder than a clean folder."""
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     if before:
@@ -813,12 +816,12 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_set(
     assert names(tmp_path) == FILES[after]
 
 
-# Others' readers.
+# -- readers of other libraries
 
 
 @pytest.fixture
 def gpt2():
-    """Small, and tied."""
+    """Make a small GPT-2 with tied weights."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))

@@ -1,4 +1,4 @@
-"""Running `accel-fn` as a user would: a process of its own, an empty folder, a home of its own."""
+"""Runs `accel-fn` as a user would: in its own process, in an empty folder, with its own home."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SRUN = {
 
 
 def surroundings(folder: Path, **variables: str) -> dict[str, str]:
-    """An environment whose home is in `folder`, with nothing of a launch in it."""
+    """Return an environment whose home is in `folder`, without variables of a launch."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     inherited = {
@@ -40,7 +40,7 @@ def surroundings(folder: Path, **variables: str) -> dict[str, str]:
 def run_python(
     folder: Path, *arguments: str, timeout_s: float = 500, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run python in a folder; give back its output and its exit code."""
+    """Run python in a folder; return its output and its exit code."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -55,5 +55,5 @@ def run_python(
 def run_command(
     folder: Path, *arguments: str, timeout_s: float = 500, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `accel-fn ARGUMENTS`, likewise."""
+    """Run `accel-fn ARGUMENTS` in a folder; return its output and its exit code."""
     return run_python(folder, "-m", "accel_fn.cli", *arguments, timeout_s=timeout_s, **variables)

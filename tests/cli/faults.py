@@ -49,7 +49,7 @@ class Launch:
         )
 
     def wait(self):
-        """The exit code; None if it had to be ended."""
+        """Wait for the exit code; return None if the launch had to be ended."""
         try:
             return self.process.wait(_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -66,7 +66,7 @@ class Launch:
         return found
 
     def ended(self):
-        """Exit code, and the last line."""
+        """Return the exit code and the last line."""
         code, lines = self.wait(), self.err.read_text().strip().splitlines()
         return (
             "waits on" if code is None else f"exit code {code}; {len(lines)} lines, `{lines[-1]}`"
@@ -81,26 +81,26 @@ def _left(pids):
 
 
 def an_exception(launcher, folder):
-    """Rank 1 raises an error; what is on stderr."""
+    """Rank 1 raises an error: return what is on stderr."""
     return Launch(
         launcher, folder, "if rank == '1': raise ValueError('boom')\ntime.sleep(600)"
     ).ended()
 
 
 def a_kill(launcher, folder):
-    """Rank 1 is killed by SIGKILL; what is on stderr."""
+    """Rank 1 is killed by SIGKILL: return what is on stderr."""
     script = "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
     return Launch(launcher, folder, script).ended()
 
 
 def an_exit_code(launcher, folder):
-    """Rank 1 exits with 7; the exit code of the launch."""
+    """Rank 1 exits with 7: return the exit code of the launch."""
     script = "if rank == '1': sys.exit(7)\ntime.sleep(600)"
     return f"{Launch(launcher, folder, script).wait()}"
 
 
 def a_stubborn_rank(launcher, folder):
-    """Rank 1 fails and rank 0 ignores SIGTERM; the seconds until all have ended."""
+    """Rank 1 fails and rank 0 ignores SIGTERM: return the seconds until all have ended."""
     script = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while not os.path.exists("0"): open(rank, "w").close()
@@ -114,7 +114,8 @@ def a_stubborn_rank(launcher, folder):
 
 
 def a_child(launcher, folder):
-    """Rank 1, which has a child with a process group of its own, fails; is the child left?"""
+    """Rank 1 fails and has a child in a process group of its own: return whether the child is
+    left."""
     script = """
         if rank == "1":
             child = subprocess.Popen(["sleep", "600"], process_group=0)
@@ -128,7 +129,7 @@ def a_child(launcher, folder):
 
 
 def a_killed_launcher(launcher, folder):
-    """The launcher is killed by SIGKILL; ranks that are left five seconds later."""
+    """The launcher is killed by SIGKILL: return which ranks are left five seconds later."""
     launch = Launch(launcher, folder, "time.sleep(600)")
     pids = launch.printed(r"up (\d+)", 2)
     launch.process.kill()
@@ -138,7 +139,7 @@ def a_killed_launcher(launcher, folder):
 
 
 def ctrl_c(launcher, folder):
-    """Ctrl-C; lines on stderr."""
+    """The user presses Ctrl-C: return the lines on stderr."""
     launch = Launch(launcher, folder, "time.sleep(600)")
     launch.printed("up", 2)
     os.killpg(launch.process.pid, signal.SIGINT)
@@ -147,7 +148,7 @@ def ctrl_c(launcher, folder):
 
 
 def two_at_once(launcher, folder):
-    """A second launch on the same machine, while the first runs; its exit code."""
+    """A second launch starts while the first one runs: return its exit code."""
     (folder / "second").mkdir()
     first = Launch(launcher, folder, "time.sleep(600)")
     first.printed("up", 2)
@@ -158,7 +159,8 @@ def two_at_once(launcher, folder):
 
 
 def a_machine_that_fails_late(launcher, folder):
-    """Two machines, one restart: one has finished when the other fails; both exit codes."""
+    """On two machines with one restart, one has finished when the other fails: return both exit
+    codes."""
     script = "time.sleep(8 * (rank < '2'))\nif rank == '0' and attempt == '0': sys.exit(7)"
     port, launches = free_port(), []
     for machine in ("0", "1"):

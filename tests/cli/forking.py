@@ -1,8 +1,6 @@
-"""A process that has imported what commands need, and forks into one at each request.
-
-The import of torch is most of the time of a short command. What is forked runs the
-same `main` as the command, in an environment, a folder and a session of its own.
-"""
+"""Forks a process that has imported what commands need, once for each request. Importing torch
+takes most of the time of a short command. The fork runs the same `main` as the command, in its own
+environment, folder and session."""
 
 import gc
 import importlib
@@ -32,10 +30,10 @@ _LOADED = (
 
 
 def main():
-    """Answer requests, a line of JSON each: start a command, or ask how it ended."""
+    """Answer requests, one line of JSON each: start a command, or return how it ended."""
     for name in _LOADED:
         importlib.import_module(f"accel_fn.{name}")
-    gc.freeze()  # else what ends goes through all that was imported
+    gc.freeze()  # else each fork would collect all that was imported at its end
     for line in sys.stdin:
         request = json.loads(line)
         if "ended" in request:
@@ -54,11 +52,11 @@ def _answer(value):
 
 def _become(arguments, folder, variables):
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as where nobody has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as if nobody had it ignored
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
-    tempfile.tempdir = None  # it was looked up before
+    tempfile.tempdir = None  # the parent has looked it up already
     for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
         file = os.open(name, os.O_RDWR)
         os.dup2(file, number)

@@ -1,4 +1,5 @@
-"""Launchers and other commands as a user starts them: looked at while they run, ended in many ways."""
+"""Starts launchers and other commands as a user does, watches them run and ends them in many
+ways."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.cli.commands import ROOT, surroundings
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launcher ended."""
+    """The exit of a launcher: code, output and time."""
 
     exit_code: int
     stdout: str
@@ -32,7 +33,7 @@ class Ended:
 
 
 class Launchers:
-    """Starts launchers; at the end none of them is left."""
+    """Starts launchers; none of them is left at the end of a test."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -75,17 +76,17 @@ class Launchers:
     def run(
         self, folder: Path, *arguments: object, script: str | None = None, **variables: str
     ) -> Ended:
-        """Start one, and wait for it."""
+        """Start a launcher and wait for it."""
         return self.start(folder, *arguments, script=script, **variables).wait()
 
     def close(self) -> None:
-        self._process.terminate()  # others, forked meanwhile, may hold the other end of its stdin
+        self._process.terminate()  # processes forked meanwhile may hold the other end of its stdin
         self._process.communicate(timeout=60)
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """One that may still run."""
+    """A launcher that may still run."""
 
     launchers: Launchers
     pid: int
@@ -100,7 +101,7 @@ class Launcher:
         return (self.folder / "stderr").read_text()
 
     def printed(self, pattern: str, count: int = 1) -> list[str]:
-        """Wait until ranks have printed this so often; return what the pattern's group found."""
+        """Wait until ranks have printed this so often; return the group that the pattern found."""
         return until(
             lambda: found if len(found := re.findall(pattern, self.stdout)) >= count else None,
             lambda: f"{pattern!r} in\n{self.stdout}\n{self.stderr}",
@@ -125,7 +126,7 @@ class Launcher:
 
 
 def until(look: Callable[[], object], what: Callable[[], str], timeout_s: float = 300):
-    """What `look` finds at last."""
+    """Call `look` until it returns something true; return that."""
     deadline = time.monotonic() + timeout_s
     while (found := look()) is None:
         assert time.monotonic() < deadline, f"no sign within {timeout_s:g} s of {what()}"
@@ -134,7 +135,7 @@ def until(look: Callable[[], object], what: Callable[[], str], timeout_s: float 
 
 
 def is_running(pid: int) -> bool:
-    """Is there such a process, and is it more than a dead one that nobody has asked for?"""
+    """Does this process exist, and is it no zombie?"""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -143,7 +144,7 @@ def is_running(pid: int) -> bool:
 
 
 def gone(pids, within_s: float = 5) -> None:
-    """All of these processes have ended, or do so in time."""
+    """Wait until all of these processes have ended; return whether they have."""
     until(
         lambda: None if any(map(is_running, map(int, pids))) else True,
         lambda: f"the end of {[pid for pid in pids if is_running(int(pid))]}",

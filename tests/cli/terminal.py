@@ -1,4 +1,4 @@
-"""A program in a terminal: what it prints, and what is typed."""
+"""Runs a program in a pseudo-terminal, reads what it prints, and types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 
 
 class Terminal:
-    """A command that runs in a terminal; it is killed at the end of the block."""
+    """A command in a terminal; it is killed at the end of the block."""
 
     def __init__(self, command, folder, environment):
         self.screen, inside = pty.openpty()
@@ -33,7 +33,7 @@ class Terminal:
         self.screen = None
 
     def read_until(self, words):
-        """Fail where the words do not come next or later."""
+        """Read until these words have come; fail if they do not."""
         while words not in self.text[self.seen :]:
             assert self._read(), f"{words!r} did not come:\n{self.text}"
         self.seen = self.text.index(words, self.seen) + len(words)
@@ -44,7 +44,8 @@ class Terminal:
         return self
 
     def interrupt(self):
-        """Ctrl-C, again where the first came just before the program waits, which Python loses."""
+        """Press Ctrl-C; press it again if the first came just before the program waits, when Python
+        loses it."""
         for _ in range(10):
             self.type("\x03")
             try:
@@ -63,7 +64,7 @@ class Terminal:
         ready, _, _ = select.select([self.screen], [], [], 120)
         try:
             got = os.read(self.screen, 4096).decode() if ready else ""
-        except OSError:  # Linux's way to report that the other side is closed
+        except OSError:  # on Linux, this means that the other side is closed
             return False
         self.text += got.replace("\r", "")
         return bool(got)

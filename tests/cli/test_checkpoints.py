@@ -1,4 +1,4 @@
-"""accel-fn checkpoints, as a user would call it."""
+"""`accel-fn checkpoints`, called as a user would."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_folders_of_export_that_cannot_be_written_to_are_one_line(launchers, fol
 
 
 def test_what_is_no_file_is_one_line(launchers, folder, tmp_path):
-    """Others' folders and links may stand in the place of files."""
+    """A folder or a link of another program may stand in the place of a file."""
     for step, make in {1: "mkdir", 2: "symlink_to"}.items():
         manifest = folder / f"step_0000000{step}" / "manifest.json"
         manifest.unlink()

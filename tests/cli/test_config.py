@@ -18,18 +18,18 @@ COMMAND = [sys.executable, "-m", "accel_fn.cli", "config"]
 
 @pytest.fixture
 def place(tmp_path):
-    """An empty folder to work in, beside an empty home."""
+    """Make an empty folder to work in, beside an empty home."""
     (tmp_path / "work").mkdir()
     return tmp_path / "work"
 
 
 def surroundings(place, **variables):
-    """No accelerator is visible, and no variable of ours is set, but those given."""
+    """Show no accelerator, and set only the given variables."""
     return commands.surroundings(place.parent, CUDA_VISIBLE_DEVICES="", **variables)
 
 
 def config(place, *arguments, code=0, **variables):
-    """Run the command without a terminal; its output and its errors."""
+    """Run the command without a terminal; return its output and its errors."""
     done = subprocess.run(
         [*COMMAND, *arguments],
         cwd=place,
@@ -54,7 +54,7 @@ def terminal(place, *arguments):
     return Terminal([*COMMAND, *arguments], place, environment)
 
 
-# writing
+# -- writing a file
 
 
 def test_default_writes_settings_without_questions(place):
@@ -108,7 +108,7 @@ def test_options_that_do_not_go_together_are_refused(place, arguments, expected)
     assert expected in config(place, *arguments, code=2)[1]
 
 
-# the questions
+# -- questions
 
 
 def test_the_answers_are_what_is_written(place):
@@ -173,7 +173,7 @@ def test_an_interrupt_ends_quietly_and_writes_nothing(place, key):
     assert list(place.iterdir()) == []
 
 
-# showing
+# -- showing settings
 
 
 def test_each_setting_is_shown_with_its_source(place):

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command imports what it needs, where Python may lose the exception that it is; and later."""
+"""Ctrl-C during a command's imports, when Python may lose the exception, and later."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ _COMMANDS = {
     "config": ["config", "--default"],
     "launch --dry-run": ["launch", "--dry-run", "script.py"],
 }
-# Says when the command has begun to import its libraries.
+# Prints when the command begins to import its libraries.
 _TELLING = """
     import sys
 
@@ -39,7 +39,7 @@ _TELLING = """
 """
 
 
-# Says when it runs, and whether it was let tidy up.
+# Prints when the script runs, and whether it could clean up.
 _SLOW = """
     import time
 
@@ -53,7 +53,7 @@ _SLOW = """
 
 
 def interrupt(folder, name, *, delay_s=0.0, program=(sys.executable,), sign="begun"):
-    """Exit code and stderr of a command that gets Ctrl-C so long after it has begun."""
+    """Press Ctrl-C some time after a command has begun; return its exit code and stderr."""
     temporary = folder / "temporary"
     temporary.mkdir(parents=True)
     (folder / "checkpoint").mkdir()
@@ -61,7 +61,7 @@ def interrupt(folder, name, *, delay_s=0.0, program=(sys.executable,), sign="beg
     (folder / "script.py").write_text("import time; time.sleep(600)")
     (folder / "sitecustomize.py").write_text(textwrap.dedent(_TELLING))
     paths = f"{folder}{os.pathsep}{ROOT}"
-    torchs = str(folder / "torch")  # a folder that torch makes and leaves
+    torchs = str(folder / "torch")  # torch makes this folder and leaves it
     command = subprocess.Popen(
         [*program, "-m", "accel_fn.cli", *_COMMANDS[name]],
         cwd=folder,
@@ -86,7 +86,7 @@ def interrupt(folder, name, *, delay_s=0.0, program=(sys.executable,), sign="beg
 
 
 def processes(folder):
-    """Those that have this folder for their temporary files."""
+    """List the processes that use this folder for temporary files."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_a_test_and_its_ranks_whenever_it_comes(tmp_path, delay_s):
     assert ended == (130, "accel-fn test: stopped by Ctrl-C\n")
 
 
-# Python finds the folder for temporary files by writing a file there.
+# Python looks for a folder for temporary files by writing a file.
 _LOOKING = """
     import os, signal, sys
 
@@ -150,7 +150,7 @@ def test_ctrl_c_while_python_looks_for_a_temporary_folder_leaves_no_file(tmp_pat
     assert list(temporary.iterdir()) == []
 
 
-# Stops the launcher while both ranks still start.
+# Stop the launcher while both ranks still start.
 _STOPPING = """
     import os, signal, time
 
@@ -188,6 +188,6 @@ def test_a_rank_without_a_launcher_prints_nothing(tmp_path, kind):
 
 
 def test_a_command_that_ignores_ctrl_c_continues(tmp_path):
-    """As a shell starts it in the background of a script."""
+    """A shell starts background jobs of a script in this way."""
     ignoring = ["sh", "-c", 'trap "" INT; exec "$0" "$@"', sys.executable]
     assert interrupt(tmp_path, "launch --dry-run", program=ignoring) == (0, "")

@@ -1,4 +1,4 @@
-"""`accel-fn env`: the facts for a bug report, of a machine as it is and of a broken one."""
+"""`accel-fn env`: the facts for a bug report, on a working machine and on a broken one."""
 
 import json
 import os
@@ -131,7 +131,7 @@ def test_help_is_quick_and_needs_no_torch(tmp_path, command):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Usage: accel-fn {command} [OPTIONS]")
     used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert used_s < 0.5  # of the processor: others may keep it busy
+    assert used_s < 0.5  # CPU time, since other processes may keep the machine busy
 
 
 def test_settings_are_shown_without_torch_or_pydantic_in_the_help(tmp_path):

@@ -1,4 +1,4 @@
-"""`accel-fn estimate`, as a user would call it."""
+"""`accel-fn estimate`, called as a user would."""
 
 import json
 import re

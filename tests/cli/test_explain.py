@@ -1,4 +1,4 @@
-"""`accel-fn explain`: the step of a plan that is given by name; and the completion of names."""
+"""`accel-fn explain` of a plan that is given by name, and the completion of names in a shell."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def here(folder, monkeypatch):
-    """As the command is: started in that folder, with nothing of it imported yet."""
+    """Start in that folder with nothing of it imported, as the command does."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("train", "sizes"):
@@ -73,7 +73,7 @@ def here(folder, monkeypatch):
 
 
 def test_the_command_prints_the_step_of_a_number_of_ranks(launchers, folder):
-    """From another folder than the file's, whose own imports are found all the same."""
+    """The command runs in another folder than the file, and finds what the file imports."""
     target = f"{folder.name}/train.py:make_plan"
     done = launchers.command(folder.parent, "explain", target, "-n", "4", "--device", "cuda:1")
     assert done.exit_code == 0, done.stderr
@@ -118,7 +118,7 @@ _UNSAID = [
 def test_the_phases_follow_the_settings_of_a_launch_from_here(
     launchers, folder, tmp_path, file, variables, arguments, first, lines
 ):
-    """By the settings of the working folder, wherever the target stands."""
+    """The settings are those of the working folder, wherever the target is."""
     (tmp_path / "accel_fn.yaml").write_text(file)
     target = f"{folder}/train.py:as_launched"
     done = launchers.command(tmp_path, "explain", target, *arguments, **variables)
@@ -129,7 +129,8 @@ def test_the_phases_follow_the_settings_of_a_launch_from_here(
 
 
 def test_a_config_file_counts_as_in_a_launch(launchers, folder, tmp_path):
-    """The one that accelerate wrote, too; the nearest is not read then, and variables come before it."""
+    """The file may be one of accelerate's. Variables override it, and the nearest file is not
+    read."""
     (tmp_path / "accel_fn.yaml").write_text("{num_processes: 8, tee: true}")
     (tmp_path / "theirs.yaml").write_text(
         "{compute_environment: LOCAL_MACHINE, distributed_type: MULTI_CPU, use_cpu: true, "
@@ -243,7 +244,7 @@ def test_a_file_given_as_a_module_gets_a_repair(here):
 
 
 def test_completion_of_a_shell_knows_commands_options_and_files(tmp_path):
-    """In a real bash, by the line that the documentation gives."""
+    """A real bash runs the line that the documentation gives."""
     command = tmp_path / "accel-fn"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m accel_fn.cli "$@"\n')
     command.chmod(0o755)

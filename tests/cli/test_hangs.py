@@ -1,4 +1,4 @@
-"""A launch with a timeout: whatever keeps ranks apart, each rank's line is on stderr at the end."""
+"""A launch with a timeout prints the line of each rank, whatever keeps the ranks apart."""
 
 import re
 import textwrap
@@ -58,7 +58,7 @@ _OPTIONS = ["-n", 2, "--cpu", "--timeout-s", 5, "script.py"]
 
 @pytest.fixture(scope="module")
 def ends(launchers, tmp_path_factory):
-    """How a launch of each ended; all ran at once."""
+    """Run all launches at once; return how each ended."""
     folder = tmp_path_factory.mktemp("worlds")
     started = {
         name: launchers.start(folder / name, *_OPTIONS, script=script)
@@ -69,7 +69,8 @@ def ends(launchers, tmp_path_factory):
 
 @pytest.fixture
 def ended(ends, request):
-    """The launch that a test is named for, and each rank's line in its script, for a pattern."""
+    """Return the launch that a test is named for, and patterns for each rank's line in its
+    script."""
     found, folder = ends
     name = request.param
     lines = _SCRIPTS[name].splitlines()
@@ -111,7 +112,7 @@ def test_a_gather_on_one_rank_ends_with_a_report_of_every_rank(ended):
     assert len(re.findall(waits + sleeps, end.stderr)) == 2
     file, _, _ = first.rpartition(":")
     stack = rf'MainThread, innermost call last:\n  File "{file}", line \d+, in <module>\n'
-    assert len(re.findall(stack, end.stderr)) == 2  # nothing of the launcher's above
+    assert len(re.findall(stack, end.stderr)) == 2  # the stack holds no line of the launcher
 
 
 @pytest.mark.slow
@@ -133,7 +134,8 @@ def test_a_rank_that_waits_for_a_data_worker_is_placed_at_the_users_line(ended):
 @of("unequal_shapes")
 def test_unequal_shapes_end_with_the_error_and_every_ranks_line(ended):
     end, places = ended
-    (blamed,) = re.findall(r"^rank (\d) \(\S+, pid \d+\)$", end.stderr, re.MULTILINE)  # the cause
+    # the rank that is the cause
+    (blamed,) = re.findall(r"^rank (\d) \(\S+, pid \d+\)$", end.stderr, re.MULTILINE)
     cause, other = int(blamed), 1 - int(blamed)
     assert_says(
         end,
@@ -150,7 +152,8 @@ def test_an_exception_on_one_rank_ends_with_it_and_the_line_that_the_other_waits
     end, (first, second) = ended
     assert_says(
         end,
-        rf"rank 0\b.*, at {first}$",  # by its error; by a report, where rank 1 is slow to leave
+        # rank 0 ends with an error, or with a report if rank 1 is slow to leave
+        rf"rank 0\b.*, at {first}$",
         in_stack(second),
         r"^rank 1 \(\S+, pid \d+\)\nValueError: of rank 1 alone\n\Z",
         exit_code=1,
@@ -163,7 +166,8 @@ def test_a_stopped_rank_is_reported_with_the_line_that_it_waited_at(ended):
     end, (first, _) = ended
     assert_says(
         end,
-        r"^accel-fn launch: [12] of 2 ranks failed$",  # a busy machine may let it notice by itself
+        # on a busy machine the second rank may notice by itself
+        r"^accel-fn launch: [12] of 2 ranks failed$",
         rf"rank 0\b.*, at {first}$",
         r"^rank 1 \(\S+, pid \d+\)\nexit code 3\n\Z",
         exit_code=3,

@@ -1,4 +1,4 @@
-"""accel-fn launch: a world of processes, each of which sees what a plain python would see."""
+"""accel-fn launch: a world of processes, in each of which a script runs as under plain python."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def test_a_script_sees_what_it_sees_under_python(launchers, tmp_path, target, ho
 
 
 def test_two_processes_on_a_cpu_are_one_world_of_two(launchers, tmp_path):
-    """What the launch says of training arrives, too."""
+    """The options of training that the launch sets arrive too."""
     script = """
         import os, accel_fn as af
         state, options = af.init(timeout_s=100), af.launch_options()
@@ -112,7 +112,7 @@ def test_a_dry_run_and_the_help_are_quick_and_import_no_torch(tmp_path):
         imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
         assert "torch" not in imported
         assert ("pydantic" in imported) == (arguments != ["--help"])
-        assert used < seconds  # of the processor: others may keep it busy
+        assert used < seconds  # CPU time, since other processes may keep the machine busy
 
 
 def test_two_launches_at_once_are_two_worlds(launchers, tmp_path):
@@ -190,7 +190,8 @@ _MODULES = {
     "target", ["here", "package.train", "space.inner.train", "elsewhere.train", "os.path", "this"]
 )
 def test_a_module_that_is_there_is_found_and_not_imported(tmp_path, target):
-    """In this folder, in a namespace, by PYTHONPATH, or in the standard library."""
+    """The module is in this folder, in a namespace package, on PYTHONPATH, or in the standard
+    library."""
     for name, text in _MODULES.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -286,7 +287,7 @@ def test_restarts_run_out(launchers, tmp_path):
 
 @pytest.mark.slow
 def test_no_home_and_no_network_are_needed(tmp_path):
-    """The command itself, in a network of loopback alone, where nobody may write to its home."""
+    """The command runs in a network with only a loopback, and cannot write to its home."""
     (tmp_path / "script.py").write_text(
         "import os, accel_fn as af\n"
         "state = af.init(timeout_s=100)\n"

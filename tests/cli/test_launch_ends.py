@@ -1,4 +1,4 @@
-"""accel-fn launch: however it is ended, its ranks end with it, and are told once."""
+"""accel-fn launch: however it ends, its ranks end with it and get one signal."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from tests.cli.terminal import Terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ctrl_c")]
 
-# A rank with two children: one of another program, one a fork of itself.
+# A rank with two children: another program, and a fork of the rank.
 _FAMILY = """
     import os, signal, subprocess, sys, time
 
@@ -91,7 +91,7 @@ def test_a_second_signal_does_not_wait_for_ranks(launchers, tmp_path):
     pids = family(launcher)
     launcher.kill(signal.SIGTERM)
     time.sleep(0.5)
-    assert all(is_running(int(pid)) for pid in pids[::3])  # ranks that do not mind the first
+    assert all(is_running(int(pid)) for pid in pids[::3])  # ranks that ignore the first signal
     assert launcher.kill(signal.SIGTERM).wait(timeout_s=15).exit_code == 143
     gone(pids)
 
@@ -131,7 +131,7 @@ def on_a_terminal(folder):
 
 
 def test_ctrl_c_on_a_terminal_is_one_line(tmp_path):
-    """The command itself, on a terminal of its own, where Ctrl-C is a key."""
+    """The command runs on its own terminal, where Ctrl-C is a key."""
     with on_a_terminal(tmp_path) as screen:
         screen.read_until("up\n").read_until("up\n").type("\x03")
         assert screen.end() == 130
@@ -139,7 +139,7 @@ def test_ctrl_c_on_a_terminal_is_one_line(tmp_path):
 
 
 def test_a_terminal_that_is_closed_ends_a_launch_as_its_signal_does(tmp_path):
-    """Nobody reads the last lines then: that changes nothing."""
+    """Nobody reads the last lines, which changes nothing."""
     with on_a_terminal(tmp_path) as screen:
         screen.read_until("up\n").read_until("up\n").close()
         assert screen.process.wait(timeout=120) == 128 + signal.SIGHUP

@@ -1,4 +1,5 @@
-"""accel-fn launch: when ranks fail, the real error is the last thing on the screen."""
+"""accel-fn launch: if ranks fail, the last lines on the screen are the error that caused the
+failure."""
 
 import os
 import re
@@ -67,9 +68,9 @@ def test_only_the_error_is_printed_and_the_exit_code_is_the_ranks(
     assert ended.exit_code == exit_code
     said = re.sub(
         r"\n +[\^~]+(?=\n)", "", ended.stderr
-    )  # the marks below a line, python's to choose
+    )  # the marks below a line depend on the version of Python
     assert re.fullmatch("\n".join(lines) + "\n", said), ended.stderr
-    assert ended.seconds < 100  # the other rank sleeps for 600
+    assert ended.seconds < 100  # the other rank sleeps for 600 s
 
 
 def test_an_error_comes_with_its_own_cause(launchers, tmp_path):
@@ -124,13 +125,13 @@ def test_the_others_are_stopped_within_five_seconds_also_those_that_refuse(launc
     pids = launcher.printed(r"pid (\d+)", 2)
     ended = launcher.wait()
     assert (ended.exit_code, ended.last_lines[-1]) == (1, "ValueError: boom")
-    assert ended.seconds < 10  # five, and what a busy machine adds
+    assert ended.seconds < 10  # five seconds, and some for a busy machine
     gone(pids, within_s=0.1)
 
 
 @pytest.mark.parametrize("how", ["raise ValueError('of the fork')", "sys.exit(5)", "os.abort()"])
 def test_a_process_that_a_rank_forks_does_not_end_the_rank(launchers, tmp_path, how):
-    """Neither its error nor its crash is taken for that of the rank, which fails later by itself."""
+    """An error or a crash of the fork is not the rank's, which fails later by itself."""
     script = f"""
         import os, sys
         if os.fork() == 0:
@@ -140,7 +141,8 @@ def test_a_process_that_a_rank_forks_does_not_end_the_rank(launchers, tmp_path, 
     """
     ended = launchers.run(tmp_path, "script.py", script=script)
     assert (ended.exit_code, ended.last_lines[-1]) == (7, "exit code 7")
-    assert ended.stderr.count("of the fork") == 2 * ("ValueError" in how)  # its own traceback
+    # the fork's own traceback
+    assert ended.stderr.count("of the fork") == 2 * ("ValueError" in how)
     assert "Fatal Python error" not in ended.stderr
     assert "processes/worker.py" not in ended.stderr
 
@@ -247,7 +249,7 @@ def test_a_program_gives_its_exit_code(launchers, tmp_path):
 
 
 def test_a_failed_rank_that_hangs_prints_its_error_and_is_killed(tmp_path):
-    """The waits are shortened: nobody should test for half a minute."""
+    """The waits are shortened, since they would take half a minute."""
     (tmp_path / "script.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n1 / 0\n"
     )

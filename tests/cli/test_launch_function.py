@@ -49,7 +49,7 @@ def test_results_come_in_the_order_of_ranks():
 
 
 def test_ranks_are_a_world_and_large_tensors_come_back():
-    """Also torch's own way to join it, and a world of the library's after that."""
+    """Torch's own way to join the world works too, and so does a second world of the library."""
 
     def work(offset):
         torch.distributed.init_process_group("gloo")
@@ -143,7 +143,7 @@ def test_two_at_once_do_not_meet():
 
 
 class TwoPartsError(Exception):
-    """Pickle would call it with one argument."""
+    """Its `__init__` takes two arguments; pickle would pass one."""
 
     def __init__(self, path, line):
         super().__init__(f"{path}:{line}")
@@ -174,7 +174,7 @@ def test_what_a_rank_raises_is_raised_here_and_the_others_are_stopped():
 
 @pytest.mark.slow
 def test_the_cause_is_raised_and_not_what_follows_from_it():
-    """A rank that leaves its world breaks its peer's collective before it has said why it left."""
+    """A rank that leaves its world breaks its peer's collective before it has reported why."""
 
     def work():
         with af.distributed(device="cpu", timeout_s=100) as state:
@@ -209,7 +209,7 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause_though_it_fails_first(tmp_pa
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
-    """The other does not heed SIGTERM, and is stopped all the same."""
+    """The other rank ignores SIGTERM, and is stopped all the same."""
 
     def kill_one():
         if os.environ["RANK"] == "1":
@@ -305,7 +305,7 @@ def test_values_are_kept_where_a_rank_ends_badly_after_the_function():
 def test_what_cannot_be_launched_is_refused_before_anything_starts(call, text, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     call = {"fn": int, "args": (), **call}
-    if "LOCK" in text:  # a function of this file would travel by its name
+    if "LOCK" in text:  # a function of this file would be imported by its name
         call["fn"] = type(call["fn"])(
             call["fn"].__code__, {"LOCK": LOCK, "__name__": "__main__"}, "<lambda>"
         )
@@ -358,7 +358,7 @@ PRINTED = ["top level, once", "ranks 0 3", "again [3, 3]"]
 
 @pytest.fixture
 def library(tmp_path):
-    """A folder that a program adds to its path by itself."""
+    """Make a folder that a program adds to its own path."""
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "factors.py").write_text("THREE = 3\ndef three():\n    return THREE\n")
 
@@ -452,7 +452,8 @@ af.launch(work)
 
 @pytest.fixture
 def waiting(tmp_path, ctrl_c):
-    """A caller that waits for two ranks, each with a process of its own; and all their ids."""
+    """Start a caller that waits for two ranks, each with a child; return the ids of all
+    processes."""
     (tmp_path / "waiting.py").write_text(WAITING)
     caller = subprocess.Popen(
         [sys.executable, "waiting.py"],
@@ -472,14 +473,14 @@ def waiting(tmp_path, ctrl_c):
 
 
 def test_an_interrupt_stops_the_ranks_at_once_and_continues_as_an_interrupt(waiting):
-    """The signal goes to the caller's whole group, as a terminal sends it."""
+    """The signal goes to the caller's whole process group, as a terminal sends it."""
     caller, pids, folder = waiting
     os.killpg(caller.pid, signal.SIGINT)
     _, errors = caller.communicate(timeout=10)
     assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert errors.count("Traceback") == 1  # the caller's: ranks have nothing to say
+    assert errors.count("Traceback") == 1  # the caller's own: ranks print nothing
     assert not any(map(is_running, pids))
-    assert len(list(folder.glob("saved-*"))) == 2  # they were asked before they were ended
+    assert len(list(folder.glob("saved-*"))) == 2  # ranks get SIGTERM before they are killed
     assert list(folder.glob("accel_fn_*")) == []
 
 

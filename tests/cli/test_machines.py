@@ -1,4 +1,4 @@
-"""accel-fn launch on several machines: launchers that meet on this one, as two."""
+"""accel-fn launch on several machines: two launchers meet on this one, as if on two."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _DIGITS += ["--batch-size", "512", "--precision", "no", "--out"]
 
 
 def start_two(launchers, folder, *arguments, counts=(2, 2), hosts=("127.0.0.2",) * 2, **options):
-    """Two launchers that are to meet on this machine."""
+    """Start two launchers that meet on this machine."""
     port = free_port()
     return [
         start_one(
@@ -47,7 +47,7 @@ def start_one(launchers, folder, rank, port, *arguments, count=2, host="127.0.0.
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The curves of the digits on one process."""
+    """Return the curves of the digits on one process."""
     folder = tmp_path_factory.mktemp("alone")
     ended = run_python(folder, *_DIGITS, "out")
     assert ended.returncode == 0, ended.stderr
@@ -59,7 +59,7 @@ def curves(folder):
 
 
 def assert_same(ours, theirs):
-    """The same batches in other shapes, so by other kernels: equal to float32's rounding."""
+    """Assert equality to float32's rounding: parts of other shapes take other kernels."""
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
@@ -75,7 +75,7 @@ def test_two_machines_train_as_one_process_does(launchers, tmp_path, alone):
 
 @pytest.mark.slow
 def test_machines_meet_by_the_given_backend(launchers, tmp_path):
-    """Torch's own, which numbers machines in an order of its own."""
+    """Torch's own rendezvous numbers machines in its own order."""
     script = """
         import os, accel_fn as af
         state = af.init(device="cpu")
@@ -92,7 +92,8 @@ def test_machines_meet_by_the_given_backend(launchers, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_rank_brings_both_machines_back_with_a_store_of_their_own(launchers, tmp_path):
-    """Through torch.distributed alone: what the first attempt wrote must not be there."""
+    """The script uses torch.distributed only; keys of the first attempt must not be in the
+    store."""
     script = """
         import os, signal, torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -157,7 +158,7 @@ def test_a_machine_that_has_finished_goes_by_those_that_have_not(
     first, second = start_two(launchers, tmp_path, *options, script=_ENDS_FIRST)
     for each in (first, second):
         each.printed("up 0")
-    time.sleep(2)  # the second has ended
+    time.sleep(2)  # the second machine has ended
     (tmp_path / "a" / "fail").touch()
     ended = [each.wait(timeout_s=60) for each in (first, second)]
     assert [each.exit_code for each in ended] == [code, code], ended
@@ -170,7 +171,7 @@ def test_a_machine_that_has_finished_goes_by_those_that_have_not(
 def test_a_machine_does_not_wait_for_one_whose_launcher_has_ended(
     launchers, tmp_path, victim, number
 ):
-    """Ranks that talk to their peers would fail by themselves; these would not notice."""
+    """Ranks that wait for peers would fail by themselves; these ranks would not notice."""
     machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
     pids = [pid for each in machines for _, pid in each.printed(r"up (\d) (\d+)")]
     machines[victim].kill(number).wait()
@@ -216,7 +217,7 @@ def test_the_store_listens_at_the_machines_own_address_alone(launchers, tmp_path
 
 
 def test_a_launcher_that_is_started_again_joins_the_next_attempt(launchers, tmp_path):
-    """As where a cluster replaces a machine, twice."""
+    """A cluster replaces a machine in this way; here it does so twice."""
     script = """
         import os, sys, time
         attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -291,7 +292,7 @@ def test_after_ten_seconds_a_machine_prints_which_other_it_waits_for(launchers, 
 
 @pytest.fixture
 def two_networks():
-    """Two networks of one machine each, with a cable between them; their addresses."""
+    """Make two networks of one machine each, with a cable between them; yield their addresses."""
     names = [f"accel-fn-{os.getpid()}-{number}" for number in (0, 1)]
     ways = [f"afn{os.getpid() % 100000}-{number}" for number in (0, 1)]
     addresses = ["10.213.77.1", "10.213.77.2"]
@@ -317,7 +318,8 @@ def two_networks():
 
 @pytest.mark.slow
 def test_two_machines_in_two_networks_train_as_one_process_does(two_networks, tmp_path, alone):
-    """The names of both lead to themselves, as on many machines: the way is found all the same."""
+    """Both host names resolve to loopback, as on many machines; the machines must meet all the
+    same."""
     names, addresses = two_networks
     launch = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "--num-machines", "2"]
     launch += ["--main-process-ip", addresses[0], "--machine-rank"]

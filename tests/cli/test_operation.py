@@ -1,4 +1,5 @@
-"""accel-fn launch in operation: launchers killed in every order, many in a row, many ranks, a terminal."""
+"""accel-fn launch in operation: launchers killed in any order, many runs, many ranks, a
+terminal."""
 
 import re
 import signal
@@ -29,7 +30,7 @@ def test_two_launchers_that_end_in_any_order_leave_nothing(
     machines = start_two(launchers, tmp_path, "script.py", script=_WAITING)
     pids = [pid for each in machines for _, pid in each.printed(r"up (\d) (\d+)")]
     for machine, number in zip(order, numbers, strict=True):
-        with suppress(ProcessLookupError):  # it ended by itself, as the first was gone
+        with suppress(ProcessLookupError):  # the second ended by itself, since the first was gone
             machines[machine].kill(number)
         time.sleep(gap_s)
     for each in machines:
@@ -86,7 +87,8 @@ def test_two_runs_in_one_folder_keep_their_logs_apart(launchers, tmp_path):
 
 @pytest.mark.parametrize(("key", "after"), [("fg", "0"), ("kill -KILL %1", "")])
 def test_ctrl_z_stops_the_launcher_alone_and_the_run_resumes_with_it(tmp_path, key, after):
-    """In a shell with job control: ranks run on, and end with the launcher."""
+    """In a shell with job control, ranks continue while the launcher is stopped, and end with
+    it."""
     (tmp_path / "script.py").write_text(
         "import os, time\nos.write(1, f'up {os.getpid()}\\n'.encode())\n"
         "while not os.path.exists('end'): time.sleep(0.02)\nos.write(1, b'over\\n')\n"
@@ -101,7 +103,7 @@ def test_ctrl_z_stops_the_launcher_alone_and_the_run_resumes_with_it(tmp_path, k
         screen.type("\x1a").read_until("Stopped")
         if after:
             (tmp_path / "end").touch()
-            screen.read_until("over\n").read_until("over\n")  # though the launcher is stopped
+            screen.read_until("over\n").read_until("over\n")  # although the launcher is stopped
         screen.type(f"{key}; echo code $?\n")
         if after:
             screen.read_until(f"code {after}\n")

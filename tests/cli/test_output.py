@@ -1,4 +1,4 @@
-"""How commands print: for people on a terminal, for other programs anywhere else."""
+"""How commands print on a terminal, and how in a pipe or a file."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ PROGRAM = f"from accel_fn.cli.output import print_table; print_table({HEADINGS},
 
 
 def on_a_terminal(folder, program=PROGRAM, **variables):
-    """What the program prints on one of 80 columns."""
+    """Return what the program prints on a terminal of 80 columns."""
     environment = surroundings(folder, TERM="xterm-256color", COLUMNS="80", **variables)
     with Terminal([sys.executable, "-c", program], folder, environment) as screen:
         assert screen.end() == 0

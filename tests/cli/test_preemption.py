@@ -1,4 +1,5 @@
-"""A run that is asked to go: it saves, leaves, and ends as if it had never been asked."""
+"""A run that gets a signal saves and exits; when it is started again, it ends like one without a
+signal."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ ARGUMENTS = ["script.py", "--epochs", 3, "--save-every", 1000, "--out", "run"]
 
 
 def start(launchers, folder, *options):
-    """A launcher of two ranks, the fourth update of which has begun; the ranks' processes."""
+    """Start a launcher of two ranks; return it and the ranks once the fourth update has begun."""
     started = launchers.start(folder, "-n", 2, "--cpu", *options, *ARGUMENTS, script=SCRIPT)
     pids = dict(started.printed(r"up (\d) (\d+)", 2))
     started.printed(r"third (\d)", 2)
@@ -59,7 +60,7 @@ def saved(folder):
 
 @pytest.fixture(scope="module")
 def whole(launchers, tmp_path_factory):
-    """The end of a run that nobody asked to go."""
+    """Return the end of a run that got no signal."""
     folder = tmp_path_factory.mktemp("whole")
     ended = launchers.run(folder, "-n", 2, "--cpu", *ARGUMENTS, script=SCRIPT)
     assert ended.exit_code == 0, ended

@@ -1,4 +1,5 @@
-"""The questions of `accel-fn config`: which are asked, and what their defaults make."""
+"""The questions of `accel-fn config`: which ones come, and the settings that their defaults
+give."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from tests.settings import TWO_GPUS, resolved, written
 
 
 def answering(**answers):
-    """Says these, else the default; and keeps what it was asked."""
+    """Answer questions with these values, else with the default; record what was asked."""
     asked = {}
 
     def ask(answers_before, name, question, default):

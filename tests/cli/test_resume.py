@@ -1,4 +1,4 @@
-"""Runs that are killed at any instant go on from their checkpoints as if nothing had been."""
+"""Runs that are killed at random instants resume from their checkpoints and lose nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUM_RESTARTS = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 16
 
 
 def data(dtype=torch.float32):
-    """Samples of ten kinds: inputs, kinds, numbers."""
+    """Make samples of ten kinds: inputs, kinds and numbers."""
     generator = torch.Generator().manual_seed(0)
     kinds = torch.randint(10, (150,), generator=generator)
     centres = torch.randn(10, 16, generator=generator, dtype=dtype)
@@ -51,7 +51,7 @@ def loss_fn(model, batch):
 
 
 def train(state, folder, num_workers, started=lambda: None, *, num_epochs=2):
-    """With all that is random; the hash of what this rank has at the end."""
+    """Train with every source of randomness; return a hash of what this rank has at the end."""
     state, step = build(state, nn.BatchNorm1d(12), nn.Dropout(0.3))
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(state.rank)
@@ -68,7 +68,7 @@ def train(state, folder, num_workers, started=lambda: None, *, num_epochs=2):
             if state.step % 3 == 0 or state.step == last:
                 wait = (
                     state.step % 2 == 1 or state.step == last
-                )  # every other one in the background
+                )  # every other save is in the background
                 af.save(folder, state, step, keep=3, keep_every=12, wait=wait)
     assert state.step == last
     return hash_of(step)
@@ -86,11 +86,11 @@ def hash_of(step):
     return found.hexdigest()
 
 
-# Two processes, forked from this one where it has imported all: many kills in a short time.
+# Two processes, forked from this one after its imports, so that many kills take little time.
 
 
 class World:
-    """Ranks that do some work, in processes of their own."""
+    """Ranks that run a function, in processes of their own."""
 
     def __init__(self, world_size, work):
         port, self.pids = free_port(), []
@@ -115,7 +115,7 @@ class World:
             os._exit(1)
 
     def kill(self, first, *, wait, delay_s, second_delay_s):
-        """One rank, then the others, as a launcher would."""
+        """Kill one rank, then the others, as a launcher would."""
         if wait:
             os.read(self.started, 1)
         time.sleep(delay_s)
@@ -126,14 +126,14 @@ class World:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self):
-        """Their exit codes."""
+        """Wait for the ranks; return their exit codes."""
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
         os.close(self.started)
         return codes
 
 
 def run_world(folder, num_workers, num_epochs=2):
-    """A world that trains; each rank writes its hash at the end."""
+    """Start a world that trains; each rank writes its hash at the end."""
 
     def work(state, started):
         found = train(state, folder / "run", num_workers, started, num_epochs=num_epochs)
@@ -148,7 +148,7 @@ def hashes(folder):
 
 
 def kill_often(folder, num_kills, num_workers=0):
-    """Run after run is killed until it gets to its end; what was killed, and what came out."""
+    """Kill run after run until one reaches its end; return what was killed, and the hashes."""
     draws = random.Random(num_kills + num_workers)
     assert run_world(folder / "never", num_workers).end() == [0, 0]
     expected = hashes(folder / "never")
@@ -170,13 +170,13 @@ def kill_often(folder, num_kills, num_workers=0):
             while_saving += any((place / "run").glob(".new_step*"))
         kills, worst = kills + killed, max(worst, killed)
         found.append(hashes(place) == expected)
-    assert run_world(place, num_workers).end() == [0, 0]  # of the last checkpoint alone
+    assert run_world(place, num_workers).end() == [0, 0]  # one more start, from the last checkpoint
     found.append(hashes(place) == expected)
     return {"kills": kills, "while saving": while_saving, "worst": worst, "equal": found}
 
 
 def run_apart(folder, call, timeout_s=500):
-    """What a call of this module gives in a process of its own."""
+    """Return the result of a function of this module, called in a new process."""
     script = f"""
         import json
         from pathlib import Path
@@ -190,7 +190,7 @@ def run_apart(folder, call, timeout_s=500):
 
 @pytest.mark.timeout(600 + 10 * _NUM_KILLS)
 def test_a_run_that_is_killed_at_fifty_instants_ends_as_one_that_is_not(tmp_path):
-    """Parameters, buffers, optimizer and generators of each rank, to the bit."""
+    """Parameters, buffers, optimizer and generators of each rank are equal to the bit."""
     found = run_apart(tmp_path, f"kill_often(folder, {_NUM_KILLS})", 30 + 10 * _NUM_KILLS)
     assert found["kills"] >= _NUM_KILLS
     assert found["while saving"] >= 5, found
@@ -203,11 +203,11 @@ def test_so_does_one_whose_batches_come_from_workers(tmp_path):
     assert found["equal"] == [True] * len(found["equal"]), found
 
 
-# Other world sizes.
+# -- other world sizes
 
 
 def train_exactly(state, folder, until, started):
-    """In float64 without randomness; says which samples this rank had in each batch."""
+    """Train in float64 without randomness; return this rank's samples in each batch."""
     dtype = torch.float64
     state, step = build(state, dtype=dtype)
     loader = af.shard_loader(DataLoader(data(dtype), 9, shuffle=True), state)
@@ -227,7 +227,7 @@ def train_exactly(state, folder, until, started):
 
 
 def change_worlds(folder, sizes):
-    """Train in one world after the other; the parameters, and the samples of each batch."""
+    """Train in one world after the other; return the parameters, and the samples of each batch."""
     folder.mkdir()
     for part, size in enumerate(sizes, start=1):
         until = 34 * part // len(sizes)
@@ -248,14 +248,14 @@ def compare_worlds(folder, sizes):
 
 @pytest.mark.parametrize("sizes", [[2, 1, 3], [3, 2], [1, 4]], ids=str)
 def test_a_run_resumes_in_a_world_of_another_size(tmp_path, sizes):
-    """The same samples in each global batch, so the same parameters up to the order of sums."""
+    """Each global batch has the same samples, so parameters are equal up to the order of sums."""
     one, many = run_apart(tmp_path, f"compare_worlds(folder, {sizes})")
     assert many[1] == one[1]
     assert sorted(chain(*one[1][:17])) == list(range(150))
     np.testing.assert_allclose(many[0], one[0], rtol=1e-12, atol=1e-12)
 
 
-# The launcher.
+# -- under the launcher
 
 
 _LONG = 12
@@ -263,7 +263,7 @@ _LONG = 12
 
 
 def train_under_launcher(num_kills):
-    """A user's script, of which a rank kills itself at some instant of each of the first attempts."""
+    """A user's script: in each of the first attempts, a rank kills itself at a random instant."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     state = af.init(device="cpu", timeout_s=60, seed=3)
     draws = random.Random(attempt)
@@ -280,13 +280,13 @@ def train_under_launcher(num_kills):
     num_workers = 2 if attempt % 8 == 1 else 0
     found = train(state, Path("run"), num_workers, started, num_epochs=_LONG)
     if attempt < num_kills:
-        time.sleep(600)  # whoever is through too early waits for the kill
+        time.sleep(600)  # a rank that is done too early waits for the kill
     os.write(1, f"hash {state.rank} {found}\n".encode())
 
 
 @pytest.mark.timeout(600 + 60 * _NUM_RESTARTS)
 def test_the_launcher_brings_a_killed_run_back(launchers, tmp_path):
-    """Each time, while it trains or saves; now with workers, now without."""
+    """The kill comes while the rank trains or saves; some attempts have workers."""
     script = "from tests.cli.test_resume import train_under_launcher as run; "
     script += f"run({_NUM_RESTARTS})"
     arguments = ("-n", 2, "--cpu", "--max-restarts", _NUM_RESTARTS, "script.py")

@@ -1,4 +1,4 @@
-"""`accel-fn test`: green on a library that is right, red on one that is not."""
+"""`accel-fn test` passes on a correct library and fails on a broken one."""
 
 import json
 import math
@@ -41,7 +41,7 @@ TRAINING = {
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_promise_holds_in_every_world(world_size):
-    """Three ranks and five are more than some batches have samples."""
+    """Some batches have fewer samples than three or five ranks."""
     for report in simulate(check_promises, world_size=world_size, timeout_s=100):
         assert (report.world_size, report.device) == (world_size, "cpu")
         assert [each for each in report.outcomes if not each.holds] == []
@@ -49,7 +49,7 @@ def test_every_promise_holds_in_every_world(world_size):
 
 
 def broken(**outcomes):
-    """The promises that two ranks find broken, together."""
+    """Return the promises that two ranks find broken together."""
     reports = simulate(check_promises, world_size=2, timeout_s=100)
     accept = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
     assert not any(verdict.error for verdict in accept)
@@ -173,7 +173,7 @@ def test_a_mean_without_weights_is_found(monkeypatch):
 
 
 def test_replicas_that_are_not_averaged_are_an_error_and_end_the_checks(monkeypatch):
-    """Found by the library's own check of the first gradients, on both ranks."""
+    """The library compares the first gradients over the ranks and raises on both."""
     monkeypatch.setattr(ddp, "DDP", lambda *given, **options: Strategy(*given))
     for report in simulate(check_promises, world_size=2, timeout_s=100):
         first, second, *rest = report.outcomes
@@ -203,7 +203,7 @@ def test_the_bound_itself_holds():
 
 
 def test_of_several_errors_the_cause_is_reported():
-    """A rank that lost its peer is no cause, though it was the first to say so."""
+    """A rank that lost its peer is not the cause, though it was the first to report."""
     lost = outcome(error="RuntimeError: Connection closed by peer [127.0.0.1]", time=1.0)
     cause = outcome(error="ValueError: the cause", time=2.0)
     verdict = merge([lost, cause, outcome(0.0)])
@@ -213,7 +213,7 @@ def test_of_several_errors_the_cause_is_reported():
 
 @pytest.mark.slow
 def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
-    """A copy of the package in which a resumed run starts over: nothing else is wrong with it."""
+    """In a copy of the package a resumed run starts over; nothing else is changed."""
     shutil.copytree(ROOT / "accel_fn", tmp_path / "accel_fn")
     assert callable(IndexedSource.position)
     with (tmp_path / "accel_fn" / "data" / "indexed" / "indexed_source.py").open("a") as module:
@@ -229,7 +229,7 @@ def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
 
 
 def test_a_row_is_printed_as_each_promise_ends(tmp_path):
-    """A copy of the package whose last check waits until the rows before it are read."""
+    """In a copy of the package, the last check waits until the rows before it have been read."""
     code = """
         import pathlib, sys, time
         from accel_fn.testing.selftest import check_world, laws
@@ -275,7 +275,7 @@ def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_pa
     ours = ["-m", "accel_fn.cli", "test", "--json"]
     done = launchers.command(tmp_path, "launch", "-n", "2", "--cpu", *ours)
     assert done.exit_code == 0, done.stderr
-    report = json.loads(done.stdout)  # of one rank alone
+    report = json.loads(done.stdout)  # the report of one rank
     assert (report["holds"], report["num_processes"], report["device"]) == (True, 2, "cpu")
     assert report["backend"] == "gloo"
     assert len(report["promises"]) == 14

@@ -1,4 +1,4 @@
-"""`af.wrap()` under a launch: shards by its word are the training of replicas."""
+"""`af.wrap()` under a launch: shards that a setting chooses train as replicas do."""
 
 import json
 

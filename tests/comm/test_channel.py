@@ -1,4 +1,4 @@
-"""Channels: messages beside collectives, from any thread."""
+"""Channels send messages from any thread, apart from collectives."""
 
 import threading
 
@@ -32,7 +32,7 @@ def test_exchange_gives_all_to_all(world_size):
 
 
 def test_values_of_all_sizes_arrive():
-    """Pickled, they need one message or two; both sides of the limit are among them."""
+    """Pickled, the values need one message or two, and some are just at the limit."""
     values = [bytes(range(256)) * 4, *(b"x" * size for size in range(200, 260)), b""]
 
     def fn(state):
@@ -83,7 +83,7 @@ def test_several_may_fail_at_once():
 
 
 def test_an_answer_that_fails_is_raised_on_all():
-    """A rule of ours as it is; anything else as what rank 0 has met."""
+    """An error of accel_fn arrives as it is; any other error arrives as a failure of rank 0."""
 
     def fn(state):
         said = []
@@ -114,14 +114,14 @@ def test_an_answer_that_fails_is_raised_on_all():
 
 
 class Opaque:
-    """Cannot be sent."""
+    """An object that cannot be pickled."""
 
     def __reduce__(self):
         raise TypeError("opaque")
 
 
 def test_channels_and_collectives_of_many_threads_do_not_meet():
-    """Every rank starts its threads in another order, while its main thread sums."""
+    """Every rank starts its threads in another order, while its main thread calls collectives."""
 
     def fn(state):
         heard = {}

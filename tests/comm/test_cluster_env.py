@@ -1,4 +1,4 @@
-"""What Slurm and Open MPI say of a process: variables as their own programs set them."""
+"""The variables of Slurm and Open MPI for a process, as these programs set them."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def test_a_process_of_mpirun():
 
 
 def test_mpirun_inside_of_a_step_is_mpirun():
-    """Its daemons are tasks of Slurm, and what they start inherits that."""
+    """The daemons of mpirun are tasks of Slurm, and their children inherit Slurm's variables."""
     task = read_task({**SRUN, **MPIRUN})
     assert task is not None
     assert task.cluster == "Open MPI"
@@ -81,7 +81,8 @@ def test_all_tasks_of_a_job_meet_at_one_port_and_two_jobs_at_two():
         for job in ("1", "2")
     }
     assert len(ports) == 2
-    assert all(20000 <= port < 32000 for port in ports)  # below what kernels hand out
+    # below the ports that kernels assign by themselves
+    assert all(20000 <= port < 32000 for port in ports)
 
 
 def test_the_world_of_a_task():
@@ -147,7 +148,7 @@ def test_the_first_host_of_a_list(nodes, first):
 
 @pytest.mark.slow
 def test_tasks_of_srun_find_each_other_without_a_launcher():
-    """Two processes, with the variables of two tasks on one machine."""
+    """Two processes get the variables of two tasks on one machine."""
     script = (
         "import os, accel_fn as af; state = af.init(device='cpu', timeout_s=100);"
         "os.write(1, f'{state.rank}/{state.world_size} {af.reduce_sum(state.rank, state)}'.encode())"

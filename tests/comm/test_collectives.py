@@ -1,4 +1,4 @@
-"""What ranks say to each other: the same answer on all, and one verdict where they differ."""
+"""Collectives return the same on all ranks, and all ranks raise where their arguments differ."""
 
 import re
 from functools import partial
@@ -92,7 +92,7 @@ DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_every_dtype_are_summed_and_broadcast(dtype):
-    """Also those that backends refuse, or take for others."""
+    """Some backends refuse one of these dtypes, or treat it as another."""
     counts = torch.tensor([[1, 0, 2], [0, 0, 3], [1, 0, 1]])
     rows = counts.to(dtype)
 
@@ -144,7 +144,7 @@ def test_a_weighted_mean_of_means_is_the_mean_of_all_items(weights):
     def run(state):
         start = sum(weights[: state.rank])
         mine = items[start : start + weights[state.rank]]
-        mean = {"tensor": mine.mean(), "number": mine.mean().item()}  # 0/0 where a rank has none
+        mean = {"tensor": mine.mean(), "number": mine.mean().item()}  # 0/0 on a rank without rows
         return af.reduce_mean(mean, state, weight=weights[state.rank])
 
     for found in simulate(run, world_size=len(weights)):
@@ -235,7 +235,7 @@ def test_a_mistake_of_one_rank_is_raised_on_all(function, argument, options, tex
             call = partial(function, RIGHT.get(function, 1.0), state)
         with pytest.raises(error, match=f"{told}{function.__name__}: {re.escape(text)}"):
             call()
-        return af.reduce_sum(1, state)  # nobody is out of step afterwards
+        return af.reduce_sum(1, state)  # no rank is out of step afterwards
 
     assert simulate(run, world_size=3) == [3, 3, 3]
 
@@ -328,7 +328,7 @@ def test_main_alone_raises_and_all_get_what_it_raised():
 
 
 class UnpicklableError(Exception):
-    """Cannot be made again from its arguments."""
+    """An error that pickle cannot restore from its arguments."""
 
     def __init__(self, first, second):
         super().__init__(first)

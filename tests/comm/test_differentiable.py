@@ -1,4 +1,4 @@
-"""Collectives that a gradient goes through: what each rank gets, and the losses that are refused."""
+"""Collectives in a loss: the gradient that each rank gets, and the losses that are refused."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ ALONE = af.DistState()
 
 
 def gradient_of(collective, state, inputs):
-    """The gradient of a loss that weighs the elements of the result by rank and place."""
+    """Return the gradient of a loss that weighs the elements of the result by rank and place."""
     result = collective(inputs)
     weights = (state.rank + 1) * torch.arange(1.0, result.numel() + 1).view(result.shape)
     (result * weights).sum().backward()
@@ -58,7 +58,7 @@ def test_a_complex_gradient_arrives():
 
 
 def test_a_rank_without_a_graph_takes_part_in_the_backward():
-    """And so do outputs that no loss uses, as long as one of the call is used."""
+    """The same holds for outputs that the loss does not use, if it uses one of the same call."""
 
     def run(state):
         own = torch.ones(1, 2, requires_grad=state.rank == 1)
@@ -103,13 +103,13 @@ def test_a_gradient_of_a_gradient_is_refused():
     simulate(run, world_size=2)
 
 
-# --- in a loss under training ---
+# -- in a loss under training
 
 X = torch.arange(12.0).view(4, 3).double().cos()
 
 
 def step_with(collective, recipe, world_size, sizes=None, **options):
-    """One step of a loss that calls the collective."""
+    """Train one step of a loss that calls the collective."""
 
     def run(state):
         model = torch.nn.Linear(3, 2).double()
@@ -212,7 +212,7 @@ def test_items_of_a_list_have_no_graph():
 
 
 def test_a_loss_that_has_failed_is_over():
-    """What comes after a step that raised is no loss under training."""
+    """After a step that raised, a collective is not taken for a part of its loss."""
 
     def run(state):
         with pytest.raises(ZeroDivisionError):

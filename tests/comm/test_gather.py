@@ -1,4 +1,5 @@
-"""gather: what is a row and what is structure, the same on every rank; types, dtypes and devices kept."""
+"""gather: rows and structure, the same result on every rank, with types, dtypes and devices
+kept."""
 
 import dataclasses
 import threading
@@ -22,7 +23,7 @@ ALONE = af.DistState()
 
 @dataclasses.dataclass
 class Found:
-    """What a detector says of one image; torch's trees do not know it."""
+    """Detections in one image, a class that torch's pytree does not know."""
 
     boxes: torch.Tensor
     label: str
@@ -30,7 +31,7 @@ class Found:
 
 @dataclasses.dataclass
 class Output:
-    """What a model says of a batch; torch's trees know it."""
+    """A model's output for a batch, a class that torch's pytree knows."""
 
     scores: torch.Tensor
     names: list[str]
@@ -40,7 +41,7 @@ pytree.register_dataclass(Output)
 
 
 class Angles(torch.Tensor):
-    """A tensor with a unit."""
+    """A tensor subclass with a unit."""
 
 
 def boxes(count, start=0):
@@ -48,7 +49,7 @@ def boxes(count, start=0):
 
 
 def assert_same(found, expected):
-    """Same types, same values, tensors to the bit."""
+    """Assert the same types and values, tensors to the bit."""
     assert type(found) is type(expected)
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -71,7 +72,7 @@ KINDS += [torch.bfloat16, torch.uint8]
 
 @st.composite
 def columns(draw, num_rows):
-    """A tensor [num_rows, ...] of some dtype."""
+    """Draw a tensor [num_rows, ...] of some dtype."""
     shape = (num_rows, *draw(st.lists(st.integers(0, 3), max_size=2)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
     return torch.randint(0, 2, shape, generator=generator).to(draw(st.sampled_from(KINDS)))
@@ -79,7 +80,7 @@ def columns(draw, num_rows):
 
 @st.composite
 def items(draw, num_rows):
-    """A list of rows of any size, one a sample."""
+    """Draw a list with one item per sample, of any size."""
     counts = draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows))
     make = draw(
         st.sampled_from(
@@ -108,7 +109,7 @@ def structures(rows, leaves):
 
 @st.composite
 def dealt_trees(draw):
-    """A tree, and the parts of it that ranks hold: some may hold none."""
+    """Draw a tree and the parts of it that ranks hold; some parts may be empty."""
     num_rows = draw(st.integers(0, 8))
     rows = st.one_of(columns(num_rows), items(num_rows))
     tree = draw(st.one_of(rows, structures(rows, st.one_of(rows, structures(rows, rows)))))
@@ -117,7 +118,7 @@ def dealt_trees(draw):
 
 
 def part_of(node: Any, start: int, stop: int) -> Any:
-    """Rows of a tree that holds no list but of rows."""
+    """Return rows of a tree in which every list holds rows."""
     if isinstance(node, torch.Tensor | list):
         return node[start:stop]
     if isinstance(node, dict):
@@ -145,7 +146,7 @@ def test_the_parts_of_a_batch_gathered_are_the_batch(dealt):
 def test_predictions_of_a_whole_evaluation_are_those_of_one_process_in_order(
     world_size, num_samples
 ):
-    """Boxes of every image, as many as its index says: ragged, and in rank order."""
+    """Each image has as many boxes as its index: the result is ragged, and in rank order."""
     data = TensorDataset(torch.arange(num_samples))
 
     def detect(images):
@@ -236,7 +237,7 @@ def test_trees_that_do_not_fit_are_refused_on_every_rank(tree, text):
     def run(state):
         with pytest.raises(ValueError, match=f"gather: tree must .*{text}"):
             af.gather(tree(state.rank), state)
-        return af.reduce_sum(1, state)  # nobody is out of step afterwards
+        return af.reduce_sum(1, state)  # no rank is out of step afterwards
 
     assert simulate(run, world_size=2) == [2, 2]
 
@@ -252,7 +253,7 @@ def test_a_world_of_one_gets_its_own_tree():
 
 
 def test_tensors_of_items_come_back_detached_and_all_of_their_own_type():
-    """And of a view, what is seen of it: the buffer behind stays where it is."""
+    """Only the seen part of a view travels; the buffer behind it stays."""
 
     def run(state):
         behind = torch.ones(100_000, requires_grad=True)
@@ -271,7 +272,7 @@ def test_tensors_of_items_come_back_detached_and_all_of_their_own_type():
 
 
 def test_what_is_on_the_host_stays_there():
-    """Also where models are elsewhere: on a device without memory nothing could be joined."""
+    """The result stays on the host even if the state's device has no memory, such as meta."""
 
     def run(state):
         elsewhere = dataclasses.replace(state, device=torch.device("meta"))
@@ -290,7 +291,7 @@ def test_what_was_conjugated_or_transposed_arrives_as_it_reads():
 
 
 def test_row_14_objects_and_tails_are_neither_doubled_nor_lost():
-    """Seven samples in batches of 4 on two ranks: objects of each, the last batch included."""
+    """Two ranks hold seven samples in batches of 4; the objects of the last batch are included."""
     names = [f"sample {i}" for i in range(7)]
 
     def run(state):
@@ -320,7 +321,7 @@ def test_row_15_unequal_shapes_are_an_error_on_every_rank_or_arrive_as_they_are(
 
 
 def test_a_column_of_any_number_of_rows_is_gathered():
-    """Torch calls one of a single row, or of none, contiguous, whatever lies between its rows."""
+    """Torch calls a column of one row, or of none, contiguous, whatever its strides are."""
     logits = torch.arange(6.0).reshape(2, 3)
     found = simulate(lambda state: af.gather(logits[: 2 - state.rank, 0], state), world_size=3)
     assert [each.tolist() for each in found] == [[0.0, 3.0, 0.0]] * 3

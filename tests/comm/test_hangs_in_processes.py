@@ -139,7 +139,8 @@ def worlds(tmp_path_factory):
 
 @pytest.fixture
 def ended(worlds, request):
-    """The ranks of the world that a test is named for, and where a text of its script stands."""
+    """Return the ranks of the world that a test is named for, and the line of a text in its
+    script."""
     folder, ends = worlds
     name = request.param
 
@@ -159,7 +160,8 @@ def in_stack(place):
 
 
 def assert_reports(ranks, *texts, timeout_s=TIMEOUT_S):
-    """Every rank reports once, in time, and all of this is in each report."""
+    """Assert that every rank reports once, in time, and that each report holds all of these
+    texts."""
     for rank, end in enumerate(ranks):
         assert end.exit_code == EXIT_CODE, end.stderr
         assert end.stderr.count("accel_fn: rank") == 1, end.stderr
@@ -169,7 +171,7 @@ def assert_reports(ranks, *texts, timeout_s=TIMEOUT_S):
 
 
 def assert_tells(end, *texts):
-    """A rank whose peer has left ends in time, by an error or a report, with all of this on stderr."""
+    """Assert that a rank whose peer has left ends in time, with all of these texts on stderr."""
     assert end.exit_code in (1, EXIT_CODE), end.stderr
     assert [text for text in texts if text not in end.stderr] == [], end.stderr
     assert end.seconds < TIMEOUT_S + 5
@@ -214,7 +216,7 @@ def test_numbers_of_another_collective_are_never_taken_for_gradients(ended):
             f"{rule} {names[1 - rank]} on rank {1 - rank} and {names[rank]} on rank {rank}\n"
             in end.stderr
         )
-    assert len(ranks[1].stdout.splitlines()) == 1  # the mark alone
+    assert len(ranks[1].stdout.splitlines()) == 1  # only the mark
 
 
 @of("four_steps_against_three_that_leaves")
@@ -265,7 +267,7 @@ def test_unequal_shapes_are_refused_on_both_ranks_before_data_moves(ended):
     ranks, place = ended
     for end in ranks:
         assert end.exit_code == 1
-        assert len(end.stdout.splitlines()) == 1  # the mark alone
+        assert len(end.stdout.splitlines()) == 1  # only the mark
         assert (
             "gather: tree must have one structure, and one dtype and trailing shape" in end.stderr
         )

@@ -1,4 +1,5 @@
-"""Law 9 over real processes: one run goes on as replicas, as shards and alone, in any order."""
+"""Law 9 over real processes: a run continues as replicas, as shards and on one rank, in any
+order."""
 
 import json
 
@@ -69,7 +70,7 @@ def test_shards_that_continue_as_many_end_with_the_same_bits(tmp_path, world_siz
 
 
 def last_of(lives, folder):
-    """The parameters that every rank of the last one ends with."""
+    """Run one world after the other; return the parameters of every rank of the last one."""
     start, run = str(folder / "start"), str(folder / "run")
     af.save_model(ours.regression_model(), start)
     for world_size, wrap, steps in lives:

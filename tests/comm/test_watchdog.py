@@ -1,4 +1,4 @@
-"""The watchdog: what it records of a rank, what it adds to the store log, when it reads, how it aborts."""
+"""The watchdog: what it records, what it writes to the store log, when it reads, how it aborts."""
 
 import copy
 import faulthandler
@@ -45,7 +45,7 @@ def make_watchdog(log=None, *, rank=0, timeout_s=60.0):
 
 
 def here():
-    """The line below the one that calls this."""
+    """Return the number of the line below the caller's."""
     frame = sys._getframe(1)
     return f"{__file__}:{frame.f_lineno + 1} in {frame.f_code.co_name}"
 
@@ -171,7 +171,7 @@ def test_a_busy_rank_does_not_read_the_store_and_a_silent_one_does():
         with watchdog.enter("barrier", []):
             time.sleep(0.05)
     assert store.count == calls
-    time.sleep(2.0)  # nothing waits here: it reads, and nothing happens
+    time.sleep(2.0)  # no rank waits: the watchdog reads, and does nothing
     assert store.count > calls
     watchdog.stop()
 
@@ -204,7 +204,8 @@ def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
 def test_a_wait_in_the_standard_library_is_placed_at_the_users_line():
     items = queue.Queue()
     thread = threading.Thread(target=items.get)
-    outer = threading.Thread(target=lambda: (thread.start(), thread.join()))  # waits in threading
+    # it waits inside threading
+    outer = threading.Thread(target=lambda: (thread.start(), thread.join()))
     outer.start()
     while not (frame := sys._current_frames().get(outer.ident)) or "join" not in str(
         Stack.of_thread(frame)
@@ -227,11 +228,13 @@ def test_a_stack_is_shown_from_the_users_first_call_on():
     codes = [frame.f_code for frame, _ in stack.calls]
     frames = [code.co_name for code in codes if not code.co_filename.startswith(LIBRARIES[1])]
     start = frames.index("fail")
-    assert frames[start : start + 4] == ["fail", "call", "gather", "exchange"]  # `eager` calls
+    # the calls of `eager`
+    assert frames[start : start + 4] == ["fail", "call", "gather", "exchange"]
     assert stack.place(LIBRARIES) == Place(fail.__code__, fail.__code__.co_firstlineno + 1)
-    under = stack.under((sys.prefix, sys.base_prefix, "<"))  # "<frozen runpy>", "<string>"
+    # files named "<frozen runpy>" or "<string>"
+    under = stack.under((sys.prefix, sys.base_prefix, "<"))
     assert str(under).splitlines()[0].strip().startswith(f'File "{__file__}"')
-    assert stack.under(("",)) is stack  # all of it a library's
+    assert stack.under(("",)) is stack  # every frame belongs to a library
 
 
 def test_the_phase_of_a_step_is_read_off_the_stack():
@@ -363,4 +366,4 @@ def test_a_timeout_that_is_given_comes_before_the_launch(monkeypatch):
     monkeypatch.setenv("ACCEL_FN_TIMEOUT_S", "never")
     with pytest.raises(ValueError, match="launch_options: ACCEL_FN_TIMEOUT_S must be"):
         af.init(device="cpu")
-    assert af.init(device="cpu", timeout_s=5).world_size == 1  # the launch's is not read
+    assert af.init(device="cpu", timeout_s=5).world_size == 1  # the launch's variable is not read

@@ -1,4 +1,4 @@
-"""init and distributed: what is read, what is refused, what is left behind."""
+"""init and distributed: the variables that they read, and the ones that they refuse."""
 
 import contextlib
 import copy
@@ -36,7 +36,7 @@ def alone(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Sets a launcher's variables, with changes."""
+    """Set a launcher's variables, with some changed."""
 
     def set_variables(**changes):
         for name, value in {**FULL, **changes}.items():
@@ -127,7 +127,7 @@ def test_the_default_device_is_the_accelerator_or_the_cpu(alone):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Torch, told that there are so many accelerators of a kind; the indices that were made current."""
+    """Make torch report some accelerators of a kind; record the indices that become current."""
 
     def with_accelerators(kind, count):
         current = []
@@ -175,7 +175,7 @@ def test_a_device_beyond_those_of_the_machine_is_refused(machine, asked, text):
 def test_devices_that_cannot_talk_to_each_other_are_left_out_of_a_world_of_several(
     machine, world_size, expected
 ):
-    """Torch's own table has Gloo for MPS, but Gloo knows CPU and CUDA alone."""
+    """Torch's table names Gloo for MPS, but Gloo supports only CPU and CUDA."""
     machine("mps", 1)
     assert pick_device(None, 0, world_size, world_size) == torch.device(expected)
 
@@ -249,7 +249,7 @@ def test_an_address_that_nobody_serves_is_an_error_in_time(launched):
     ("backlog", "num_waiting", "why"),
     [
         (None, 0, "Connection refused"),
-        (0, 4, "(timed out|no store answers)"),  # kernels differ in how many may wait
+        (0, 4, "(timed out|no store answers)"),  # kernels differ in how many connections may wait
         (9, 0, "no store answers"),
     ],
     ids=["bound alone", "full", "silent"],
@@ -257,7 +257,8 @@ def test_an_address_that_nobody_serves_is_an_error_in_time(launched):
 def test_an_address_that_takes_no_rank_is_an_error_in_time(
     launched, capfd, backlog, num_waiting, why
 ):
-    """torch's own tries print pages, go on long after the time is up, and wait for a silent one forever."""
+    """torch's own attempts print pages, last longer than the time-out, and wait forever for a
+    silent server."""
     with contextlib.ExitStack() as sockets:
         there = sockets.enter_context(socket.socket())
         there.bind(("127.0.0.1", 0))
@@ -276,7 +277,8 @@ def test_an_address_that_takes_no_rank_is_an_error_in_time(
             af.init(device="cpu", timeout_s=0.5)
         assert capfd.readouterr().err == ""
     for thread in threading.enumerate():
-        if thread.name == "accel_fn store":  # it was left alone with the silent one, which is gone
+        # the thread was left with the silent server, which is closed now
+        if thread.name == "accel_fn store":
             thread.join(60)
 
 
@@ -292,7 +294,7 @@ def test_a_port_that_is_taken_is_an_error(launched):
 
 
 def test_ranks_that_do_not_come_are_named(launched):
-    """In a process of its own: the store that it serves lives as long as it does."""
+    """It runs in its own process: the store that it serves lives as long as the process."""
     script = "import accel_fn as af; af.init(device='cpu', timeout_s=2)"
     launched(RANK="0", LOCAL_RANK="0", MASTER_PORT=str(free_port()))
     done = subprocess.run(

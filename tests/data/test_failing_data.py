@@ -1,4 +1,4 @@
-"""Data that fail on one rank of a loader whose ranks exchange messages: every rank raises at once."""
+"""If data fail on one rank of a loader whose ranks exchange messages, every rank raises at once."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ NUM_SHARDS = 4
 
 
 class Rows(Dataset):
-    """Its samples are rows of one number; `act` sees each number that is read."""
+    """A data set of rows of one number; `act` is called with each number that is read."""
 
     def __init__(self, act):
         self.act = act
@@ -31,7 +31,7 @@ class Rows(Dataset):
 
 
 class Shards(IterableDataset):
-    """The same as a stream that can be split."""
+    """The same data as a stream that can be split."""
 
     num_shards = NUM_SHARDS
 
@@ -48,7 +48,7 @@ class Shards(IterableDataset):
 
 
 def rotten(rank, fails, number):
-    """On one rank, by the first of its samples that is far enough."""
+    """Fail on one rank, at the first of its samples beyond a number."""
     if rank == fails and number >= 20:
         raise ValueError("rotten")
 
@@ -72,7 +72,7 @@ def in_collate_fn(kind, act, **options):
 
 def own_sampler(where, act, **options):
     data, options = where(Rows, act, **options)
-    # reads on after the batch that fails: 4096 samples are dealt at once
+    # the source reads beyond the batch that fails: it sends 4096 samples at once
     order = [index % SIZE for index in range(8 * SIZE)]
     return DataLoader(data, batch_size=BATCH_SIZE, sampler=order, **options)
 
@@ -123,7 +123,7 @@ def test_an_evaluation_raises_on_all_ranks(where, talker, fails, ahead):
 @pytest.mark.parametrize("fails", [0, 2])
 @ahead_or_not
 def test_a_loop_that_catches_the_error_continues_with_all_ranks(talker, fails, ahead):
-    """With the next pass, whose conversation is another."""
+    """All ranks continue with the next pass, which has a channel of its own."""
 
     def run(state):
         make = partial(talker, in_data)
@@ -159,7 +159,7 @@ def test_a_worker_that_is_killed_on_one_rank_ends_an_evaluation_on_all(talker, a
 
 @pytest.mark.parametrize("sizes", [[2, 60], [30, 60]])
 def test_a_failure_reaches_peers_where_all_shards_have_ended(sizes):
-    """What is held there then goes from rank to rank."""
+    """At that point, items that are left move from rank to rank."""
 
     class Uneven(Shards):
         num_shards = 2
@@ -186,7 +186,7 @@ def test_a_failure_reaches_peers_where_all_shards_have_ended(sizes):
     for fails_at in range(1, num_batches + 1):
         first, second = simulate(run, world_size=2, timeout_s=100)
         assert second == "rotten"
-        # nobody asks any more after the last few batches
+        # ranks exchange nothing after the last few batches
         assert first == "shard_loader: failed on rank 1: ValueError('rotten')" or (
             first == "" and fails_at > num_batches - 4
         )

@@ -1,4 +1,5 @@
-"""An evaluation over real processes whose data fail on one: each ends at once, and says why."""
+"""If data fail on one of several real processes in an evaluation, each ends at once and reports
+why."""
 
 import re
 
@@ -40,7 +41,7 @@ CASES = [
 
 
 def worlds(ending, num_workers):
-    """Scripts by name, and which rank fails in each."""
+    """Return the scripts by name, with the rank that fails in each."""
     return {
         f"{talker}_{fails}_{ahead}": SCRIPT.format(
             talker=talker, fails=fails, ahead=ahead, ending=ending, num_workers=num_workers

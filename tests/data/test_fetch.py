@@ -1,4 +1,4 @@
-"""A batch that is read at once is the batch that torch's DataLoader makes of the same samples."""
+"""A batch that is read in one call equals the batch of torch's DataLoader."""
 
 import collections
 
@@ -35,7 +35,7 @@ def memory_mapped(folder):
 
 
 class Samples(Dataset):
-    """Indexed one by one."""
+    """A data set that is indexed one sample at a time."""
 
     def __init__(self, sample_of, size=SIZE):
         self.sample_of, self.size = sample_of, size
@@ -48,7 +48,7 @@ class Samples(Dataset):
 
 
 class Batches(Samples):
-    """Indexed by many at once, as torch's protocol says."""
+    """A data set with `__getitems__`, torch's protocol for many samples in one call."""
 
     def __getitem__(self, index):
         raise AssertionError("a sample was asked for alone")
@@ -58,7 +58,7 @@ class Batches(Samples):
 
 
 class Augmented(TensorDataset):
-    """A subclass that indexes in its own way."""
+    """A subclass with its own indexing."""
 
     def __getitem__(self, index):
         return tuple(-tensor for tensor in super().__getitem__(index))
@@ -105,7 +105,7 @@ ONE_BY_ONE = {
 
 
 def assert_same(actual, expected):
-    """Values, dtypes, strides, types and structure."""
+    """Assert equal values, dtypes, strides, types and structure."""
     assert type(actual) is type(expected)
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""shard_loader: everything else of the user's loader is kept, and what it cannot share is refused."""
+"""shard_loader keeps the options of the user's loader, and refuses loaders that it cannot share."""
 
 import multiprocessing
 import random
@@ -20,7 +20,7 @@ from tests.streams import Counting
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Counts what is read of it."""
+    """A data set that counts its reads."""
 
     def __init__(self, size):
         self.size, self.read = size, []
@@ -85,7 +85,7 @@ def test_batches_are_collated_by_the_loaders_collate_fn(num_workers):
 
 
 class Worked(torch.utils.data.Dataset):
-    """Its samples say where they were read."""
+    """A data set whose samples hold the process that read them."""
 
     mark = "nothing"
 
@@ -117,7 +117,7 @@ def test_workers_are_what_the_loader_was_given(method, kind):
     )
     loader = af.shard_loader(given, af.DistState())
     first, second = list(loader), list(loader)
-    assert first == second  # of the same processes
+    assert first == second  # the same worker processes
     pids = [batch[0][-1] for batch in first]
     assert pids[:2] == pids[2:]
     assert pids[0] != pids[1]
@@ -128,7 +128,7 @@ def test_workers_are_what_the_loader_was_given(method, kind):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_pinning_without_an_accelerator_is_no_matter(num_workers, monkeypatch):
-    """One script runs anywhere: torch warns of it, which is an error here."""
+    """The same script runs on any machine; torch's warning would be an error here."""
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available=False: None
     )
@@ -168,7 +168,7 @@ def test_a_worker_that_is_too_slow_is_not_waited_for():
 
 
 class Drawn(torch.utils.data.Dataset):
-    """Random numbers of every kind."""
+    """A data set that draws random numbers of every kind."""
 
     def __len__(self):
         return 4
@@ -212,7 +212,7 @@ def drawn_in_workers(since, **options):
     "since", [1, 2, *[pytest.param(each, marks=pytest.mark.slow) for each in (0, 5)]]
 )
 def test_what_is_drawn_in_workers_continues_where_a_run_stopped(options, since):
-    """Of every generator, in the middle of an epoch, also where other workers read on."""
+    """The run stops in the middle of an epoch, and other workers may continue to read."""
     whole = drawn_in_workers(0)
     assert drawn_in_workers(since, **options) == whole[since:]
     assert len(set(whole)) == 8

@@ -1,4 +1,4 @@
-"""Orders: bijections of any size, well mixed, at any place without the places before it."""
+"""Orders are well-mixed permutations of any size, computed at any place without those before it."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, Dataset
 import accel_fn as af
 from accel_fn.data.order import mix, permute
 
-SIGNIFICANCE = 1e-4  # of a chi-square test; keys are fixed, so a test is the same each time
+# of a chi-square test; keys are fixed, so each test gives the same result every time
+SIGNIFICANCE = 1e-4
 NUM_KEYS = 2000
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -40,7 +41,7 @@ def test_permutations_of_all_small_sizes_are_bijections(first):
 @example(num_samples=2**62, key=2**64 - 1, data=None)
 @example(num_samples=2**62 - 1, key=0, data=None)
 def test_a_permutation_takes_any_places_alone(num_samples, key, data):
-    """Different places give different numbers inside, whatever other places are asked for."""
+    """Different places map to different samples, whichever other places are asked for."""
     places = [0, 1, num_samples // 2, num_samples - 1]
     if data is not None:
         places += data.draw(st.lists(st.integers(0, num_samples - 1), max_size=20))
@@ -51,13 +52,13 @@ def test_a_permutation_takes_any_places_alone(num_samples, key, data):
 
 
 def chi_square(counts):
-    """How uneven they are, against cells that are equally likely."""
+    """Return how uneven the counts are, if all cells are equally likely."""
     expected = counts.sum() / counts.numel()
     return float(((counts - expected) ** 2 / expected).sum())
 
 
 def chance(chi_square, num_free):
-    """How often it is at least that large by chance."""
+    """Return the probability of a value at least this large."""
     halves = torch.tensor([num_free / 2, chi_square / 2]).double()
     return float(torch.special.gammaincc(*halves))
 
@@ -67,7 +68,7 @@ def chance(chi_square, num_free):
     [8, 64, *[pytest.param(each, marks=pytest.mark.slow) for each in (2, 3, 4, 5, 6, 11, 63)]],
 )
 def test_small_permutations_are_well_mixed(num_samples):
-    """Every sample is at every place, and every sample follows every other, equally often."""
+    """Every sample comes equally often at every place, and after every other sample."""
     places = torch.zeros(num_samples, num_samples).double()
     pairs = torch.zeros(num_samples, num_samples).double()
     for key in range(NUM_KEYS):
@@ -81,7 +82,7 @@ def test_small_permutations_are_well_mixed(num_samples):
 
 @pytest.mark.parametrize("num_samples", [100_000, 200_000, 10**12, 2**62])
 def test_large_permutations_are_well_mixed(num_samples):
-    """Two neighbours are in any two of 8 parts of the data equally often, in each order alone."""
+    """In each order, two neighbours are equally often in any two of 8 parts of the data."""
     num_places, num_parts, num_keys = 4096, 8, 100
     total = 0.0
     for key in range(num_keys):
@@ -100,7 +101,7 @@ def test_another_key_is_another_order(num_samples, key, other):
 
 
 class Endless(Dataset):
-    """10**12 samples, and which of them were read."""
+    """A data set of 10**12 samples that records which were read."""
 
     def __init__(self):
         self.read = []

@@ -1,4 +1,4 @@
-"""Data sets and loaders of other libraries: shared out as torch's own."""
+"""Data sets and loaders of other libraries are split as torch's own."""
 
 import warnings
 
@@ -11,7 +11,7 @@ import accel_fn as af
 from accel_fn.testing import simulate
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it uses names of torch's that are going
+    warnings.simplefilter("ignore")  # the library uses deprecated names of torch
     from torchdata.stateful_dataloader import StatefulDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -19,13 +19,13 @@ SIZE = 11
 
 
 def table():
-    """Of Hugging Face, which reads many rows in one call."""
+    """Make a Hugging Face data set, which reads many rows in one call."""
     rows = {"number": list(range(SIZE)), "text": [f"row {index}" for index in range(SIZE)]}
     return datasets.Dataset.from_dict(rows)
 
 
 def shards(make, world_size, num_epochs=2):
-    """[rank][epoch][batch] of numbers."""
+    """Return the numbers that each rank gets: [rank][epoch][batch]."""
 
     def run(state):
         loader = af.shard_loader(make(), state)
@@ -73,7 +73,7 @@ def stateful(**options):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_torchdatas_loader_reads_what_torchs_does(shuffle, num_workers):
-    """Its samplers seed themselves by chance, on each rank otherwise: the state's seed counts."""
+    """Its samplers seed themselves at random on each rank, so the state's seed must decide."""
     theirs = shards(lambda: stateful(shuffle=shuffle, num_workers=num_workers), 2)
     assert theirs == shards(lambda: DataLoader(range(SIZE), batch_size=4, shuffle=shuffle), 2)
 

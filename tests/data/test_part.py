@@ -1,4 +1,4 @@
-"""part: the rows of a rank, for batches that come from no loader."""
+"""part: a rank's rows of a batch that comes from no loader."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""plan_batches: what it says is what loaders and accumulate do."""
+"""plan_batches predicts what loaders and accumulate do."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from accel_fn.base.split_batch import split_batch
 
 @st.composite
 def plans(draw):
-    """Arguments that are right."""
+    """Draw valid arguments."""
     world_size = draw(st.integers(1, 8))
     batch_size = draw(st.integers(world_size, 40))
     drop_last = draw(st.booleans())

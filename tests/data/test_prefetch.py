@@ -1,4 +1,4 @@
-"""prefetch: the batches of the loader, in its order and at its positions, read beside the loop."""
+"""prefetch gives the batches of the loader, in its order and at its positions, from a thread."""
 
 import threading
 import time
@@ -93,7 +93,7 @@ def test_windows_are_read_ahead_and_what_is_read_ahead_has_windows():
 
 
 def test_batches_are_moved_to_the_device():
-    """The meta device, which every machine has."""
+    """The device is meta, which every machine has."""
     state = af.DistState(device="meta")
     batches = [
         {"x": torch.ones(2, 3), "names": ["a", "b"]},
@@ -104,7 +104,7 @@ def test_batches_are_moved_to_the_device():
         ("meta", ["a", "b"]),
         ("meta", ["c"]),
     ]
-    assert to_device(state, found[0])["x"] is found[0]["x"]  # place has nothing left to copy
+    assert to_device(state, found[0])["x"] is found[0]["x"]  # `place` has nothing left to copy
 
 
 def test_on_a_cpu_nothing_is_copied():
@@ -127,7 +127,7 @@ def test_no_more_than_depth_batches_are_read_ahead(depth):
 
 
 def test_batches_are_read_while_the_loop_works_on_another():
-    """Each side waits for the other to be at the next batch: one after the other, it would time out."""
+    """Each side waits until the other is at the next batch, so reading in turns would time out."""
     both = threading.Barrier(2)
 
     def slowly():
@@ -158,7 +158,7 @@ def test_two_passes_at_once_do_not_meet():
 
 
 def test_a_batch_is_the_loops_alone():
-    """Also while the thread still reads the next one."""
+    """The batch stays unchanged while the thread reads the next one."""
     dropped = threading.Event()
 
     def slowly():
@@ -232,7 +232,7 @@ def test_batches_come_on_cuda_as_they_are(options):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="work waits in a stream of a CUDA device")
 def test_memory_of_a_batch_is_not_reused_before_the_loop_is_done_with_it():
-    """The loop's stream is kept busy, and batches are dropped while work on them still waits."""
+    """The loop's stream is kept busy, and batches are dropped while work on them is queued."""
     state = af.init(device="cuda")
     batches = [torch.full((1 << 20,), float(number)) for number in range(32)]
     sums = []

@@ -1,4 +1,5 @@
-"""prefetch: how a pass ends, by a break, an error, an interrupt: no thread is left, on no rank."""
+"""The end of a prefetch pass, by a break, an error or an interrupt, leaves no thread on any
+rank."""
 
 import gc
 import multiprocessing
@@ -51,13 +52,13 @@ def test_a_break_ends_the_thread_that_has_no_room_left():
     source = Counted(100)
     for _ in af.prefetch(source, HERE):
         assert eventually(lambda: source.num_read == 3)
-        time.sleep(0.02)  # it waits now
+        time.sleep(0.02)  # the thread waits now
         break
     assert readers() == []
 
 
 def test_a_break_waits_for_the_batch_that_is_being_read_and_for_no_other():
-    """A data set is never read by two threads, the one of this pass and that of the next."""
+    """The thread of this pass and that of the next never read the data set at the same time."""
     num_read, go = [], threading.Event()
 
     def slowly():
@@ -148,7 +149,7 @@ def test_a_thread_that_collects_its_own_iterator_does_not_wait_for_itself():
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_several_ranks_read_equally_far_before_they_stop(taken):
-    """What they read may be messages to each other."""
+    """Reading a batch may exchange messages, so all ranks must read equally far."""
     source = Counted(100)
     passed = iter(af.prefetch(source, af.DistState(world_size=2), depth=4))
     for _ in range(taken):
@@ -158,7 +159,7 @@ def test_several_ranks_read_equally_far_before_they_stop(taken):
 
 
 class ExchangingSource:
-    """Its batches are the numbers that ranks exchange."""
+    """A source whose batches are numbers that ranks exchange."""
 
     def __init__(self, state, size):
         self.channel, self.rank, self.size = open_channel(state), state.rank, size
@@ -185,7 +186,8 @@ def test_ranks_that_exchange_messages_while_they_read_may_break_and_start_again(
         found = []
         for epoch in loader.epochs(3):
             for batch in epoch:
-                time.sleep(0.005 * state.rank)  # unequally fast: one breaks long before another
+                # ranks differ in speed, so one breaks long before another
+                time.sleep(0.005 * state.rank)
                 found.append(batch)
                 if (epoch.index, len(found)) == (0, 4):
                     break
@@ -200,7 +202,7 @@ def test_ranks_that_exchange_messages_while_they_read_may_break_and_start_again(
 
 
 class Uneven(IterableDataset):
-    """Shards of unequal lengths, whose items ranks pass on to each other."""
+    """Shards of unequal lengths, whose items move between ranks."""
 
     def __init__(self, index=0, num_shards=1):
         self.index, self.num_shards = index, num_shards
@@ -244,7 +246,7 @@ def test_an_error_comes_where_its_batch_would_have_come(number):
     found = []
     passed = iter(af.prefetch(fails_at(number), HERE, depth=3))
     with pytest.raises(KeyError, match="the batch after") as caught:
-        found.extend(passed)  # which keeps what came before
+        found.extend(passed)  # `extend` keeps the batches before the error
     assert found == list(range(number))
     assert readers() == []
     assert "fails_at" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -349,10 +351,10 @@ def start(**settings):
 
 
 def test_a_program_ends_though_its_loader_does_not():
-    """The iterator is alive at the end, and its thread reads."""
+    """At the end of the program the iterator is alive, and its thread reads."""
     process = start(main="next(batches); print(time.monotonic(), flush=True)")
     output, errors = process.communicate(timeout=250)
-    assert time.monotonic() - float(output) < 100  # of 600 that a sample takes
+    assert time.monotonic() - float(output) < 100  # a sample takes 600 s
     assert (process.returncode, errors) == (0, "")
 
 

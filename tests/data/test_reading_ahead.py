@@ -40,7 +40,7 @@ K, NUM_SAMPLES = 2, 31
 
 
 class Augmented(Dataset):
-    """Inputs with noise from the global generator, and targets."""
+    """A data set of inputs with noise from the global generator, and targets."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""A sampler of the user's own: rank 0 runs it, and its order is a function of seed and epoch."""
+"""A user's sampler runs on rank 0, and its order is a function of seed and epoch."""
 
 import random
 from itertools import chain, count, islice, permutations
@@ -28,7 +28,7 @@ WEIGHTS = [1.0 + index for index in range(SIZE)]
 
 
 class Own:
-    """A sampler of the user's: `draw` gives the samples of an epoch."""
+    """A sampler of the user's; `draw` returns the samples of an epoch."""
 
     def __init__(self, draw, size=SIZE):
         self.draw, self.size, self.runs = draw, size, 0
@@ -42,13 +42,13 @@ class Own:
 
 
 class Unsized(Own):
-    """Does not say how many."""
+    """A sampler without a length."""
 
     __len__ = None
 
 
 class Epochal(Own):
-    """Has set_epoch."""
+    """A sampler with `set_epoch`."""
 
     epoch = None
 
@@ -57,7 +57,7 @@ class Epochal(Own):
 
 
 def globally(sampler):
-    """By torch's, Python's and NumPy's global generators."""
+    """Draw from the global generators of torch, Python and NumPy."""
     yield from torch.randperm(SIZE // 2)
     for _ in range(5):
         yield random.randrange(SIZE)
@@ -65,7 +65,7 @@ def globally(sampler):
 
 
 def shard(world_size=1, rank=0, data=DATA, seed=0, batch="global", **options):
-    """A loader of a rank, by a state made by hand."""
+    """Make the loader of a rank, from a state made by hand."""
     state = af.DistState(rank=rank, world_size=world_size, seed=seed)
     return af.shard_loader(DataLoader(data, **options), state, batch=batch)
 
@@ -75,7 +75,7 @@ def samples(epoch):
 
 
 def everywhere(make, world_size, num_epochs=2, since=None):
-    """What every rank of a world is given: [rank][epoch][batch]."""
+    """Return the samples that every rank of a world gets: [rank][epoch][batch]."""
 
     def run(state):
         loader = af.shard_loader(make(state), state)
@@ -86,7 +86,7 @@ def everywhere(make, world_size, num_epochs=2, since=None):
 
 
 def joined(ranks):
-    """The same as global batches: [epoch][batch]."""
+    """Join them to global batches: [epoch][batch]."""
     return [
         [list(chain.from_iterable(parts)) for parts in zip(*epochs, strict=True)]
         for epochs in zip(*ranks, strict=True)
@@ -212,7 +212,7 @@ def test_a_sampler_gets_the_epoch():
 
 
 def test_loaders_over_one_sampler_are_each_in_their_own_epoch():
-    """Though it looks at the epoch for every sample, and is read in pieces."""
+    """The sampler reads its epoch at every sample, and the loaders read it in turns."""
     size = 10_000
     data = TensorDataset(torch.arange(size))
     sampler = Epochal(lambda self: (self.epoch for _ in range(size)), size=size)
@@ -238,7 +238,7 @@ def test_a_sampler_inside_a_batch_sampler_gets_the_epoch():
 
 
 def batches_of(*sizes):
-    """A batch sampler that goes through the data in batches of these sizes."""
+    """Make a batch sampler that reads the data in order, in batches of these sizes."""
 
     def draw(self):
         start = 0
@@ -285,7 +285,7 @@ def test_a_sampler_that_fails_fails_on_every_rank():
 
 
 class Opaque:
-    """Cannot be sent."""
+    """A data set that cannot be pickled."""
 
     def __reduce__(self):
         raise TypeError("opaque")
@@ -347,7 +347,7 @@ def test_a_loader_without_a_length_is_a_list_all_the_same():
 @pytest.mark.parametrize("sizes", [(3, 4, 5), (4, 4, 1), (4, 4, 2), (4,)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_length_of_a_batch_sampler_is_the_number_of_its_batches(sizes, world_size):
-    """On a rank that asks alone, too."""
+    """One rank may ask for the length alone."""
 
     def run(state):
         loader = af.shard_loader(DataLoader(DATA, batch_sampler=batches_of(*sizes)), state)
@@ -522,7 +522,7 @@ def test_what_a_sampler_cannot_give_all_ranks_is_refused_on_every_rank(options, 
 
 
 class Split:
-    """Like accelerate's: it knows of ranks."""
+    """A sampler like accelerate's, with the attributes of one rank of several."""
 
     num_processes, process_index = 2, 0
 
@@ -581,7 +581,7 @@ KINDS = {
     ],
 )
 def test_ranks_must_give_the_same_kind_of_loader(kinds, split, text):
-    """All raise, and nobody waits, also where data that can be indexed meet a stream."""
+    """All ranks raise and none waits, even if one has a stream and another data with indices."""
 
     def run(state):
         with pytest.raises((RuntimeError, ValueError), match=text) as caught:
@@ -589,7 +589,8 @@ def test_ranks_must_give_the_same_kind_of_loader(kinds, split, text):
         return str(caught.value)
 
     texts = set(simulate(run, world_size=3, timeout_s=100))
-    assert len(texts) == (1 if split == "auto" else 2)  # a rank that is told of another's says so
+    # a rank that got another rank's error reports it as such
+    assert len(texts) == (1 if split == "auto" else 2)
 
 
 def test_a_list_in_another_order_on_each_rank_is_split_as_rank_0_has_it():
@@ -635,7 +636,7 @@ def test_samples_of_a_ranks_own_are_refused(make, sampled):
 
 
 class Wrapping:
-    """Holds another sampler, by a name that nobody knows."""
+    """A sampler that holds another one under an unusual name."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -662,7 +663,7 @@ def test_a_distributed_sampler_is_found_wherever_it_is_held(wrap):
 
 
 class Counted(torch.utils.data.Dataset):
-    """A data set that says no length, which a sampler makes up for."""
+    """A data set without a length, with a sampler that has one."""
 
     def __getitem__(self, index):
         return torch.tensor([index])

@@ -1,4 +1,4 @@
-"""Samplers of the user's own over real processes, whose global random numbers differ."""
+"""Users' samplers over real processes whose global random numbers differ."""
 
 import json
 import random
@@ -17,7 +17,7 @@ SIZE, BATCH_SIZE, NUM_EPOCHS = 32, 6, 3
 
 
 class Drawn:
-    """Goes through the data in an order that the global generators say."""
+    """A sampler that draws its order from the global generators."""
 
     def __iter__(self):
         shift = random.randrange(SIZE) + np.random.randint(SIZE)
@@ -25,7 +25,7 @@ class Drawn:
 
 
 def passes(state, num_workers, since=None):
-    """What this rank is given, epoch by epoch."""
+    """Return the samples that this rank gets, epoch by epoch."""
     data = TensorDataset(torch.arange(SIZE))
     given = DataLoader(data, sampler=Drawn(), batch_size=BATCH_SIZE, num_workers=num_workers)
     epochs = af.shard_loader(given, state).epochs(NUM_EPOCHS, since=since)
@@ -52,7 +52,7 @@ say(json.dumps([state.rank, whole, rest, before == torch.rand(1).item()]))
 
 @pytest.mark.parametrize(("num_processes", "num_workers"), [(2, 2), (3, 0)])
 def test_the_order_is_that_of_one_process(num_processes, num_workers):
-    """Nothing is lost or doubled, and no rank's random numbers matter, or are used."""
+    """No sample is lost or doubled, and no rank's own random numbers are used."""
     alone = passes(af.DistState(seed=5), 0)
     assert [sorted(each for batch in epoch for each in batch) for epoch in alone] == [
         list(range(SIZE))
@@ -69,7 +69,7 @@ def test_the_order_is_that_of_one_process(num_processes, num_workers):
 
 
 def joined(ranks):
-    """Global batches, epoch by epoch."""
+    """Join global batches, epoch by epoch."""
     return [
         [[each for part in parts for each in part] for parts in zip(*epochs, strict=True)]
         for epochs in zip(*ranks, strict=True)
@@ -77,7 +77,7 @@ def joined(ranks):
 
 
 def after(epochs, step):
-    """Without the first `step` batches, and without epochs that lie before."""
+    """Leave out the first `step` batches, and the epochs before them."""
     rest = []
     for epoch in epochs:
         if step < len(epoch):

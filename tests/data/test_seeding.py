@@ -1,4 +1,5 @@
-"""sample_seed and seed_samples: random numbers of a sample's own, and nothing left behind."""
+"""sample_seed and seed_samples give each sample its own random numbers, and restore the
+generators."""
 
 import math
 import pickle
@@ -19,7 +20,7 @@ WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
 class Noisy(Dataset):
-    """Each sample draws from all three global generators."""
+    """A data set whose samples draw from all three global generators."""
 
     def __init__(self, size=12):
         self.size = size
@@ -37,7 +38,7 @@ class Noisy(Dataset):
 
 
 def samples_of(loader):
-    """What was drawn, by the number of the sample."""
+    """Return the numbers that were drawn, by the number of the sample."""
     return {int(row[0]): row[1:].tolist() for batch in loader for row in batch}
 
 
@@ -45,7 +46,7 @@ def loader_of(data, state=HERE, **options):
     return af.shard_loader(DataLoader(data, batch_size=4, **options), state)
 
 
-# -- seeds ---------------------------------------------------------------------------------------
+# -- seeds
 
 
 def test_a_seed_is_what_every_generator_takes():
@@ -123,7 +124,7 @@ def test_epoch_and_index_are_counts(name, value):
         af.sample_seed(HERE, **{"epoch": 0, "index": 0, name: value})
 
 
-# -- samples -------------------------------------------------------------------------------------
+# -- samples
 
 
 @pytest.mark.parametrize("options", [{}, WORKERS, {**WORKERS, "persistent_workers": True}])
@@ -208,7 +209,7 @@ def test_a_seeded_data_set_travels():
     assert samples[0, 1].tolist() == af.seed_samples(Noisy(), HERE)[0, 1].tolist()
 
 
-# -- nothing is left behind ----------------------------------------------------------------------
+# -- restored generators
 
 
 def states():
@@ -218,7 +219,7 @@ def states():
 
 @pytest.mark.parametrize("index", [3, 99])
 def test_the_global_generators_are_put_back(index):
-    """Also where a sample fails."""
+    """They are put back after a sample that fails too."""
     before = states()
     samples = af.seed_samples(Noisy(100), HERE)
     if index == 99:
@@ -233,7 +234,7 @@ def test_the_global_generators_are_put_back(index):
 
 
 def test_samples_may_be_read_by_many_threads():
-    """As simulated ranks do: none draws from what another has seeded."""
+    """Simulated ranks are such threads: none draws from a generator that another has seeded."""
     samples = af.seed_samples(Noisy(), HERE)
     expected = [samples[0, i].tolist() for i in range(12)]
     found = {}
@@ -270,7 +271,7 @@ def test_seeded_samples_may_be_made_of_seeded_samples():
     assert first != second
 
 
-# -- bad input -----------------------------------------------------------------------------------
+# -- bad input
 
 
 class Stream(IterableDataset):
@@ -287,7 +288,7 @@ def test_what_has_no_samples_by_number_is_refused(data):
 
 
 def test_a_loader_without_an_epoch_is_refused():
-    """A silent epoch 0 would augment every epoch alike."""
+    """With a silent epoch 0, every epoch would be augmented alike."""
     loader = DataLoader(af.seed_samples(Noisy(), HERE), batch_size=4)
     with pytest.raises(ValueError, match=r"be read by a loader that shard_loader made, .* got 0; "):
         next(iter(loader))

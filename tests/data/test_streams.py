@@ -1,4 +1,4 @@
-"""Streams: what of the user's loader is kept, who reads what, and what is refused on every rank."""
+"""Streams: the options that are kept, which rank reads what, and what every rank refuses."""
 
 import dataclasses
 import multiprocessing
@@ -28,13 +28,13 @@ PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 
 
 def by_hand(data, rank=0, world_size=1, batch_size=4, split="auto", **options):
-    """A sharded loader of a state built by hand."""
+    """Make a sharded loader from a state made by hand."""
     state = af.DistState(rank=rank, world_size=world_size)
     return af.shard_loader(DataLoader(data, batch_size=batch_size, **options), state, split=split)
 
 
 def everywhere(data, world_size, batch_size=4, split="auto", **options):
-    """What every simulated rank gets in epoch 0; `data` may be a function of the rank."""
+    """Return what every simulated rank gets in epoch 0; `data` may be a function of the rank."""
 
     def run(state):
         mine = data(state.rank) if callable(data) else data
@@ -44,7 +44,7 @@ def everywhere(data, world_size, batch_size=4, split="auto", **options):
     return simulate(run, world_size=world_size)
 
 
-# --- round robin ---
+# -- round robin
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -52,11 +52,11 @@ def test_a_stream_is_read_no_further_than_needed(rank):
     data = Counting(1000)
     batches = iter(by_hand(data, rank, 4, batch_size=8))
     next(batches)
-    assert data.num_read == 8 + 4  # whether fewer than four follow
+    assert data.num_read == 8 + 4  # the source looks whether fewer than four follow
 
 
 def test_a_rank_holds_little_more_than_its_part():
-    """Items that are of another rank's part for certain are let go before the batch is complete."""
+    """An item that is certainly in another rank's part is dropped before the batch is complete."""
     alive, most = set(), 0
 
     class Item:
@@ -76,7 +76,8 @@ def test_a_rank_holds_little_more_than_its_part():
     for rank in range(4):
         for _ in by_hand(Heavy(), rank, 4, batch_size=100, collate_fn=len):
             pass
-    assert most <= 100 / 4 + 100 / 4 + 2 * 16 + 4  # a part, a quarter, two blocks, those ahead
+    # its part, a quarter of the batch, two blocks, and those read ahead
+    assert most <= 100 / 4 + 100 / 4 + 2 * 16 + 4
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -121,7 +122,7 @@ def test_drop_last_leaves_no_batch_of_a_stream_that_is_shorter(world_size):
 def test_streams_of_other_lengths_are_refused_on_every_rank(
     num_workers, drop_last, sizes, num_common, text, says_length
 ):
-    """At the same batch on all, once what they have in common has been given, and nobody waits.
+    """All ranks raise at the same batch, after the items that all streams have, and none waits.
 
     Also where all say one length, which is not so on some.
     """
@@ -157,7 +158,7 @@ def test_streams_in_which_a_position_differs_are_refused_on_every_rank():
 
 
 def test_a_position_in_streams_with_a_length_needs_no_exchange():
-    """Rank 1 asks for it alone."""
+    """Rank 1 asks for it without the others."""
 
     def run(state):
         loader = af.shard_loader(DataLoader(Sized(8), batch_size=4), state)
@@ -180,13 +181,13 @@ def test_a_stream_that_fails_on_one_rank_ends_all(num_workers):
     assert "the disk is gone" in there
 
 
-# --- workers ---
+# -- workers
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("data", [Counting(30), SelfSplitting([10, 10, 10])], ids=["", "splits"])
 def test_round_robin_over_workers_changes_nothing(num_workers, data):
-    """Also where the data set would split itself among the workers that it sees."""
+    """The data set may split itself among the workers that it sees."""
     for rank in range(2):
         found = ids(by_hand(data, rank, 2, split="round_robin", num_workers=num_workers))
         assert found == ids(by_hand(data, rank, 2, split="round_robin"))
@@ -203,7 +204,7 @@ def test_batches_are_collated_in_the_workers_that_read_them():
 
 
 class Configured(Counting):
-    """Told by worker_init_fn which part to give, as in torch's documentation."""
+    """Its worker_init_fn chooses its part, as in torch's documentation."""
 
     part = (0, 1)
 
@@ -218,7 +219,7 @@ def configure(worker):
 
 
 def test_worker_init_fn_finds_the_users_data_set():
-    """In turns it must give the whole: there is one worker, as far as it can see."""
+    """In round robin the data set sees one worker, so it must give everything."""
     for rank in range(2):
         found = ids(by_hand(Configured(20), rank, 2, num_workers=2, worker_init_fn=configure))
         assert found == ids(by_hand(Counting(20), rank, 2))
@@ -250,7 +251,7 @@ def test_what_else_the_loader_was_given_is_kept(split):
 
 @pytest.mark.parametrize("split", ["auto", "round_robin"])
 def test_workers_may_be_spawned(split):
-    """All that they get can be pickled."""
+    """Everything that a worker gets can be pickled."""
     options = {"num_workers": 2, "worker_init_fn": configure, "collate_fn": collate}
     loader = by_hand(Sharded([4, 4]), split=split, **options)
     stream_of, given = loader._source._passes.pools._make.args
@@ -261,7 +262,7 @@ def test_workers_may_be_spawned(split):
 
 
 class Looking(Counting):
-    """Looks at the epoch for every item."""
+    """A stream that reads its epoch at every item."""
 
     times = 0
 
@@ -334,7 +335,7 @@ def test_two_passes_at_once_do_not_meet(options):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
 def test_passes_at_once_of_split_sources_do_not_meet(ahead):
-    """Each is read by a thread of its own under prefetch, which may be the first of its rank or not."""
+    """Under prefetch a thread reads each pass; which thread is the first differs between ranks."""
 
     def run(state):
         loader = af.shard_loader(DataLoader(Sharded([30, 90]), batch_size=4), state)
@@ -356,11 +357,11 @@ def test_two_loaders_over_one_stream_do_not_meet():
     assert [b.tolist() for _, b in together] == ids(second)[: len(together)]
 
 
-# --- random numbers ---
+# -- random numbers
 
 
 class Drawing(IterableDataset):
-    """Shuffles and augments by the global generators."""
+    """A stream that shuffles and augments with the global generators."""
 
     def __iter__(self):
         order = list(range(20))
@@ -378,7 +379,7 @@ def draw_too(items):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_a_stream_draws_depends_on_seed_and_epoch_alone(num_workers):
-    """Not on how many workers and ranks there are, nor on what else draws."""
+    """The numbers of workers and ranks, and other draws, do not matter."""
     torch.manual_seed(random.randrange(1000))
     options = {"num_workers": num_workers, "collate_fn": draw_too}
     shared = [by_hand(Drawing(), rank, 2, **options) for rank in range(2)]
@@ -401,7 +402,7 @@ def test_the_users_generators_are_left_as_they_are():
 @pytest.mark.parametrize("split", ["round_robin", "auto"])
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_pass_draws_nothing_from_torchs_generator(num_workers, split, step):
-    """Nor does a count of batches: else the dropout of a run that is resumed is another one."""
+    """Counting batches draws nothing either; otherwise a resumed run would have other dropout."""
     loader = by_hand(Sharded([9, 9]), split=split, num_workers=num_workers)
     before = torch.get_rng_state()
     for epoch in loader.epochs(2, since=af.DistState(step=step)):
@@ -418,7 +419,7 @@ def test_what_workers_draw_for_collating_depends_on_seed_and_epoch_alone():
 
 
 def test_readers_of_a_split_source_draw_other_numbers():
-    """Not what they would draw if each started at the same seed, as workers of one process."""
+    """They differ, unlike workers of one process that all start at one seed."""
 
     class Noise(SelfSplitting):
         def __iter__(self):
@@ -431,7 +432,7 @@ def test_readers_of_a_split_source_draw_other_numbers():
 
 
 def test_a_worker_may_be_forked_while_a_thread_reads():
-    """What the thread has borrowed is given back first: in the worker nobody would."""
+    """The thread first restores the generators that it borrowed, since the worker never would."""
     entered = threading.Event()
 
     def borrow():
@@ -454,7 +455,7 @@ def test_a_worker_may_be_forked_while_a_thread_reads():
 
 
 def test_ranks_of_a_data_pipe_shuffle_alike():
-    """Its shuffling draws a seed from torch's generator, unless it is given one."""
+    """The pipe draws its shuffling seed from torch's generator, unless it gets one."""
     torch.manual_seed(random.randrange(1000))
     pipe = IterableWrapper(range(24)).shuffle()
     epochs = []
@@ -466,13 +467,13 @@ def test_ranks_of_a_data_pipe_shuffle_alike():
     assert first != second
 
 
-# --- sources that are split ---
+# -- streams that are split
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("lengths", [[9, 0, 31, 2, 2, 5], [3, 17]], ids=["six", "two"])
 def test_each_rank_reads_its_own_shard_and_every_item_comes_once(num_workers, lengths):
-    """With two shards for four workers, two of the workers are not started."""
+    """With two shards for four workers, two workers are not started."""
     data = Sharded(lengths)
 
     def run(state):
@@ -488,13 +489,13 @@ def test_each_rank_reads_its_own_shard_and_every_item_comes_once(num_workers, le
 
 
 class Itself(Sharded):
-    """Its own iterator, which begins anew whenever it is asked for one."""
+    """A stream that is its own iterator, and begins again at each `iter`."""
 
     num_asked = 0
 
     def __iter__(self):
         self.num_asked += 1
-        assert self.num_asked < 10  # in one pass
+        assert self.num_asked < 10  # within one pass
         self.left = self.items()
         return self
 
@@ -514,7 +515,7 @@ def test_a_data_set_is_asked_for_its_iterator_once_a_pass(split, num_workers):
 
 @pytest.mark.parametrize("split", ["round_robin", "auto"])
 def test_an_iterator_is_not_asked_again_after_its_end(split):
-    """Some begin anew."""
+    """Some iterators would begin again."""
 
     class Anew:
         def __init__(self, items):
@@ -557,7 +558,7 @@ class CountedChannel(Channel):
 
 
 def test_ranks_exchange_counts_once_in_several_batches():
-    """And read no further ahead than a few batches, where all is even."""
+    """If all shards are even, ranks read no further ahead than a few batches."""
     data = Sharded([400, 400])
 
     def run(state):
@@ -613,11 +614,11 @@ def test_pinning_is_asked_for_where_batches_are_collated():
         assert sum(len(batch) for batch in loader) == 16
 
 
-# --- errors ---
+# -- errors
 
 
 class Failing(IterableDataset):
-    """Fails after some items; its other shards never end."""
+    """A stream that fails after some items; its other shards never end."""
 
     def __init__(self, after, *, fails=True):
         self.after, self.fails = after, fails
@@ -659,7 +660,7 @@ def test_an_error_in_one_shard_reaches_all_ranks(num_workers):
 
     before = set(multiprocessing.active_children())
     (count, elsewhere), (same, there) = simulate(run, world_size=2)
-    assert set(multiprocessing.active_children()) <= before  # though the errors are kept
+    assert set(multiprocessing.active_children()) <= before  # although the errors are kept
     assert count == same
     assert type(elsewhere) is PeerError
     assert "shard_loader: failed on rank 1: RuntimeError(" in str(elsewhere)
@@ -684,7 +685,7 @@ def test_an_item_that_cannot_travel_is_refused_on_all_ranks():
 
 
 class Dying(Sharded):
-    """Its worker is killed by the system in the middle."""
+    """A stream whose worker is killed in the middle."""
 
     def __iter__(self):
         for item in self.items():
@@ -714,7 +715,7 @@ def test_a_killed_worker_is_an_error_on_all_ranks():
     assert re.search(r"failed on rank 1: WorkerError.*" + KILLED, first)
 
 
-# --- length and position ---
+# -- length and position
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -729,7 +730,7 @@ def test_without_a_length_there_is_none():
     loader = by_hand(Counting(10))
     with pytest.raises(TypeError, match="data set must have a __len__, got 'Counting'; count batc"):
         len(loader)
-    assert len(list(loader)) == 3  # which asks for a length, as a hint
+    assert len(list(loader)) == 3  # `list` asks for a length, as a hint
 
 
 @pytest.mark.parametrize("data", [Counting(10, shuffle=True), Sized(10, shuffle=True)])
@@ -784,7 +785,7 @@ def test_a_stream_has_no_indices(method):
         getattr(by_hand(Counting(10)), method)(0, 0)
 
 
-# --- what is refused ---
+# -- what is refused
 
 
 class Junk(Sharded):
@@ -803,7 +804,7 @@ class OfARank(Counting):
 
 def split_by_node():
     data = Counting(10)
-    data._distributed = object()  # where Hugging Face's data sets say so
+    data._distributed = object()  # Hugging Face's data sets record it there
     return data
 
 
@@ -866,7 +867,7 @@ def test_a_split_is_of_streams_alone():
         af.shard_loader(DataLoader(data, batch_size=4), af.DistState(), split="workers")
 
 
-# --- packing ---
+# -- packing
 
 
 @pytest.mark.parametrize(
@@ -906,7 +907,7 @@ def test_of_a_view_what_is_seen_is_packed():
 
 
 def test_items_leave_a_worker_as_one_block():
-    """A file and a mapping of memory for every tensor would be too many for a process."""
+    """A file and a memory mapping for every tensor would be too many for a process."""
 
     class Rows(Sharded):
         def __iter__(self):

@@ -1,4 +1,5 @@
-"""Streams over real processes: every item once, batches equal in number, and training as by one process."""
+"""Streams over real processes: every item comes once, in equally many batches, and training equals
+one process."""
 
 import json
 import re
@@ -15,7 +16,7 @@ from tests.streams import SelfSplitting, Sharded, global_batches, items_of, join
 pytestmark = pytest.mark.slow
 
 LENGTHS = [70, 3, 0, 11, 9, 2]
-NUM_ROWS, BATCH_SIZE = 21, 6  # a tail of three, which three ranks can share
+NUM_ROWS, BATCH_SIZE = 21, 6  # the last batch has three samples, one for each of three ranks
 
 SCRIPT = """
 import json
@@ -95,7 +96,7 @@ for batch in af.shard_loader(source, state):
 def test_a_collate_fn_that_fails_on_one_rank_of_a_split_stream_ends_the_others_at_once(tmp_path):
     waiting, failing = run_worlds({"failing": FAILING}, tmp_path)["failing"]
     assert "ValueError: cannot collate" in failing.stderr
-    # by its message, or, where that was not under way yet, by its leaving
+    # the error arrives by a message, or, if no message was under way yet, by the failed rank's exit
     text = r"rank 1: (ValueError\('|has left by ValueError: )cannot collate"
     assert re.search(text, waiting.stderr)
     assert (waiting.exit_code, failing.exit_code) == (1, 1)

@@ -1,4 +1,4 @@
-"""window: which batches come together, and where a run that counts windows stands."""
+"""window: which batches it joins, and the position of a run that counts windows."""
 
 from dataclasses import replace
 from itertools import chain, islice
@@ -118,7 +118,7 @@ def test_an_iterator_that_begins_anew_when_asked_for_one_is_asked_once():
                 raise StopIteration
             return self.left.pop(0)
 
-    windows = islice(af.window(Itself(), 2), 4)  # it might not end
+    windows = islice(af.window(Itself(), 2), 4)  # otherwise this might not end
     assert list(windows) == [[0, 1], [2, 3], [4]]
 
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_iterated_has_no_windows():
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Its epochs differ in length, and nobody says how."""
+    """A stream whose epochs differ in length, without `__len__`."""
 
     def __init__(self, *sizes):
         self.sizes = sizes

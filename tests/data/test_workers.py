@@ -1,4 +1,5 @@
-"""Failures of data say which sample, batch, epoch and worker; whatever ends a pass, nothing of it is left."""
+"""An error of data names sample, batch, epoch and worker, and a pass that ends leaves nothing
+behind."""
 
 import contextlib
 import gc
@@ -26,7 +27,7 @@ from accel_fn.errors import WorkerError
 
 
 class Failing(Dataset):
-    """Gives its sample's number, but for one sample that does something else."""
+    """A data set of numbers, one of whose samples does something else."""
 
     def __init__(self, at, act, size=24):
         self.at, self.act, self.size = at, act, size
@@ -51,7 +52,7 @@ def raising(error):
 
 
 def killed(index):
-    """As the kernel does it where memory runs out."""
+    """Kill this process, as the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -72,20 +73,18 @@ def processes():
 
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch):
-    """Torch looks every 5 s whether workers live."""
+    """Shorten torch's wait: it checks its workers every 5 s."""
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
 
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """No process and no thread that was not there before."""
+    """Assert that no process and no thread is left that was not there before."""
     before, threads = processes(), set(threading.enumerate())
     yield
-    gc.collect()  # what pytest.raises has caught holds frames
+    gc.collect()  # an error that pytest.raises holds keeps frames alive
     assert processes() <= before
-    for thread in (
-        set(threading.enumerate()) - threads
-    ):  # those of queues, of which nobody waits for
+    for thread in set(threading.enumerate()) - threads:  # threads of queues, which nobody joins
         thread.join(2)
         assert not thread.is_alive()
 
@@ -108,7 +107,7 @@ def test_a_sample_that_fails_in_a_worker_names_its_place_and_worker(error):
     with pytest.raises(type(error)) as caught:
         ids(second_epoch(loader_of(Failing(13, raising(error)), num_workers=2)))
     text = str(caught.value)
-    assert "in DataLoader worker process 1" in text  # batch 3 is the second worker's
+    assert "in DataLoader worker process 1" in text  # the second worker reads batch 3
     assert "rotten" in text
     assert "shard_loader: the data set failed to give sample 13" in text
     assert caught.value.__notes__ == ["shard_loader: batch 3 of epoch 1"]
@@ -122,7 +121,7 @@ def test_an_error_that_cannot_be_made_again_is_raised_as_text():
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_data_set_that_stops_does_not_end_the_epoch(num_workers):
-    """StopIteration means the end to a loop: torch's own loader loses the rest without a word."""
+    """A loop takes StopIteration for the end, so torch's own loader silently loses the rest."""
     with pytest.raises(RuntimeError):
         ids(loader_of(Failing(5, raising(StopIteration("early"))), num_workers=num_workers))
 
@@ -164,12 +163,12 @@ def test_error_for_a_lost_worker_names_its_end_and_its_sample(act, ending, hint,
         str(caught.value),
     )
     assert isinstance(caught.value, RuntimeError)
-    assert not processes()  # though the error is still held
+    assert not processes()  # although the error is still held
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_worker_that_dies_while_others_are_given_work_is_an_error_of_ours(persistent):
-    """Torch may see it before we do, and knows no sample."""
+    """Torch may notice it first, and its error names no sample."""
     ours = r"worker 0 \(process \d+\) killed by SIGKILL in sample 0 of batch 0"
     torchs = r"DataLoader worker \(pid \d+\) is killed by signal: Killed"
     with pytest.raises(WorkerError, match=rf"got ({ours}|{torchs})"):
@@ -242,7 +241,7 @@ def test_after_a_failure_there_are_new_workers(tmp_path):
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
 def test_persistent_workers_that_died_while_idle_are_replaced(kind):
-    """And no error is raised in what the program does meanwhile."""
+    """No error is raised in what the program does meanwhile."""
     data = Failing(0, pid_of) if kind == "map" else Pids()
     loader = loader_of(data, 1, persistent=True, batch_size=1)
     first = next(iter(loader)).item()
@@ -252,14 +251,14 @@ def test_persistent_workers_that_died_while_idle_are_replaced(kind):
 
 
 class Pids(IterableDataset):
-    """Says who reads it."""
+    """A data set whose samples hold the process that read them."""
 
     def __iter__(self):
         yield os.getpid()
 
 
 class Counted(IterableDataset):
-    """The numbers of a data set, in turn."""
+    """A stream over the numbers of a data set."""
 
     def __init__(self, data):
         self.data = data
@@ -283,7 +282,7 @@ WAYS = {
 
 
 class Together(Dataset):
-    """Asked for all samples of a batch in one call."""
+    """A data set that is asked for all samples of a batch in one call."""
 
     def __init__(self, data):
         self.data = data
@@ -301,7 +300,7 @@ class Together(Dataset):
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_killed_worker_is_raised_where_its_loop_waits_for_a_batch(way, ahead, work_s):
-    """Never in the middle of what the loop does with one; and with worker, signal and what it read."""
+    """It is never raised while the loop works on a batch; it names worker, signal and sample."""
     make, where = WAYS[way]
     loader = make(Failing(37, killed, size=64))
     loader = af.prefetch(loader, af.DistState()) if ahead else loader
@@ -322,7 +321,7 @@ def test_a_killed_worker_is_raised_where_its_loop_waits_for_a_batch(way, ahead, 
 
 
 class Big(Failing):
-    """Its batches do not fit into a pipe, so that a worker may die in the midst of sending one."""
+    """A data set with batches too large for a pipe, so that a worker may die while it sends one."""
 
     def __getitem__(self, index):
         return "x" * 200_000 if super().__getitem__(index) is not None else ""
@@ -332,7 +331,7 @@ def test_a_worker_that_dies_in_the_middle_of_sending_is_raised():
     loader = loader_of(Big(9, killed), 1, batch_size=1, collate_fn=list, prefetch_factor=8)
     batches = iter(loader)
     next(batches)
-    time.sleep(1)  # meanwhile the worker fills the pipe, reads on, and dies
+    time.sleep(1)  # meanwhile the worker fills the pipe, reads on and dies
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
         list(batches)
 

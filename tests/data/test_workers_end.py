@@ -1,4 +1,4 @@
-"""Workers that read for a process that is killed end with it, however early that is."""
+"""Workers of a process that is killed end with it, however early the kill comes."""
 
 import signal
 
@@ -47,7 +47,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("kind", ["map", "stream"])
 def test_a_worker_ends_that_has_just_started_when_its_process_is_killed(tmp_path, kind, context):
-    """Torch's own asks who its parent is after that, and would live as long as whoever has adopted it."""
+    """Torch's worker looks up its parent after that; it would live as long as the process that
+    adopted it."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run_python(tmp_path, "script.py", kind, context, timeout_s=100)
     assert done.returncode == -signal.SIGKILL
