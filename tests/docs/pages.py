@@ -1,4 +1,4 @@
-"""Open every built page in headless Chromium: nothing is cut off, no console errors, search finds.
+"""Open every built page in headless Chromium: check widths, pictures, console messages and searches.
 
 python -m tests.docs.pages docs/_build runs/pages
 """
@@ -50,7 +50,7 @@ HIDDEN = """() => [...document.querySelectorAll('article img')].filter(
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serve files without a line for each."""
+    """Serves files without printing a line for each."""
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -67,7 +67,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def faults_of(page: Page, address: str, picture: Path | None) -> Iterator[str]:
-    """Open a page at each width, light and dark; take pictures; yield what is wrong."""
+    """Open a page at each width, light and dark; take screenshots; yield the faults."""
     page.goto(address, wait_until="load")
     for width, scheme in itertools.product(WIDTHS, SCHEMES if picture else SCHEMES[:1]):
         page.set_viewport_size({"width": width, "height": 900})
@@ -89,14 +89,15 @@ def faults_of(page: Page, address: str, picture: Path | None) -> Iterator[str]:
 
 
 def note(messages: list[str], message: ConsoleMessage) -> None:
-    """Keep a message of the console; a browser looks for an icon at the root by itself."""
+    """Keep a message of the console, except one about the icon that a browser requests by
+    itself."""
     place = message.location["url"]
     if not place.endswith("/favicon.ico"):
         messages.append(f"{message.type}: {message.text} ({place})")
 
 
 def look(browser: Browser, site: str, shots: Path, names: list[str]) -> Iterator[str]:
-    """Look at every page; of pages of source code, no pictures are taken."""
+    """Check every page; pages of source code get no screenshots."""
     for name in names:
         page = browser.new_page()
         console: list[str] = []
@@ -110,7 +111,7 @@ def look(browser: Browser, site: str, shots: Path, names: list[str]) -> Iterator
 
 
 def search(browser: Browser, site: str) -> Iterator[str]:
-    """Search as a reader does; yield searches whose first result leads elsewhere."""
+    """Search as a reader does; yield the searches whose first result leads elsewhere."""
     for query, target in SEARCHES.items():
         page = browser.new_page()
         page.goto(f"{site}/search.html?q={query.replace(' ', '+')}")
@@ -123,7 +124,7 @@ def search(browser: Browser, site: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print what is wrong, and exit with 1 if anything is."""
+    """Print all faults, and exit with 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("built", type=Path)
     parser.add_argument("shots", type=Path)

@@ -1,4 +1,5 @@
-"""docs/architecture.md is short, and its tables and its picture name what the package has."""
+"""docs/architecture.md is short, and its tables and its picture have the names that the package
+has."""
 
 import dataclasses
 import re
@@ -12,7 +13,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def first_column(heading: str) -> list[str]:
-    """The names in the first column of the table of a section."""
+    """Return the names in the first column of the table of a section."""
     section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     return [name for cell in cells for name in re.findall(r"`(\w+)", cell)]

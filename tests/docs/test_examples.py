@@ -1,4 +1,4 @@
-"""Every example in README.md, in docs/ and in the docstrings is run, as it stands."""
+"""The tests run every example in README.md, in docs/ and in the docstrings, unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @pytest.fixture(autouse=True)
 def errors_with_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Early releases of Python 3.11 compare the last line of an error alone: a note, where it has one."""
+    """Compare errors with their notes: early releases of Python 3.11 compare only the last line."""
 
     def joined(*error: Any) -> list[str]:
         return ["".join(traceback.format_exception_only(*error))]
@@ -69,7 +69,8 @@ def docstrings() -> list[doctest.DocTest]:
 
 @pytest.mark.parametrize("test", docstrings(), ids=lambda test: test.name)
 def test_examples_of_a_docstring_print_what_they_say(test: doctest.DocTest) -> None:
-    """A fresh model, optimizer, batch and loss for each: what every docstring takes for granted."""
+    """Each docstring gets a fresh model, optimizer, batch and loss, which the examples do not
+    define."""
     test.globs = namespace()
     output: list[str] = []
     doctest.DocTestRunner(optionflags=FLAGS).run(test, out=output.append)
@@ -98,20 +99,20 @@ CHANGE, RESUMING = re.findall(r"^```diff\n(.*?)^```$", README, re.DOTALL | re.MU
 
 
 def side(diff: str, sign: str) -> str:
-    """One side of a diff: the lines that both sides share, and those with this sign."""
+    """Return one side of a diff: the lines of both sides, and those with this sign."""
     lines = diff.splitlines()
     return "".join(f"{line[1:]}\n" for line in lines if line[:1] in ("", " ", sign))
 
 
 def by_hand() -> str:
-    """The program of README.md before the first diff."""
+    """Return the program of README.md before the first diff."""
     new = side(CHANGE, "+")
     assert PROGRAM.count(new) == 1
     return PROGRAM.replace(new, side(CHANGE, "-"))
 
 
 def resumed(program: str) -> str:
-    """The program of README.md under its second diff."""
+    """Return the program of README.md with its second diff applied."""
     old = side(RESUMING, "-")
     assert program.count(old) == 1
     return program.replace(old, side(RESUMING, "+"))
@@ -119,7 +120,7 @@ def resumed(program: str) -> str:
 
 @pytest.fixture(scope="module")
 def printed_alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The output of the program of README.md, pasted into an empty file of an empty folder."""
+    """Run the program of README.md in an empty folder; return what it prints."""
     return run_program(PROGRAM, tmp_path_factory.mktemp("alone"), [])
 
 
@@ -142,7 +143,7 @@ def test_the_file_that_the_readme_names_is_its_program() -> None:
 
 
 def test_the_readme_stays_short() -> None:
-    """Half of the 1,102 words that it once had, without the folded program."""
+    """The former README had 1,102 words; the folded program does not count."""
     shown = re.sub(r"<details>.*?</details>", "", README, flags=re.DOTALL)
     assert len(shown.split()) <= 551
 
@@ -164,7 +165,7 @@ def test_program_of_the_readme_prints_the_same_on_two_processes(
 def test_a_run_of_the_readme_continues_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the lines that resume; stopped within an epoch, and started again."""
+    """The run stops within an epoch, and starts again."""
     program = resumed(PROGRAM).replace("epochs(5", "epochs(2")
     saving = side(RESUMING, "+").splitlines(keepends=True)[-1]
     assert saving in program
@@ -178,14 +179,15 @@ def test_a_run_of_the_readme_continues_from_its_checkpoint(
         for each in programs:
             with contextlib.suppress(SystemExit):
                 exec(each, {})
-            gc.collect()  # the run lets go of its folder
+            gc.collect()  # releases the lock of the run's folder
         ends.append(Path("runs/a/step_00000032/tensors_00000.bin").read_bytes())
     assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_python_stands_in_a_block_that_is_not_run(page: Path) -> None:
-    """But what takes a folder that accelerate wrote: checkpoint/test_from_accelerate.py makes one."""
+    """The exception needs a folder that accelerate wrote; checkpoint/test_from_accelerate.py makes
+    one."""
     fences = re.findall(
         r"^ *```(\S+)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
@@ -214,7 +216,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_every_class_of_error_is_in_troubleshooting() -> None:
-    """In the table of causes, which autosummary fills, and with a section of its own."""
+    """Each class is in the table that autosummary fills, and has a section of its own."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     classes = {*af.errors.__all__} - {"AccelError"}
     assert set(re.findall(r"^   (\w+)$", text, re.MULTILINE)) == classes

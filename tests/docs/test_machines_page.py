@@ -1,4 +1,5 @@
-"""docs/machines.md: its batch script, its manifest and its script that goes on after a restart."""
+"""docs/machines.md: the batch script, the manifest, and the script that resumes after a restart
+work."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def block(language: str) -> str:
 
 
 def run_in_shell(command: str, folder: Path, **variables: str) -> str:
-    """What a shell prints that runs this command, in which `accel-fn` is this one."""
+    """Run a command in a shell in which `accel-fn` is this one; return what it prints."""
     command = command.replace("accel-fn ", f"{sys.executable} -m accel_fn.cli ")
     done = subprocess.run(
         ["sh", "-c", command],

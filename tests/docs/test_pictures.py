@@ -1,4 +1,4 @@
-"""Pictures of the documentation are what the library does now."""
+"""The pictures of the documentation show what the library does now."""
 
 import re
 import runpy
@@ -24,7 +24,7 @@ def titles(svg):
 
 
 def test_the_chart_of_the_benchmarks_shows_the_figures_of_the_page():
-    """Each dot carries its figure as a title; each ratio of a table with both peers has a dot."""
+    """Each dot has its figure as a title; each ratio of a table with both peers has a dot."""
     page = (DOCS / "benchmarks.md").read_text()
     figures = set()
     for head, lines in re.findall(r"^\| {3}(.*)\n\| -.*\n((?:\|.*\n)+)", page, re.MULTILINE):

@@ -1,4 +1,5 @@
-"""The examples can be imported here as they import each other: their folder is on the path."""
+"""Puts the folder of the examples on the path, so that tests import them as they import each
+other."""
 
 import sys
 

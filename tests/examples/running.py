@@ -1,4 +1,4 @@
-"""The examples as they are started: real processes, and what each of them said."""
+"""Runs the examples in real processes, as a user starts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run: its exit code, the folder it wrote to, and what every rank printed."""
+    """A finished run: its exit code, its folder, and the output of every rank."""
 
     exit_code: int
     out: Path
@@ -22,7 +22,7 @@ class Run:
     stderr: list[str]
 
     def curves(self) -> Any:
-        """The machine-readable file of losses that every example writes."""
+        """Read the losses that every example writes to a file."""
         (file,) = self.out.glob("*.json")
         return json.loads(file.read_text())
 
@@ -45,7 +45,8 @@ runpy.run_path({argv!r}[0], run_name="__main__")
 def run_forked(
     name: str, *arguments: str, folder: Path, num_processes: int = 1, timeout_s: float = 500
 ) -> Run:
-    """Run an example where torch is imported already, which is most of a short run."""
+    """Run an example in a fork that has imported torch, which takes most of the time of a short
+    run."""
     argv = _argv(name, folder, arguments)
     script = _FORKED.format(folder=str(EXAMPLES), argv=argv)
     (ranks,) = run_worlds(
@@ -69,6 +70,6 @@ def _argv(name: str, folder: Path, arguments: tuple[str, ...]) -> list[str]:
 
 
 def finished(run: Run) -> Run:
-    """The run, if it ended well; else everything it said."""
+    """Return the run if it ended well; otherwise fail with its output."""
     assert run.exit_code == 0, str(run)
     return run

@@ -22,7 +22,8 @@ from tests.examples.running import Run, finished, run_forked
 from tests.optimizers import kinds
 from tests.reference import train
 
-# Of two runs: without a processor's help, a convolution in bf16 takes fifty times as long as in float32.
+# The time of two runs: without hardware support, a convolution in bf16 takes fifty times as long as
+# in float32.
 pytestmark = pytest.mark.timeout(2700)
 
 REFUSED = {*digits.UNFIT, "LBFGS"}
@@ -68,7 +69,7 @@ def test_written_weights_load_into_the_plain_model_and_give_that_accuracy(any_ru
     images, labels = digits.load_data()[1].tensors
     with torch.no_grad():
         accuracy = (model(images).argmax(dim=1) == labels).double().mean().item()
-    # A rank's part of a batch may take other kernels: one digit may change sides.
+    # A rank's part of a batch may use other kernels, so one digit may be classified differently.
     assert accuracy == pytest.approx(any_run.curves()["test_accuracy"][-1], abs=1.01 / len(labels))
 
 
@@ -88,14 +89,15 @@ def test_main_rank_alone_shows_a_progress_bar_and_prints(on_two: Run) -> None:
 def test_loss_curve_is_the_same_on_two_processes_to_bf16_rounding(on_one: Run, on_two: Run) -> None:
     one, two = on_one.curves()["loss"], on_two.curves()["loss"]
     assert len(one) == 240
-    # The model is smooth, so that what one bf16 rounding, 2**-8, does to a loss stays of its size.
+    # The model is smooth, so the effect of one bf16 rounding, 2**-8, on a loss stays of that size.
     assert one == pytest.approx(two, rel=0, abs=4 * 2**-8)
 
 
 @pytest.mark.slow
 def test_accuracy_is_the_same_on_two_processes(on_one: Run, on_two: Run) -> None:
     one, two = on_one.curves()["test_accuracy"], on_two.curves()["test_accuracy"]
-    assert one[-1] == pytest.approx(two[-1], abs=3.01 / 360)  # bf16: digits on the border
+    # in bf16, digits at the decision boundary may change
+    assert one[-1] == pytest.approx(two[-1], abs=3.01 / 360)
 
 
 @pytest.mark.slow
@@ -109,7 +111,8 @@ def test_float32_losses_of_two_processes_are_those_of_the_loop_by_hand(tmp_path:
     epochs = af.shard_loader(loader, af.DistState()).epochs(2)
     losses = train(model, digits.loss_fn, optimizer, chain.from_iterable(epochs), max_norm=1.0)
     assert len(losses) == 24
-    # Losses from 2.4 down; sums of 1e5 terms in another order differ by some units in the last place.
+    # Losses start at 2.4; sums of 1e5 terms in another order differ by some units in the last
+    # place.
     eps = torch.finfo(torch.float32).eps
     assert two.curves()["loss"] == pytest.approx(losses, rel=0, abs=20 * eps)
 
@@ -211,7 +214,7 @@ def test_optimizer_is_found_by_its_name_in_any_case(name: str, expected: type) -
 
 
 def test_optimizers_of_torch_need_no_other_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_optimizer", None)  # any import of it raises
+    monkeypatch.setitem(sys.modules, "torch_optimizer", None)  # makes any import of it raise
     assert digits.find_optimizer("adam") is torch.optim.Adam
 
 

@@ -45,16 +45,17 @@ def test_losses_are_the_same_on_two_processes_to_rounding(
 ) -> None:
     one, two = on_one.curves()[network], on_two.curves()[network]
     assert len(one) == NUM_BATCHES
-    # Losses near one; sums of 1e4 terms in another order differ by some units in the last place.
+    # Losses are near one; sums of 1e4 terms in another order differ by some units in the last
+    # place.
     assert one[:20] == pytest.approx(two[:20], rel=0, abs=20 * torch.finfo(torch.float32).eps)
-    # Adam divides by a gradient's own size, so rounding shows in the end where that is next to none.
+    # Adam divides by the size of a gradient, so rounding shows where a gradient is nearly zero.
     assert one == pytest.approx(two, rel=0, abs=1e-3)
 
 
 def test_drawn_digits_come_close_to_real_ones(any_run: Run) -> None:
     (fitting,) = re.findall(r"([\d.]+)% are nearest", any_run.stdout[0])
     drawn, real, shuffled = map(float, re.findall(r"(\d\.\d\d) ", any_run.stdout[0]))
-    assert float(fitting) > 40  # by chance 10, after all forty passes 95
+    assert float(fitting) > 40  # 10 by chance, 95 after all forty passes
     assert drawn < (real + shuffled) / 2
 
 

@@ -31,7 +31,8 @@ def test_losses_are_the_same_on_two_processes_to_rounding(
 ) -> None:
     one, two = (run.curves()[training]["loss"] for run in (on_one, on_two))
     assert len(one) == 24
-    # Losses from 2.4 down; sums of 1e5 terms in another order differ by some units in the last place.
+    # Losses start at 2.4; sums of 1e5 terms in another order differ by some units in the last
+    # place.
     assert one == pytest.approx(two, rel=0, abs=20 * torch.finfo(torch.float32).eps)
 
 
@@ -71,7 +72,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train_by_hand(rho: float) -> torch.Tensor:
-    """Foret et al. 2021, algorithm 1, with nothing of accel_fn."""
+    """Train by algorithm 1 of Foret et al. 2021, without accel_fn."""
     data = batches()
     model = linear(data[0][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -1,4 +1,4 @@
-"""What accelerate does in the rows of docs/differences.md, in the words of its column "measured".
+"""The behaviour of accelerate in the rows of docs/differences.md, as its column "measured" states it.
 
 Each row is a function that trains with accelerate as its guides show it, and returns these words
 with the figures that it found.
@@ -28,7 +28,7 @@ NUM_RANKS: dict[int, int] = {}
 
 
 def row(number: int, *, num_ranks: int = 2) -> Callable[[Measure], Measure]:
-    """Registers what measures a row of the page."""
+    """Register the function that measures a row of the page."""
 
     def register(measure: Measure) -> Measure:
         ROWS[number], NUM_RANKS[number] = measure, num_ranks
@@ -38,7 +38,7 @@ def row(number: int, *, num_ranks: int = 2) -> Callable[[Measure], Measure]:
 
 
 def measured(num_ranks: int) -> dict[int, str]:
-    """All rows for so many ranks, in their own words; every rank of a world calls it."""
+    """Measure all rows for a number of ranks; every rank of a world calls it."""
     found = {}
     for number in sorted(each for each, count in NUM_RANKS.items() if count == num_ranks):
         torch.manual_seed(number)
@@ -50,7 +50,7 @@ def measured(num_ranks: int) -> dict[int, str]:
 
 
 def fresh(**options: Any) -> Accelerator:
-    """A first Accelerator, as in a new process."""
+    """Make an Accelerator without the state of earlier ones, as in a new process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return Accelerator(cpu=True, **options)
@@ -61,20 +61,20 @@ def rank() -> int:
 
 
 def everywhere(value: Any) -> list[Any]:
-    """The value of each rank."""
+    """Return the value of each rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def of_all_ranks(tensors: list[Tensor]) -> list[int]:
-    """The numbers that all ranks were given, one after another."""
+    """Return the numbers of all ranks, one rank after another."""
     return [number for mine in everywhere(torch.cat(tensors).tolist()) for number in mine]
 
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """A folder that all ranks see, and leave together."""
+    """Make a folder that all ranks see and leave together."""
     with tempfile.TemporaryDirectory() as mine:
         yield everywhere(mine)[0]
         dist.barrier()
@@ -99,23 +99,23 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def gradient_by_hand(batch: Any, model: nn.Module | None = None, loss_fn: Any = ours.mse) -> Tensor:
-    """Of the mean over a whole batch, on one process."""
+    """Return the gradient of the mean over a whole batch, on one process."""
     model = linear() if model is None else model
     loss_fn(model, batch).backward()
     return gradient(model)
 
 
 def off(found: Tensor, right: Tensor) -> float:
-    """How far from what it should be, in parts of that."""
+    """Return the relative error."""
     return float((found - right).norm() / right.norm())
 
 
 def ratio(found: Tensor, right: Tensor) -> float:
-    """The factor between the two, where they differ by nothing else."""
+    """Return the factor between two tensors that differ by nothing else."""
     factor = float((found @ right) / (right @ right))
     return factor if off(found, factor * right) < 1e-9 else math.nan
 
 
 def checkpoint(folder: str, number: int) -> Path:
-    """Where accelerate's automatic names put one."""
+    """Return the path of a checkpoint under accelerate's automatic names."""
     return Path(folder) / "checkpoints" / f"checkpoint_{number}"

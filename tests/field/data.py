@@ -1,4 +1,5 @@
-"""Rows 11, 13, 14 and 16: samples lost or doubled, and random numbers that are the same everywhere."""
+"""Rows 11, 13, 14 and 16: lost and doubled samples, and random numbers that are equal on all
+ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _numbers(count: int, **options: Any) -> DataLoader[Any]:
 
 @row(11)
 def resumed() -> str:
-    """Stopped after three batches of its second epoch."""
+    """Resume a run that was stopped after three batches of its second epoch."""
     with shared_folder() as folder:
         accelerator, loader = _started()
         list(loader)
@@ -43,7 +44,7 @@ def _started() -> tuple[Accelerator, Any]:
 
 
 class OwnOrder(Sampler[int]):
-    """Draws from the global generator, as a user's own may."""
+    """A sampler that draws from the global generator, as a user's own may."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(32).tolist())

@@ -33,7 +33,7 @@ def last_windows() -> str:
 
 
 def _last_window(num_batches: int, num_steps: int) -> float:
-    """The last update's gradient beside that of its samples."""
+    """Compare the last update's gradient with that of its samples."""
     accelerator = fresh(gradient_accumulation_steps=num_steps)
     data, model = samples(num_batches * 8), linear()
     wrapped, optimizer, loader = accelerator.prepare(
@@ -57,7 +57,7 @@ def filled_tails() -> str:
 
 
 def _tail(count: int) -> tuple[int, float]:
-    """How many samples the last batch has, and how far its gradient is off."""
+    """Return the number of samples in the last batch, and the error of its gradient."""
     accelerator = fresh()
     data, model = samples(count), linear()
     wrapped, loader = accelerator.prepare(model, DataLoader(data, batch_size=4))
@@ -141,7 +141,7 @@ def clipped() -> str:
 
 
 def _window(before: Callable[[Any], None], after: Callable[..., None]) -> tuple[Tensor, Any]:
-    """The gradient of two micro-batches, with something done before or after each backward."""
+    """Return the gradient of two micro-batches, with calls before or after each backward."""
     accelerator = fresh(gradient_accumulation_steps=2)
     data, model = samples(16), linear()
     wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))

@@ -1,4 +1,4 @@
-"""Rows 12 and 17 to 20: what is started, what is wrapped, and what is saved."""
+"""Rows 12 and 17 to 20: launched processes, wrapped models, and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.field import checkpoint, everywhere, fresh, linear, rank, row, shared
 
 @row(12)
 def inside_a_window() -> str:
-    """Saved after one micro-batch of two, then gone on with the other."""
+    """Save after one micro-batch of two, then continue with the other."""
     with shared_folder() as folder:
         accelerator, model = _half_a_window()
         assert not accelerator.sync_gradients
@@ -55,7 +55,7 @@ def worlds() -> str:
 
 
 def _launched() -> int:
-    """How many processes accelerate starts, of two that it is asked for."""
+    """Return how many processes accelerate starts if it is asked for two."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         script.write_text("print('started')\n")
@@ -82,7 +82,8 @@ def prepared() -> str:
 
 
 def _dtypes(precision: str) -> tuple[torch.dtype, torch.dtype, bool]:
-    """What a layer computes in, what the model gives, and whether its forward is another now."""
+    """Return the dtypes in a layer and of the output, and whether the model's forward was
+    replaced."""
     accelerator, model = fresh(mixed_precision=precision), nn.Sequential(linear().float())
     seen: list[Tensor] = []
     model[0].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
@@ -99,7 +100,7 @@ def names() -> str:
         assert _error(lambda: setattr(accelerator, "save_iteration", 1)) == "AttributeError"
     with tempfile.TemporaryDirectory() as folder:
         _saved(folder, [0.0, 1.0, 2.0, 3.0], total_limit=3)
-        _saved(folder, [4.0, 5.0], total_limit=3)  # started again
+        _saved(folder, [4.0, 5.0], total_limit=3)  # the run is started again
         accelerator, model = _project(folder, total_limit=3)
         accelerator.load_state()
         assert not checkpoint(folder, 0).exists()
@@ -118,7 +119,7 @@ def incomplete() -> str:
 
 
 def _saved(folder: str, values: list[float], **options: int) -> None:
-    """A run that saves the model with each of these values."""
+    """Save the model with each of these values in turn."""
     accelerator, model = _project(folder, **options)
     for value in values:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Rows 8, 9, 10, 21 and 22: scalers, schedules, and what two set-ups share."""
+"""Rows 8, 9, 10, 21 and 22: scalers, schedules, and state that two set-ups share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def one_scaler() -> str:
 
 
 def _second_update(first_input: float) -> float:
-    """How much of its gradient, which is one, the second of two optimizers applies."""
+    """Return the fraction of its gradient, which is one, that the second of two optimizers
+    applies."""
     accelerator = _with_scaler()
     models = [linear(), linear()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
@@ -50,7 +51,7 @@ def fused() -> str:
 
 
 def _with_scaler() -> Accelerator:
-    """With torch's loss scaler for CPUs, where accelerate has one for GPUs alone."""
+    """Use torch's loss scaler for CPUs, since accelerate makes one only for GPUs."""
     accelerator = fresh()
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     return accelerator
@@ -70,7 +71,7 @@ def schedules() -> str:
 
 
 def _rates(make: Callable[[Any], Any], num_updates: int) -> list[float]:
-    """The learning rate before each update, and after the last."""
+    """Return the learning rate before each update and after the last."""
     accelerator, model = fresh(), linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     wrapped, optimizer, schedule = accelerator.prepare(model, optimizer, make(optimizer))

@@ -1,1 +1,1 @@
-"""Random programs of users, each held against the loop by hand: `nox -s fuzz`."""
+"""Random user programs, each compared with the loop by hand: `nox -s fuzz`."""

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz --minutes 15 --seed 0`: random programs until the time is up."""
+"""`python -m tests.fuzz --minutes 15 --seed 0`: judge random programs until the time is up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def main() -> int:
 
 
 def hunt(judge: Judge, seed: int, budget_s: float, first: bool) -> list[Program]:
-    """Judge programs until the time is up; print and return the shortest of each kind that fails."""
+    """Judge programs until the time is up; print and return the shortest failing one of each
+    kind."""
     start = time.monotonic()
     counts: Counter[str] = Counter()
     found: list[Program] = []

@@ -1,4 +1,4 @@
-"""What a random program is made of: each choice of a field as the lines that it puts into the source.
+"""The choices for each field of a random program, as lines of its source.
 
 The first choice of a field is the simplest: a failing program is shrunk towards it.
 """
@@ -9,7 +9,7 @@ PARAMETERS = "model.parameters()"
 
 
 def module(name: str, layers: str, *forward: str) -> dict[str, str]:
-    """A model by a class of its own; `{o}` is the number of outputs."""
+    """Return the source of a model class; `{o}` is the number of outputs."""
     lines = [
         f"class {name}(nn.Module):",
         f"    def __init__(self): super().__init__(); {layers}",

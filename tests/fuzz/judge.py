@@ -1,4 +1,4 @@
-"""A process that judges programs, so that one that aborts or hangs is a failure like any other."""
+"""Judges programs in another process, so that one that aborts or hangs counts as a failure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TIMEOUT_S = 60.0
 
 
 class Judge:
-    """Call it with a program for its verdict; use it in `with`."""
+    """Judges programs: use it in `with`, and call it with a program."""
 
     def __enter__(self) -> Judge:
-        """Start the process; it has no thread yet that a fork would lose."""
+        """Start the process now, before there is a thread that a fork would lose."""
         context = multiprocessing.get_context("fork")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -42,7 +42,8 @@ class Judge:
         except EOFError:
             self._process.join()
             result = f"the process ended with code {self._process.exitcode}"
-        if fails(result) and "differs" not in result:  # it may have left threads, or be no more
+        # the process may have ended, or have threads left over
+        if fails(result) and "differs" not in result:
             self.__exit__()
             self.__enter__()
         return result

@@ -1,4 +1,4 @@
-"""Random programs as source, their verdict, and the shortest that fails as one does."""
+"""Random programs as source, their verdict, and the shortest program that fails in the same way."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ PLACES = ("prelude", "hooks", "bad", "schedule", "between", "verdict", "hand", "
 
 
 def draw(rng: random.Random) -> Program:
-    """A program, mostly of the simplest choices."""
+    """Draw a program, mostly of the simplest choices."""
     program = {}
     for field, choices in FIELDS.items():
         names = list(choices)
@@ -79,7 +79,7 @@ def draw(rng: random.Random) -> Program:
 
 
 def source(program: Program) -> str:
-    """The program as a user would write it."""
+    """Return the program as a user would write it."""
     filled: dict[str, str] = dict.fromkeys((*PLACES, "weight", "more", "start"), "")
     chosen = [FIELDS[field][name] for field, name in program.items()]
     for name, line in itertools.chain.from_iterable(map(dict.items, chosen)):
@@ -107,7 +107,7 @@ def source(program: Program) -> str:
 
 
 def is_fair(program: Program) -> bool:
-    """Whether a loop by hand is defined: documented limits are not faults."""
+    """Does the loop by hand define the result? Documented limits are not faults."""
     sgd = program["optimizer"] in {"sgd", "momentum", "decay", "nesterov", "fused sgd", "groups"}
     return not (
         (program["strategy"] == "local sgd" and (not sgd or program["clip"] != "none"))
@@ -118,7 +118,8 @@ def is_fair(program: Program) -> bool:
 
 
 def verdict(program: Program) -> str:
-    """`equal`, `refused`, `undefined` if the loop by hand fails itself; else what is wrong."""
+    """Return `equal`, `refused`, `undefined` if the loop by hand itself fails, or a description of
+    the fault."""
     space: dict[str, Any] = {}
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -154,7 +155,7 @@ def verdict(program: Program) -> str:
 
 
 def tensors(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """The parameters that a run ends with."""
+    """Return the parameters at the end of a run."""
     values = {name: value.detach() for name, value in model.named_parameters()}
     return {
         name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
@@ -167,7 +168,7 @@ def fails(result: str) -> bool:
 
 
 def shrunk(program: Program, judge: Callable[[Program], str]) -> Program:
-    """The program with the simplest choice wherever it still fails."""
+    """Replace choices by the simplest ones wherever the program still fails."""
     for field, choices in FIELDS.items():
         names = list(choices)
         place = names.index(program[field])
@@ -180,7 +181,7 @@ def shrunk(program: Program, judge: Callable[[Program], str]) -> Program:
 
 
 def ingredients(program: Program) -> frozenset[tuple[str, str]]:
-    """The choices that are not the simplest ones, without numbers."""
+    """List the choices that are not the simplest ones, without numbers."""
     numbers = {"sizes", "seed", "cut"}
     return frozenset(
         (field, name)
@@ -190,5 +191,5 @@ def ingredients(program: Program) -> frozenset[tuple[str, str]]:
 
 
 def printed(program: Program, result: str) -> str:
-    """A program that a user can run, with what is wrong in its first line."""
+    """Return the program as a user can run it, with the fault in its first line."""
     return f"# {result}\n{source(program)}{MAIN}"

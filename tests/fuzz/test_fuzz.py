@@ -1,4 +1,5 @@
-"""The fuzzer finds a planted bug, prints it as a short program, and survives one that aborts."""
+"""The fuzzer finds a planted bug, prints it as a short program, and survives a program that
+aborts."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Files that accelerate wrote: what is used, what is named as left out, what is refused."""
+"""Files of accelerate: the entries that are used, ignored with a warning, or refused."""
 
 import re
 import warnings
@@ -69,7 +69,7 @@ LEFT_OUT = {
 
 
 def used(name, **context):
-    """What a file sets, beside the defaults."""
+    """Return the settings of a file that differ from the defaults."""
     found = resolved(config=WRITTEN / f"{name}.yaml", **context)
     values = found.settings.model_dump()
     given = {name: values[name] for name in values if found.is_given(name)}

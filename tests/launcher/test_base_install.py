@@ -1,4 +1,4 @@
-"""An installation without extras: torch, numpy and typing_extensions are all that can be imported."""
+"""Without extras, only torch, numpy and typing_extensions can be imported."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Cores and memory nodes, read from trees as kernels show them."""
+"""Cores and memory nodes, read from folders as kernels show them."""
 
 import os
 from itertools import chain
@@ -66,7 +66,7 @@ def test_nodes_are_in_the_order_of_their_numbers(tmp_path):
 
 
 def test_a_node_without_processors_is_none(tmp_path):
-    """Memory alone, as of some accelerators."""
+    """The node has only memory, like that of some accelerators."""
     root = tree(tmp_path, siblings=[], nodes=["0-1", "", "2-3"])
     assert read_processors(root, allowed=range(4)).nodes == ((0, 1), (2, 3))
 
@@ -100,7 +100,7 @@ def test_ranks_keep_to_nodes_use_all_of_them_and_are_spread_evenly(num_nodes, nu
         assert sum(shares) == num_ranks
         assert max(shares) - min(shares) <= 1
     else:
-        assert len(list(chain(*bound))) == 2 * num_nodes  # no node is shared
+        assert len(list(chain(*bound))) == 2 * num_nodes  # no two ranks share a node
         sizes = [len(cpus) for cpus in bound]
         assert max(sizes) - min(sizes) <= 2
 

@@ -1,4 +1,4 @@
-"""What this machine has."""
+"""The cores and accelerators of this machine are detected."""
 
 import os
 

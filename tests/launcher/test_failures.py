@@ -1,4 +1,4 @@
-"""Which failure was the cause, and what is said of all."""
+"""Which failure caused the others, and the report of all failures."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_of_one_kind_it_is_the_earliest(times, how):
         (ABORTED, 134, "SIGABRT: native code gave up"),
         ({"exit_code": -12}, 140, "SIGUSR2"),
         ({"exit_code": -99}, 227, "signal 99"),
-        ({**RAISED, "exit_code": -9}, 1, "ValueError: boom"),  # it did not end, and was ended
+        ({**RAISED, "exit_code": -9}, 1, "ValueError: boom"),  # it did not end, so it was killed
         ({"exit_code": 75}, 75, "exit code 75: left to be started again"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_rank_without_a_record_ended_when_it_was_polled(tmp_path):
 
 
 def test_a_record_that_torch_wrote_is_read(tmp_path):
-    """By its decorator `record`, in programs that we do not start ourselves."""
+    """Torch's decorator `record` writes it, in programs that another launcher started."""
     extra = {"py_callstack": "Traceback:\n  here\nKeyError: 'x'\n", "timestamp": "7"}
     record(tmp_path, message={"message": "KeyError: 'x'", "extraInfo": extra})
     found = read(tmp_path)

@@ -1,4 +1,4 @@
-"""What a launch would do, out of settings, the environment and the machine."""
+"""The plan of a launch, from settings, environment and machine."""
 
 import os
 
@@ -38,7 +38,7 @@ def seen(machines):
 def test_alone_it_is_one_process_at_a_free_port(tmp_path):
     machines = placed(tmp_path)
     assert (*seen(machines), machines.port) == (1, 0, 1, "127.0.0.1", 0)
-    assert seen(placed(tmp_path, SBATCH)) == seen(machines)  # a batch script stands alone
+    assert seen(placed(tmp_path, SBATCH)) == seen(machines)  # a batch script is a world of one
 
 
 def test_processes_are_counted_over_all_machines(tmp_path):
@@ -60,7 +60,7 @@ def test_kubernetes_needs_no_flag(tmp_path):
     machines = placed(tmp_path, POD)
     assert (*seen(machines), machines.port) == (3, 2, 4, "127.0.0.1", 23456)
     assert seen(placed(tmp_path, {**POD, "PET_NPROC_PER_NODE": "auto"}))[2] == 1
-    assert seen(placed(tmp_path, POD, num_processes=3))[2] == 1  # a flag wins
+    assert seen(placed(tmp_path, POD, num_processes=3))[2] == 1  # the flag overrides the variable
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_allocator_keeps_memory_unless_its_variables_are_set():
 
 @pytest.mark.skipif(glibc_version() is None, reason="only glibc reads these variables")
 def test_the_allocator_takes_these_values(tmp_path):
-    """One that was refused would make the other do harm."""
+    """If one value is refused, the other one is harmful."""
     found = given()
     code = (
         "import ctypes, sys; libc = ctypes.CDLL(None);"
@@ -180,7 +180,7 @@ def test_a_rank_whose_launcher_is_gone_already_does_nothing(tmp_path):
 
 
 def test_without_prctl_a_rank_polls_its_launcher(tmp_path):
-    """As on other systems than Linux; run on any."""
+    """Systems other than Linux have no prctl; this test runs on any."""
     code = (
         "import os, time, accel_fn.launcher.processes.worker as worker\n"
         "if os.fork() == 0:\n"

@@ -1,4 +1,4 @@
-"""Settings: which values and which combinations are refused, and in which words."""
+"""The values and combinations of settings that are refused, and the texts of the errors."""
 
 import pytest
 from pydantic import ValidationError

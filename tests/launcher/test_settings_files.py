@@ -1,4 +1,5 @@
-"""Files of settings: a mistake is shown with its place, and what is written is read back."""
+"""Files of settings: errors name file and line, and a written file reads back as the same
+settings."""
 
 from pathlib import Path
 
@@ -127,7 +128,7 @@ VALUES = {
 
 @st.composite
 def all_settings(draw):
-    """Any settings that do not conflict, each set or left open."""
+    """Draw settings that do not conflict, each set or left open."""
     values = draw(st.fixed_dictionaries({}, optional=VALUES))
     num_machines = draw(st.integers(1, 50))
     values |= {"num_machines": num_machines} if draw(st.booleans()) or num_machines > 1 else {}

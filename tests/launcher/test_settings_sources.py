@@ -1,4 +1,4 @@
-"""Where settings come from: who is believed, and what is filled in."""
+"""The precedence of settings from flags, variables and files, and the values of open ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Launchers that wait for one another: over sockets of this machine, the waits shortened."""
+"""Launchers wait for one another, over sockets of this machine and with shortened waits."""
 
 import socket
 
@@ -16,7 +16,7 @@ def test_a_machine_logs_which_other_it_waits_for_and_gives_up_in_the_end(rank, m
     assert (store_rendezvous._LOG_AFTER_S, store_rendezvous._MEET_WITHIN_S) == (
         10,
         600,
-    )  # as docs/machines.md says
+    )  # the words of docs/machines.md
     monkeypatch.setattr(store_rendezvous, "_LOG_AFTER_S", 0.1)
     monkeypatch.setattr(store_rendezvous, "_MEET_WITHIN_S", 0.6)
     port = free_port()
@@ -34,11 +34,11 @@ def test_a_machine_logs_which_other_it_waits_for_and_gives_up_in_the_end(rank, m
         ("127.0.0.2", False, "127.0.0.2"),
         ("127.0.0.1", True, "127.0.0.1"),
         ("localhost", True, "127.0.0.1"),
-        ("localhost", False, "0.0.0.0"),  # the name may lead to another address from elsewhere
+        ("localhost", False, "0.0.0.0"),  # on other machines the name may lead to another address
     ],
 )
 def test_a_launcher_listens_at_the_address_that_was_given(host, alone, address, monkeypatch):
-    getaddrinfo = socket.getaddrinfo  # of a name, the IPv4 address, if it has both
+    getaddrinfo = socket.getaddrinfo  # if a name has both kinds of address, the IPv4 one
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda *given, **named: sorted(getaddrinfo(*given, **named))
     )

@@ -1,4 +1,4 @@
-"""Which line is shown of a rank: the user's innermost, of the error itself, or of what it waits for."""
+"""The line that is shown for a rank: the user's innermost, where it failed or where it waits."""
 
 import json
 import threading
@@ -61,7 +61,7 @@ _LIBRARY, _PYTHON = [af.__file__, torch.__file__], [threading.__file__, "<frozen
     [
         ([*_LIBRARY, *_USERS], "/home/me/train.py:2 in fn"),
         ([*_PYTHON, *_LIBRARY, _USERS[0], *_LIBRARY, _USERS[1]], "/home/me/train.py:4 in fn"),
-        ([*_PYTHON, *_USERS, *_LIBRARY], ""),  # it waits for something of its own
+        ([*_PYTHON, *_USERS, *_LIBRARY], ""),  # it waits in the user's own code
         ([*_PYTHON, *_LIBRARY], ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""docs/differences.md: accelerate still does what the column "measured" says, row by row."""
+"""docs/differences.md: accelerate still behaves as the column "measured" states, row by row."""
 
 import json
 import re
@@ -24,7 +24,7 @@ say(json.dumps(field.measured({num_ranks})))
 
 
 def told():
-    """What the page says was measured, by row, but for what it says is not tested."""
+    """Return the column "measured" by row, without the cases that the page marks as not tested."""
     page = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \|[^|]*\| ([^|]*) \|", page, re.MULTILINE)
     tested = {
@@ -36,7 +36,7 @@ def told():
 
 @pytest.fixture(scope="module")
 def found():
-    """The words of each row, by each of its ranks."""
+    """Measure each row in every world; return the texts of each rank."""
     words = {}
     for num_ranks in (1, 2):
         said = launch(SCRIPT.format(num_ranks=num_ranks), num_processes=num_ranks)

@@ -1,4 +1,5 @@
-"""Laws 1 and 2: without transforms the hand-written loop, with accumulation still that loop."""
+"""Laws 1 and 2: a step without transforms is the loop by hand, and accumulation does not change
+it."""
 
 import pytest
 import torch
@@ -35,11 +36,11 @@ def test_accumulation_is_the_identity(optimizer, batches, num_microbatches):
         ours.regression_model(), [batches], af.accumulate(num_microbatches), optimizer=optimizer
     )[0]
     ours.assert_close(actual, expected)
-    assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
+    assert found == pytest.approx(losses, rel=1e-6)  # the report is in float32
 
 
 @given(num_microbatches=st.integers(1, 6))
-@example(num_microbatches=3)  # where backwards start from one tensor, the second changes it
+@example(num_microbatches=3)  # if the backwards start from one tensor, the second one changes it
 def test_a_loss_that_is_a_view_of_a_parameter_has_a_gradient_of_one(num_microbatches):
     model = torch.nn.Linear(1, 1).double()
     plan = af.Plan(lambda model, batch: model.bias.view(()), model, ours.sgd(model.parameters()))

@@ -1,4 +1,5 @@
-"""The average of the parameters: what torch's own gives, untouched by skipped updates, equal on all ranks."""
+"""The average of the parameters equals torch's own, ignores skipped updates, and is equal on all
+ranks."""
 
 import copy
 from contextlib import nullcontext, suppress
@@ -20,7 +21,7 @@ BATCH = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
 
 
 def mean_so_far(averaged, current, num_averaged):
-    """`swa_utils.get_swa_multi_avg_fn`, whose weight is rounded to float32, without that."""
+    """`swa_utils.get_swa_multi_avg_fn` with an exact weight; torch rounds it to float32."""
     torch._foreach_lerp_(averaged, current, 1 / (int(num_averaged) + 1))
 
 
@@ -32,13 +33,13 @@ each_rule = pytest.mark.parametrize(("recipe", "theirs"), RULES.values(), ids=RU
 
 
 def means(step):
-    """Parameters as they are shown, copied."""
+    """Copy the parameters that `use_average` shows."""
     with af.use_average(step):
         return {name: value.clone() for name, value in step.plan.model.state_dict().items()}
 
 
 def by_hand(batches, theirs, num_warmup=0):
-    """A plain loop with torch's averaged model."""
+    """Train a plain loop with torch's averaged model."""
     model = ours.regression_model()
     optimizer = ours.adamw(model.parameters())
     averaged = swa_utils.AveragedModel(model, multi_avg_fn=theirs)
@@ -46,7 +47,7 @@ def by_hand(batches, theirs, num_warmup=0):
         ours.mse(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if index < num_warmup:  # it has seen nothing yet
+        if index < num_warmup:  # the averaged model has seen no update yet
             averaged = swa_utils.AveragedModel(model, multi_avg_fn=theirs)
         else:
             averaged.update_parameters(model)
@@ -97,7 +98,7 @@ def test_it_is_torchs_over_the_updates_that_are_made(
 def test_where_only_the_device_knows_yet_it_is_that_of_the_updates_made(
     recipe, theirs, batches, skipped, looked_at
 ):
-    """Whenever it is looked at or saved, for which the host waits."""
+    """The host waits for the result when the average is used or saved."""
     state, step = make(af.compose(recipe, scaled(8.0)))
     average = step.plan.after_update[0]
     average._echo = LateEcho()
@@ -110,7 +111,8 @@ def test_where_only_the_device_knows_yet_it_is_that_of_the_updates_made(
             assert average.state_dict()["num_updates"] == len(made)
         if index in looked_at or index + 1 == len(batches):
             expected = by_hand(made, theirs)
-            ours.assert_close(means(step), expected, rtol=1e-6, atol=1e-8)  # weights in float32
+            # the weights are in float32
+            ours.assert_close(means(step), expected, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_where_only_the_device_knows_yet_it_is_that_of_the_updates_made(
 def test_updates_of_the_warm_up_count_for_nothing(
     tmp_path_factory, make_rule, theirs, batches, num_warmup, skipped, saved_after, is_late
 ):
-    """Those that are made, also in a run that goes on."""
+    """Only applied updates count towards the warm-up, also in a run that resumes."""
     folder = tmp_path_factory.mktemp("run")
 
     def built():
@@ -172,7 +174,7 @@ def test_after_showing_it_all_is_as_it_was_even_after_an_error():
     with suppress(KeyError), af.use_average(step):
         assert not torch.equal(model[0].weight, before["0.weight"])
         torch.testing.assert_close(model[1].running_mean, before["1.running_mean"])
-        model(torch.randn(8, 3).double())  # moves running statistics
+        model(torch.randn(8, 3).double())  # changes running statistics
         raise KeyError
     ours.assert_identical(model.state_dict(), before)
 
@@ -207,7 +209,8 @@ def test_what_is_computed_within_is_of_the_averaged_parameters(wrap, world_size)
 
 
 def test_before_the_first_update_the_average_is_the_parameters_as_they_are(tmp_path):
-    """Those that were loaded since, and not those of build; also where a first update was left out."""
+    """A loaded checkpoint replaces the parameters of `build`; the first update may also have been
+    skipped."""
     state, step = make(af.compose(af.average(0.5), af.skip_nonfinite()))
     af.save_model(ours.regression_model(3), tmp_path)
     af.load_model(step.plan.model, tmp_path)
@@ -298,7 +301,7 @@ def test_weights_that_are_shown_are_the_weights_that_are_saved(tmp_path):
     ours.assert_identical(other.state_dict(), means(step))
 
 
-# Mistakes.
+# -- mistakes
 
 
 def test_a_step_within_is_refused():
@@ -312,7 +315,7 @@ def test_a_step_within_is_refused():
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_saving_the_run_within_is_refused_on_all_ranks(tmp_path, wait):
-    """Also where one rank alone is within."""
+    """The error comes on all ranks even if only one rank is inside."""
 
     def run(state):
         state, step = make(af.compose(af.wrap_ddp(), af.average(0.5)), state)

@@ -24,7 +24,7 @@ from tests.stacks import CHOICES, LAYERS, Block, is_in, stack
 
 
 class Noisy(nn.Module):
-    """Dropout, and running figures that its output depends on."""
+    """A block with dropout, and running statistics that its output depends on."""
 
     def __init__(self, width, *, dropout=0.5):
         super().__init__()
@@ -37,7 +37,8 @@ class Noisy(nn.Module):
     def forward(self, inputs):
         found = nn.functional.dropout(self.norm(self.layer(inputs)), self.dropout, self.training)
         self.mean.lerp_(found.detach().mean(dim=0), 0.5)
-        self.largest = torch.maximum(self.largest, found.detach().amax(dim=0))  # a new tensor
+        # assigns a new tensor
+        self.largest = torch.maximum(self.largest, found.detach().amax(dim=0))
         return inputs + found * (found - self.mean.clone() - self.largest).tanh()
 
 
@@ -85,12 +86,12 @@ DRAWS = {
     "Python": random.random,
     "Python's normal": lambda: random.gauss(0, 1),
     "NumPy": np.random.rand,
-    "NumPy's normal": np.random.randn,  # every other one comes out of a store
+    "NumPy's normal": np.random.randn,  # NumPy computes two numbers at a time and stores one
 }
 
 
 class Drawing(nn.Module):
-    """A block that is as strong as a number that its process draws."""
+    """A block whose output depends on a number that it draws from the process's generators."""
 
     def __init__(self, draw):
         super().__init__()
@@ -105,7 +106,7 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_numbers_that_a_block_draws_from_python_and_numpy_are_drawn_again(draw, num_before):
-    """And those after it are what they are without it."""
+    """The draws after the block are the same as without the transform."""
 
     def run(recipe):
         torch.manual_seed(0)
@@ -153,12 +154,12 @@ def test_where_nobody_draws_nothing_is_to_be_drawn_again():
 
 
 @compiles
-# torch's compiler looks at the gradients of tensors that have none.
+# torch's compiler reads the gradients of tensors that have none, which warns.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("scope", ["blocks", "loss"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_compiled_blocks_compute_again_what_they_have_computed(scope, offload):
-    """More steps than torch makes graphs of one function, before it gives up."""
+    """There are more steps than graphs that torch makes of one function."""
     generator = torch.Generator().manual_seed(0)
     batches = [
         tuple(torch.randn(4, width, generator=generator).double() for width in (3, 1))
@@ -170,7 +171,7 @@ def test_compiled_blocks_compute_again_what_they_have_computed(scope, offload):
     recipe = af.compose(af.checkpoint_activations(offload=offload), compiling)
     found = train(noisy_model(), recipe, batches)
     assert counters["stats"]["unique_graphs"] - graphs <= 4
-    # Where compiled code ends, BatchNorm is rounded: its eps is of single precision in there.
+    # Where compiled code ends, BatchNorm is rounded, since its eps is in single precision there.
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
     assert torch.equal(found[2], expected[2])
@@ -194,7 +195,7 @@ def test_a_graph_without_a_break_around_blocks_is_refused(settings, name):
 
 @st.composite
 def dealt_batches(draw):
-    """What each of one to three ranks is given of global batches: parts of any sizes, empty ones too."""
+    """Draw the parts of global batches for one to three ranks, of any sizes, empty ones too."""
     batches, world_size = draw(strategies.batches()), draw(strategies.world_sizes(3))
     sizes = [draw(strategies.uneven_parts(af.num_samples(each), world_size)) for each in batches]
     return ours.dealt(batches, sizes)
@@ -344,7 +345,7 @@ def counted(calls, name, forward, *inputs):
 
 
 def saved_bytes(recipe):
-    """Of what a step keeps for its backward, in the forward, and does not hand to `save_on_cpu`."""
+    """Return the bytes that a forward keeps for the backward and does not pass to `save_on_cpu`."""
     sizes = []
     model = stack()
     model.blocks.extend(copy.deepcopy(model.blocks[0]) for _ in range(9))
@@ -364,7 +365,8 @@ def saved_bytes(recipe):
 
 
 def test_it_keeps_what_goes_into_each_block_and_no_more():
-    """12 blocks keep three activations each otherwise: two inputs of layers, and what tanh gives."""
+    """Without it, each of 12 blocks keeps three more activations: two inputs of layers, and tanh's
+    output."""
     plain, found = saved_bytes(af.compose()), saved_bytes(af.checkpoint_activations())
     assert found <= 0.6 * plain
 
@@ -373,7 +375,7 @@ def test_with_offload_what_goes_into_the_blocks_is_handed_to_the_host():
     plain, found = (
         saved_bytes(af.checkpoint_activations(offload=offload)) for offload in (False, True)
     )
-    assert plain - found == 12 * 64 * 5 * 8  # of 12 blocks, 64 samples of 5 numbers in float64
+    assert plain - found == 12 * 64 * 5 * 8  # 12 blocks, 64 samples, 5 numbers in float64
 
 
 @pytest.mark.gpu
@@ -394,7 +396,7 @@ def test_with_offload_an_accelerator_holds_nothing_of_what_goes_into_the_blocks(
         recipe = af.compose(af.place(), af.checkpoint_activations(offload=offload))
         state, step = af.build(af.init(device="cuda"), recipe(plan))
         step(state, torch.ones(size, width))
-    # The first block's input is the batch; the last one's output is kept for the loss all the same.
+    # The first block's input is the batch, and the loss keeps the last block's output anyway.
     assert held[False] - held[True] >= (depth - 1) * size * width * 4
 
 

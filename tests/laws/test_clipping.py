@@ -17,7 +17,7 @@ bounds = st.floats(1e-3, 1e3)
 
 
 def update_of(batch, recipe, optimizer):
-    """The gradient that plain SGD with a learning rate of one has applied, and the report."""
+    """Return the gradient that plain SGD with a learning rate of one applied, and the report."""
     model = ours.regression_model()
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     state, step = ours.built(recipe, model=model, optimizer=optimizer)
@@ -31,7 +31,7 @@ def update_of(batch, recipe, optimizer):
 def test_the_norm_is_at_most_the_bound_and_the_direction_kept(optimizer, batch, max_norm):
     plain, _ = update_of(batch[0], af.compose(), optimizer)
     clipped, report = update_of(batch[0], af.clip(max_norm), optimizer)
-    # one rounding of a parameter near 1 for each element that was subtracted from it
+    # each element was subtracted from a parameter near 1, which rounds once
     slack = 1e-15 * len(plain) ** 0.5
     assert float(clipped.norm()) <= max_norm * (1 + 1e-12) + slack
     assert float(report.grad_norm) == pytest.approx(float(plain.norm()), rel=1e-6)
@@ -53,7 +53,7 @@ def test_clipping_twice_is_clipping_once(batch, max_norm):
     twice, _ = update_of(
         batch[0], af.compose(af.clip(max_norm), af.clip(max_norm)), OPTIMIZERS["foreach"]
     )
-    # the 1e-6 in the denominator, as torch has it, shrinks a clipped gradient by 1e-6 / norm once more
+    # the 1e-6 in the denominator, as in torch, shrinks a clipped gradient by 1e-6 / norm again
     torch.testing.assert_close(twice, once, rtol=2e-6 / max_norm, atol=1e-15)
 
 

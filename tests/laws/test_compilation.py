@@ -1,4 +1,4 @@
-"""compiled is the identity, to rounding: laws 2, 6 and 7 inside of one graph, and of several ranks."""
+"""compiled is the identity, to rounding: laws 2, 6 and 7 in one graph, and on several ranks."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ pytestmark = MARKS
 
 
 class Twins:
-    """One training twice, by the hand-written way and compiled, that is given the same batches."""
+    """The same training by hand and compiled, on the same batches."""
 
     def __init__(self, optimizer):
         parts = af.compose(af.accumulate(2), af.clip(0.5), scaled(1024.0, growth_interval=3))
@@ -34,7 +34,7 @@ class Twins:
             self.runs[name] = plan, *af.build(af.DistState(), plan)
 
     def train(self, batch, rate):
-        """What the two say and hold after a batch."""
+        """Train both on a batch; return the reports and the state of both."""
         told = {}
         for name, (plan, state, step) in self.runs.items():
             plan.optimizer.param_groups[0]["lr"] = rate
@@ -63,14 +63,15 @@ class Twins:
     ids=["adamw", "sgd"],
 )
 def twins(request):
-    """Compiled once for all examples: any two micro-batches, one of them a sample larger, are one graph."""
+    """Compile once for all examples: one graph takes two micro-batches of any size, also one sample
+    apart."""
     return Twins(request.param)
 
 
 @given(data=st.data(), half=st.integers(2, 6), rate=st.floats(1e-4, 1e-2), seed=st.integers(0, 9))
 @ours.share(1.2)
 def test_a_compiled_step_is_the_step(twins, data, half, rate, seed):
-    """Accumulated, clipped and scaled, with overflows: parameters, optimizer, scale and report."""
+    """The step accumulates, clips and scales, and some batches overflow."""
     generator, size = torch.Generator().manual_seed(seed), 2 * half + 1
     inputs = torch.randn(size, 3, generator=generator).double()
     targets = torch.randn(size, 1, generator=generator).double()
@@ -80,14 +81,14 @@ def test_a_compiled_step_is_the_step(twins, data, half, rate, seed):
     actual, expected = twins.train((inputs, targets), rate)
     assert actual["applied"] == expected["applied"] == (bad is None)
     loss, norm = (actual.pop(name) for name in ("loss", "norm"))
-    for name, value in (("loss", loss), ("norm", norm)):  # float32, as reports are
+    for name, value in (("loss", loss), ("norm", norm)):  # reports are in float32
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=0, equal_nan=True)
     ours.assert_close(actual, {name: expected[name] for name in actual})
 
 
 @functools.cache
 def not_compiled(transforms):
-    """What two processes say, once for all."""
+    """Run two processes without the compiler, once for all tests."""
     return run(2, transforms=transforms)
 
 
@@ -97,7 +98,8 @@ def not_compiled(transforms):
     "beside", ["", "af.checkpoint_activations(), "], ids=["alone", "checkpoint_activations"]
 )
 def test_a_compiled_loss_of_several_processes_is_one_process(wrap, scope, beside):
-    """In processes: the compiler says to all threads that they are compiled, which optimizers read."""
+    """The ranks are processes: the compiler marks all threads as compiling, which optimizers
+    check."""
     transforms = "af.accumulate(3), af.clip(0.5)"
     expected = not_compiled(transforms)
     compiling = f"{beside}af.compiled(scope={scope!r}), {transforms}"
@@ -136,7 +138,7 @@ def test_blocks_of_several_processes_are_compiled_once_however_many_they_are(wra
 
 @pytest.mark.parametrize("scope", ["loss", "blocks"])
 def test_shards_break_graphs_which_fullgraph_refuses_in_the_first_step(scope):
-    """Their hooks do, around each block."""
+    """FSDP's hooks around each block break the graph."""
     compiling = f"af.compiled(scope={scope!r}, fullgraph=True)"
     script = IN_PROCESSES.format(wrap="af.wrap_fsdp()", compiling=compiling)
     launch(script, expect=["Unsupported in step 0"] * 2)

@@ -49,14 +49,14 @@ ELSEWHERE = {
 
 
 PRECISIONS = {
-    "float64": (torch.float64, af.with_amp("bf16")),  # in which autocast leaves everything alone
+    "float64": (torch.float64, af.with_amp("bf16")),  # under which autocast changes nothing
     "bf16": (torch.float32, af.with_amp("bf16")),
     "fp16": (torch.float32, af.with_amp("fp16", init_scale=2.0**8)),
 }
 
 
 def changed(**instead):
-    """The transforms, some of them others, in the order listed."""
+    """Return the transforms in this order, with some replaced."""
     return {**TRANSFORMS, **instead}
 
 
@@ -99,14 +99,15 @@ def test_any_order_of_transforms_is_the_same_step_to_the_bit(
 )
 @ours.share(0.2)
 @given(data=st.data())
-# torch's compiler looks at the gradients of tensors that have none.
+# torch's compiler reads the gradients of tensors that have none, which warns.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_any_order_is_the_same_where_not_all_go_together(name, world_size, data):
     transforms = {**TRANSFORMS, name: MORE[name]}
     for each in ELSEWHERE[name]:
         del transforms[each]
     order = data.draw(st.permutations(list(transforms)))
-    turned = {each: transforms[each] for each in reversed(order)}  # any two the other way round
+    # each pair of transforms in the reverse order
+    turned = {each: transforms[each] for each in reversed(order)}
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(8, 3, generator=generator) for _ in range(2)]
     batches = [(each, each.sum(dim=1, keepdim=True)) for each in inputs]
@@ -120,7 +121,7 @@ def assert_order_does_not_matter(model, parts, transforms, order):
     for (losses, parameters), (expected_losses, expected) in zip(permuted, listed, strict=True):
         ours.assert_identical(parameters, expected)
         assert losses == expected_losses
-        assert not torch.equal(parameters["2.weight"], model[2].weight)  # and it did train
+        assert not torch.equal(parameters["2.weight"], model[2].weight)  # the plan did train
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -162,7 +163,7 @@ def slots(plan):
 
 @st.composite
 def transforms(draw, max_size=3):
-    every = {**TRANSFORMS, **MORE}  # nothing is refused before `build`
+    every = {**TRANSFORMS, **MORE}  # refusals come only from `build`
     names = draw(st.lists(st.sampled_from(list(every)), max_size=max_size))
     return [every[name] for name in names]
 

@@ -17,7 +17,7 @@ from tests.processes import launch
 
 
 def one_process(model, batch):
-    """Contrastive, with a batch norm by hand and a temperature of the first sample; no rank is known."""
+    """A contrastive loss with batch statistics by hand, written for one process."""
     inputs, targets = batch
     out = model(inputs)
     keys = F.normalize(torch.cat([out, inputs], 1))
@@ -29,7 +29,7 @@ def one_process(model, batch):
 
 
 def all_ranks(state):
-    """The same: this rank's rows against those of all."""
+    """The same loss over this rank's rows against those of all ranks."""
 
     def loss_fn(model, batch):
         inputs, targets = batch
@@ -48,7 +48,7 @@ def all_ranks(state):
 
 
 def put_back_by_hand(state):
-    """The loss of the whole batch on every rank, its own rows put in their place."""
+    """The loss of the whole batch on every rank, with its own rows put back."""
 
     def loss_fn(model, batch):
         out = model(batch[0])
@@ -73,7 +73,7 @@ def trained(state, loss_of, parts, wrap):
 
 @st.composite
 def dealt(draw):
-    """Global batches, and parts of at least a row for every rank."""
+    """Draw global batches, with at least one row for every rank."""
     batches = draw(strategies.batches(num_batches=2))
     world_size = draw(strategies.world_sizes(min(4, *map(af.num_samples, batches))))
     extra = [
@@ -99,11 +99,12 @@ def test_a_loss_over_all_rows_trains_as_in_one_process(loss_of, wrap, dealt):
     ranks = simulate(lambda state: trained(state, loss_of, parts, wrap), world_size=len(parts))
     for found, actual in ranks:
         ours.assert_close(actual, expected)
-        assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
+        assert found == pytest.approx(losses, rel=1e-6)  # the report is in float32
 
 
 def spread(state):
-    """The variance of the global batch, by collectives of tensors alone, which one rank's graph may hold."""
+    """Return the variance of the global batch, from collectives of tensors, which the graph of one
+    rank can hold."""
 
     def loss_fn(model, batch):
         out = model(batch[0])
@@ -118,7 +119,8 @@ def spread_in_one_process(model, batch):
     return (out - out.mean()).square().mean() + (out @ out.T).square().mean()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile's
+# torch.compile raises this warning itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     ("wrap", "world_size"),
     [

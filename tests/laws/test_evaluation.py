@@ -1,4 +1,4 @@
-"""evaluate: the one-process figures, whatever the data set size, the batches and the ranks."""
+"""evaluate returns the figures of one process, for any data set size, batches and ranks."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def assert_same(found, expected):
 def test_any_ranks_give_the_figures_of_one_process(
     world_size, more_samples, larger_batch, num_microbatches, shuffle
 ):
-    """Any data set and batch with a sample for every rank: 1 to 60 samples."""
+    """Data sets have 1 to 60 samples, and batches have one for every rank."""
     data = regression_data(world_size + more_samples)
     batch_size = world_size + larger_batch
     expected = by_hand(ours.regression_model(), data)
@@ -99,7 +99,7 @@ def test_a_loss_over_tokens_is_the_mean_over_all_tokens(num_samples, batch_size,
 
 
 def test_row_4_a_mean_over_15_and_3_tokens_is_over_18_tokens():
-    """Where the mean of the two ranks' means is far from it."""
+    """The mean of the two ranks' means would be far off."""
     data = token_data(6)
     for i, count in enumerate([6, 6, 3, 1, 1, 1]):
         data[i]["labels"] = torch.where(torch.arange(6) < count, i % ours.NUM_CLASSES, -100)
@@ -135,7 +135,7 @@ def assert_same_token_loss(data, batch_size, world_size):
 
 @pytest.mark.parametrize(("sizes", "world_size"), [((9, 6), 2), ((1, 4), 1)])
 def test_row_3_a_mean_of_rank_means_is_not_the_mean(sizes, world_size):
-    """9 and 6 samples: a mean of means is off by percents, a sum over counts is not."""
+    """With 9 and 6 samples, a mean of means is off by percents; a sum over counts is exact."""
     data = regression_data(sum(sizes))
     expected = by_hand(ours.regression_model(), data)
     for found in simulate(lambda state: evaluated(state, data, 15, 1), world_size=world_size):
@@ -143,7 +143,7 @@ def test_row_3_a_mean_of_rank_means_is_not_the_mean(sizes, world_size):
 
 
 def test_row_14_a_metric_of_objects_counts_every_sample_once_and_tells_what_it_raised():
-    """Seven samples in batches of 4 over two ranks, whose batches hold no tensor at all."""
+    """Two ranks hold seven samples in batches of 4, and the batches hold no tensor."""
     data = [{"id": i, "boxes": [i] * (i % 3)} for i in range(7)]
 
     def run(state):

@@ -1,4 +1,5 @@
-"""What was measured to go wrong elsewhere, row by row of docs/differences.md, and does not here."""
+"""The faults that were measured in accelerate, row by row of docs/differences.md, do not occur
+here."""
 
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ def data(num_samples):
 
 
 def trained_through_loader(num_samples, batch_size, world_size, num_microbatches, num_epochs):
-    """Parameters of every rank after epochs of shuffled batches with AdamW."""
+    """Return the parameters of every rank after epochs of shuffled batches with AdamW."""
     samples = data(num_samples)
 
     def run(state):
@@ -59,7 +60,8 @@ def test_epochs_of_any_length_train_what_one_process_trains(
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_row_8_two_optimizers_under_one_moving_scale_update_as_without(interval):
-    """The second update is unscaled by the scale of its own backward, whatever the first one did to it."""
+    """The second update is unscaled by the scale of its own backward, whatever the first one
+    changed."""
 
     def run(precision):
         state, models, steps = af.DistState(), [], []
@@ -82,7 +84,7 @@ def test_row_8_two_optimizers_under_one_moving_scale_update_as_without(interval)
     assert state.step == 4
     assert float(state.scaler.scale) == 4.0 * 2.0 ** (8 // interval)
     for moving, fixed in zip(scaled, still, strict=True):
-        # float16 rounds 11 bits of a gradient, at another exponent the same way but for subnormals
+        # float16 rounds to 11 bits, in the same way at any exponent except for subnormals
         ours.assert_close(moving, fixed, rtol=1e-3, atol=1e-4)
 
 

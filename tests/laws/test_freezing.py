@@ -1,4 +1,4 @@
-"""freeze: the loop in which these parameters have no gradient until then."""
+"""freeze is the loop in which these parameters have no gradient until then."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def by_hand(batches, names, until, max_norm, skipped=()):
 
 
 def spoilt(batches, skipped):
-    """Those whose update is to be skipped have no finite gradient."""
+    """Make the gradients of some batches non-finite, so that their updates are skipped."""
     return [
         (inputs * (float("inf") if number in skipped else 1.0), targets)
         for number, (inputs, targets) in enumerate(batches, start=1)
@@ -78,7 +78,7 @@ def spoilt(batches, skipped):
 def test_it_is_the_loop_without_these_gradients_in_any_order(
     batches, frozen, until, order, place, world_size, skipped
 ):
-    """An update that is skipped does not count."""
+    """A skipped update does not count."""
     names, meant = frozen
     expected = by_hand(batches, meant, until or 99, 0.1, skipped)
     transforms = [*order[:place], af.freeze(names, until=until), *order[place:]]
@@ -127,7 +127,7 @@ def built(recipe, *, late=False):
 @pytest.mark.parametrize("saved_after", [None, 2, 3])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_it_thaws_at_the_update_asked_for(tmp_path, until, skipped, saved_after, late):
-    """Whenever the run is stopped and goes on, and however late the host hears of an update."""
+    """The run may stop and resume anywhere, and the host may read the outcome of an update late."""
     first = {"0.weight": until, "2.bias": 4}
     recipe = af.compose(
         af.freeze("0", until=until), af.skip_nonfinite(), af.freeze("2.bias", until=4)

@@ -1,4 +1,4 @@
-"""Laws 2, 3 and 6 for wrap_fsdp: W ranks that hold a part of everything are one that holds all."""
+"""Laws 2, 3 and 6 for wrap_fsdp: W ranks with shards give the result of one rank."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ def test_any_ranks_are_one_rank(optimizer, dealt, num_microbatches):
     parts = ours.dealt(batches, sizes)
     for found, actual in ours.trained(ours.regression_model(), parts, recipe, optimizer=optimizer):
         ours.assert_close(actual, expected)
-        assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
+        assert found == pytest.approx(losses, rel=1e-6)  # the report is in float32
 
 
 @few
@@ -65,7 +65,7 @@ def test_a_batch_without_any_items_has_a_gradient_of_zero_as_on_one_rank(dealt):
 def test_the_norm_is_that_of_all_shards_and_what_is_clipped_by_it_is_within_the_bound(
     batches, max_norm, world
 ):
-    """With lr=1 and nothing else in the optimizer, what a step moves is the gradient."""
+    """With lr=1 and plain SGD, a step moves the parameters by the gradient."""
 
     def run(state, recipe):
         model = ours.regression_model()
@@ -85,7 +85,7 @@ def test_the_norm_is_that_of_all_shards_and_what_is_clipped_by_it_is_within_the_
     world_size, num_groups = world
     wrap = af.wrap_fsdp(replicate=num_groups)
     for norms in simulate(lambda state: run(state, wrap), world_size=world_size):
-        torch.testing.assert_close(norms, alone)  # both are reported in float32
+        torch.testing.assert_close(norms, alone)  # both reports are in float32
         assert norms[:, 1].max() <= max_norm * (1 + 1e-6)
 
 

@@ -1,4 +1,5 @@
-"""accumulate("auto"): out of memory on any rank, all do the batch again as if nothing had happened."""
+"""accumulate("auto"): if any rank runs out of memory, all repeat the batch, and nothing else
+changes."""
 
 import random
 
@@ -29,7 +30,7 @@ FULL = {
 
 
 class FailingBackward(torch.autograd.Function):
-    """The identity, whose backward finds no memory."""
+    """The identity, with a backward that runs out of memory."""
 
     @staticmethod
     def forward(ctx, value):
@@ -41,7 +42,8 @@ class FailingBackward(torch.autograd.Function):
 
 
 class Centred(nn.Module):
-    """Without a running mean, which moves in a forward that fails, too. (BatchNorm refuses one sample.)"""
+    """Batch statistics without running ones, which a failed forward would change; unlike BatchNorm
+    it takes one sample."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +60,8 @@ def model_with_statistics():
 
 
 def limited(limit, where="after", full=FULL["accelerator"]):
-    """A loss that takes at most so many samples at a time, and notices before, after or in the backward."""
+    """Make a loss that takes a limited number of samples, and fails before, after or in the
+    backward."""
 
     def loss_fn(model, batch):
         too_many = limit is not None and len(batch[0]) > limit
@@ -78,7 +81,7 @@ def make(state, loss_fn, recipe):
 
 
 def go_on(state, step, parts):
-    """Reports, parameters and buffers, and the last state."""
+    """Continue a run; return reports, parameters, buffers and the last state."""
     reports = []
     for part in parts:
         state, report = step(state, part)
@@ -92,18 +95,19 @@ def train(state, parts, loss_fn, recipe):
 
 
 def cut_into(counts):
-    """So many micro-batches of each batch in turn."""
+    """Make a split into these numbers of micro-batches, batch by batch."""
     left = iter(counts)
     return af.accumulate(1, split=lambda batch: split_batch(batch, num_parts=next(left)))
 
 
 def told_by(scaler):
-    """All that moves of a loss scale."""
+    """Return the values of a loss scale that change."""
     return scaler and (float(scaler.scale), int(scaler.good_steps), int(scaler.skipped))
 
 
 def assert_same_runs(runs, expected, counts):
-    """Bit for bit, of every rank: parameters, losses and scale, after so many micro-batches of each batch."""
+    """Assert equal bits on every rank: parameters, losses and scale, given the numbers of micro-
+    batches."""
     for (reports, actual, state), (plain, parameters, other) in zip(runs, expected, strict=True):
         ours.assert_identical(actual, parameters)
         assert [float(each.loss) for each in reports] == [float(each.loss) for each in plain]
@@ -112,7 +116,7 @@ def assert_same_runs(runs, expected, counts):
 
 
 def checked(parts, culprit, limit, where, recipe):
-    """Train where one rank has little room; it is the run that was cut so from the start.
+    """Train where one rank has little memory; assert that it equals the run that was cut so from the start.
 
     How many micro-batches were made of each batch, and the last state.
     """
@@ -164,9 +168,9 @@ def test_it_is_that_run_where_the_last_rank_alone_has_no_room(world_size, where)
 
 @pytest.mark.parametrize("where", ["after", "backward"])
 def test_a_batch_that_overflows_as_well_is_skipped_once(where):
-    """On the first rank, while the last one has no room."""
+    """The overflow is on the first rank; the last rank runs out of memory."""
     batches = fixed_batches(num=3, size=16)
-    batches[0][1][0] = float("inf")  # of the targets: buffers stay finite
+    batches[0][1][0] = float("inf")  # an infinite target, so that buffers stay finite
     parts = ours.dealt_evenly(batches, world_size=2)
     counts, last = checked(parts, 1, 1, where, scaled(8.0, growth_interval=2))
     assert counts == [8] * 3
@@ -175,7 +179,7 @@ def test_a_batch_that_overflows_as_well_is_skipped_once(where):
 
 @pytest.mark.parametrize("full", FULL.values(), ids=FULL)
 def test_random_generators_are_where_they_were(full):
-    """Dropout, NumPy's noise and Python's."""
+    """The loss uses dropout, and draws from NumPy and Python."""
 
     def run(loss_fn, recipe):
         torch.manual_seed(1), np.random.seed(1), random.seed(1)
@@ -218,7 +222,7 @@ def ones(num_samples):
 
 
 def save_after_one(folder, recipe, world_size):
-    """The checkpoint of a run that fits two samples at a time, after a batch of eight for each rank."""
+    """Save a run in which two samples fit, after one batch of eight samples per rank."""
 
     def run(state):
         state, step = make(state, limited(2), recipe)
@@ -229,7 +233,7 @@ def save_after_one(folder, recipe, world_size):
 
 
 def count_after(folder, recipe, world_size):
-    """The number of micro-batches that a run goes on with, where all fits."""
+    """Return the number of micro-batches with which a run continues when everything fits."""
 
     def run(state):
         state, step = make(state, ours.mse, recipe)
@@ -241,7 +245,7 @@ def count_after(folder, recipe, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_that_is_stopped_continues_with_as_many(tmp_path, world_size):
-    """Later batches would fit whole, and round otherwise."""
+    """Later batches would fit whole, and would round differently."""
     first, *rest = [fixed_batches(num=1, size=size)[0] for size in (8, 2, 2)]
     recipe = af.compose(af.wrap_ddp(), af.accumulate("auto"))
 
@@ -266,7 +270,7 @@ def test_a_run_that_is_stopped_continues_with_as_many(tmp_path, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_another_world_seeks_it_anew(tmp_path, world_size):
-    """There a rank has another part of the batch."""
+    """In another world, a rank has another part of the batch."""
     recipe = af.compose(af.wrap_ddp(), af.accumulate("auto"))
     save_after_one(tmp_path, recipe, world_size=2)
     assert count_after(tmp_path, recipe, world_size) == [1] * world_size
@@ -333,7 +337,7 @@ def test_it_cuts_by_rows_alone():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, whose memory can be capped")
 def test_an_accelerator_that_is_full_is_one_that_was_cut_from_the_start():
-    """Its own allocator says so; dropout draws from its own generator."""
+    """The device's allocator raises the error, and dropout draws from the device's generator."""
     inputs, targets = (each.cuda() for each in ones(8))
 
     def loss_fn(model, batch):
@@ -347,11 +351,11 @@ def test_an_accelerator_that_is_full_is_one_that_was_cut_from_the_start():
         state, step = make(af.DistState(device=torch.device("cuda")), loss_fn, recipe)
         return *go_on(state, step, [(inputs, targets)] * 3), torch.cuda.get_rng_state()
 
-    # Before the memory is capped: what the device's libraries keep for themselves is there then.
+    # First let the device's libraries allocate what they keep, then cap the memory.
     _, expected, state, standing = run(4)
     free_memory(state)
     total = torch.cuda.get_device_properties().total_memory
-    room_for_two = torch.cuda.memory_reserved() + 48 * 2**20  # 32 MiB of them, not 64
+    room_for_two = torch.cuda.memory_reserved() + 48 * 2**20  # 32 MiB of them fit, 64 do not
     torch.cuda.set_per_process_memory_fraction(room_for_two / total)
     try:
         reports, actual, _, stands = run("auto")

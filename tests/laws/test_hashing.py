@@ -1,4 +1,5 @@
-"""Files and their marks: what was written passes, whatever it was written of; a changed byte does not."""
+"""A file passes the check of its mark, whatever kind of memory it was written from; a changed byte
+fails."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from accel_fn.errors import CheckpointError
     place=st.integers(0, 10**6),
 )
 def test_a_mark_is_of_all_bytes_and_of_nothing_else(parts, block, piece, place):
-    """Blocks as small as the files of a test."""
+    """Blocks are as small as the files of a test."""
     content = b"".join(parts)
     with (
         mock.patch.multiple(hashing, _BLOCK=block, _PIECE=piece),

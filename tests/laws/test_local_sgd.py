@@ -1,4 +1,4 @@
-"""local_sgd: ranks train apart as by hand, and their mean is the one taken by hand."""
+"""local_sgd: each rank trains like a loop by hand, and the mean equals the mean by hand."""
 
 import copy
 
@@ -29,10 +29,10 @@ few, some = ours.share(0.5), ours.share(0.8)
 
 
 def trained_apart(parts, recipe, optimizer=ours.adamw):
-    """What every rank holds after each batch, and its reports."""
+    """Train on simulated ranks; return what every rank holds after each batch, and its reports."""
 
     def run(state):
-        model = ours.regression_model(seed=state.rank)  # of which rank 0's is taken
+        model = ours.regression_model(seed=state.rank)  # `build` replaces it by rank 0's
         made = optimizer(model.parameters())
         state, step = af.build(state, recipe(af.Plan(ours.mse, model, made)))
         trace, reports = [], []
@@ -81,7 +81,7 @@ MASKED = {
 @example(dealt=([MASKED] * 3, [[2, 2], [1, 3], [3, 1]]), num_microbatches=1)
 @example(dealt=([MASKED] * 2, [[0, 2, 2]] * 2), num_microbatches=2)
 def test_ranks_averaged_after_every_update_are_one_rank_for_any_weights(dealt, num_microbatches):
-    """Labels that count, of which a rank may have none."""
+    """The weights count labels, and a rank may have none."""
     batches, _ = dealt
     losses, expected = ours.trained_by_hand(
         ours.token_model(), batches, loss_fn=ours.token_loss, optimizer=ours.sgd
@@ -106,7 +106,7 @@ def test_ranks_averaged_after_every_update_are_one_rank_for_any_weights(dealt, n
     max_norm=st.sampled_from([None, 0.5]),
 )
 def test_ranks_apart_and_their_means_are_those_by_hand(dealt, every, num_microbatches, max_norm):
-    """Parameters and all that AdamW keeps, after every batch; clipped by the norm of each rank."""
+    """Parameters and AdamW's state agree after every batch, clipped by the norm of each rank."""
     parts = ours.dealt(*dealt)
     clip = af.compose() if max_norm is None else af.clip(max_norm)
     recipe = af.compose(clip, af.local_sgd(every), af.accumulate(num_microbatches))
@@ -189,7 +189,7 @@ def test_the_mean_of_equal_numbers_is_that_number_to_the_bit(values, dtype, weig
     weights=st.lists(st.integers(0, 9), min_size=2, max_size=4),
 )
 def test_the_mean_counts_a_rank_by_its_weight(seed, dtype, weights):
-    """To the rounding of the dtype; what lies across memory, and in pieces, too."""
+    """The mean agrees to the rounding of the dtype, also for transposed tensors and in pieces."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(), (3, 2), (4,)]
     drawn = [[torch.rand(each, generator=generator).to(dtype) for each in shapes] for _ in weights]
@@ -202,7 +202,8 @@ def test_the_mean_counts_a_rank_by_its_weight(seed, dtype, weights):
         return scalar, matrix, row
 
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    # Values below one: halves are rounded once, by a quarter of eps; wider ones in every operation.
+    # Values are below one: halves are rounded once, by a quarter of eps, wider dtypes in every
+    # operation.
     factor = 0.26 if dtype in (torch.float16, torch.bfloat16) else 8
     tolerance = {"rtol": 0.0, "atol": factor * torch.finfo(dtype).eps}
     for found in simulate(run, world_size=len(weights)):

@@ -1,4 +1,5 @@
-"""Metrics beside the loss: those of the whole global batch, for any ranks, micro-batches and weights."""
+"""Metrics beside the loss are those of the global batch, for any ranks, micro-batches and
+weights."""
 
 import json
 import math
@@ -17,7 +18,8 @@ from tests.processes import launch
 
 
 def measured(model, batch):
-    """The loss; means, a pair, numbers of Python's, whole numbers and truth values."""
+    """Return the loss, and metrics of every kind: means, a pair, Python numbers, integers and
+    bools."""
     inputs, targets = batch
     outputs = model(inputs)
     errors = (outputs - targets).squeeze(1)
@@ -32,7 +34,7 @@ def measured(model, batch):
 
 
 def expected_metrics(model, batch, num_parts=1):
-    """Those of one process and one batch."""
+    """Return the metrics of one process and one batch."""
     _, found = measured(model, batch)
     count, size = found["near"]
     return {
@@ -45,7 +47,8 @@ def expected_metrics(model, batch, num_parts=1):
 
 
 def run_measured(parts, recipe, loss_fn=measured, **options):
-    """Metrics of each rank and step, and evaluate's at the end; `parts[rank]` is that rank's batches."""
+    """Return the metrics of each rank and step, and evaluate's at the end; `parts[rank]` has that
+    rank's batches."""
 
     def run(state):
         model = ours.regression_model()
@@ -150,7 +153,7 @@ def test_a_step_in_one_graph_reports_metrics():
 
 @given(dealt=dealt_batches(strategies.batches(num_batches=1), 3))
 def test_evaluate_gives_the_metrics_of_the_loss(dealt):
-    """Also on ranks whose part has no items, which do not know the names."""
+    """Ranks whose part has no items get them too, although they do not know the names."""
     (batch,), sizes = dealt
     world_size = min(len(sizes[0]), len(batch[0]))
     data = torch.utils.data.TensorDataset(*batch)
@@ -192,12 +195,12 @@ def test_batches_without_items_have_no_names_and_then_nan():
 
 
 def other_names(rank, step):
-    """From this step on, the loss of one rank has another name among its metrics."""
+    """Make a loss of one rank that renames a metric from some step on."""
     calls = {}
 
     def loss_fn(model, batch):
         mine = int(batch[0][0, 0])
-        # The check of the first batch calls this in evaluation mode: that is no step.
+        # The check of the first batch calls this in evaluation mode, which is not a step.
         calls[mine] = calls.get(mine, 0) + model.training
         name = "other" if (mine, calls[mine]) == (rank, step) else "name"
         loss = ours.mse(model, batch)
@@ -265,7 +268,7 @@ WRONG = {
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", WRONG)
 def test_metrics_of_the_wrong_kind_are_refused_on_all_ranks(name, world_size):
-    """Also where a rank has no items, whose loss is not called."""
+    """The error comes also on a rank without items, whose loss is not called."""
     metrics, words = WRONG[name]
 
     def run(state):

@@ -1,4 +1,4 @@
-"""A step over the parts of a global batch is a step over the batch, whatever kind of mapping it is."""
+"""A step over the parts of a global batch is a step over the batch, for every kind of mapping."""
 
 import json
 from collections import UserDict
@@ -15,13 +15,14 @@ from tests.processes import launch
 
 
 class Encoding(UserDict):
-    """Stands for transformers' `BatchEncoding`: a mapping with attributes beside its items."""
+    """A stand-in for transformers' `BatchEncoding`: a mapping with attributes beside its items."""
 
     encodings = None
 
 
 def loss_of(model, batch):
-    """Wherever the two tensors are; an `Encoding` that is not one any more has no attribute."""
+    """Find the two tensors anywhere in the batch; an `Encoding` must have kept its class and its
+    attribute."""
     if isinstance(batch, UserDict):
         assert batch.encodings == "all"
         batch = (batch["x"], batch["y"])
@@ -45,7 +46,7 @@ KINDS = {"tuple": tuple, "list": list, "mapping": encoded}
 )
 @example(
     batches=[(torch.ones(2, 3).double(), torch.ones(2, 1).double())],
-    world_size=3,  # a rank has no rows
+    world_size=3,  # one rank has no rows
     num_microbatches=2,
 )
 def test_a_step_over_parts_is_a_step_over_the_batch(kind, batches, world_size, num_microbatches):
@@ -55,7 +56,7 @@ def test_a_step_over_parts_is_a_step_over_the_batch(kind, batches, world_size, n
     recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(num_microbatches))
     for found, actual in ours.trained(ours.regression_model(), parts, recipe, loss_fn=loss_of):
         ours.assert_close(actual, expected)
-        assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
+        assert found == pytest.approx(losses, rel=1e-6)  # the report is in float32
 
 
 @given(num_rows=st.integers(0, 20), world_size=st.integers(1, 9))

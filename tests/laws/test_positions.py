@@ -14,7 +14,7 @@ from tests import strategies as ours
 
 
 def scheduled(scheduler):
-    """A transform of the user's: one step of a scheduler per applied update."""
+    """Make a user's transform: one step of a scheduler per applied update."""
 
     def advance(state, report):
         if report.applied:
@@ -25,7 +25,7 @@ def scheduled(scheduler):
 
 
 def rates(batches, world_size, num_microbatches, poisoned):
-    """The learning rate of every applied update, on every rank."""
+    """Return the learning rate of every applied update, on every rank."""
 
     def run(state):
         model = ours.regression_model().float()
@@ -106,7 +106,7 @@ def test_stepping_twice_from_a_copy_of_everything_gives_the_same_twice(batches, 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_of_one_batch_outlive_those_of_the_next(world_size):
-    """DDP's gradients live in its buckets: what `grads` gives must not."""
+    """DDP's gradients live in its buckets; those that `grads` returns must not."""
 
     def run(state):
         state, step = ours.built(af.wrap_ddp(), state)
@@ -120,7 +120,7 @@ def test_gradients_of_one_batch_outlive_those_of_the_next(world_size):
 
 
 def test_a_gradient_function_may_ask_for_gradients_twice():
-    """The slot for SAM: what it asked for first is still there after it asked again."""
+    """SAM uses this slot: the first gradients are unchanged after the second call."""
     seen = []
 
     def twice(grad_fn):

@@ -1,4 +1,5 @@
-"""Preemption: asked on one rank, heard on all after the same step, and nothing else changes."""
+"""Preemption: a request on one rank reaches all ranks after the same step, and changes nothing
+else."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ RECIPES = {
 
 
 def train(state, recipe, asked):
-    """Some steps: what each said of an end, how many collectives it took, and the parameters.
+    """Train some steps; return each rank's stop flags, its number of collectives, and the parameters.
 
     `asked` is a set of (step, rank).
     """
@@ -44,7 +45,7 @@ def train(state, recipe, asked):
             preemption.ask()
         inputs = torch.full((state.rank * 2 % 5, 3), 0.1 * number + state.rank).double()
         before = state.group._get_sequence_number_for_group()
-        state, report = step(state, (inputs, inputs[:, :1] + 1))  # rank 0 has nothing
+        state, report = step(state, (inputs, inputs[:, :1] + 1))  # rank 0 has no samples
         stops.append(report.extras.get("stop"))
         counts.append(state.group._get_sequence_number_for_group() - before)
     tensors = ours.whole(model.state_dict())
@@ -65,7 +66,7 @@ def test_all_ranks_learn_of_it_after_the_same_step_which_is_the_step_it_is(
     heard = simulate(lambda state: train(state, RECIPES[recipe], asked), world_size=world_size)
     for (_, num_collectives, expected), (stops, counts, found) in zip(silent, heard, strict=True):
         assert stops == [number >= first for number in range(4)]
-        assert counts == num_collectives  # the word rides on one of them
+        assert counts == num_collectives  # the flag travels in a collective that exists anyway
         assert min(counts) > 0
         ours.assert_identical(found, expected)
 
@@ -93,7 +94,7 @@ def test_one_rank_reads_its_own_request(recipe):
     assert left.value.code == 75
 
 
-# Signals.
+# -- signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -107,7 +108,7 @@ def test_signals_are_noted_inside_and_obeyed_again_outside(number):
 
 
 def test_a_step_outside_of_with_is_refused():
-    """Its signals would end the process."""
+    """Outside of `with`, a signal would end the process."""
     state, step = ours.built(af.Preemption(), optimizer=ours.adamw)
     with pytest.raises(ValueError, match="train inside `with preemption:`"):
         step(state, (torch.ones(4, 3).double(), torch.zeros(4, 1).double()))
@@ -122,12 +123,12 @@ def test_one_inside_itself_ends_with_the_outer_one():
 
 
 def test_a_fork_obeys():
-    """A loader's worker must end when it is told to."""
+    """A loader's worker must end on SIGTERM."""
     up, say_up = os.pipe()
     with af.Preemption():
         pid = os.fork()
         if pid == 0:
-            os.write(say_up, b".")  # until now, Python forgets signals of its parent's time
+            os.write(say_up, b".")  # until now, Python ignores signals that came before the fork
             time.sleep(5)
             os._exit(3)
         os.read(up, 1)

@@ -1,4 +1,4 @@
-"""Law: reading ahead changes neither batches nor positions, wherever a run stops and goes on."""
+"""Law: prefetching changes neither batches nor positions, wherever a run stops and resumes."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ NUM_EPOCHS = 2
 def test_a_run_that_stops_and_continues_loses_and_repeats_nothing(
     num_samples, batch_size, world_size, depth, stops
 ):
-    """It stops after so many batches each time, and goes on from what its state says."""
+    """The run stops after some batches each time, and resumes from its state."""
 
     def run(state):
         def loader():

@@ -1,4 +1,4 @@
-"""Laws 2, 3 and 7 over real processes: the same numbers as the hand-written loop in this one."""
+"""Laws 2, 3 and 7 over real processes give the numbers of the loop by hand in this process."""
 
 import json
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ say(json.dumps([losses, applied, scale, parameters, num_graphs]))
 
 
 class Told(NamedTuple):
-    """What a rank says of its run; graphs are those that its steps had compiled."""
+    """Results of a rank; graphs are the number that its steps had compiled."""
 
     losses: list[float]
     applied: list[bool]
@@ -46,7 +46,7 @@ class Told(NamedTuple):
 
 
 def batches(kind):
-    """Five global batches of odd sizes, the last one smaller than three ranks."""
+    """Return five global batches of odd sizes, the last one smaller than three ranks."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +63,7 @@ def batches(kind):
 
 
 def shard(batch, state, index):
-    """An uneven deal: every other batch leaves rank 0 with nothing."""
+    """Split unevenly: every other batch leaves rank 0 without samples."""
     from accel_fn import num_samples
 
     if index % 2:
@@ -76,7 +76,7 @@ def shard(batch, state, index):
 
 
 def run(num_processes, **settings):
-    """What every rank says of its run."""
+    """Train in real processes; return the results of every rank."""
     import torch
 
     defaults = {"model": "regression_model", "loss": "mse", "weight_fn": "", "poisoned": -1}
@@ -111,7 +111,7 @@ def test_processes_and_microbatches_are_one_process_and_one_batch(num_processes,
     losses, expected = ours.trained_by_hand(ours.regression_model(), batches("mse"), max_norm=0.5)
     for told in run(num_processes, wrap=wrap, transforms="af.accumulate(2), af.clip(0.5)"):
         ours.assert_close(told.parameters, expected)
-        assert told.losses == pytest.approx(losses, rel=1e-6)  # reported in float32
+        assert told.losses == pytest.approx(losses, rel=1e-6)  # the report is in float32
         assert (told.applied, told.scale) == ([True] * 5, None)
 
 

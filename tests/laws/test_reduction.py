@@ -18,12 +18,12 @@ from tests.processes import launch
 
 
 def summed(model, batch):
-    """The sum over samples."""
+    """Return the sum over samples."""
     return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
 
 
 def trained(parts, recipe, loss_fn=summed, check_loss=True, **options):
-    """Loss of each step and parameters at the end, of each rank."""
+    """Return the losses of each step and the parameters at the end, of each rank."""
 
     def run(state):
         model = ours.regression_model()
@@ -99,7 +99,7 @@ def test_another_reduction_is_refused_on_every_rank(recipe, world_size, loss_fn,
 
 @pytest.mark.parametrize(("recipe", "world_size"), CUT)
 def test_what_is_neither_is_not_refused(recipe, world_size):
-    """A loss over pairs of samples, say: it stands in a line of explain."""
+    """A loss over pairs of samples is such a case; a line of `explain` reports it."""
 
     def loss_fn(model, batch):
         outputs = model(batch[0])
@@ -145,7 +145,7 @@ def test_the_comparison_is_made_once():
 
 
 class Marked(nn.Module):
-    """Everything that a forward may change: buffers, attributes, generators, modes, gradients."""
+    """A model whose forward changes buffers, attributes, generators, modes and gradients."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +208,7 @@ def test_a_comparison_that_fails_is_left_to_the_step():
 
 
 def causal_loss(model, batch):
-    """A mean over labels that leaves out the first of each row, as transformers' language models do."""
+    """A mean over labels without the first of each row, as in transformers' language models."""
     logits = model(batch["inputs"])[:, :-1].flatten(0, 1)
     return F.cross_entropy(logits, batch["labels"][:, 1:].flatten())
 

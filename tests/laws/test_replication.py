@@ -1,4 +1,4 @@
-"""check_replicas: one that has drifted is told of on every rank, at the next comparison."""
+"""check_replicas: every rank raises at the next comparison after a replica has drifted."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 def test_the_first_parameter_that_differs_is_named_on_every_rank(
     world_size, every, bad_step, one_is_bad, rank, bad_names
 ):
-    """By one bit of one number."""
+    """The difference is one bit of one number."""
     one = {rank % world_size}
     bad_ranks = one if one_is_bad else set(range(world_size)) - one
     told_at = -(-bad_step // every) * every
@@ -120,7 +120,7 @@ def test_a_tensor_of_any_shape_has_a_fingerprint(tensor):
 
 @pytest.mark.slow
 def test_groups_of_shards_are_compared_shard_by_shard():
-    """Ranks 0 and 2 hold one half of each parameter, 1 and 3 the other."""
+    """Ranks 0 and 2 hold one half of each parameter, ranks 1 and 3 the other."""
 
     def run(state, bad_rank):
         model = ours.regression_model()

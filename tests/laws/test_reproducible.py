@@ -22,7 +22,7 @@ WORLDS = (1, 2, 4, 8)
 
 
 class Net(nn.Module):
-    """A layer between, of which a second head is used for samples of a kind alone."""
+    """A model with two heads; only some samples use the second one."""
 
     def __init__(self, between=()):
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 def batches(num=20, size=24):
-    """In the first ones no sample is of the kind that needs the second head."""
+    """Return batches; no sample of the first ones needs the second head."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for index in range(num):
@@ -54,14 +54,15 @@ def batches(num=20, size=24):
 
 
 def built(state, recipe, model=None, loss_fn=ours.mse):
-    """With reproducible, unless the recipe holds it."""
+    """Build with `reproducible`, unless the recipe holds it."""
     model = Net() if model is None else model
     plan = recipe(af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), lr=0.05)))
     return af.build(state, plan if plan.strategy else af.reproducible()(plan))
 
 
 def train(state, step, data):
-    """The state, and what every report said. A rank's part is in its own memory, as from a loader."""
+    """Train on a rank; return the state and all reports. The rank's part is copied, as by a
+    loader."""
     said = []
     for batch in data:
         part = tuple(each.tensor_split(state.world_size)[state.rank].clone() for each in batch)
@@ -79,7 +80,7 @@ def sha256(tensors):
 
 
 def kept(state, step):
-    """Parameters, buffers, what the optimizer and the transforms remember, and the loss scale."""
+    """Return parameters, buffers, the state of optimizer and transforms, and the loss scale."""
     keeping = [
         each.state_dict() for each in (*step.plan.accept, *step.plan.after_update) if keeps(each)
     ]
@@ -95,7 +96,7 @@ def keeps(transform):
 
 
 def fingerprint(state, recipe, data=None, **settings):
-    """Of all that is kept, losses, norms and accept."""
+    """Hash everything that is kept, with losses, norms and verdicts."""
     state, step = built(state, recipe, **settings)
     state, said = train(state, step, batches() if data is None else data)
     return sha256([*kept(state, step), *said])
@@ -112,7 +113,8 @@ def fingerprints(recipe, worlds=WORLDS, **settings):
 
 
 def test_twenty_updates_have_one_hash_for_every_number_of_ranks():
-    """AdamW, dropout, clipping; in some slots, and in the first updates, a head is not used."""
+    """The run has AdamW, dropout and clipping; some slices and the first updates do not use one
+    head."""
     assert len(fingerprints(af.clip(0.5))) == 1
 
 
@@ -131,9 +133,7 @@ def test_a_run_that_resumes_with_other_numbers_of_ranks_has_that_hash_too(names,
     def leg(state, stop):
         model = Net()
         with torch.no_grad():
-            model.heads[0].bias += state.rank + len(
-                heard
-            )  # of which what is loaded takes the place
+            model.heads[0].bias += state.rank + len(heard)  # a checkpoint replaces these parameters
         state, step = built(state, recipe, model)
         state = af.load(tmp_path, state, step) if heard else state
         state, said = train(state, step, batches()[state.step : stop])
@@ -151,7 +151,7 @@ def test_a_run_that_resumes_with_other_numbers_of_ranks_has_that_hash_too(names,
 
 
 def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
-    """Where it drops a last batch that is short; else that is refused, on all ranks."""
+    """With `drop_last`, a short last batch is dropped; without, all ranks refuse it."""
     data = list(zip(*batches(1, 44)[0], strict=True))
 
     def run(state, drop_last):
@@ -178,7 +178,8 @@ def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
 
 
 def follow_loss(plan):
-    """The learning rate falls with every loss that is no better than those before."""
+    """Make a schedule: the learning rate falls with every loss that is no better than those
+    before."""
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(plan.optimizer, patience=0)
     return af.schedule(scheduler, metric=lambda report: report.loss)(plan)
 
@@ -204,7 +205,7 @@ EXCLUSIVE = [{"fp16", "bf16"}, {"schedule", "plateau"}]
 
 
 def spoilt(num_batches, size, bad_row):
-    """Where a row is named, the gradients of the second batch are not finite and those of the fourth huge."""
+    """Make a row of the second batch non-finite and one of the fourth huge, if rows are named."""
     data = batches(num_batches, size)
     if bad_row is not None:
         data[1][1][bad_row % size] = 1e30
@@ -230,7 +231,7 @@ def spoilt(num_batches, size, bad_row):
 )
 @example(chosen=["plateau"], num_virtual_ranks=4, samples=2, bad_row=None)
 def test_it_holds_with_every_transform(chosen, num_virtual_ranks, samples, bad_row):
-    if not {"fp16", "norm", "spikes"} & set(chosen):  # nobody skips what is bad
+    if not {"fp16", "norm", "spikes"} & set(chosen):  # no transform skips bad updates
         bad_row = None
     data = spoilt(6, num_virtual_ranks * samples, bad_row)
     recipe = af.compose(af.reproducible(num_virtual_ranks), *[RECIPES[name] for name in chosen])
@@ -267,7 +268,7 @@ def test_every_number_of_ranks_skips_the_updates_that_would_do_harm(name, made, 
     k=st.integers(1, 3),
 )
 def test_it_is_the_mean_over_the_global_batch(data, num_virtual_ranks, k):
-    """Equal to the loop by hand: of labels, where some slots have none that count."""
+    """The mean is over labels; some slices have none that count."""
     data = [
         {key: each.repeat_interleave(num_virtual_ranks, dim=0) for key, each in batch.items()}
         for batch in data
@@ -306,7 +307,8 @@ def test_a_batch_that_counts_for_nothing_is_a_gradient_of_zero_everywhere():
 
 
 def test_where_in_memory_a_slot_begins_does_not_matter():
-    """Linear layers of such a shape round otherwise where that is not a multiple of so many bytes."""
+    """Linear layers of this shape round differently if an address is no multiple of some number of
+    bytes."""
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(16, 5, generator=generator)
     data = [
@@ -340,7 +342,7 @@ def test_a_request_from_one_rank_reaches_all_after_the_same_step():
 
 
 def drawing(drawn):
-    """A loss that draws from every generator, and notes for which sample it was."""
+    """Make a loss that draws from every generator, and records for which sample."""
 
     def loss_fn(model, batch):
         numbers = (torch.rand(()).item(), random.random(), np.random.random())
@@ -351,7 +353,7 @@ def drawing(drawn):
 
 
 def draws(world_size, *, seed=0, num_steps=2):
-    """What was drawn, by the number of the sample that a slot begins with."""
+    """Return the draws by the first sample of each slice."""
     drawn = {}
     data = [
         (torch.ones(8, 3), torch.arange(8.0).unsqueeze(1) + 8 * index) for index in range(num_steps)
@@ -443,7 +445,7 @@ def test_ranks_start_from_the_parameters_of_the_first():
     ids=["of the slot alone", "frozen", "GroupNorm"],
 )
 def test_normalisation_that_takes_no_statistics_is_as_any_layer(make):
-    """Each rank has a model of its own."""
+    """Each rank makes a model of its own."""
     found = {
         each
         for world_size in (1, 4)

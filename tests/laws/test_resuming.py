@@ -1,4 +1,4 @@
-"""Law 9: stop anywhere, go on at any world size; nothing shows."""
+"""Law 9: a run that stops anywhere and resumes at any world size equals one that does not stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from tests import strategies as ours
 
 
 def batch_of(index: int, *, is_spoilt: bool):
-    """A global batch of any size: one of four ranks may have none. A spoilt one overflows on the last."""
+    """Make a global batch of any size; one of four ranks may get nothing, and a spoilt one
+    overflows on the last."""
     generator = torch.Generator().manual_seed(index)
     inputs = torch.randn(3 + index % 4, 3, generator=generator).double()
     targets = torch.randn(len(inputs), 1, generator=generator).double()
@@ -59,7 +60,7 @@ def copied(tensors):
 
 
 class Rank:
-    """One of a run's: what it trains, and how far it is."""
+    """One rank of a run: its model, step, loader and state."""
 
     def __init__(self, state, wrap, *, seed):
         plan = ours.plan(model=ours.regression_model(seed), optimizer=ours.adamw)
@@ -76,7 +77,7 @@ class Rank:
         finish_writing(self.step.notes, self.state, "save")
 
     def train(self, batch):
-        """The loss, to the bit."""
+        """Train on a batch; return the loss, to the bit."""
         self.state, report = self.step(self.state, part(batch, self.state))
         return float(report.loss).hex()
 
@@ -85,7 +86,7 @@ class Rank:
 
 
 class World:
-    """Simulated ranks that live until they are killed, and do in between what they are asked."""
+    """Simulated ranks that live until they are killed, and run functions in between."""
 
     def __init__(self, kind, *, seed):
         world_size, sharded = kind
@@ -106,7 +107,7 @@ class World:
         self._thread.start()
 
     def each(self, ask: Callable[[Rank], object]):
-        """What every rank says to it, in order of rank."""
+        """Call a function on every rank; return the results in rank order."""
         for asked in self._asked:
             asked.put(ask)
         answers, errors = zip(*[said.get() for said in self._said], strict=True)
@@ -118,12 +119,13 @@ class World:
         for asked in self._asked:
             asked.put(None)
         self._thread.join()
-        gc.collect()  # errors hold on to ranks, and those to the lock of their folder
+        gc.collect()  # errors keep ranks alive, and those keep the lock of their folder
 
 
 @contextmanager
 def killed_after(num_files):
-    """After so many files no more is written but a half of the next, and nobody clears up."""
+    """Kill the save after some files: half of the next file is written, and nothing is cleaned
+    up."""
     write, left = write_module.write_file, itertools.count(num_files, -1)
 
     def writing(path, data):
@@ -144,10 +146,8 @@ WORLDS = st.tuples(st.integers(1, 4), st.booleans())
 
 
 class Runs(RuleBasedStateMachine):
-    """Runs over one folder, one after another, and what none of them may differ from.
-
-    Each kind says what that is (`advance`), and how exactly it holds (`assert_equal`).
-    """
+    """A state machine of runs over one folder. Each subclass defines how a run advances (`advance`)
+    and how exactly two results must agree (`assert_equal`)."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ class Runs(RuleBasedStateMachine):
         self.expected = [(None, *self.world.each(Rank.parameters))]
 
     def check(self):
-        """All ranks are where they are expected."""
+        """Assert that all ranks are at the expected position."""
         _, expected = self.expected[self.now]
         skipped = len([index for index in self.spoilt if index < self.now])
         for state, found in self.world.each(lambda rank: (rank.state, rank.parameters())):
@@ -169,7 +169,7 @@ class Runs(RuleBasedStateMachine):
             assert int(state.scaler.skipped) == skipped
 
     def begin(self, kind):
-        self.world = World(kind, seed=5)  # other values than those saved
+        self.world = World(kind, seed=5)  # other values than the saved ones
         self.world.each(lambda rank: rank.load(self.folder.name))
         self.now = self.newest
         self.check()
@@ -188,7 +188,7 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: len(self.expected) - 1 not in self.spoilt)
     @rule()
     def overflow(self):
-        """In the first batch that nobody has seen yet."""
+        """Train on a batch that overflows."""
         self.spoilt.add(len(self.expected) - 1)
 
     @rule(wait=st.booleans())
@@ -198,14 +198,14 @@ class Runs(RuleBasedStateMachine):
 
     @rule(kind=WORLDS)
     def kill(self, kind):
-        self.world.each(Rank.finish)  # it writes from this process, which lives on
+        self.world.each(Rank.finish)  # the writing thread belongs to this process, which survives
         self.world.kill()
         self.begin(kind)
 
     @rule(num_files=st.integers(0, 20), wait=st.booleans(), kind=WORLDS)
     def kill_while_it_saves(self, num_files, wait, kind):
-        """Or just after, where the files are fewer."""
-        self.world.each(Rank.finish)  # of the save before, which is not what is killed
+        """Kill the run during a save, or just after it if there are fewer files."""
+        self.world.each(Rank.finish)  # this waits for the earlier save, which must not be killed
         before = self.newest
         try:
             with killed_after(num_files):
@@ -224,7 +224,7 @@ class Runs(RuleBasedStateMachine):
 
 
 class RunsOfAnyWorlds(Runs):
-    """Beside the loop by hand."""
+    """Runs at any world sizes, compared with the loop by hand."""
 
     assert_equal = staticmethod(ours.assert_close)
 
@@ -234,14 +234,14 @@ class RunsOfAnyWorlds(Runs):
         self.optimizer = ours.adamw(self.model.parameters())
 
     def advance(self, batch):
-        """The parameters after an update that nobody has made yet."""
+        """Make an update; return the parameters."""
         if batch[0].isfinite().all():
             reference.train(self.model, ours.mse, self.optimizer, [batch], max_norm=0.5)
         return None, copied(self.model.state_dict())
 
 
 class RunsOfOneWorld(Runs):
-    """Beside one that is never stopped, of as many ranks."""
+    """Runs of one world size, compared with a run that never stops."""
 
     assert_equal = staticmethod(ours.assert_identical)
 
@@ -252,7 +252,7 @@ class RunsOfOneWorld(Runs):
         self.kill(kind)
 
     def advance(self, batch):
-        """The loss of it, too."""
+        """Make an update; return its loss too."""
         loss, *_ = self.never_stopped.each(lambda rank: rank.train(batch))
         parameters, *_ = self.never_stopped.each(Rank.parameters)
         return loss, parameters
@@ -267,7 +267,8 @@ class RunsOfOneWorld(Runs):
 
 @pytest.mark.parametrize("runs", [RunsOfAnyWorlds, RunsOfOneWorld])
 def test_runs_that_are_stopped_anywhere_are_one_that_is_not(runs):
-    """By hand to rounding at any world sizes; at one to the bit, losses of steps that are made again too."""
+    """Results equal the loop by hand to rounding; at one world size, also repeated losses are equal
+    to the bit."""
     run_state_machine_as_test(runs, settings=settings(ours.share(0.2), stateful_step_count=20))
 
 
@@ -285,15 +286,16 @@ def test_runs_at_four_worlds_killed_in_two_saves_are_the_one_by_hand():
     runs.train(2)
     runs.kill((3, True))
     runs.train(1)
-    runs.kill_while_it_saves(num_files=7, wait=True, kind=(2, False))  # of 8
+    runs.kill_while_it_saves(num_files=7, wait=True, kind=(2, False))  # of 8 files
     runs.train(2)
-    runs.kill_while_it_saves(num_files=5, wait=False, kind=(1, False))  # all but the manifest
+    runs.kill_while_it_saves(num_files=5, wait=False, kind=(1, False))  # all files but the manifest
     runs.train(3)
     runs.teardown()
 
 
 def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
-    """A rate that moves, an average, parameters that thaw, norms that are looked back on: as on one rank."""
+    """A schedule, an average, thawing parameters and a window of norms give the result of one
+    rank."""
     data = [batch_of(index, is_spoilt=index == 5) for index in range(9)]
     recipe = af.compose(
         af.accumulate(2),
@@ -307,7 +309,7 @@ def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
 
     def leg(state, folder, wrap, stop):
         goes_on = af.latest(folder) is not None
-        model = ours.regression_model(seed=5 if goes_on else 0)  # other values than those saved
+        model = ours.regression_model(seed=5 if goes_on else 0)  # other values than the saved ones
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
         state, step = af.build(state, af.compose(wrap, recipe)(plan))
         if goes_on:
@@ -324,7 +326,8 @@ def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
         return found, applied, plan.optimizer.param_groups[0]["lr"]
 
     def run(folder, *legs):
-        """What every rank of the last one ends with, and the accept of all steps."""
+        """Run one world after another; return what every rank of the last one holds, and all
+        verdicts."""
         accept = []
         for world_size, *way in legs:
             ends = simulate(lambda state, way=way: leg(state, folder, *way), world_size=world_size)

@@ -1,4 +1,4 @@
-"""Law 8 for samplers of the user's own: one order, whoever runs it; seeking is iterating."""
+"""Law 8 for users' samplers: one order on every rank, and seeking equals iterating."""
 
 import random
 from itertools import chain
@@ -21,7 +21,7 @@ from tests import strategies as ours
 
 
 class Global:
-    """Draws from the three global generators, without replacement."""
+    """A sampler that draws from the three global generators, without replacement."""
 
     def __init__(self, num_samples, sized):
         self.num_samples = num_samples
@@ -38,13 +38,13 @@ class Global:
 
 
 class Unsized(Global):
-    """The same, and does not say how many."""
+    """The same sampler without a length."""
 
     __len__ = None
 
 
 class Buckets:
-    """A batch sampler whose batches are of any sizes."""
+    """A batch sampler with batches of any sizes."""
 
     def __init__(self, sizes):
         self.sizes = sizes
@@ -63,7 +63,7 @@ ONCE = ("own", "unsized", "subset", "buckets")
 
 @st.composite
 def sampled(draw, min_samples=1, max_world=8):
-    """A world, what a loader over a sampler is given, and of which kind that is."""
+    """Draw a world size, a sampler and its kind."""
     world_size = draw(st.integers(1, max_world))
     kind = draw(st.sampled_from([*ONCE, "weighted", "again"]))
     if kind == "buckets":
@@ -86,7 +86,8 @@ def sampled(draw, min_samples=1, max_world=8):
 
 
 def passes(case, world_size, *, seed, step=0, num_epochs=2, num_workers=0):
-    """[rank][batch] of `num_epochs` epochs, the batches of an epoch, and what `len` says."""
+    """Return [rank][batch] of `num_epochs` epochs, the batches of an epoch, and what `len`
+    returns."""
     _, _, num_samples, options = case
     data = TensorDataset(torch.arange(num_samples))
 
@@ -104,7 +105,7 @@ def passes(case, world_size, *, seed, step=0, num_epochs=2, num_workers=0):
 
 
 def in_all(ranks):
-    """Global batches, epoch by epoch, out of every rank's parts."""
+    """Join every rank's parts to global batches, epoch by epoch."""
     epochs = zip(*[seen for seen, _ in ranks], strict=True)
     return [
         [list(chain.from_iterable(parts)) for parts in zip(*epoch, strict=True)] for epoch in epochs
@@ -112,12 +113,12 @@ def in_all(ranks):
 
 
 def flat(ranks):
-    """[rank][batch], epoch after epoch."""
+    """Flatten to [rank][batch], epoch after epoch."""
     return [list(chain.from_iterable(epochs)) for epochs, _ in ranks]
 
 
 def check(case, seed, num_workers=0):
-    """The law."""
+    """Check the law for one sampler."""
     world_size, kind, num_samples, options = case
     ranks = passes(case, world_size, seed=seed, num_workers=num_workers)
     alone = in_all(passes(case, 1, seed=seed))

@@ -22,7 +22,8 @@ OPTIMIZERS = {
 
 
 def scaled(init_scale, growth_interval=2000):
-    """Loss scaling without autocast, so that float64 can show what scaling alone does."""
+    """Return a transform that scales the loss without autocast, so that float64 shows the effect of
+    scaling alone."""
     rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": growth_interval}
     start = partial(scale_loss, init_scale=init_scale, **rule)
     return lambda plan: replace(plan, init_state=(*plan.init_state, start))
@@ -56,7 +57,8 @@ WRAPPED += [
 def test_an_overflow_on_one_rank_skips_the_update_on_all(
     optimizer, wrap, batches, poisoned, world_size, culprit, bad
 ):
-    """Equal to the reference loop over the other batches; also where the first of all is skipped."""
+    """The result equals the reference loop over the other batches, also if the first batch is
+    skipped."""
     optimizer = OPTIMIZERS[optimizer]
     clean = [batch for batch, is_bad in zip(batches, poisoned, strict=False) if not is_bad]
     _, expected = ours.trained_by_hand(
@@ -140,7 +142,8 @@ def test_float16_autocast_skips_halves_and_continues(fused, world_size):
 
 
 def test_two_float16_steps_share_one_scale():
-    """A second step's overflow does not touch what the first has done: each unscales by its own seed."""
+    """The second step's overflow does not change the first one's update: each unscales by its own
+    seed."""
     models = [ours.regression_model().float() for _ in range(2)]
     state = af.DistState()
     steps = []
@@ -162,14 +165,14 @@ def test_two_float16_steps_share_one_scale():
     )
     lone_step(lone_state, batch)
     assert (before, bool(report.applied)) == (128.0, True)
-    # the float16 backward of a scale of 128 rounds as that of 256 does: no subnormals here
+    # without subnormals, the float16 backward rounds alike under scales of 128 and 256
     ours.assert_identical(models[1].state_dict(), lone.state_dict())
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("recipe", [af.clip_value(0.1), af.clip(0.1)], ids=["clip_value", "clip"])
 def test_what_transforms_make_of_an_overflow_does_not_hide_it(recipe, bad):
-    """clip_value would turn an infinity into its bound: the verdict comes first."""
+    """clip_value would turn an infinity into its bound, so the check comes first."""
     state, step = ours.built(af.compose(scaled(8.0), recipe))
     state, report = step(state, (torch.full((2, 3), bad).double(), torch.ones(2, 1).double()))
     assert not report.applied

@@ -36,7 +36,7 @@ SCHEDULERS = {
 
 
 def warm_up(num_updates):
-    """Linear over three updates, then falling."""
+    """Rise linearly over three updates, then fall."""
     return min((num_updates + 1) / 3, 3 / (num_updates + 1))
 
 
@@ -49,7 +49,7 @@ def fused(parameters):
 
 
 def by_hand(batches, skipped, make_scheduler, optimizer):
-    """The rates of the updates that are made, and the parameters, of a plain loop."""
+    """Return the rates of the applied updates, and the parameters, of a plain loop."""
     model = ours.regression_model()
     optimizer = optimizer(model.parameters())
     scheduler = make_scheduler(optimizer)
@@ -66,7 +66,7 @@ def by_hand(batches, skipped, make_scheduler, optimizer):
 
 
 def scheduled(state, parts, skipped, recipe, optimizer):
-    """The same by the library, one part of each batch on this rank, with some updates skipped."""
+    """Train the same plan on this rank's part of each batch, with some updates skipped."""
     model = ours.regression_model()
     optimizer = optimizer(model.parameters())
     plan = af.Plan(ours.mse, model, optimizer)
@@ -125,7 +125,7 @@ def exponential(optimizer):
 
 
 def greedy(optimizer):
-    """Of transformers, and none of torch's schedulers by its class."""
+    """Make transformers' GreedyLR, whose class is none of torch's schedulers."""
     return transformers.get_scheduler(
         "greedy", optimizer, scheduler_specific_kwargs={"patience": 0}
     )
@@ -166,7 +166,7 @@ def test_a_plateau_is_seen_in_the_users_metric():
 
 
 def plateau_by_hand(batches, is_late):
-    """The rates of the updates that are made; those of batches without a finite loss are none."""
+    """Return the rates of the applied updates; batches without a finite loss are skipped."""
     model = ours.regression_model()
     optimizer = sgd(model.parameters())
     scheduler, waiting = plateau(optimizer), []
@@ -184,23 +184,23 @@ def plateau_by_hand(batches, is_late):
 
 
 def on_the_host(optimizer):
-    """As `schedule` does where the host knows whether an update was made."""
+    """Advance as `schedule` does if the host knows whether an update was applied."""
     return af.schedule(plateau(optimizer))
 
 
 def heard_late(optimizer):
-    """As it does on an accelerator, where the host waits for that."""
+    """Advance as on an accelerator where the host waits for the result."""
     return with_echoes(on_the_host(optimizer))
 
 
 def on_the_device(optimizer):
-    """As it does on an accelerator, where it does not."""
+    """Advance as on an accelerator where the host does not wait."""
     advance = AdvanceByMetric(plateau(optimizer), lambda report: report.loss)
     return with_echoes(late(advance))
 
 
 def with_echoes(transform):
-    """What it hears of an update's metric is heard late."""
+    """Let the schedule read the metric of an update one step late."""
 
     def begin(state, plan, *, begin):
         schedule = begin(state, plan)
@@ -221,7 +221,7 @@ def with_echoes(transform):
 def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_resumes_or_goes_back(
     tmp_path, world_size, num_microbatches, saved_after, is_anew, make
 ):
-    """By each update made, or, where that is heard of late, by the one made before it."""
+    """It advances by each applied update, or by the one before if results are read late."""
     nan = float("nan")
     inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
     targets = [0.0, 1.0, nan, 2.0, nan, 0.0, nan, nan, 3.0, nan, 3.0, 0.0, 0.0]
@@ -257,14 +257,15 @@ def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_re
     assert len(set(expected)) > 2
     for rates in simulate(run, world_size=world_size):
         on_device = make is on_the_device
-        assert rates == (pytest.approx(expected, rel=1e-7) if on_device else expected)  # float32's
+        # the rate is in float32
+        assert rates == (pytest.approx(expected, rel=1e-7) if on_device else expected)
 
 
-# Where only the device knows whether an update was made.
+# -- only the device knows whether the update was applied
 
 
 def late(advance):
-    """As `schedule` does on an accelerator."""
+    """Read results one step late, as `schedule` does on an accelerator."""
 
     def begin(state, plan):
         return DeviceSchedule.in_plan(plan, advance, state.device, LateEcho())
@@ -307,7 +308,8 @@ def test_a_rate_on_the_device_is_that_of_the_updates_made(
         return scheduled(state, parts[state.rank], skipped, recipe, optimizer)[0]
 
     for rates in simulate(run, world_size=world_size):
-        torch.testing.assert_close(rates, expected, rtol=1e-7, atol=0.0)  # kept in float32
+        # the rates are kept in float32
+        torch.testing.assert_close(rates, expected, rtol=1e-7, atol=0.0)
 
 
 SCALE = af.LossScale.start(8.0)
@@ -345,7 +347,7 @@ LATE = {name: each for name, each in SCHEDULERS.items() if name != "one cycle"}
     "saved_after", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(6)]
 )
 def test_a_resumed_run_resumes_with_its_schedule(tmp_path, make_scheduler, make, saved_after):
-    """Also where the last update before it was skipped."""
+    """The last update before the stop may have been skipped."""
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
     bad = (batch[0] * float("inf"), batch[1])
     batches = [batch, batch, bad, batch, bad, batch, batch]
@@ -376,7 +378,7 @@ def test_a_resumed_run_resumes_with_its_schedule(tmp_path, make_scheduler, make,
 
 
 def test_a_resumed_run_resumes_from_the_rate_as_the_host_knows_it(tmp_path):
-    """What the device has of it is rounded to float32, and would be for good."""
+    """The device's value is rounded to float32, and would stay rounded."""
 
     def built():
         model = ours.regression_model()
@@ -397,7 +399,7 @@ def test_a_resumed_run_resumes_from_the_rate_as_the_host_knows_it(tmp_path):
         assert torch.equal(resumed.param_groups[0]["lr"], whole.param_groups[0]["lr"])
 
 
-# Mistakes.
+# -- mistakes
 
 
 def refused(given_, text, error=ValueError, **options):
@@ -423,7 +425,7 @@ def scheduled_by(*makers):
 @pytest.mark.parametrize("saved_after", [None, 2, 3])
 @given(skipped=st.sets(st.integers(0, 4), max_size=3))
 def test_schedulers_go_one_after_another(tmp_path_factory, make, saved_after, skipped):
-    """Also over skipped updates, and in a run that goes on."""
+    """Skipped updates and resumed runs are among the cases."""
     folder = tmp_path_factory.mktemp("run")
 
     def built():
@@ -454,11 +456,12 @@ def test_schedulers_go_one_after_another(tmp_path_factory, make, saved_after, sk
         state, _ = step(state, (torch.full((2, 3), bad).double(), torch.ones(2, 1).double()))
     expected = list(by_hand())
     on_device = make is by_device
-    assert rates == (pytest.approx(expected, rel=1e-7) if on_device else expected)  # float32's
+    # the rate is in float32
+    assert rates == (pytest.approx(expected, rel=1e-7) if on_device else expected)
 
 
 def test_a_rate_that_is_set_by_hand_is_taken_up_on_the_device():
-    """As where an optimizer was loaded that another library has saved."""
+    """Loading an optimizer that another library saved has the same effect."""
     model = ours.regression_model()
     optimizer = fused(model.parameters())
     recipe = af.compose(scaled(8.0), by_device(exponential, optimizer))
@@ -480,7 +483,7 @@ def test_a_rate_that_is_set_by_hand_is_taken_up_on_the_device():
     ids=["first", "second", "both"],
 )
 def test_a_function_is_the_only_schedule_of_a_plan(makers):
-    """It would undo what the other has done."""
+    """A second function would overwrite the rate of the first."""
     plan = scheduled_by(*makers)
     with pytest.raises(ValueError, match=r"schedule must stand alone .* got 2 schedules; give one"):
         af.build(af.DistState(), plan)
@@ -511,7 +514,7 @@ def test_a_multiplier_must_be_a_number():
 
 
 def test_a_plan_with_a_schedule_is_the_same_on_every_rank():
-    """What is compared are names, not addresses."""
+    """The ranks compare names, not addresses."""
 
     def run(state):
         model = copy.deepcopy(ours.regression_model())

@@ -1,4 +1,5 @@
-"""Law: what a sample draws depends neither on workers, nor on ranks, nor on the order of reading."""
+"""Law: the random numbers of a sample depend neither on workers, nor on ranks, nor on the reading
+order."""
 
 import random
 
@@ -14,7 +15,7 @@ from accel_fn.testing import simulate
 
 
 class Augmented(Dataset):
-    """Draws as augmentation does: any number of times, from any global generator."""
+    """A data set that draws like augmentation: any number of times, from any global generator."""
 
     def __init__(self, size):
         self.size = size
@@ -28,7 +29,7 @@ class Augmented(Dataset):
 
 
 def drawn(num_samples, seed, world_size, **options):
-    """What every sample drew, by epoch and number, on all ranks together."""
+    """Return the draws of every sample, by epoch and number, of all ranks together."""
 
     def run(state):
         samples = af.seed_samples(Augmented(num_samples), state)

@@ -1,4 +1,4 @@
-"""Several optimizers in one plan: the hand-written loop that steps one after the other."""
+"""Several optimizers in one plan equal the loop by hand that steps one after the other."""
 
 import json
 
@@ -16,7 +16,7 @@ from tests.processes import launch
 
 
 def split(model, *, fused=False):
-    """AdamW over the matrices, SGD over the rest."""
+    """Make AdamW for the matrices, and SGD for the rest."""
     parameters = list(model.parameters())
     return {
         "matrices": torch.optim.AdamW([p for p in parameters if p.ndim == 2], lr=0.05, fused=fused),
@@ -25,7 +25,8 @@ def split(model, *, fused=False):
 
 
 def by_hand(batches, multiplier=lambda num_updates: 1.0, loss_fn=ours.mse):
-    """Parameters at the end of the hand-written loop, clipped over all; "rest" has a schedule."""
+    """Return the parameters at the end of the loop by hand, clipped over all; "rest" has a
+    schedule."""
     model = ours.regression_model()
     optimizers = split(model)
     for number, batch in enumerate(batches):
@@ -39,7 +40,7 @@ def by_hand(batches, multiplier=lambda num_updates: 1.0, loss_fn=ours.mse):
 
 
 def trained(parts, recipe, **options):
-    """Parameters of each rank; `parts[rank]` is that rank's batches."""
+    """Return the parameters of each rank; `parts[rank]` is that rank's batches."""
 
     def run(state):
         model = ours.regression_model()
@@ -105,7 +106,8 @@ def test_one_graph_holds_several_optimizers():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_overflow_skips_all_of_them(fused):
-    """Fused and not: one verdict, one loss scale, and schedules that stay where they are."""
+    """Some are fused and some not; they share one verdict and one loss scale, and schedules do not
+    advance."""
     model = ours.regression_model().float()
     optimizers = split(model, fused=fused)
     plan = af.Plan(ours.mse, model, optimizers)
@@ -154,7 +156,7 @@ def test_a_plan_names_its_optimizers():
 
 
 class Wrapper:
-    """What people write around an optimizer, and torch does not know for one."""
+    """A user's wrapper around an optimizer, which is no `torch.optim.Optimizer`."""
 
     def __init__(self, inner):
         self.inner = inner

@@ -1,4 +1,5 @@
-"""Law 8: shards are the global batch, which does not depend on the world; seeking is iterating."""
+"""Law 8: shards partition the global batch, which does not depend on the world; seeking equals
+iterating."""
 
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from tests import strategies as ours
 
 @st.composite
 def orders(draw, max_world=8, max_samples=200, max_batch=64):
-    """Any order that a loader may ask for."""
+    """Draw any order that a loader may ask for."""
     world_size = draw(st.integers(1, max_world))
     num_samples = draw(st.integers(world_size, max_samples))
     batch_size = draw(st.integers(world_size, max_batch))
@@ -26,7 +27,7 @@ def orders(draw, max_world=8, max_samples=200, max_batch=64):
 
 
 @given(order=orders(), epoch=st.integers(0, 5))
-@example(order=Order(4, 3, False, 9, True, 0), epoch=1)  # a tail smaller than the world
+@example(order=Order(4, 3, False, 9, True, 0), epoch=1)  # the last batch is smaller than the world
 def test_every_sample_comes_once_an_epoch(order, epoch):
     seen = [
         sample
@@ -51,7 +52,7 @@ def test_the_parts_of_the_ranks_are_the_global_batch_in_order(order, epoch):
 
 @given(order=orders(), epoch=st.integers(0, 5), other=st.integers(1, 8))
 def test_a_global_batch_does_not_depend_on_the_world(order, epoch, other):
-    """Full batches; a tail joins the batch before where it is smaller than the world."""
+    """Batches are full; a last batch smaller than the world joins the batch before it."""
     elsewhere = replace(order, world_size=other)
     for batch in range(order.num_samples // order.batch_size):
         mine = order.global_indices(epoch, batch)[: order.batch_size]
@@ -65,7 +66,8 @@ def loader_of(num_samples, batch_size, **options):
 
 
 def check_loaders(order, epoch, num_workers=0):
-    """What loaders give, rank by rank, is what the order says, and as much as their `len` says."""
+    """Assert that loaders give every rank what the order defines, in as many batches as their
+    `len`."""
     options = {"shuffle": order.shuffle, "drop_last": order.drop_last, "num_workers": num_workers}
     given = loader_of(order.num_samples, order.batch_size, **options)
     for rank in range(order.world_size):
@@ -111,7 +113,7 @@ def test_training_through_the_loader_is_training_on_one_rank(batch_size, num_sam
     inputs = torch.randn(num_samples, 3, generator=generator).double()
     targets = torch.randn(num_samples, 1, generator=generator).double()
     tail = num_samples % batch_size
-    if tail < world_size:  # it would join its neighbour, which is another run than one rank's
+    if tail < world_size:  # it would join the batch before it, which changes the run
         num_samples -= tail
     if not num_samples:
         return

@@ -1,4 +1,4 @@
-"""Updates that are left out: the run over the other batches, on all ranks alike."""
+"""Skipped updates: the result is the run over the other batches, on all ranks alike."""
 
 import copy
 
@@ -15,7 +15,7 @@ from tests.laws.test_scaling import OPTIMIZERS, scaled
 
 
 def with_one_bad(batches, bad, culprit, world_size):
-    """Every batch dealt to the ranks; where it is bad, all of one rank's part is."""
+    """Split every batch over the ranks; in a bad batch, all of one rank's part is bad."""
     parts = ours.dealt_evenly(batches, world_size)
     for index, value in bad.items():
         inputs, targets = batches[index]
@@ -73,13 +73,13 @@ def test_where_all_is_well_nothing_changes_by_a_bit(batches):
 
 
 def linear_run(gains):
-    """Batches on which a linear model of zeros has gradients as large as the gains."""
+    """Make batches on which a linear model of zeros has gradients as large as the gains."""
     inputs = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]).double() / 2
     return [(inputs * gain, torch.ones(2, 1).double()) for gain in gains]
 
 
 def tiny_sgd(parameters):
-    """So slow that gradients stay as large as the batches make them."""
+    """Make SGD with a tiny rate, so that the batches determine the size of the gradients."""
     return torch.optim.SGD(parameters, lr=1e-15)
 
 
@@ -92,7 +92,7 @@ def linear_model():
 
 
 def outcomes_of(gains, recipe, world_size=1):
-    """Was the update made? By batch, as every rank says."""
+    """Return for each batch whether the update was applied, checked to be equal on every rank."""
     parts = ours.dealt(linear_run(gains), [[2 // world_size] * world_size] * len(gains))
 
     def run(state):
@@ -111,7 +111,7 @@ def outcomes_of(gains, recipe, world_size=1):
 
 
 def expected_outcomes(norms, num_sigmas, window):
-    """The rule, as one would write it down; a norm at the bound itself is either, by rounding."""
+    """Apply the documented rule; a norm at the bound may go either way, by rounding."""
     kept, found = [], []
     for norm in norms:
         last = torch.tensor(kept[-window:])
@@ -146,7 +146,7 @@ def test_a_spike_is_as_if_the_batch_were_not_there(batches, world_size):
     sizes = [[len(part) for part in each[0].tensor_split(world_size)] for each in [*calm, spike]]
     _, expected = ours.trained_by_hand(ours.regression_model(), [*calm, calm[0]])
     parts = ours.dealt([*calm, spike, calm[0]], [*sizes, sizes[0]])
-    recipe = af.skip_spikes(1e4, window=8)  # batches that are drawn have spikes of their own
+    recipe = af.skip_spikes(1e4, window=8)  # random batches have spikes of their own
     for parameters, applied in trained_in_a_world(parts, recipe):
         ours.assert_close(parameters, expected)
         assert applied == [True] * 5 + [False, True]
@@ -176,7 +176,7 @@ def test_a_spike_on_one_rank_is_left_out_on_all(wrap, world_size, culprit):
 def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(
     recipe, bad, row, world_size
 ):
-    """Targets of one output reach one row of the weight alone, which one rank holds."""
+    """The targets of one output reach one row of the weight, which one rank holds."""
     calm = [(torch.eye(4).double(), torch.ones(4, 4).double())] * 6
     targets = calm[4][1].clone()
     targets[:, row] = bad
@@ -231,7 +231,7 @@ def test_in_single_and_half_precision_it_is_the_run_without_the_batch_to_the_bit
     ids=["nonfinite", "spikes"],
 )
 def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule, world_size):
-    """Those before them, in twos, do not."""
+    """Pairs of skipped updates before that are no error."""
     gains = [1.0, 1.0, bad, bad, 1.0, 1.0, bad, bad, bad]
 
     def run(state):
@@ -250,7 +250,7 @@ def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule, world_si
 
 @pytest.mark.parametrize("after", [float("nan"), 1.0])
 def test_a_result_that_is_read_late_ends_the_run_a_step_later_and_is_told_as_it_was(after):
-    """Whatever the norm of that step is."""
+    """The norm of that step does not matter."""
     model = linear_model()
     plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
     state, step = af.build(af.DistState(), plan)
@@ -278,7 +278,7 @@ def test_a_result_that_is_read_late_does_not_end_the_run_that_is_gone_back_to(tm
 
 @pytest.mark.parametrize("empty", [{0, 1}, {3, 4, 5, 6}], ids=["first", "window"])
 def test_a_batch_without_weight_is_no_norm_to_look_back_on(empty):
-    """Norms of 0 would make a spike of any other."""
+    """Norms of 0 would make a spike of any other norm."""
     model = linear_model()
     plan = af.Plan(ours.mse, model, tiny_sgd(model.parameters()), lambda batch: batch[1].sum())
     recipe = af.skip_spikes(window=4, max_consecutive=3)
@@ -309,7 +309,7 @@ def test_two_steps_of_one_plan_count_for_themselves():
 
 @pytest.mark.parametrize("saved_after", range(1, 7))
 def test_a_resumed_run_knows_what_it_has_seen(saved_after, tmp_path):
-    """Norms of the window, and how many were left out in a row."""
+    """It knows the norms of the window, and the number of skipped updates in a row."""
     recipe = af.compose(af.skip_spikes(window=4, max_consecutive=3), af.skip_nonfinite(3))
     nan = float("nan")
     batches = linear_run([1.0, 1.2, 5.0, 1.0, nan, nan, nan])

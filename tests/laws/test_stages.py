@@ -1,4 +1,4 @@
-"""An error before the update is applied leaves all as it was: the run in which that step never happened."""
+"""An error before the update is applied leaves the run as if that step had never happened."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,17 +53,18 @@ NUM_STEPS = 5
 
 
 class InjectedError(Exception):
-    """What a user's function raises."""
+    """The error that a user's function raises."""
 
 
 class Fault:
-    """Raises at a point of the step, if that is where it is armed, once it has passed it so many times."""
+    """Raises at one point of the step, after the point was passed a number of times."""
 
     def __init__(self):
         self.point = None
 
     def arm(self, point, errors):
-        """Raise these errors, one at each time that the point is reached; None passes; the last stays."""
+        """Raise these errors, one each time the point is reached; None passes, and the last one
+        repeats."""
         self.point, self.errors = point, list(errors)
 
     def reach(self, point):
@@ -75,7 +76,7 @@ class Fault:
 
 
 class Backward(torch.autograd.Function):
-    """The identity, whose backward reaches a point."""
+    """The identity, with a backward that reaches a point."""
 
     @staticmethod
     def forward(ctx, value, fault, point):
@@ -90,7 +91,7 @@ class Backward(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Setting:
-    """A plan, and where its step fails."""
+    """A plan, and the point where its step fails."""
 
     strategy: str
     world_size: int
@@ -116,15 +117,15 @@ class Setting:
     """Do transforms read values one step late, as on an accelerator?"""
 
     def errors(self):
-        """What the point raises, time after time."""
+        """Return the errors that the point raises, one after the other."""
         if self.memory:
             return [MemoryError]
         if self.microbatches == "auto" and self.passes:
-            return [MemoryError, InjectedError]  # in the second attempt, in smaller micro-batches
+            return [MemoryError, InjectedError]  # the second attempt, in smaller micro-batches
         return [*[None] * self.passes, InjectedError]
 
     def recipe(self):
-        """The transforms that are not failing."""
+        """Compose the transforms that do not fail."""
         listed = [STRATEGIES[self.strategy], SKIPS[self.skip]]
         listed += [scaled(1024.0, growth_interval=2)] if self.is_scaled else []
         listed += [af.clip(0.5)] if self.clips else []
@@ -141,7 +142,7 @@ class Setting:
 def settings_of_a_run(draw, point):
     refusing = ["local_sgd"] if point in VERDICTS else []
     strategy = draw(st.sampled_from([each for each in STRATEGIES if each not in refusing]))
-    equal = strategy != "local_sgd"  # which refuses what decides about an update
+    equal = strategy != "local_sgd"  # `local_sgd` refuses transforms that decide about an update
     can_retry = strategy not in ("reproducible", "fsdp") and point != "split"
     microbatches = draw(st.sampled_from([None, 2, 3, *["auto"] * can_retry]))
     world_size = draw(st.sampled_from(WORLDS.get(strategy, [1, 2, 3])))
@@ -153,7 +154,7 @@ def settings_of_a_run(draw, point):
     is_agreed = point in COUNTED or memory
     culprit = draw(st.none() | st.integers(0, world_size - 1)) if is_agreed else None
     frozen_until = draw(st.sampled_from([None, 2, 4]))
-    # torch's fused SGD takes no shards, and no group in which some momenta are there and others not.
+    # torch's fused SGD takes no shards, and no group in which only some parameters have momenta.
     no_fused_sgd = strategy == "fsdp" or frozen_until is not None
     optimizers = [each for each in OPTIMIZERS if not no_fused_sgd or each != "fused sgd"]
     return Setting(
@@ -178,7 +179,8 @@ def settings_of_a_run(draw, point):
 
 
 def failing_plan(setting, fault, model):
-    """A plan whose functions reach the points, but in the slots of other points than the setting's."""
+    """Make a plan whose functions reach the points, each in a slot that the setting does not
+    use."""
     reach = fault.reach
 
     def weight_fn(batch):
@@ -238,7 +240,7 @@ def wrapping(grad_fn, *, point, reach):
 
 
 def with_points(plan, point, reach):
-    """The plan with a function that reaches the point where no other does."""
+    """Add a function that reaches the point where no other function does."""
     functions = {
         "place_batch": partial(passing, reach=reach),
         "forward_contexts": partial(entering, point=point, reach=reach),
@@ -256,7 +258,7 @@ def with_points(plan, point, reach):
 
 
 def bits(value):
-    """A value, its tensors as the bits that this rank holds."""
+    """Return a value with its tensors as bits, of this rank's shard."""
     if isinstance(value, torch.Tensor):
         held = local(value.detach()).contiguous()
         return str(held.dtype), tuple(held.shape), held.reshape(-1).view(torch.uint8).tolist()
@@ -268,7 +270,7 @@ def bits(value):
 
 
 def kept(state, step):
-    """Parameters, state of optimizers and of stateful slot functions, loss scale: by bits."""
+    """Return the bits of parameters, optimizer state, stateful slot functions and loss scale."""
     found = contents_of({"": step})
     return bits({**found.tensors, "rest": found.rest, "scale": scale_to_dict(state.scaler)})
 
@@ -291,7 +293,7 @@ def batches_of(setting, state):
 
 
 def train(state, setting, fails):
-    """What is kept before the step that may fail, after it and at the end; and all reports."""
+    """Return what is kept before the failing step, after it and at the end, and all reports."""
     fault = Fault()
     plan = failing_plan(setting, fault, ours.regression_model())
     state, step = af.build(state, plan)

@@ -1,4 +1,4 @@
-"""Law 8 for streams: every item once, batches equal in number, no part empty, whatever the shards."""
+"""Law 8 for streams: every item once, equally many batches, no empty part, for any shards."""
 
 from dataclasses import replace
 
@@ -17,14 +17,14 @@ from tests.streams import Counting, SelfSplitting, Sharded, global_batches, ids,
 
 @st.composite
 def cuts(draw, max_items=200):
-    """Items, ranks that share them, batch size and whether the tail is dropped."""
+    """Draw a number of items, ranks, a batch size and `drop_last`."""
     world_size = draw(st.integers(1, 8))
     batch_size = draw(st.integers(world_size, 64))
     return draw(st.integers(0, max_items)), world_size, batch_size, draw(st.booleans())
 
 
 def turns(data, world_size, batch_size, epochs=1, step=0, **options):
-    """What every rank gets of a stream on which they take turns, by states built by hand."""
+    """Return what every rank gets of a stream in round robin, from states made by hand."""
     found = []
     for rank in range(world_size):
         state = af.DistState(rank=rank, world_size=world_size, step=step)
@@ -36,14 +36,14 @@ def turns(data, world_size, batch_size, epochs=1, step=0, **options):
 
 
 @given(cut=cuts())
-@example(cut=(9, 3, 4, False))  # a tail smaller than the world
+@example(cut=(9, 3, 4, False))  # the last batch is smaller than the world
 @example(cut=(3, 3, 3, False))
 @example(cut=(0, 4, 8, False))
 def test_ranks_that_take_turns_give_the_stream_once_and_in_order(cut):
     num_items, world_size, batch_size, drop_last = cut
     expected = global_batches(list(range(num_items)), batch_size, world_size, drop_last)
     if expected is None:
-        return  # too few for the ranks: refused, see the unit tests
+        return  # too few items for the ranks are refused, as unit tests check
     ranks = turns(Counting(num_items), world_size, batch_size, drop_last=drop_last)
     assert joined(ranks) == expected
     for parts in zip(*ranks, strict=True):
@@ -56,7 +56,7 @@ def test_ranks_that_take_turns_give_the_stream_once_and_in_order(cut):
 @given(cut=cuts(), other=st.integers(1, 8))
 def test_a_global_batch_of_a_stream_does_not_depend_on_the_world(cut, other):
     num_items, world_size, batch_size, drop_last = cut
-    whole = num_items // max(batch_size, other) * max(batch_size, other)  # no tail
+    whole = num_items // max(batch_size, other) * max(batch_size, other)  # drop the last batch
     worlds = [
         joined(turns(Counting(whole), each, max(batch_size, other), drop_last=drop_last))
         for each in (world_size, other)
@@ -92,7 +92,7 @@ def test_workers_that_take_turns_change_nothing(cut, step):
 
 @st.composite
 def shards(draw, max_world=5):
-    """Lengths of shards, empty ones too, at least one a rank."""
+    """Draw lengths of shards, also 0, at least one shard per rank."""
     world_size = draw(st.integers(1, max_world))
     lengths = draw(st.lists(st.integers(0, 40), min_size=world_size, max_size=2 * world_size))
     batch_size = draw(st.integers(world_size, 24))
@@ -100,7 +100,7 @@ def shards(draw, max_world=5):
 
 
 def check_split(data, world_size, batch_size, drop_last, *, split="auto", num_workers=0):
-    """Every item once on some rank, batches as of the whole stream in number and size, parts even."""
+    """Assert that every item comes once, in the batches of the whole stream, in even parts."""
     sizes = global_batches(data.items(), batch_size, world_size, drop_last)
     if sizes is None:
         return
@@ -133,7 +133,8 @@ def check_split(data, world_size, batch_size, drop_last, *, split="auto", num_wo
 @ours.share(0.5)
 @example(drawn=([60, 0, 0], 3, 4, False))
 @example(drawn=([0, 0, 60], 3, 24, False))
-@example(drawn=([5, 4, 4], 3, 4, False))  # a tail of one joins a batch that needs no help otherwise
+# a last batch of one item joins a batch for which nothing had to move
+@example(drawn=([5, 4, 4], 3, 4, False))
 @example(drawn=([0, 0], 2, 4, False))
 @example(drawn=([60] * 5, 5, 5, True))
 def test_every_item_of_uneven_shards_comes_once(drawn):
@@ -160,7 +161,7 @@ def test_every_item_that_workers_read_comes_once(drawn, split):
 
 @given(held=st.lists(st.integers(0, 30), min_size=1, max_size=8), data=st.data())
 def test_moves_give_every_rank_what_it_needs(held, data):
-    """And nobody sends what it needs itself, or to itself."""
+    """No rank sends what it needs itself, or sends to itself."""
     total = data.draw(st.integers(0, sum(held)))
     needs = [total // len(held) + (rank < total % len(held)) for rank in range(len(held))]
     after = [has - need for has, need in zip(held, needs, strict=True)]
@@ -182,7 +183,8 @@ def test_moves_give_every_rank_what_it_needs(held, data):
 )
 @ours.share(0.32)
 def test_training_on_a_stream_is_training_on_one_rank(num_batches, batch_size, world_size):
-    tail = batch_size // 2 if batch_size // 2 >= world_size else 0  # one that joins is another run
+    # if it joined the batch before, the run would be another one
+    tail = batch_size // 2 if batch_size // 2 >= world_size else 0
     data = samples(range(num_batches * batch_size + tail))
 
     def run(state):
@@ -227,7 +229,7 @@ def test_row_14_gathered_rows_of_uneven_shards_are_all_rows_once(data):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
 def test_row_11_a_run_resumed_in_the_middle_of_an_epoch_sees_every_item_once(before, after):
-    """At another world size too."""
+    """The world size may change."""
     data = Counting(64, shuffle=True)
     first = joined(turns(data, before, 8))[:3]
     rest = joined(turns(data, after, 8, step=3))
@@ -236,7 +238,7 @@ def test_row_11_a_run_resumed_in_the_middle_of_an_epoch_sees_every_item_once(bef
 
 @pytest.mark.parametrize("lengths", [[9, 6, 3], [15, 0, 0]], ids=["uneven", "one"])
 def test_rows_2_and_3_uneven_shards_train_what_one_process_trains(lengths):
-    """On the same global batches: nothing filled up, no mean of means, nobody waits."""
+    """The global batches are the same: nothing is repeated, and no mean of means is taken."""
     data, seen = Sharded(lengths), []
 
     def batch_of(ids):

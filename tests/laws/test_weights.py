@@ -1,4 +1,4 @@
-"""Whatever a model holds and however it is cut into files, load_model gives back what save_model got."""
+"""load_model restores what save_model got, for any model and any division into files."""
 
 import json
 import math
@@ -22,7 +22,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3)
 
 @st.composite
 def tensors(draw):
-    """Bytes of any value, nan included, read as any dtype, in any order of dimensions."""
+    """Draw bytes of any value, nan included, as any dtype, with dimensions in any order."""
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes)
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = torch.tensor(list(draw(st.binary(min_size=num_bytes, max_size=num_bytes))))
@@ -32,7 +32,7 @@ def tensors(draw):
 
 @st.composite
 def models(draw):
-    """A module with buffers in two levels, some of them under several names."""
+    """Draw a module with buffers on two levels, some of them under several names."""
     model = nn.Module()
     model.add_module("inner", nn.Module())
     owned = draw(st.lists(tensors(), max_size=5))
@@ -50,7 +50,7 @@ def bits(model):
 
 
 def blank(model, *, tied):
-    """A model of the same names, shapes and dtypes, all zero."""
+    """Make a model of the same names, shapes and dtypes, all zero."""
     seen = {}
     other = nn.Module()
     other.add_module("inner", nn.Module())
@@ -83,7 +83,7 @@ def test_nothing_of_an_older_set_stays(first, second, limits):
 
 
 def contents(folder):
-    """Each file, without the order of a header's notes, which safetensors leaves to chance."""
+    """Return each file without the order of its header's notes, which safetensors leaves open."""
     return {path.name: sorted(path.read_bytes()) for path in Path(folder).iterdir()}
 
 

@@ -55,7 +55,8 @@ def test_training_over_windows_is_training_over_joined_batches(
 
 
 def node_loss(model, batch):
-    """A mean over the nodes of graphs of any size: no leading dimension to cut along."""
+    """Return the mean over the nodes of graphs of any size, which have no common leading
+    dimension."""
     losses = [F.mse_loss(model(nodes).mean(0), nodes.sum(1)[:1]) * len(nodes) for nodes in batch]
     return sum(losses) / count_nodes(batch)
 
@@ -66,10 +67,10 @@ def count_nodes(batch):
 
 @st.composite
 def windows_of_graphs(draw):
-    """For each rank, in each of a few steps, a list of batches of graphs; some rank has one at least."""
+    """Draw for each rank and step a list of batches of graphs; at least one rank has a batch."""
     world_size = draw(st.integers(1, 3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    batch = st.lists(st.integers(1, 4), min_size=1, max_size=3)  # nodes of each graph
+    batch = st.lists(st.integers(1, 4), min_size=1, max_size=3)  # numbers of nodes
     steps = draw(
         st.lists(
             st.tuples(
@@ -104,4 +105,4 @@ def test_ranks_may_hold_any_number_of_batches_that_cannot_be_cut(steps):
     )
     for found, parameters in results:
         ours.assert_close(parameters, expected)
-        assert found == pytest.approx(losses, rel=1e-5)  # reported in float32
+        assert found == pytest.approx(losses, rel=1e-5)  # the report is in float32

@@ -1,4 +1,4 @@
-"""Law 3: W ranks are one rank, whatever each of them holds."""
+"""Law 3: W ranks give the result of one rank, whatever part each of them holds."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tests import strategies as ours
 
 
 class AveragedByHand(af.Strategy):
-    """A strategy of a user's own: gradients are averaged after the last backward."""
+    """A user's strategy: it averages the gradients after the last backward."""
 
     def __init__(self, state, module, plan, inner=None):
         self.finds_unused = False
@@ -37,7 +37,7 @@ wrappers = pytest.mark.parametrize(
 
 @st.composite
 def dealt_batches(draw, batches, max_world=5):
-    """Global batches, and any way to deal them to ranks, empty ones included."""
+    """Draw global batches, and any split over the ranks, also empty parts."""
     found = draw(batches)
     world_size = draw(strategies.world_sizes(max_world))
     sizes = [draw(strategies.uneven_parts(af.num_samples(batch), world_size)) for batch in found]
@@ -55,7 +55,7 @@ def test_any_ranks_are_one_rank(wrap, dealt, num_microbatches):
     recipe = af.compose(wrap, af.accumulate(num_microbatches), af.clip(0.5))
     for found, actual in ours.trained(ours.regression_model(), ours.dealt(batches, sizes), recipe):
         ours.assert_close(actual, expected)
-        assert found == pytest.approx(losses, rel=1e-6)  # reported in float32
+        assert found == pytest.approx(losses, rel=1e-6)  # the report is in float32
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_replicas_are_equal_to_the_bit(dealt):
 
 @st.composite
 def weighted_batches(draw):
-    """A batch, and what each of its samples weighs: those of a rank may weigh nothing."""
+    """Draw a batch and the weight of each sample; a rank's samples may weigh nothing."""
     ((inputs, targets),) = draw(strategies.batches(num_batches=1))
     return inputs, targets, draw(strategies.weights(len(inputs)))
 
@@ -100,7 +100,7 @@ def weighted_batches(draw):
 @wrappers
 @given(weighted=weighted_batches(), world_size=strategies.world_sizes())
 def test_weights_may_be_any_numbers(wrap, weighted, world_size):
-    """A batch is weighed by what its samples weigh: a mean weighted by sample, over ranks."""
+    """A sample's weight counts in the mean over its batch and in the mean over ranks."""
 
     def loss_fn(model, batch):
         inputs, targets, weight = batch
