@@ -103,8 +103,8 @@ def test_a_loss_over_all_rows_trains_as_in_one_process(loss_of, wrap, dealt):
 
 
 def spread(state):
-    """Return the variance of the global batch, from collectives of tensors, which the graph of one
-    rank can hold."""
+    """Make a loss with the variance of the global batch; the graph of one rank can hold its
+    collectives, which are of tensors."""
 
     def loss_fn(model, batch):
         out = model(batch[0])

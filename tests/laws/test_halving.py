@@ -42,8 +42,8 @@ class FailingBackward(torch.autograd.Function):
 
 
 class Centred(nn.Module):
-    """Batch statistics without running ones, which a failed forward would change; unlike BatchNorm
-    it takes one sample."""
+    """Subtracts a running mean, which changes in a failed forward too; unlike BatchNorm it takes
+    one sample."""
 
     def __init__(self):
         super().__init__()

@@ -195,7 +195,7 @@ def test_batches_without_items_have_no_names_and_then_nan():
 
 
 def other_names(rank, step):
-    """Make a loss of one rank that renames a metric from some step on."""
+    """Make a loss of one rank that gives a metric another name at one step."""
     calls = {}
 
     def loss_fn(model, batch):

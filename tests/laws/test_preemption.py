@@ -128,7 +128,7 @@ def test_a_fork_obeys():
     with af.Preemption():
         pid = os.fork()
         if pid == 0:
-            os.write(say_up, b".")  # until now, Python ignores signals that came before the fork
+            os.write(say_up, b".")  # from here on, Python handles signals of this process
             time.sleep(5)
             os._exit(3)
         os.read(up, 1)

@@ -145,7 +145,7 @@ def test_the_comparison_is_made_once():
 
 
 class Marked(nn.Module):
-    """A model whose forward changes buffers, attributes, generators, modes and gradients."""
+    """A model whose forward changes a buffer, attributes and random generators."""
 
     def __init__(self):
         super().__init__()

@@ -60,7 +60,7 @@ def copied(tensors):
 
 
 class Rank:
-    """One rank of a run: its model, step, loader and state."""
+    """One rank of a run: its step and state."""
 
     def __init__(self, state, wrap, *, seed):
         plan = ours.plan(model=ours.regression_model(seed), optimizer=ours.adamw)

@@ -1,1 +1,1 @@
-"""Bugs that the field knows, planted in the library one by one: `nox -s mutants`."""
+"""Known bugs of training libraries, planted one by one: `nox -s mutants`."""

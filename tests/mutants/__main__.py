@@ -1,4 +1,5 @@
-"""`python -m tests.mutants`: plant each bug in a copy of the library, and write who notices it to docs."""
+"""`python -m tests.mutants`: plant each bug in a copy of the library, and write what notices it to
+docs."""
 
 from __future__ import annotations
 
@@ -55,9 +56,11 @@ def main() -> int:
 
 
 def plant_all(chosen: list[Mutant], jobs: int, deadline: float) -> dict[str, dict[str, bool]]:
-    """Run all, some at a time, each in a copy; those that the time does not reach are left out."""
+    """Plant all bugs, some at a time, each in its own copy; leave out those for which there is no
+    time."""
     for name in HEAVY:
-        importlib.import_module(name)  # before the fork: most of the time of a run otherwise
+        # import before the fork, since imports take most of the time of a run
+        importlib.import_module(name)
     results: dict[str, dict[str, bool]] = {}
     waiting, running = chosen[::-1], dict[Path, tuple[Mutant, float, BaseProcess, Connection]]()
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +85,7 @@ def plant_all(chosen: list[Mutant], jobs: int, deadline: float) -> dict[str, dic
 
 
 def copy_to(folder: Path) -> Path:
-    """A copy of all that the tests read."""
+    """Copy everything that the tests read."""
     folder.mkdir()
     for name in ("accel_fn", "tests", "docs", "examples", ".ci"):
         ignored = shutil.ignore_patterns("__pycache__", "_build")
@@ -94,7 +97,7 @@ def copy_to(folder: Path) -> Path:
 
 
 def start(mutant: Mutant, copy: Path) -> tuple[BaseProcess, Connection]:
-    """Plant a bug in a copy, and let a process send what each detector finds there."""
+    """Plant a bug in a copy, and start a process that sends the result of each detector."""
     file = copy / "accel_fn" / mutant.file
     text = file.read_text(encoding="utf-8")
     assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} holds it otherwise"
@@ -108,7 +111,8 @@ def start(mutant: Mutant, copy: Path) -> tuple[BaseProcess, Connection]:
 
 
 def received(ours: Connection) -> dict[str, bool]:
-    """What was found; a detector whose process ended or hung before it could tell has noticed."""
+    """Return the results; a detector whose process ended or hung before it sent one counts as
+    noticing."""
     found = dict[str, bool]()
     try:
         while ours.poll():
@@ -141,7 +145,7 @@ def detect(mutant: Mutant, copy: Path, theirs: Connection) -> None:
 
 
 def write(results: dict[str, dict[str, bool]], users: dict[str, str]) -> None:
-    """Put the tables into the page."""
+    """Write the tables into the page."""
     text = PAGE.read_text(encoding="utf-8")
     head, rest = text.split(FENCES[0])
     _, tail = rest.split(FENCES[1])

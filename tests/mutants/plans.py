@@ -1,4 +1,4 @@
-"""Mistakes of users: each a plan that `build`, a step or `assert_equivalent` must tell from the right one."""
+"""Mistakes of users: plans that `build`, a step or `assert_equivalent` must notice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ labels = af.num_labels("labels")
 
 
 def of(recipe: Callable[[af.Plan], af.Plan] = MANY, **wrong: Any) -> tuple[af.Plan, af.Plan]:
-    """One plan in one process and, by a recipe, on two ranks."""
+    """Train one plan in one process and, by a recipe, on two ranks."""
     return ours.plan(**wrong), recipe(ours.plan(**wrong))
 
 
@@ -75,7 +75,7 @@ PLANS: dict[str, Callable[[], tuple[af.Plan, af.Plan]]] = {
 
 
 def noticed_by(name: str) -> str:
-    """What notices a mistake, `build` or `assert_equivalent`; empty if nothing does."""
+    """Return what notices a mistake, `build` or `assert_equivalent`; empty if neither does."""
     plan, other = PLANS[name]()
     given = batches(tokens=plan.weight_fn is labels)
     return who_notices(plan, other, given, 2)

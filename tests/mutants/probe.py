@@ -1,7 +1,5 @@
-"""`python -m tests.mutants.probe`: whether `build`, `assert_equivalent` and `accel-fn test` notice a bug.
-
-Prints a JSON object: true by the name of each that does.
-"""
+"""`python -m tests.mutants.probe` prints whether each detector notices a bug, as a JSON object. The
+detectors are `build`, `assert_equivalent` and `accel-fn test`."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests import strategies as ours
 
 
 def batches(*, tokens: bool = False, sizes: tuple[int, ...] = (7, 5, 6)) -> list[Any]:
-    """Global batches of samples or of labelled tokens."""
+    """Make global batches of samples or of labelled tokens."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for size in sizes:
@@ -33,7 +31,7 @@ def batches(*, tokens: bool = False, sizes: tuple[int, ...] = (7, 5, 6)) -> list
 
 
 def pairs() -> Iterator[tuple[af.Plan, af.Plan, list[Any], int]]:
-    """A plan, one that must be equivalent to it, batches, and its number of ranks."""
+    """Yield a plan, one that must be equivalent to it, batches, and the number of ranks."""
     overflowing = batches()
     overflowing.insert(1, (overflowing[1][0] * float("inf"), overflowing[1][1]))
     tokens = {"model": ours.token_model(), "loss_fn": ours.token_loss}
@@ -55,20 +53,20 @@ def pairs() -> Iterator[tuple[af.Plan, af.Plan, list[Any], int]]:
 
 
 def who_notices(plan: af.Plan, other: af.Plan, given: list[Any], world_size: int) -> str:
-    """The name of what raises an error while both plans train; empty if nothing does."""
+    """Return what raises an error while both plans train; empty if nothing does."""
     try:
         assert_equivalent(plan, other, given, world_sizes=(1, world_size))
     except NotEquivalentError:
         return "assert_equivalent"
     except AccelError:
         return "build"
-    except Exception:  # torch's own
+    except Exception:  # an error of torch
         return "assert_equivalent"
     return ""
 
 
 def notices() -> dict[str, bool]:
-    """Whether each of the three notices the bug that is planted here."""
+    """Return, for each of the three, whether it notices the bug that is planted here."""
     found = {who_notices(*pair) for pair in pairs()}
     try:
         reports = simulate(check_promises, world_size=2, timeout_s=30.0)

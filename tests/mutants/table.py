@@ -1,7 +1,5 @@
-"""The bugs: where each is planted, and the tests that stand nearest to it.
-
-The text that is replaced stands once in its file: a test of this folder holds that.
-"""
+"""The bugs: where each is planted, and the tests nearest to it. The replaced text occurs once in
+its file, which a test in this folder checks."""
 
 from __future__ import annotations
 

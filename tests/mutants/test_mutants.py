@@ -1,4 +1,4 @@
-"""The table of planted bugs fits the library, and a bug that is planted is seen."""
+"""The table of planted bugs fits the library, and a planted bug is noticed."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""estimate_memory: bytes of a step, against the same step with real tensors."""
+"""estimate_memory: the bytes of a step, compared with the same step on real tensors."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import accel_fn as af
 
 
 def make_mlp():
-    """Two linear layers, 16 -> 32 -> 8, and twelve samples."""
+    """Make two linear layers, 16 -> 32 -> 8, and twelve samples."""
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     return model, (torch.randn(12, 16), torch.randn(12, 8))
 
@@ -21,7 +21,7 @@ def mse(model, batch):
 
 
 class Tied(nn.Module):
-    """A shared weight, a frozen one, and buffers: what is counted once, or not as a gradient."""
+    """A model with a shared weight, a frozen one, and buffers."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ def make_tied():
 
 
 def make_transformer():
-    """Layers that are deep copies of one."""
+    """Make a transformer whose layers are deep copies of one."""
     layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
     return nn.TransformerEncoder(layer, 2), torch.randn(16, 32, 64)
 
@@ -50,7 +50,7 @@ def num_bytes(tensors):
 
 
 def a_real_step(model, batch, loss_fn, make_optimizer):
-    """Bytes of gradients and optimizer state, and the most that was alive, by torch's profiler."""
+    """Return the bytes of gradients and optimizer state, and the peak, by torch's profiler."""
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     for turn in range(2):
         optimizer.zero_grad()
@@ -112,7 +112,7 @@ def test_the_peak_is_what_torch_allocates(make, loss_fn):
 def test_activations_are_what_backward_needs_of_the_largest_microbatch(
     world_size, num_microbatches, samples
 ):
-    """By hand: hidden activations, which are both ReLU's and the second layer's, outputs, the loss."""
+    """By hand: hidden activations, which ReLU and the second layer share, outputs, and the loss."""
     [found] = af.estimate_memory(
         make_mlp,
         loss_fn=mse,
@@ -125,7 +125,8 @@ def test_activations_are_what_backward_needs_of_the_largest_microbatch(
 
 
 def test_activations_under_autocast_are_the_casts_that_backward_needs():
-    """By hand: inputs, hidden and second weight in bfloat16, the sum's result in float32."""
+    """By hand: inputs, hidden activations and second weight in bfloat16, the loss's sum in
+    float32."""
     [found] = af.estimate_memory(make_mlp, precision="bf16", device="cpu")
     casts = 12 * 16 + 12 * 32 + 32 * 8
     assert found.activations == pytest.approx(casts * 2, abs=8)
@@ -149,7 +150,7 @@ def test_activations_that_are_recomputed_are_not_held():
 
 
 def test_gradients_are_held_through_the_step_where_ranks_or_microbatches_share_them():
-    """The same micro-batch, whose activations outweigh the rest, so that the peak is in its forward."""
+    """The activations of this micro-batch outweigh the rest, so the peak is in its forward."""
 
     def peak(num_samples, world_size, num_microbatches):
         [found] = af.estimate_memory(

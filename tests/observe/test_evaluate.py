@@ -1,4 +1,4 @@
-"""evaluate: what it does to the model, what it shows, and what it refuses, on every rank alike."""
+"""evaluate: its effect on the model, its output, and what it refuses, on every rank alike."""
 
 import gc
 import io
@@ -60,7 +60,7 @@ def test_the_model_is_in_evaluation_mode_for_the_time_being(fails):
 @pytest.mark.parametrize("wrap", [lambda loader, state: loader, af.prefetch], ids=["", "prefetch"])
 @pytest.mark.parametrize("data", [range(10), Counting(10)], ids=["map", "stream"])
 def test_an_evaluation_that_fails_leaves_no_worker_behind(data, wrap):
-    """Though the error is kept."""
+    """The error is still held."""
     before = set(multiprocessing.active_children())
     state, step, _ = make(af.DistState())
     loader = af.shard_loader(DataLoader(data, batch_size=4, num_workers=2), state)
@@ -71,7 +71,7 @@ def test_an_evaluation_that_fails_leaves_no_worker_behind(data, wrap):
 
 
 def test_an_evaluation_that_fails_holds_no_batch():
-    """Nor anything else, once the error is let go of, without the help of garbage collection."""
+    """It holds nothing else either, once the error is dropped, even without garbage collection."""
     held = []
 
     def metric_fn(model, batch):
@@ -126,7 +126,7 @@ def test_a_count_of_one_for_every_batch_is_warned_of():
     ids=["counted", "rows", "once"],
 )
 def test_a_count_that_happens_to_be_one_is_not_warned_of(count_of):
-    """Counted items may well be one; and one batch of one sample is its own mean."""
+    """A count may well be one, and a batch of one sample is its own mean."""
     state, step, loader = make(af.DistState())
     af.evaluate(step, loader, state, lambda model, batch: {"x": (1.0, count_of(batch[0]))})
     af.evaluate(step, [(torch.ones(1, 1),)] * 3, state, lambda model, batch: {"x": (1.0, 1)})
@@ -180,7 +180,7 @@ def test_metrics_must_be_the_same_on_every_rank():
 
 
 class Talking(IterableDataset):
-    """A stream that can be split: its loader makes the ranks talk while they read."""
+    """A stream that can be split: ranks exchange messages while its loader reads."""
 
     def __init__(self, items=range(11)):
         self.items = items
@@ -301,7 +301,7 @@ def test_counts_that_come_as_float32_do_not_stop_growing():
 
 
 def test_a_rank_may_have_whole_numbers_where_another_has_not():
-    """The tokens of a batch may all be masked: its sum is a plain 0."""
+    """If all tokens of a batch are masked, its sum is a plain 0."""
 
     def run(state):
         state, step, loader = make(state)
@@ -392,7 +392,7 @@ def test_an_argument_that_is_refused_on_one_rank_is_refused_on_all():
 
 
 class Uneven:
-    """A way to share that gives every rank as many batches as it says; one pass."""
+    """A source that gives every rank its own number of batches, for one pass."""
 
     def __init__(self, num_batches):
         self.left = iter([(torch.ones(3, 1),)] * num_batches)
@@ -439,7 +439,7 @@ def test_a_window_is_evaluated_by_a_step_that_takes_windows():
 
 
 class NormedLoss(nn.Module):
-    """A loss with a mode of its own."""
+    """A loss module with a training mode of its own."""
 
     def __init__(self):
         super().__init__()
@@ -474,7 +474,8 @@ def test_an_interrupt_ends_it_at_once():
 
 
 def test_an_interrupt_reads_no_more_where_an_error_reads_to_the_end():
-    """Ranks that share a loader may wait for each other in it; who interrupts waits for nobody."""
+    """After an error, ranks must read on, since others may wait for them; after an interrupt they
+    do not."""
 
     def left(error):
         def run(state):
@@ -495,7 +496,7 @@ def test_an_interrupt_reads_no_more_where_an_error_reads_to_the_end():
 
 
 class Reads(TorchDispatchMode):
-    """Counts what would make the host wait for a device."""
+    """Counts the reads for which the host would wait for a device."""
 
     def __init__(self):
         super().__init__()

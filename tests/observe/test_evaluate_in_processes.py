@@ -1,4 +1,4 @@
-"""evaluate and gather over real processes: the figures and predictions of this one."""
+"""evaluate and gather over real processes give the figures and predictions of this process."""
 
 import json
 
@@ -46,7 +46,7 @@ say(json.dumps([state.rank, found, seen]))
 
 
 def samples():
-    """21 samples with one to six labels each: the last of three batches has five."""
+    """Make 21 samples with one to six labels each; the last of three batches has five."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for index in range(21):
@@ -59,7 +59,7 @@ def samples():
 
 
 def detect(batch):
-    """As many labels as a sample has: one dict a sample."""
+    """Return one dict per sample, with as many boxes as the sample has labels."""
     rows = zip(batch["labels"], batch["id"].tolist(), strict=True)
     return [{"labels": labels[labels != -100], "id": index} for labels, index in rows]
 

@@ -18,7 +18,7 @@ def main(extras):
     assert Path(accel_fn.__file__).with_name("py.typed").exists()
     missing = [name for name in EXTRAS if find_spec(name) is None]
     assert missing == ([] if extras == "all" else list(EXTRAS)), missing
-    needs_extra = set() if extras == "all" else {"strategies"}  # of hypothesis
+    needs_extra = set() if extras == "all" else {"strategies"}  # the module needs hypothesis
     names = [
         (module.__name__, name)
         for module in (accel_fn, errors, testing)

@@ -1,4 +1,4 @@
-"""What a user can get wrong in a plan, and what is said about it: function, rule, value, repair."""
+"""Users' mistakes in a plan, and the errors for them: function, rule, value, repair."""
 
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ def make_plan(loss_fn=ours.mse, **options):
 
 
 BOUNDS = (-1.0, 0.0, float("nan"), float("inf"), True, "1", None)
-REFUSED = [  # error, text, function, values of its argument
+REFUSED = [  # error, text, function, argument values
     (ValueError, "clip: max_norm must be a finite number > 0, got", af.clip, BOUNDS),
     (TypeError, "clip: max_norm", af.clip, (True, "1", None)),
     (ValueError, "clip_value: max_value must be a finite number > 0, got", af.clip_value, BOUNDS),
@@ -191,7 +191,7 @@ def test_an_optimizer_without_trainable_parameters_is_refused():
 
 
 def grow(plan):
-    """The second layer is given to the optimizer too."""
+    """Give the second layer to the optimizer too."""
     plan.optimizer.add_param_group({"params": list(plan.model[2].parameters())})
 
 
@@ -217,7 +217,7 @@ def unfreeze(plan):
     ],
 )
 def test_what_is_to_be_trained_is_settled_by_build(recipe, world_size, change, text):
-    """The last rank alone changes it: the others must not wait for it."""
+    """Only the last rank changes it; the others must not wait for that rank."""
 
     def run(state):
         model = ours.regression_model()
@@ -274,7 +274,7 @@ def test_a_loss_must_be_a_scalar_with_a_graph_on_every_rank_alike(world_size, lo
 
 
 def grads_by_hand(model, batch):
-    """Gradients written past DDP: what other ranks never see."""
+    """The loss writes gradients itself, which DDP and so the other ranks never see."""
     loss = ours.mse(model, batch)
     parameters = list(model.parameters())
     for parameter, grad in zip(
@@ -285,7 +285,7 @@ def grads_by_hand(model, batch):
 
 
 def loss_on_copies(model, batch):
-    """functional_call on copies: the model's own parameters get nothing."""
+    """The loss calls functional_call on copies, so the model's own parameters get no gradient."""
     copies = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     return nn.functional.mse_loss(functional_call(model, copies, batch[0]), batch[1])
 
@@ -320,7 +320,8 @@ def test_gradients_out_of_reach_of_ddp_are_refused(world_size, loss_fn, text):
     ],
 )
 def test_reentrant_checkpoints_are_refused_on_every_rank(recipe, world_size, hidden):
-    """Where no parameter comes before it, the engine leaves out what is inside without a word."""
+    """If no parameter comes before the checkpoint, the engine silently leaves out what is
+    inside."""
 
     def loss_fn(model, batch):
         inputs = batch[0].clone().requires_grad_() if hidden else model[0](batch[0])
@@ -336,7 +337,7 @@ def test_reentrant_checkpoints_are_refused_on_every_rank(recipe, world_size, hid
 
 
 def test_a_reentrant_checkpoint_that_comes_later_is_refused_by_its_step():
-    """A gradient that is no longer there has the graph looked at again."""
+    """If a gradient is missing that was there before, the step checks the graph again."""
     state, step = ours.built()
     state, _ = step(state, BATCH)
     forward = step.plan.model[0].forward
@@ -372,9 +373,10 @@ def test_functional_call_on_the_models_own_parameters_is_averaged():
         ours.assert_close(actual, expected)
 
 
-@pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")  # DDP's, of speed alone
+# a warning of DDP about speed
+@pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
 def test_a_gradient_penalty_by_autograd_grad_is_averaged():
-    """autograd.grad inside a loss is fine as long as the loss that it goes into is returned."""
+    """autograd.grad inside a loss is fine if its result goes into the returned loss."""
 
     def loss_fn(model, batch):
         inputs = batch[0].requires_grad_()
@@ -390,7 +392,7 @@ def test_a_gradient_penalty_by_autograd_grad_is_averaged():
 
 
 class Branches(nn.Module):
-    """Uses one of its two layers."""
+    """A model that uses one of its two layers."""
 
     def __init__(self):
         super().__init__()
@@ -417,7 +419,7 @@ def test_a_parameter_that_the_loss_misses_stays_as_it_is(world_size):
             af.wrap_ddp(find_unused_parameters=True), state, model=model, optimizer=ours.adamw
         )
         before = model.unused.weight.detach().clone(), model.used.weight.detach().clone()
-        # an empty rank must not make an unused parameter a used one with a gradient of zero
+        # an empty rank must not give a gradient of zero to a parameter that no rank uses
         step(state, BATCH if state.is_main else tuple(value[:0] for value in BATCH))
         return torch.equal(model.unused.weight, before[0]), torch.equal(
             model.used.weight, before[1]
@@ -475,7 +477,7 @@ def test_a_plan_that_fails_on_one_rank_fails_on_all():
 
 
 def breaks(state, result):
-    """What stands in a slot, and fails on the second rank alone."""
+    """Make a slot function that fails only on the second rank."""
     if not state.is_main:
         raise OSError("broken here")
     return result
@@ -491,7 +493,7 @@ def breaks(state, result):
     ids=lambda slot: next(iter(slot)),
 )
 def test_what_fails_on_one_rank_while_a_step_is_built_fails_on_all(slot):
-    """A model that does not fit on one device, say."""
+    """An example is a model that does not fit on one device."""
 
     def run(state):
         with pytest.raises((OSError, RuntimeError), match="broken here"):
@@ -513,7 +515,7 @@ def test_what_fails_on_one_rank_while_a_step_is_built_fails_on_all(slot):
     ],
 )
 def test_a_batch_that_cannot_be_counted_is_refused_on_every_rank(world_size, batch, text):
-    """The last rank alone gets it: the others must not wait for it."""
+    """Only the last rank gets it; the others must not wait for that rank."""
 
     def run(state):
         state, step = af.build(state, af.wrap_ddp()(make_plan()))
@@ -568,7 +570,7 @@ def test_labels_that_are_not_there_are_named(path, batch, text):
 
 @pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(2, split=lambda batch: [batch])])
 def test_a_batch_of_nothing_that_weighs_something_is_refused(recipe):
-    """It would stand for a rank without items, and the loss would not be called."""
+    """A batch without samples stands for a rank without items, so the loss would not be called."""
     plan = make_plan(lambda model, batch: ours.mse(model, BATCH), weight_fn=lambda batch: 4)
     state, step = af.build(af.DistState(), recipe(plan))
     with pytest.raises(ValueError, match=r"step: batch must be a batch, got None; use \(\)"):
@@ -705,7 +707,7 @@ def local_gradients(plan):
 
 
 def local_noise(plan):
-    """A gradient transform whose random numbers are the rank's own."""
+    """A gradient transform with different random numbers on each rank."""
 
     def noisy(state, grads):
         return grads.map(lambda value: value + state.rank)
@@ -714,7 +716,7 @@ def local_noise(plan):
 
 
 def local_factor(plan):
-    """A gradient transform whose factor is the rank's own."""
+    """A gradient transform with a different factor on each rank."""
 
     def scaled(state, grads):
         return grads.scaled(torch.tensor(1.0 + state.rank).double())

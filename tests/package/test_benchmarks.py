@@ -1,4 +1,4 @@
-"""The benchmarks: one table, as the command prints it."""
+"""The benchmarks print a table, and fail if a loop trains differently."""
 
 import math
 import subprocess
@@ -31,7 +31,7 @@ def test_every_other_transform_has_a_row_of_its_own():
 
 
 def measured(scenario):
-    """The ratios that a run of one scenario tells, by name; it is red where ours trains otherwise."""
+    """Return the ratios of one scenario by name; the run fails if ours trains differently."""
     command = [sys.executable, "-m", "tests.benchmarks", "--quick", "--only", scenario]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
     assert done.returncode == 0, done.stderr

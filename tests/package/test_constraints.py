@@ -1,4 +1,4 @@
-"""The releases that sessions of the noxfile install, one for each package, whatever machine it is."""
+"""The constraints pin one release of each package, the same on every machine."""
 
 import re
 import tomllib

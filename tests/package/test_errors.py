@@ -1,4 +1,4 @@
-"""accel_fn.errors: which errors there are, and that accel_fn raises no other on purpose."""
+"""accel_fn.errors: the classes, and that accel_fn raises no others on purpose."""
 
 import ast
 import builtins
@@ -33,7 +33,7 @@ FOREIGN = {
 
 
 def raised_names(path):
-    """The names after `raise` in a file, without variables that hold an error to be raised again."""
+    """List the names after `raise` in a file, without variables that hold a caught error."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Raise) and node.exc is not None:
             call = node.exc
@@ -45,7 +45,7 @@ def raised_names(path):
 
 
 def functions_that_make_errors():
-    """Functions whose annotation promises one of our errors."""
+    """List the functions whose annotation promises one of our errors."""
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if (
@@ -95,4 +95,5 @@ def test_no_class_of_errors_stands_anywhere_else():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         if any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
     }
-    assert found == {"launcher/function/wait.py RankTraceback"}  # never raised: the cause of one
+    # it is never raised; it is the cause of another error
+    assert found == {"launcher/function/wait.py RankTraceback"}

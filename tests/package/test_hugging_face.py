@@ -1,4 +1,4 @@
-"""Streams of Hugging Face's `datasets`, as they are."""
+"""Streams of Hugging Face's `datasets`, without changes."""
 
 import datasets
 import pytest
@@ -17,7 +17,7 @@ def rows(shards, sizes):
 
 
 def stream(*sizes):
-    """A stream of as many shards as sizes."""
+    """Make a stream with a shard for each size."""
     options = {"shards": list(range(len(sizes)))}
     return datasets.IterableDataset.from_generator(
         rows, gen_kwargs={**options, "sizes": tuple(sizes)}
@@ -25,7 +25,7 @@ def stream(*sizes):
 
 
 def passes(data, world_size, num_epochs=1, step=0, **options):
-    """What every rank gets, epoch by epoch."""
+    """Return what every rank gets, epoch by epoch."""
 
     def run(state):
         loader = af.shard_loader(DataLoader(data, batch_size=6, **options), state)
@@ -84,7 +84,7 @@ def test_streams_that_are_others_on_each_rank_are_refused(make):
 @pytest.mark.parametrize("sizes", [(30,), (9, 0, 12, 9)], ids=["round_robin", "split"])
 @pytest.mark.parametrize("step", [2, 7])
 def test_a_position_is_the_same_in_a_later_epoch(sizes, step):
-    """Reading from the start: what `skip` of such a stream gives is another order after epoch 0."""
+    """The stream is read from its start, since its own `skip` gives another order after epoch 0."""
     data = stream(*sizes).shuffle(seed=1, buffer_size=8)
     whole = passes(data, 2, num_epochs=2)
     rest = passes(data, 2, num_epochs=2, step=step)
@@ -129,7 +129,7 @@ def test_rows_of_a_ranks_own_are_refused(make):
 
 
 def test_rows_that_each_rank_has_made_are_the_same():
-    """Hugging Face's own fingerprints may differ then."""
+    """Hugging Face's own fingerprints may differ in that case."""
 
     def run(state):
         data = datasets.Dataset.from_dict({"x": list(range(12))})

@@ -1,4 +1,4 @@
-"""The package itself: what it exports, what it imports and when."""
+"""The package itself: its exports, its imports and when they happen."""
 
 import ast
 import subprocess
@@ -43,7 +43,7 @@ def test_the_test_bench_needs_no_hypothesis_until_strategies_are_asked_for():
 def test_every_public_name_loads_and_is_documented(name):
     value = getattr(af, name)
     assert name in dir(af)
-    if callable(value) and name not in ("GradFn", "Transform"):  # these are aliases
+    if callable(value) and name not in ("GradFn", "Transform"):  # these two are aliases
         assert value.__doc__
 
 
@@ -70,10 +70,10 @@ def parsed(path):
     return ast.parse(path.read_text())
 
 
-# What of torch.distributed a module needs, beside the type of a group.
+# The modules of torch.distributed that each module needs, beside the type of a group.
 DISTRIBUTED = {
-    "comm/backends.py": {"torch.distributed"},  # which of them there are
-    "comm/primitives.py": {"torch.distributed"},  # the collectives
+    "comm/backends.py": {"torch.distributed"},  # which backends this torch has
+    "comm/primitives.py": {"torch.distributed"},  # collectives
     "comm/rendezvous.py": {
         "torch.distributed",
         "torch._C._distributed_c10d",
@@ -100,7 +100,7 @@ DISTRIBUTED = {
         "torch.distributed.elastic.multiprocessing",
         "torch.distributed.elastic.multiprocessing.api",
     },
-    "launcher/machines/store_rendezvous.py": {  # where machines meet before there is a world
+    "launcher/machines/store_rendezvous.py": {  # the store of the machines' rendezvous
         "torch.distributed",
         "torch._C._distributed_c10d",
         "torch.distributed.elastic.rendezvous",
@@ -118,7 +118,8 @@ ROOTS = ("torch.distributed", "torch._C._distributed_c10d", "torch.nn.parallel")
 
 
 def distributed_modules(path):
-    """The modules of torch.distributed that one of ours imports, for more than the type of a group."""
+    """List the modules of torch.distributed that a module imports, except for the type of a
+    group."""
     for node in ast.walk(parsed(path)):
         names = [each.name for each in getattr(node, "names", ())]
         if isinstance(node, ast.ImportFrom) and names != ["ProcessGroup"]:
@@ -152,12 +153,13 @@ def test_one_module_alone_calls_collectives():
         for path in SOURCES
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and node.attr in collectives
-        if ast.unparse(node.value) not in ("primitives", "self", "channel", "mean")  # our own
+        # objects of our own
+        if ast.unparse(node.value) not in ("primitives", "self", "channel", "mean")
     }
     assert callers == {"comm/primitives.py"}
 
 
-# What modules keep that may change, and why none of it is a run's.
+# Mutable objects that modules hold, and why none of them belongs to a run.
 KEPT = {
     "comm/mesh.py _numbers": "a count, for names that no other mesh of this process has",
     "comm/mesh.py _device": "what all simulated groups send by",
@@ -201,7 +203,8 @@ WRITERS = {
 
 
 def kept(tree):
-    """Names of a module that stand for what may change: made by a call, global, a cache; and its tables."""
+    """List a module's names for objects that may change: made by a call, global, a cache, or a
+    table."""
     made, tables = set(), set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and any(
@@ -225,7 +228,7 @@ def kept(tree):
 
 
 def written(tree):
-    """Names that a module writes into."""
+    """List the names that a module writes into."""
     for node in ast.walk(tree):
         into = isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(
             node.ctx, ast.Load
@@ -244,7 +247,7 @@ def test_modules_keep_nothing_of_a_run():
     facts = {
         "__init__.py __all__",
         "step/torch_internals.py _WRAPPER",
-    }  # a sorted list; torch's code
+    }  # a sorted list; code taken from torch
     assert found - facts == set(KEPT)
 
 
@@ -264,7 +267,7 @@ HEAVY = (
 
 @cache
 def is_heavy(module):
-    """Is it torch, a library of an extra, or does it import one at its top?"""
+    """Is it torch, a library of an extra, or a module that imports one at its top?"""
     root, _, rest = module.partition(".")
     if root != "accel_fn":
         return root in HEAVY
@@ -284,7 +287,7 @@ def imported_at_the_top(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_stand_at_the_top_of_a_module(path):
-    """Those inside a function wait on purpose: for torch, or for a library of an extra."""
+    """An import inside a function is lazy on purpose, for torch or a library of an extra."""
     inside = [
         (node.lineno, name)
         for function in ast.walk(parsed(path))

@@ -1,4 +1,4 @@
-"""What the public names but transforms take: parameters, keyword-only ones, defaults."""
+"""The signatures of the public names except transforms: parameters, keyword-only ones, defaults."""
 
 import inspect
 
@@ -42,7 +42,7 @@ SIGNATURES = {
 
 
 def parameters_of(function):
-    """The signature without types."""
+    """Return the signature without types."""
     signature = inspect.signature(function)
     bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))[1:-1]

@@ -1,4 +1,4 @@
-"""What type checkers find in a user's program: every mistake, and nothing else."""
+"""Type checkers find every mistake in a user's program, and report nothing else."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Gradients with an open factor: their value, their norm, and what clipping makes of them."""
+"""Gradients with an open factor: their value, their norm, and the result of clipping."""
 
 import math
 
@@ -23,7 +23,8 @@ bounds = st.floats(1e-3, 1e3)
 
 @st.composite
 def tensors(draw, dtypes=(torch.float64,)):
-    """Gradients of any shapes, some of them missing, and of any size that their dtypes can hold."""
+    """Draw gradients of any shapes, some missing, with values of any size that their dtypes can
+    hold."""
     shapes = draw(st.lists(st.sampled_from([*SHAPES, None]), min_size=1, max_size=5))
     largest = 8 if dtypes == (torch.float64,) else 3
     size = 10.0 ** draw(st.integers(-largest, largest))
@@ -40,13 +41,13 @@ def number(value, dtype=torch.float64):
 
 
 def flat(grads):
-    """Every element of the value, [num_elements], float64."""
+    """Return every element of the value, [num_elements], float64."""
     values = [value.double().flatten() for value in grads.values() if value is not None]
     return torch.cat([torch.zeros(0).double(), *values])
 
 
 def sparse(value_of=2.0):
-    """Rows 1, 3 and 1 again of a table [4, 2]: not coalesced."""
+    """Make a sparse gradient of a table [4, 2] that is not coalesced: rows 1, 3 and 1 again."""
     rows = torch.full((3, 2), value_of, dtype=torch.float64)
     return torch.sparse_coo_tensor(
         torch.tensor([[1, 3, 1]]), rows, (4, 2), check_invariants=True, is_coalesced=False
@@ -84,7 +85,7 @@ def test_value_in_float16_is_rounded_once_where_the_factor_is_below_float16():
 def test_norm_is_the_total_norm_of_the_value(tensors, factor):
     grads = af.Grads(tensors, number(factor))
     values = [value for value in grads.values() if value is not None]
-    # a sum of squares of a few elements, and a product, in another order
+    # the bound covers a sum of squares of a few elements and a product, in another order
     torch.testing.assert_close(
         grads.norm().double(), get_total_norm(values).double(), rtol=1e-14, atol=0
     )
@@ -97,7 +98,7 @@ def test_norm_is_the_total_norm_of_the_value(tensors, factor):
 def test_norm_of_mixed_precision_is_that_of_all_elements(tensors):
     norm = af.Grads(tensors).norm()
     expected = flat(af.Grads(tensors)).norm()
-    # a sum of a few squares in float32
+    # the bound covers a sum of a few squares in float32
     torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
 
 
@@ -128,7 +129,8 @@ def test_norm_of_half_precision_is_summed_in_float32(dtype):
 
 @pytest.mark.parametrize("shape", [(2**25,), (2**12, 2**13)], ids=str)
 def test_norm_of_a_large_gradient_in_float32_is_that_in_float64(shape):
-    """Torch's own is off by more than 1e-4: shards would be clipped otherwise than the whole."""
+    """Torch's own norm is off by more than 1e-4, so it would clip shards differently from the
+    whole."""
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     expected = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     assert abs(get_total_norm([gradient]) / expected - 1) > 1e-4
@@ -179,7 +181,7 @@ def test_norm_is_read_once_and_scaled_from_then_on(tensors, factor):
     grads = af.Grads(tuple(None if each is None else each.clone() for each in tensors))
     norm = grads.norm().clone()
     for each in grads.present():
-        each.fill_(torch.nan)  # a second read would see this
+        each.fill_(torch.nan)  # a second read would return nan
     torch.testing.assert_close(grads.norm(), norm, rtol=0, atol=0)
     scaled = grads.scaled(number(factor)).norm()
     torch.testing.assert_close(scaled.double(), norm.double() * abs(factor), rtol=1e-6, atol=0)
@@ -283,7 +285,7 @@ def test_map_changes_nothing_that_it_is_given():
 @given(tensors=tensors(), max_norm=bounds)
 def test_clipped_norm_is_at_most_the_bound(tensors, max_norm):
     clipped = clip_norm(STATE, af.Grads(tensors), max_norm=max_norm)
-    # a square root of a sum of a few squares, one product and one quotient
+    # the bound covers a root of a sum of a few squares, one product and one quotient
     assert flat(clipped).norm() <= max_norm * (1 + 1e-14)
 
 
@@ -307,7 +309,7 @@ def test_inactive_clip_changes_no_bit(tensors, room):
 def test_clipping_twice_is_clipping_once(tensors, max_norm):
     once = clip_norm(STATE, af.Grads(tensors), max_norm=max_norm)
     twice = clip_norm(STATE, once, max_norm=max_norm)
-    # the 1e-6 beside the norm, as in torch's clip_grad_norm_, takes 1e-6 / max_norm once more
+    # the 1e-6 beside the norm, as in torch's clip_grad_norm_, takes 1e-6 / max_norm again
     torch.testing.assert_close(twice.values(), once.values(), rtol=1.1e-6 / max_norm, atol=0)
 
 

@@ -1,4 +1,5 @@
-"""A backward for a share of the batch adds up to that of one rank, or is refused."""
+"""Backwards of shares of the batch add up to the backward of one rank, or the step refuses the
+loss."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def trained(recipe, world_size, change=lambda model: None, after=lambda model: None, loss=loss_fn):
-    """Weights after three steps over X, the same on all ranks."""
+    """Return the weights after three steps over X, checked to be equal on all ranks."""
 
     def run(state):
         model = copy.deepcopy(MODEL)
@@ -115,7 +116,7 @@ def test_fsdp_refuses_hooks_that_its_shards_would_drop():
 
 
 class AddGradient(torch.autograd.Function):
-    """As the auxiliary losses of mixtures of experts are added."""
+    """A Function that adds an auxiliary gradient, as mixtures of experts do."""
 
     @staticmethod
     def forward(ctx, x, aux):
@@ -146,7 +147,7 @@ def test_a_function_that_adds_a_gradient_of_its_own_is_refused(recipe, world_siz
         ValueError, match=r"backward that is linear in the loss, .* add what it adds"
     ):
         trained(recipe, world_size, loss=adding)
-    trained(af.wrap_ddp(), 1, loss=adding)  # there it is the loop by hand
+    trained(af.wrap_ddp(), 1, loss=adding)  # this case is the loop by hand
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), RECIPES)
@@ -159,7 +160,7 @@ def test_a_linear_function_is_not_refused(recipe, world_size, dtype):
 
 
 class Inner(torch.autograd.Function):
-    """Runs a backward of its own, as reversible blocks and offloading do."""
+    """A Function that runs a backward inside, as reversible blocks and offloading do."""
 
     @staticmethod
     def forward(ctx, x, module):
@@ -214,7 +215,7 @@ class TwoHeads(nn.Module):
 
 
 def masked_mean(model, batch):
-    """Not finite where nothing counts, and so are its gradients."""
+    """Return a mean that is not finite if no item counts, and neither are its gradients."""
     x, task, labels = batch
     losses = F.cross_entropy(model(x, task), labels.clamp(min=0), reduction="none")
     mask = (labels >= 0).double()

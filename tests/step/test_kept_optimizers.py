@@ -1,14 +1,15 @@
-"""The table of what optimizers do on shards and from checkpoints is what comes out when each is run."""
+"""The table of optimizers on shards and from checkpoints matches the results of running each
+one."""
 
 import pytest
 
 from tests.kept_optimizers import FENCES, line, table
 from tests.optimizers import PAGE, split_page
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
+pytestmark = pytest.mark.filterwarnings("ignore")  # for optimizers that are no longer maintained
 
-# One of each kind: both work, refused by build, failing in torch, state that is no plain tensor,
-# a place of which the reason is explained.
+# One of each kind: both work, `build` refuses it, torch fails, its state is no plain tensor, or the
+# reason names a line of code.
 SOME = [
     "torch.optim.AdamW",
     "torch.optim.Rprop",

@@ -1,4 +1,5 @@
-"""Every optimizer of torch.optim and torch_optimizer keeps the step's promises, or says that it cannot."""
+"""Every optimizer of torch.optim and torch_optimizer passes the checks, or fails as its row
+states."""
 
 import inspect
 import re
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This overload of .* is deprecate
 
 
 def assert_fulfilled(name, check):
-    """A row passes a check, or fails in the way it says: it must not start to work unnoticed."""
+    """Assert that a row passes a check, or fails in the expected way: a repair must not go
+    unnoticed."""
     result, refusal = outcome(name, check), ROWS[name].refusals.get(check)
     if refusal is not None:
         assert isinstance(result, refusal.error), f"{name} now works: take out the refusal"

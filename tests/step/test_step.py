@@ -1,4 +1,4 @@
-"""Step and its parts: what they give, what they leave alone."""
+"""Step and its parts: what they return, and what they leave unchanged."""
 
 import contextlib
 import gc
@@ -91,7 +91,7 @@ def test_no_gradient_is_left_behind_and_none_that_was_there_counts():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_another_model_in_the_loss_keeps_its_gradients(world_size):
-    """A GAN: what trains the generator must not touch the discriminator."""
+    """In a GAN, the generator's step must not change gradients of the discriminator."""
 
     def run(state):
         critic = ours.regression_model(seed=1)
@@ -132,7 +132,7 @@ def test_two_steps_built_of_one_plan_work_independently(world_size):
 
 
 class Helper(nn.Module):
-    """A model whose loss calls a method of its own, twice."""
+    """A model whose loss calls one of its methods twice."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ def test_hooks_of_the_users_stay_and_run_in_every_step(world_size):
         model[2].register_full_backward_hook(lambda *_: ran.append("backward"))
         model[2].weight.register_hook(lambda gradient: ran.append("gradient"))
         state, step, _ = built(af.compose(af.place(), af.wrap_ddp()), state, model=model)
-        ran.clear()  # DDP's first backward, in build, reaches every parameter
+        ran.clear()  # the first backward of DDP, in build, reaches every parameter
         for _ in range(2):
             state, _ = step(state, BATCH)
         return ran
@@ -237,7 +237,7 @@ def test_contexts_of_the_users_are_entered_with_the_state():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_slot_for_a_compiler_compiles_the_loss(world_size):
-    """With a compiler that counts what it is given and runs it as it is."""
+    """The compiler here counts its calls and runs the function unchanged."""
 
     def run(state):
         graphs = []
@@ -335,7 +335,7 @@ def test_a_step_names_its_plan():
 
 @pytest.mark.parametrize(("fused", "place_of_count"), [(False, "cpu"), (True, "meta")])
 def test_what_an_optimizer_holds_moves_to_its_parameters(fused, place_of_count):
-    """On the meta device, which every machine has."""
+    """The device is meta, which every machine has."""
     parameter = nn.Parameter(torch.zeros(3, device="meta"))
     optimizer = torch.optim.Adam([parameter])
     optimizer.param_groups[0]["fused"] = fused
@@ -346,7 +346,7 @@ def test_what_an_optimizer_holds_moves_to_its_parameters(fused, place_of_count):
 
 
 def test_every_tensor_of_a_micro_batch_is_moved_and_the_batch_stays():
-    """To the meta device, which every machine has."""
+    """The device is meta, which every machine has."""
     model, seen = ours.regression_model().to("meta"), []
 
     def loss_fn(model, batch):
@@ -364,7 +364,7 @@ def test_every_tensor_of_a_micro_batch_is_moved_and_the_batch_stays():
 
 
 def test_parameters_that_a_move_has_replaced_are_no_longer_the_optimizers():
-    """To the meta device torch makes new parameters; to an accelerator it keeps them."""
+    """To the meta device, torch makes new parameters; to an accelerator it keeps them."""
     plan = af.place()(ours.plan(optimizer=ours.adamw))
     with pytest.raises(ValueError, match="or make the optimizer after what replaces parameters"):
         af.build(af.DistState(device="meta"), plan)
@@ -383,7 +383,7 @@ def test_a_step_on_an_accelerator_is_the_step_on_the_cpu(precision):
         for _ in range(5):
             state, report = step(state, tuple(value.float() for value in BATCH))
         losses.append(float(report.loss))
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # 8 bits of bfloat16
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # bfloat16 has 8 bits
 
 
 @contextlib.contextmanager
@@ -416,7 +416,8 @@ FUSED = {
 @pytest.mark.parametrize("precision", ["fp16", "bf16", None])
 @pytest.mark.parametrize(("device", "watched"), HUNDRED_STEPS, ids=["cpu", "cuda"])
 def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, precision, optimizer):
-    """And of a hundred, of which one overflows, the rate and the average are those of the others."""
+    """In a hundred steps with one overflow, the rate and the average are those of the other
+    steps."""
     model = ours.regression_model().float()
     plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
     falling = torch.optim.lr_scheduler.ExponentialLR(plan.optimizer, 0.99)
@@ -447,7 +448,7 @@ def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, prec
     assert [bool(each.applied) for each in reports] == [number != 7 for number in range(100)]
     assert all(weight.isfinite().all() for weight in weights)
     mean = weights[0]
-    for weight in [*weights[1:8], *weights[9:]]:  # but for the update that was skipped
+    for weight in [*weights[1:8], *weights[9:]]:  # all but the skipped update
         mean = 0.9 * mean + 0.1 * weight
     with af.use_average(step):
         torch.testing.assert_close(model[0].weight.detach(), mean, rtol=1e-4, atol=1e-5)

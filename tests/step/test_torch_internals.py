@@ -1,4 +1,4 @@
-"""What accel_fn takes from inside torch: a test here fails when torch changes it."""
+"""The parts inside torch that accel_fn uses: a test here fails if torch changes one."""
 
 import contextlib
 import functools
@@ -42,7 +42,8 @@ fused_optimizers = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 
 
 def one_step(optimizer_of, before=lambda optimizer: None):
-    """A model and its optimizer after one step of accel_fn's; `before` sees the optimizer built."""
+    """Return a model and its optimizer after one step; `before` sees the optimizer that was
+    built."""
     model = regression_model()
     optimizer = optimizer_of(model.parameters())
     state, step = af.build(af.DistState(), af.Plan(mse, model, optimizer))
@@ -121,7 +122,8 @@ def test_every_optimizer_of_torch_checks_for_cuda_graphs_by_a_name_that_we_know(
     checks = [name for name in methods if name.endswith("_graph_capture_health_check")]
     assert checks
     assert "_graph_capture_health_check()" in inspect.getsource(torch.optim.AdamW.step)
-    assert len({methods[name] for name in checks}) == 1  # all are ours, that does nothing
+    # all are the same method of ours, which does nothing
+    assert len({methods[name] for name in checks}) == 1
 
 
 @pytest.mark.parametrize("seed", [None, 0.25], ids=["from one", "from a seed"])
@@ -185,10 +187,12 @@ def test_tensor_subclass_sees_the_public_backward():
     "kind", sorted(kinds(torch.optim), key=str), ids=lambda kind: kind.__name__
 )
 def test_step_of_every_optimizer_of_torch_can_be_called_without_its_wrapper(kind):
-    next(row for row in ROWS.values() if row.kind is kind).start(torch.float64)  # made: wrapped
+    # making one wraps its step
+    next(row for row in ROWS.values() if row.kind is kind).start(torch.float64)
     bare = torch_internals._unwrapped_step(kind)
     if getattr(kind.step, "_torchdynamo_disable", False):
-        # torch's compiler, once imported, wraps the step of two of them: outside of the wrapper or inside
+        # Once imported, torch's compiler wraps the step of two of them, outside of the wrapper or
+        # inside.
         assert bare is None or bare._torchdynamo_disable
         return
     assert bare is not None
@@ -229,7 +233,7 @@ def test_step_that_somebody_wrapped_on_the_class_is_run():
         pass
 
     seen = []
-    sgd([nn.Parameter(torch.ones(1))])  # made: torch has wrapped its step
+    sgd([nn.Parameter(torch.ones(1))])  # making one lets torch wrap its step
     original = torch.optim.SGD.step
 
     @functools.wraps(original)
@@ -282,7 +286,7 @@ def test_scheduler_sees_the_step():
     _, optimizer = one_step(sgd, schedule)
     schedulers[
         0
-    ].step()  # a warning, that it came before the optimizer's, is an error in these tests
+    ].step()  # torch's warning that it came before the optimizer's step is an error in these tests
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
@@ -293,7 +297,7 @@ def test_scheduler_still_warns_where_there_was_no_step():
 
 
 def steps_of_replicas(loss_fn, around=contextlib.nullcontext):
-    """What the first of two ranks has after three steps: losses, parameters, and what was around it."""
+    """Return the first rank's state after three steps: losses, parameters, and recorded calls."""
 
     def rank(state):
         model = regression_model()
@@ -310,7 +314,7 @@ def steps_of_replicas(loss_fn, around=contextlib.nullcontext):
 
 
 def test_profiler_records_the_forward_of_replicas():
-    """With a profiler DDP's own forward is called: the same steps, under its label."""
+    """With a profiler, DDP's own forward is called; the steps are the same."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     losses, _, profile = steps_of_replicas(
         mse, lambda: torch.profiler.profile(activities=activities)
@@ -356,7 +360,8 @@ def test_fused_sgd_still_leaves_a_momentum_unset_that_its_first_update_skipped()
     weight.grad = torch.ones(3)
     optimizer.found_inf = torch.ones(())
     optimizer.step()
-    assert "momentum_buffer" in optimizer.state[weight]  # else the guard in _updating can go
+    # if this fails, the guard in _updating can go
+    assert "momentum_buffer" in optimizer.state[weight]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -398,7 +403,7 @@ def test_process_group_takes_a_backend_as_we_give_it(method, signature):
 
 
 def in_shards(state, replicate=1):
-    """A layer, and the class that FSDP has made for it."""
+    """Make a layer, and the class that FSDP gives it."""
     layer = nn.Linear(2, 3)
     nn.init.ones_(layer.weight)
     fully_shard(layer, mesh=make_mesh(state, replicate))
@@ -464,7 +469,7 @@ def test_death_of_a_worker_is_raised_by_next_alone():
     assert next(running) == 0
     assert lost_workers(running) == ""
     running._workers[0].kill()
-    running._workers[0].join()  # where torch's handler would raise
+    running._workers[0].join()  # torch's handler would raise here
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         running._try_get_data(0.1)
     assert re.fullmatch(r"worker 0 \(process \d+\) killed by SIGKILL", lost_workers(running))

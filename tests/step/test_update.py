@@ -1,4 +1,4 @@
-"""One update: what reaches the optimizer, and what is left behind."""
+"""One update: what the optimizer gets, and what is left afterwards."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ MAKERS = {
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
 OK, BAD = torch.tensor(True), torch.tensor(False)
-# A kernel divides by the reciprocal where a multiply would do, and sums in another order.
+# A kernel divides by the reciprocal instead of multiplying, and sums in another order.
 ROUNDING = {"rtol": 1e-6, "atol": 1e-7}
 
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -31,25 +31,25 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 
 
 def parameters(*dtypes, seed=0):
-    """One parameter [4] of each dtype."""
+    """Make one parameter [4] of each dtype."""
     return [nn.Parameter(values.clone()) for values in normal(dtypes, seed=seed)]
 
 
 def normal(dtypes, seed=1):
-    """A gradient [4] of each dtype."""
+    """Make a gradient [4] of each dtype."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(4, generator=generator).to(dtype) for dtype in dtypes]
 
 
 def update(optimizer, tensors, factor=None, ok=None):
-    """What a step does with these gradients; they are copied first."""
+    """Update with a copy of these gradients, as a step does."""
     trained = [each for group in optimizer.param_groups for each in group["params"]]
     copies = tuple(None if each is None else each.clone() for each in tensors)
     apply_update(optimizer, trained, af.Grads(copies, factor), ok)
 
 
 def update_by_hand(optimizer, tensors):
-    """The same gradients, applied as everybody does."""
+    """Apply the same gradients as a loop by hand does."""
     trained = [each for group in optimizer.param_groups for each in group["params"]]
     for parameter, tensor in zip(trained, tensors, strict=True):
         parameter.grad = None if tensor is None else tensor.clone()
@@ -87,7 +87,7 @@ def test_kernel_and_multiply_agree_to_rounding(make, factor, seed):
     factor = torch.tensor(factor)
     update(make(fused, fused=True), tensors, factor)
     update(make(plain, fused=False), tensors, factor)
-    # relative to the gradients times the learning rate, where they are large
+    # relative to the gradients times the learning rate, if they are large
     scale = max(1.0, float(factor * tensors[0].abs().max()))
     torch.testing.assert_close(fused[0] / scale, plain[0] / scale, **ROUNDING)
 
@@ -146,7 +146,7 @@ def test_factor_below_half_precision_is_not_lost(dtype):
 
 
 class Named(TorchDispatchMode):
-    """The operations that have a word in their names."""
+    """Records the operations whose names contain a word."""
 
     def __init__(self, word):
         super().__init__()
@@ -223,7 +223,7 @@ def test_skipped_first_update_leaves_no_trace(make, fused, dtype):
     update(one, [torch.full((4,), torch.inf, dtype=dtype)], factor, BAD)
     for seed in range(2):
         update(one, normal([dtype], seed), factor, OK)
-        update(other, normal([dtype], seed), factor)  # a good verdict changes no bit either
+        update(other, normal([dtype], seed), factor)  # a verdict of True changes no bit either
     assert_same_bits(skipping, plain)
 
 
@@ -244,7 +244,7 @@ def test_kernel_skips_where_a_parameter_is_never_reached():
     seen = []
     optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.found_inf))
     update(optimizer, [torch.full((4,), torch.inf), None], torch.tensor(1.0), BAD)
-    assert seen == [1.0]  # else the host has waited for the verdict
+    assert seen == [1.0]  # otherwise the host has waited for the verdict
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""assert_equivalent: what it compares, what it cannot be fooled by, and which operation it names."""
+"""assert_equivalent: what it compares, which mistakes it refuses, and the operation that it
+names."""
 
 from dataclasses import replace
 
@@ -40,7 +41,7 @@ def test_a_batch_of_equal_rows_is_one_that_a_loss_can_depend_on():
 
 
 def reporting(**change):
-    """A gradient function whose report is off."""
+    """Make a gradient function whose report is wrong."""
 
     def wrap(grad_fn):
         def changed(state, batch):
@@ -121,6 +122,7 @@ def test_operations_are_recorded_with_the_norms_of_their_outputs():
         ("aten.mul.Tensor", (10.0,)),
         ("aten.sum.default", (2.0,)),
     ]
-    assert "aten.mul.Tensor" in [each.name for each in operations[2:]]  # the backward's
+    # an operation of the backward
+    assert "aten.mul.Tensor" in [each.name for each in operations[2:]]
     assert first_difference(operations, operations, 0.0, 0.0) == ""
     assert "is none with plan_a" in first_difference([], operations, 0.0, 0.0)

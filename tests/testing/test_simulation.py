@@ -1,4 +1,4 @@
-"""simulate: ranks that fail never leave others, or the next simulation, waiting."""
+"""simulate: ranks that fail keep neither other ranks nor the next simulation waiting."""
 
 import contextlib
 import copy
@@ -41,7 +41,8 @@ def test_the_first_error_of_any_rank_is_raised_with_its_rank(culprit):
     with pytest.raises(KeyError, match="broken") as caught:
         simulate(run, world_size=3, timeout_s=200)
     assert caught.value.__notes__ == [f"on simulated rank {culprit} of 3"]
-    assert time.monotonic() - start < 100  # of 200: nobody waited for it
+    # the other rank sleeps for 200 s, and the simulation did not wait
+    assert time.monotonic() - start < 100
 
 
 def test_a_failed_world_is_not_used_again():
@@ -59,7 +60,7 @@ def test_a_failed_world_is_not_used_again():
 @pytest.mark.parametrize("late_s", [None, 0.6], ids=["never", "late"])
 @pytest.mark.parametrize("alone", [0, 1])
 def test_a_world_that_ran_out_of_time_is_not_used_again_though_nobody_raised(alone, late_s):
-    """The other rank does not come, or when it is too late."""
+    """The other rank does not come, or comes too late."""
 
     def miss(state):
         if state.rank != alone and late_s:
@@ -90,7 +91,7 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked():
 
 @pytest.fixture
 def lost(monkeypatch):
-    """None of the other tests' worlds."""
+    """Record failed worlds apart from those of other tests."""
     lost = simulate_module._Lost()
     monkeypatch.setattr(simulate_module, "_lost", lost)
     yield
@@ -99,7 +100,7 @@ def lost(monkeypatch):
 
 @pytest.mark.usefixtures("lost")
 def test_worlds_that_failed_are_not_many_at_a_time(monkeypatch):
-    """Each has sockets open until its ranks have run out of time."""
+    """Each failed world keeps sockets open until its ranks have timed out."""
     monkeypatch.setattr(simulate_module, "_MAX_LOST_SOCKETS", 8)
     others = threading.enumerate()
 
@@ -114,12 +115,12 @@ def test_worlds_that_failed_are_not_many_at_a_time(monkeypatch):
         waiting = [each for each in threading.enumerate() if each not in others]
         assert (
             sum(each.name == "rank 1 of 2" for each in waiting) <= 3
-        )  # two lost before, and this one
+        )  # two failed worlds before, and this one
 
 
 @pytest.mark.usefixtures("lost")
 def test_a_rank_that_outlives_its_simulation_may_simulate(monkeypatch):
-    """It is one of those that are seen out, and cannot wait for itself."""
+    """The rank is among the threads to be joined, and cannot join itself."""
     monkeypatch.setattr(simulate_module, "_MAX_LOST_SOCKETS", 0)
     has_failed, found = threading.Event(), queue.SimpleQueue()
 
@@ -137,7 +138,7 @@ def test_a_rank_that_outlives_its_simulation_may_simulate(monkeypatch):
 
 @pytest.mark.slow
 def test_ranks_that_still_wait_when_python_ends_do_not_abort_it(tmp_path):
-    """They run out of time in the background, and need the interpreter for that."""
+    """They time out in the background, and need the interpreter for that."""
     script = """
         import accel_fn as af
         from accel_fn.testing import simulate
@@ -178,14 +179,14 @@ def test_a_thousand_simulations_neither_hang_nor_leak_threads():
 
 
 def num_threads():
-    """Of the operating system: Gloo's are not Python's."""
+    """Count the threads of the operating system, since Python does not list Gloo's."""
     return len(os.listdir("/proc/self/task"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads of Linux")
 @pytest.mark.parametrize("hangs", [False, True])
 def test_failed_simulations_leave_no_threads(hangs):
-    """Of one that ends on all ranks the world is used again; of another, it ends with its time."""
+    """A world that fails on all ranks is reused; any other ends after its time-out."""
 
     def fail(state):
         if state.is_main or not hangs:
@@ -205,12 +206,12 @@ def test_failed_simulations_leave_no_threads(hangs):
     while num_threads() > before and time.monotonic() < deadline:
         time.sleep(0.1)
         gc.collect()
-    assert num_threads() <= before + 5  # those of one more world, kept for later
+    assert num_threads() <= before + 5  # the threads of one more world, kept for later
 
 
 @pytest.mark.parametrize("num_rounds", [1, 3])
 def test_ranks_that_seed_draw_numbers_of_their_own(num_rounds):
-    """Else ranks, which are threads, would seed and draw in between each other."""
+    """Without turns, the draws of one rank would come between the seed and the draws of another."""
 
     def run(state):
         models = []
@@ -233,7 +234,8 @@ def test_ranks_that_seed_draw_numbers_of_their_own(num_rounds):
 
 
 def test_a_process_that_a_rank_forks_seeds_as_any_other():
-    """It has no threads, which a group of an earlier world would wait for as it is released."""
+    """The fork has no threads, and a group of an earlier world would wait for them when it is
+    released."""
 
     def failing(state):
         torch.manual_seed(0)
@@ -255,12 +257,12 @@ def test_a_process_that_a_rank_forks_seeds_as_any_other():
         simulate(failing, world_size=2, timeout_s=0.2)
     while threading.active_count() > threads:
         time.sleep(0.01)
-    gc.collect()  # the error's frames hold the group, too
+    gc.collect()  # the error's frames hold the group too
     assert simulate(forked, world_size=2) == [0, 0]
 
 
 def test_a_rank_that_seeds_and_waits_for_another_one_keeps_none_waiting():
-    """It waits in a way that no collective shows: the other rank may seed all the same."""
+    """It waits in a way that no collective shows, so the other rank may seed all the same."""
     seeded = threading.Event()
 
     def run(state):
@@ -319,7 +321,7 @@ def test_plans_that_train_another_model_are_distinguished():
 
 
 def test_plans_that_weigh_a_masked_loss_by_samples_are_distinguished():
-    """The mistake of the field: a mean of means over tokens."""
+    """The common mistake is a mean of means over tokens."""
     model = ours.token_model()
     batch = {
         "inputs": torch.ones(2, 3, 3).double(),
@@ -347,7 +349,7 @@ def test_a_tolerance_is_a_number(name, value):
 
 
 def spoiling(plan):
-    """A plan that trains to nan."""
+    """Make a plan that trains to nan."""
     return replace(plan, gradients=(lambda state, grads: grads.map(lambda g: g * torch.nan),))
 
 
@@ -362,7 +364,7 @@ def test_nan_is_reported_and_never_equal(first, second, whose):
 
 
 class Marked(nn.Module):
-    """A model with buffers that are no finite floating-point numbers."""
+    """A model with buffers that are not finite floating-point numbers."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The public strategies draw what they say."""
+"""The public strategies draw what their docstrings state."""
 
 import torch
 from hypothesis import find, given

@@ -1,4 +1,4 @@
-"""compiled: what it computes, how many graphs it takes, and what it leaves alone."""
+"""compiled: its results, its number of graphs, and what it leaves unchanged."""
 
 import copy
 from collections import Counter
@@ -37,7 +37,7 @@ IN_FLOAT16 = af.with_amp("fp16", init_scale=2.0**8, growth_interval=30)
         (af.compose(), ours.adamw, [5, 3], 2, [], torch.float64),
         (af.compose(), ours.sgd, [5, 3], 2, [], torch.float64),
         (TOGETHER, ours.adamw, [6, 4], 2, [], torch.float64),
-        # Two micro-batches of two sizes: of 4, which is known, and of any; then of any two.
+        # Two micro-batches of two sizes: first one of 4 and one of any size, then both of any size.
         (TOGETHER, ours.adamw, [7, 5, 11, 9], 3, [], torch.float64),
         (TOGETHER, ours.adamw, [6, 4], 2, [50], torch.float64),
         (af.compose(TOGETHER, af.with_amp("bf16")), ours.sgd, [6, 4], 2, [50], torch.bfloat16),
@@ -55,7 +55,7 @@ IN_FLOAT16 = af.with_amp("fp16", init_scale=2.0**8, growth_interval=30)
 def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(
     recipe, optimizer, shorter, expected, skipped, dtype
 ):
-    """The learning rate is another in every step; some batches are shorter, each by another number."""
+    """The learning rate differs in every step; some batches are shorter, each by another number."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     eager, plan = (recipe(make_plan(ours.regression_model().to(wide), optimizer)) for _ in range(2))
     states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
@@ -76,8 +76,8 @@ def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(
     assert num_graphs() - graphs == expected
     assert num_breaks() == breaks
     assert not_applied == (skipped, skipped)
-    # Under autocast, rates that add up to 0.052, tenfold with momentum, times gradients of at most
-    # 0.5, each right to a few roundings.
+    # Under autocast, the rates add up to 0.052, ten times that with momentum. They multiply
+    # gradients of at most 0.5, each right to a few roundings.
     bound = {} if dtype == wide else {"rtol": 0.0, "atol": 0.5 * torch.finfo(dtype).eps}
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict(), **bound)
 
@@ -108,7 +108,8 @@ def test_a_compiled_step_under_autocast_is_the_step_to_the_rounding_of_its_dtype
         ends.append(([bool(each.applied) for each in reports], scale, plan.model.state_dict()))
     assert ends[0][:2] == ends[1][:2]
     assert ends[1][0] == [index != 2 or precision == "bf16" for index in range(len(batches))]
-    # Five updates, with momentum, of 0.05 times gradients of at most 0.5, each right to a few roundings.
+    # Five updates with momentum, of 0.05 times gradients of at most 0.5, each right to a few
+    # roundings.
     ours.assert_close(ends[1][2], ends[0][2], rtol=0.0, atol=0.5 * torch.finfo(dtype).eps)
 
 
@@ -116,7 +117,8 @@ def test_a_compiled_step_under_autocast_is_the_step_to_the_rounding_of_its_dtype
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_the_same_and_has_nothing_to_say(mode, capfd):
-    """Not every mode can be called from C++, and a large matrix has its numbers computed apart."""
+    """Some modes cannot be called from C++, and numbers of a large matrix are computed
+    separately."""
     batches, ends = make_batches(8, 8, 8, 8), []
     for recipe in (af.compose(), af.compiled(scope="step", mode=mode)):
         torch.manual_seed(0)
@@ -214,7 +216,7 @@ def test_a_compiled_loss_is_one_graph_of_plain_keys_also_for_evaluation(mode):
     run(eager, batches)
     graphs = num_graphs()
     state, step, _ = run(plan, batches)
-    assert num_graphs() - graphs == 2  # of the check of the machine, and of the loss
+    assert num_graphs() - graphs == 2  # the check of the machine, and the loss
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
     assert list(plan.model.state_dict()) == keys
     assert torch.allclose(step.forward(state, batches[0]), ours.mse(plan.model, batches[0]).float())
@@ -239,7 +241,7 @@ def test_blocks_are_compiled_once_with_plain_keys(recipe):
     run(eager, batches)
     graphs = num_graphs()
     run(plan, batches)
-    assert num_graphs() - graphs == 2  # of the check of the machine, and of all three blocks
+    assert num_graphs() - graphs == 2  # the check of the machine, and all three blocks
     assert list(model.state_dict()) == keys
     ours.assert_close(model.state_dict(), eager.model.state_dict())
 
@@ -247,7 +249,7 @@ def test_blocks_are_compiled_once_with_plain_keys(recipe):
 @compiles
 @pytest.mark.usefixtures("forgetful")
 def test_blocks_of_more_widths_than_torch_keeps_graphs_for_are_all_compiled():
-    """As a network of many resolutions has them."""
+    """A network with many resolutions has such blocks."""
     widths = [*range(3, 13), 1]
     model = nn.Sequential(*map(nn.Linear, widths, widths[1:])).double()
     plan = af.compiled(scope="blocks")(make_plan(model))
@@ -292,7 +294,7 @@ def test_fullgraph_refuses_a_break_in_the_first_step(scope, place):
     [("loss", "loss", False), ("blocks", "block", False), ("blocks", "loss", True)],
 )
 def test_a_break_that_is_allowed_trains_the_same(scope, place, fullgraph):
-    """Outside of what is compiled, it is none."""
+    """Outside of the compiled part, the read is no break."""
     block, loss_fn = BREAKS[place]
     eager, plan = (make_plan(stack(block=block), loss_fn=loss_fn) for _ in range(2))
     batches = make_batches(4, 4, 4)
@@ -325,11 +327,11 @@ OF_MODES = {name for mode in MODES for name in torch._inductor.list_mode_options
 @pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_reaches_the_compiler_as_its_options(scope, mode, monkeypatch):
-    """What a mode changes cannot be seen on every machine: CUDA graphs are there on CUDA alone."""
+    """The effect of a mode is not visible on every machine: CUDA graphs exist only on CUDA."""
     asked = []
 
     def compile_nothing(fn, **settings):
-        if "dynamic" in settings:  # as nothing but what is trained is compiled with
+        if "dynamic" in settings:  # only training is compiled with these options
             asked.append(settings["options"])
         return fn
 
@@ -356,7 +358,7 @@ def test_more_models_than_torch_keeps_graphs_for_are_compiled_all_the_same():
     [ours.adamw, ours.sgd, plain_sgd],
 )
 def test_what_comes_after_a_compiled_step_comes_after_it(optimizer):
-    """A schedule, and an average of the parameters."""
+    """A schedule and an average of the parameters come after the step."""
     recipe = af.compose(af.schedule(lambda num_updates: 1 / (num_updates + 1)), af.average(0.5))
     batches = make_batches(4, 4, 4)
     found = []

@@ -1,4 +1,4 @@
-"""compiled(scope="step"): what a user changes between steps is followed."""
+"""compiled(scope="step") follows what a user changes between steps."""
 
 import functools
 import sys
@@ -36,7 +36,7 @@ def scaled_loss(model, batch):
     ids=["nesterov", "adam", "adamax"],
 )
 def test_a_schedule_that_moves_more_than_the_rate_takes_one_graph_more(optimizer):
-    """OneCycleLR gives a momentum, or the first beta, another value at every update."""
+    """OneCycleLR sets another momentum, or first beta, at every update."""
     ends, batches = [], make_batches(*[8] * 12)
     for recipe in (af.compose(), af.compiled(scope="step")):
         plan = recipe(make_plan(optimizer=lambda p: optimizer(p, lr=0.01)))
@@ -99,7 +99,7 @@ def test_whatever_is_the_user_s_is_looked_at_in_every_step(kind, name, kept):
 
 @compiles
 def test_names_of_torch_and_of_this_library_are_not_looked_at_in_every_step(monkeypatch):
-    """As torch calls the guards of them, in this version."""
+    """The test calls the guards of torch as this version names them."""
     left_out = []
 
     def moving(guards):
@@ -116,7 +116,7 @@ def test_names_of_torch_and_of_this_library_are_not_looked_at_in_every_step(monk
 
 @compiles
 def test_what_a_user_changes_between_steps_is_followed(monkeypatch):
-    """A number and a function of the user's own, an attribute of a module, one more of those."""
+    """The changes are of a number, a function, an attribute of a module, and a new attribute."""
     here = sys.modules[__name__]
     changes = [
         lambda model: None,

@@ -91,7 +91,7 @@ def test_a_learning_rate_that_was_a_tensor_and_becomes_a_number_counts():
 
 
 class Decaying(torch.optim.Optimizer):
-    """Counts in a tensor of its group."""
+    """An optimizer that counts in a tensor of its group."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "k": torch.zeros(())})
@@ -105,7 +105,7 @@ class Decaying(torch.optim.Optimizer):
 
 
 class First(torch.optim.Optimizer):
-    """Keeps state of all parameters with the first."""
+    """An optimizer that keeps the state of all parameters with the first."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})

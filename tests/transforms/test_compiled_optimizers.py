@@ -1,4 +1,4 @@
-"""The table of which optimizers fit into a compiled step is what comes out when each is compiled."""
+"""The table of optimizers in a compiled step matches the results of compiling each one."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_the_page_has_a_row_for_each_optimizer():
 
 
 @compiles
-@pytest.mark.filterwarnings("ignore")  # of optimizers that nobody keeps up
+@pytest.mark.filterwarnings("ignore")  # for optimizers that are no longer maintained
 @pytest.mark.parametrize("name", ROWS)
 def test_the_page_lists_whether_an_optimizer_fits_into_a_graph(name):
     assert line(name) in written(), "anew: python -m tests.compiled_optimizers"

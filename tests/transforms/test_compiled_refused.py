@@ -1,4 +1,4 @@
-"""compiled: what it refuses, when it is given, in build or in the first step that shows it."""
+"""compiled refuses what it cannot compile: when it is called, in build, or in the first step."""
 
 import copy
 import functools
@@ -180,7 +180,7 @@ def test_an_optimizer_that_fits_into_no_graph_is_refused_by_name(kind, reason):
 def test_an_optimizer_that_counts_on_the_host_is_refused_with_the_options_that_it_has(
     kind, options
 ):
-    """On an accelerator, which "meta" stands for: it is no CPU, and nothing is computed."""
+    """The meta device stands for an accelerator: it is no CPU, and nothing is computed."""
     optimizer = kind(ours.regression_model().parameters())
     text = (
         f'got {kind.__name__}: it counts on the host; make it with {options}, or use scope="loss"'

@@ -1,4 +1,5 @@
-"""wrap_ddp: what DistributedDataParallel is given, and what its hooks send."""
+"""wrap_ddp: the options that DistributedDataParallel gets, and the gradients that its hooks
+send."""
 
 import copy
 import json
@@ -22,7 +23,7 @@ def built(state, model=None, **options):
 
 
 def drawn(state, num_features, num_targets):
-    """A batch of its own for every rank."""
+    """Draw a different batch for every rank."""
     generator = torch.Generator().manual_seed(state.rank)
     return tuple(torch.randn(9, size, generator=generator) for size in (num_features, num_targets))
 
@@ -72,7 +73,7 @@ def test_replicas_stay_equal_and_near_what_is_sent_whole_under_communication_hoo
         af.wrap_ddp(comm_hook=hook),
         optimizer=ours.sgd,
     )
-    # gradients travel with the 8 bits of bfloat16, or the 11 of float16: 2**-8 of updates of about 0.1
+    # gradients travel with 8 bits in bfloat16, or 11 in float16: 2**-8 of updates of about 0.1
     ours.assert_close(results[0][1], expected, rtol=1e-2, atol=1e-2)
     ours.assert_identical(results[0][1], results[1][1])
 
@@ -84,7 +85,7 @@ def test_gradients_are_rounded_to_what_a_hook_sends(hook, expected):
     def run(state):
         state, step = built(state, comm_hook=hook)
         _, grads, _ = step.grads(state, drawn(state, 3, 1))
-        return next(  # the coarsest first
+        return next(  # the coarsest dtype comes first
             dtype
             for dtype in (torch.bfloat16, torch.float16, torch.float32)
             if all(torch.equal(each, each.to(dtype).float()) for each in grads.tensors)
@@ -137,13 +138,13 @@ def test_synchronised_batch_statistics_are_those_of_the_global_batch():
 
 
 def normalising():
-    """The regression model with batch statistics before what bends."""
+    """Make the regression model with batch statistics before its non-linear layer."""
     first, bend, last = copy.deepcopy(ours.regression_model().float())
     return nn.Sequential(first, nn.BatchNorm1d(5), bend, last)
 
 
 def uneven_batches():
-    """Global batches, and what each of two ranks takes of them."""
+    """Return global batches, and the parts of each of two ranks."""
     generator = torch.Generator().manual_seed(0)
     batches = [
         (torch.randn(7, 3, generator=generator), torch.randn(7, 1, generator=generator))

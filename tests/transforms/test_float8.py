@@ -1,4 +1,4 @@
-"""with_amp("fp8"): the training of torchao's own layers, though the model keeps those it has."""
+"""with_amp("fp8") trains as torchao's own layers do, and the model keeps its layers."""
 
 import copy
 import sys
@@ -17,7 +17,7 @@ from tests.laws.test_reproducible import fingerprint
 
 
 def make_model():
-    """Three layers that fit, one of them without a bias, and one that does not."""
+    """Make three layers that fit, one without a bias, and one that does not fit."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(16, 32),
@@ -31,7 +31,7 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
-# A loss is weighed by its number of samples: by a power of two, lest that rounds.
+# A loss is weighed by its number of samples; a power of two is exact.
 def make_batches(number=3, size=8):
     generator = torch.Generator().manual_seed(1)
     return [
@@ -40,7 +40,7 @@ def make_batches(number=3, size=8):
 
 
 def by_hand(model, optimizer, parts):
-    """One update of torchao's layers over the mean of the parts; its loss."""
+    """Make one update of torchao's layers over the mean of the parts; return its loss."""
     losses = []
     for part in parts:
         with torch.autocast("cpu", torch.bfloat16):
@@ -60,7 +60,8 @@ def torchaos(model):
 
     convert = torchao_float8.convert_to_float8_training
     for layer in convert(model, module_filter_fn=fits, config=config).modules():
-        if "Float8" in type(layer).__name__:  # they take the dtype of autocast of a GPU alone
+        # torchao's layers read only the dtype of autocast on a GPU
+        if "Float8" in type(layer).__name__:
             layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(torch.bfloat16),))
     return model
 
@@ -113,11 +114,11 @@ def test_it_is_neither_float32_nor_bf16():
         state, step = af.build(af.DistState(), plan)
         losses[name] = float(step(state, batch)[1].loss)
     assert len(set(losses.values())) == 3
-    assert losses["fp8"] == pytest.approx(losses["no"], rel=2**-3)  # of e4m3, one rounding is 2**-4
+    assert losses["fp8"] == pytest.approx(losses["no"], rel=2**-3)  # e4m3 rounds by up to 2**-4
 
 
 def test_shards_and_blocks_that_are_computed_again_take_it_too():
-    """One rank's part is the batch of both, so float8's largest values are the same."""
+    """Both ranks have the same rows, so their largest values are those of the batch."""
     (batch,) = make_batches(1)
     start = make_model()
 
@@ -153,7 +154,7 @@ def test_a_model_without_layers_that_fit_is_refused():
 
 
 def test_torchao_is_asked_for_by_the_name_of_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # any import of it raises
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # makes any import of it raise
     with pytest.raises(
         ModuleNotFoundError,
         match=r'precision=\'fp8\'; in a clone of accel_fn: pip install "\.\[float8\]"',
@@ -179,7 +180,7 @@ def test_evaluation_is_in_float8_too_and_copies_of_a_plan_do_not_meet():
 
 
 def test_reproducible_has_one_hash_of_it_on_any_number_of_ranks():
-    """The largest values that its scales are made of are those of a slot, wherever that is."""
+    """The scales come from the largest values of a slice, which do not depend on its rank."""
     start = make_model()
 
     def run(state):
@@ -193,9 +194,9 @@ def test_reproducible_has_one_hash_of_it_on_any_number_of_ranks():
 
 
 @compiles
-@pytest.mark.filterwarnings("ignore")  # of torchao's and the compiler's own code
+@pytest.mark.filterwarnings("ignore")  # warnings of torchao's and the compiler's own code
 def test_compiled_products_take_one_graph():
-    """Not one per step, of which torch makes eight before it gives up."""
+    """One graph per step would end after eight, the most that torch keeps."""
     recipe = af.compose(af.with_amp("fp8"), af.compiled())
     state, step = ours.built(recipe, model=make_model(), optimizer=ours.adamw, loss_fn=loss_fn)
     graphs = counters["stats"]["unique_graphs"]
@@ -213,7 +214,7 @@ def test_real_products_in_float8_train_as_bf16_does():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         recipe = af.compose(af.place(), af.with_amp(precision))
         state, step = af.build(af.init(), recipe(af.Plan(loss_fn, model, optimizer)))
-        for batch in make_batches(1, size=33) * 50:  # rows that are no multiple of 16
+        for batch in make_batches(1, size=33) * 50:  # the number of rows is no multiple of 16
             state, report = step(state, batch)
         ends.append(float(report.loss))
     assert ends[0] == pytest.approx(ends[1], abs=0.1)

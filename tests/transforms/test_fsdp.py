@@ -1,4 +1,4 @@
-"""wrap_fsdp: what it trains, in which parts and dtypes, and what stays the user's."""
+"""wrap_fsdp: its results, its units and dtypes, and what stays the user's."""
 
 import gc
 
@@ -35,7 +35,7 @@ def test_any_choice_of_blocks_trains_the_same(blocks, reshard):
 
 @pytest.mark.parametrize(("blocks", "units"), CHOICES, ids=[str(each) for each, _ in CHOICES])
 def test_what_is_chosen_is_gathered_at_a_time_and_nothing_else(blocks, units):
-    """In the forward of a layer its unit is whole, and what is in none."""
+    """In a layer's forward, its own unit and the parameters outside of all units are whole."""
 
     def run(state):
         model, seen = stack(), {}
@@ -74,7 +74,7 @@ def test_what_is_chosen_is_gathered_at_a_time_and_nothing_else(blocks, units):
     ids=str,
 )
 def test_gradients_are_added_up_in_the_dtype_asked_for(settings, is_exact):
-    """514 needs ten bits, and bfloat16 has eight; what is added up has one."""
+    """514 needs ten bits, and bfloat16 has eight; each value that is added up needs one."""
 
     def run(state):
         model = nn.Linear(1, 1, bias=False)
@@ -106,7 +106,7 @@ def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state():
     assert [sum(column) for column in zip(*found, strict=True)] == [whole, whole, 2 * whole]
     assert (
         max(rank[0] for rank in found) < whole / 2
-    )  # 1 and 5 rows over 4 ranks: the first has most
+    )  # 1 and 5 rows over 4 ranks: the first rank has most
 
 
 def test_the_model_keeps_its_class_and_its_keys():
@@ -233,7 +233,7 @@ def test_one_rank_computes_in_a_dtype_as_several_do():
     (alone,) = simulate(run, world_size=1)
     for found in simulate(run, world_size=2):
         for actual, expected in zip(found, alone, strict=True):
-            # each half of the batch is summed in bfloat16, of 8 bits: 2 ** -7 of the largest sums
+            # each half of the batch is summed in bfloat16, with 8 bits: 2 ** -7 of the largest sums
             torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-6)
 
 
@@ -302,9 +302,9 @@ def test_with_offload_an_accelerator_holds_no_part_of_the_model_between_steps():
         _, grads, _ = step.grads(state, batch)
         return torch.cuda.memory_allocated(), [state, step, grads]
 
-    before = held_after(af.compose())[0]  # loads what the products need
+    before = held_after(af.compose())[0]  # loads the kernels of the products
     gc.collect()
     freed = torch.cuda.memory_allocated()
     number = sum(each.numel() for each in Stack(depth=4, width=1024).parameters())
-    assert before - freed >= 4 * 4 * number  # float32: parameters, gradients, AdamW's two
+    assert before - freed >= 4 * 4 * number  # float32: parameters, gradients, and two of AdamW
     assert held_after(af.wrap_fsdp(offload=True))[0] - freed < 4 * number / 4  # less than a block

@@ -1,4 +1,5 @@
-"""A rank of W holds 1/W of parameters, gradients and optimizer state: of 100 million, over processes."""
+"""Each of W processes holds 1/W of parameters, gradients and optimizer state of 100 million
+parameters."""
 
 import json
 
@@ -47,18 +48,18 @@ say(json.dumps([sum(each.numel() for each in model.parameters()), sizes, residen
 
 
 def check_part(world_size, depth, device):
-    """Every rank's parameters, gradients and optimizer state, and all that it holds."""
+    """Check every rank's parameters, gradients and optimizer state, and its memory in total."""
     script = SCRIPT.format(width=WIDTH, depth=depth, device=device)
     told = launch(script, num_processes=world_size, timeout_s=300).splitlines()
     assert len(told) == world_size
     for line in told:
         number, (parameters, gradients, optimizer), resident = json.loads(line)
-        assert number > depth * 8.39e6  # with twelve blocks, a hundred million
-        part = 4 * number / world_size  # float32; rows of 1024 and 4096 are cut evenly
+        assert number > depth * 8.39e6  # a hundred million with twelve blocks
+        part = 4 * number / world_size  # float32; rows of 1024 and 4096 are split evenly
         assert parameters == part
         assert gradients == part
         assert optimizer == 2 * part
-        assert resident < 4 * part + 150e6  # modules that torch loads, and one block, whole
+        assert resident < 4 * part + 150e6  # modules that torch loads, and one whole block
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What wrap_fsdp refuses, on every rank, before anything is changed."""
+"""wrap_fsdp refuses these plans on every rank, before anything is changed."""
 
 import re
 
@@ -20,7 +20,7 @@ from tests.stacks import (
 
 
 def refused(recipe, words, *, model=None, optimizer=ours.sgd, world_size=2):
-    """Refused on every rank, before anything is changed."""
+    """Assert that every rank refuses the plan, and that nothing was changed."""
     models = [stack() if model is None else model() for _ in range(world_size)]
 
     def run(state):

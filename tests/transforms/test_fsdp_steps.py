@@ -1,4 +1,5 @@
-"""wrap_fsdp beside what else makes a step: optimizers, autocast, micro-batches, evaluation, failures."""
+"""wrap_fsdp with other parts of a step: optimizers, autocast, micro-batches, evaluation,
+failures."""
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.stacks import (
 
 
 def warmed_up(model, optimizer):
-    """A few steps before the model is sharded."""
+    """Train a few steps before the model is sharded."""
     for batch in batches(2):
         ours.mse(model, batch).backward()
         optimizer.step()
@@ -81,7 +82,7 @@ def test_the_optimizer_points_at_the_parameters_of_the_model():
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_ranks_talk_of_gradients_in_the_last_micro_batch_alone(reshard):
-    """And blocks that stay whole until their backward do so from one micro-batch to the next."""
+    """With reshard_after_forward=False, blocks also stay whole from one micro-batch to the next."""
 
     def run(state):
         model, seen = stack(), []
@@ -128,7 +129,7 @@ def test_a_block_stays_whole_from_its_forward_to_its_backward_only_without_resha
         look()
         return seen
 
-    looks = [{not reshard}] * 2 * num_microbatches * 2  # after a forward, before its backward
+    looks = [{not reshard}] * 2 * num_microbatches * 2  # after a forward and before its backward
     assert simulate(run, world_size=2) == [[*looks, {False}]] * 2
 
 
@@ -261,7 +262,7 @@ def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_nothing_is_left_of_the_micro_batches_before_one_that_fails(dtype):
-    """Also where their gradients are added up in another dtype than they have."""
+    """The gradients may be added up in another dtype than their own."""
 
     def run(state, fails):
         calls = []

@@ -1,4 +1,4 @@
-"""Every other transform over shards is what it is over one process."""
+"""Every other transform gives the same result over shards as on one process."""
 
 from dataclasses import replace
 
@@ -32,7 +32,8 @@ RECIPES = {
 
 
 def train(state, recipe, start=0, folder=None, skips=True):
-    """Where something skips it, batch 3 has no finite gradient on the last rank, or is not there."""
+    """If a transform skips updates, batch 3 has a non-finite gradient on the last rank, or is left
+    out."""
     state, step = ours.built(recipe, state, optimizer=ours.adamw)
     if start:
         state = af.load(folder, state, step)
@@ -91,7 +92,7 @@ def test_what_it_keeps_continues_at_another_number_of_shards(tmp_path, name, siz
 
 @pytest.mark.parametrize("keeps_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update(keeps_whole):
-    """It leaves parameters whole, for a backward that need not come."""
+    """The call leaves parameters whole for a backward that may never come."""
 
     def run(state, is_called):
         model = stack()

@@ -1,4 +1,5 @@
-"""The compiler pass that keeps numbers in memory: where it does, where not, and that nothing else changes."""
+"""The compiler pass that keeps numbers in memory: where it applies, and that it changes nothing
+else."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ KEPT = torch.ops.aten.as_strided.default
 
 
 def decayed(tensor, count):
-    """What Adam does with its step count."""
+    """Compute from the step count what Adam computes."""
     return tensor / (1 - 0.9**count) + 1.0
 
 

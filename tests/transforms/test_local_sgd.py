@@ -1,4 +1,5 @@
-"""local_sgd in a plan: what ranks say to each other, what it goes with, and what it is refused with."""
+"""local_sgd in a plan: its collectives, the transforms that it works with, and those that it
+refuses."""
 
 import copy
 import re
@@ -15,7 +16,7 @@ from tests.stacks import batches, part
 
 
 class Recorder:
-    """A group that notes which collectives go through it, and how many numbers of what dtype."""
+    """A group that records its collectives, with the number and dtype of their elements."""
 
     def __init__(self, group):
         self._group = group
@@ -58,11 +59,13 @@ def test_ranks_exchange_tensors_for_an_average_alone(optimizer):
     numel = sum(each.numel() for each in ours.regression_model().parameters())
     floats = [(torch.float64, 2 * numel)]  # parameters and momentum
     if optimizer is ours.adamw:
-        floats = [(torch.float32, 4), (torch.float64, 3 * numel)]  # its counts; two moments
+        # AdamW's counts; parameters and two moments
+        floats = [(torch.float32, 4), (torch.float64, 3 * numel)]
     for apart, again, averaged in simulate(run, world_size=2):
-        small = [("alltoall_base", 80, torch.uint8)] * 2  # a number or two, and their names, twice
+        # a number or two, with the name of the collective, twice
+        small = [("alltoall_base", 80, torch.uint8)] * 2
         assert apart[:2] == again == averaged[:2] == small
-        assert len(apart) == 4  # ranks agree once on the metrics that there are
+        assert len(apart) == 4  # the ranks agree once on the names of the metrics
         large = [each for each in averaged if each[0] not in ("allgather", "alltoall_base")]
         sums = [("allreduce", size, dtype) for dtype, size in floats]
         sent = [("broadcast", size * dtype.itemsize, torch.uint8) for dtype, size in floats]
@@ -224,7 +227,7 @@ def test_the_order_in_which_a_rank_has_come_to_its_state_does_not_matter():
 
 
 class Routed(nn.Module):
-    """One of two layers, by what the input says."""
+    """A model that uses one of two layers, depending on the input."""
 
     def __init__(self):
         super().__init__()
@@ -269,7 +272,7 @@ def test_a_run_resumes_from_an_average_with_the_same_bits(tmp_path):
             state, _ = step(state, batch)
         expected = ours.kept_tensors(step)
         again = af.load(tmp_path, state, step)
-        af.save(tmp_path / "again", again, step)  # ranks are alike again
+        af.save(tmp_path / "again", again, step)  # ranks are equal again
 
         state, step = built(replace(state, step=0), af.local_sgd(2), ours.adamw)
         state = af.load(tmp_path, state, step)
@@ -289,7 +292,7 @@ def test_a_run_of_one_rank_is_saved_anywhere_and_continues_in_two(tmp_path):
     def gone_on(state):
         state, step = built(state, af.local_sgd(2))
         state = af.load(tmp_path, state, step)
-        af.save(tmp_path, state, step)  # ranks are alike
+        af.save(tmp_path, state, step)  # ranks are equal
         step(state, part(batches()[1], state))  # the second of two updates
         return weights(step)
 
@@ -302,7 +305,7 @@ def test_a_run_of_one_rank_is_saved_anywhere_and_continues_in_two(tmp_path):
 def test_a_run_of_two_ranks_continues_in_another_number_as_the_loop_over_all_batches(
     world_size, tmp_path
 ):
-    """Averaged after every update, with parts of any sizes."""
+    """The average comes after every update, and parts have any sizes."""
     data = batches(num=5)
 
     def leg(state, given, *, resumed):

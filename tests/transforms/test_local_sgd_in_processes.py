@@ -1,4 +1,4 @@
-"""local_sgd over real processes: the loops by hand, one a rank, and their means."""
+"""local_sgd over real processes equals one loop by hand per rank, with their means."""
 
 import json
 

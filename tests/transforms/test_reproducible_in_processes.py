@@ -1,4 +1,4 @@
-"""reproducible over real processes: the bits of one process alone, and what they cost."""
+"""reproducible over real processes: the bits of one process, and the cost."""
 
 import sys
 from itertools import pairwise
@@ -27,7 +27,7 @@ say(fingerprint(state, af.clip(0.5)))
 
 @pytest.fixture(scope="module")
 def hash_of_one():
-    """That of twenty updates."""
+    """Return the hash after twenty updates of one process."""
     (found,) = testing.simulate(lambda state: fingerprint(state, af.clip(0.5)), world_size=1)
     return found
 
@@ -99,7 +99,7 @@ say((sent() - before) / 10 / (4 * 1024 * 1025))
 @pytest.mark.parametrize("owner", ["af.reproducible(num_virtual_ranks=8)", "af.wrap_ddp()"])
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_as_much_is_sent_as_an_all_reduce_sends(owner, num_processes):
-    """In gradients, of each rank in a step."""
+    """The amount is in units of the gradients, for each rank and step."""
     output = launch(SENT.format(owner=owner), num_processes=num_processes)
     expected = 2 * (num_processes - 1) / num_processes
     for line in output.splitlines():
@@ -137,7 +137,7 @@ MANY = {
 
 
 def most_held(owner, model, num_processes):
-    """By the process that held the most, in gradients."""
+    """Return the largest memory of a process, in units of the gradients."""
     said = launch(HELD.format(owner=owner, **model), num_processes=num_processes)
     return max(map(float, said.splitlines()))
 
@@ -162,7 +162,8 @@ def test_twice_as_many_slots_hold_one_gradient_more():
     ids=["large, 1 slot each", "large, 4", "many, 4"],
 )
 def test_two_processes_hold_so_many_gradients_more_than_with_ddp(model, num_virtual_ranks, more):
-    """Of many parameters log2 of a rank's slots; of a single one, what its sum over the ranks takes."""
+    """With many parameters, log2 of a rank's slices; with a single one, the buffer of its sum over
+    the ranks."""
     beside = most_held("af.wrap_ddp()", model, 2)
     found = most_held(f"af.reproducible(num_virtual_ranks={num_virtual_ranks})", model, 2)
     assert found - beside == pytest.approx(more, abs=0.3)
@@ -195,7 +196,7 @@ say(*hashes)
 
 @compiles
 def test_compiled_losses_and_blocks_have_one_hash_too():
-    """Dropout draws other numbers in a graph, but the same on any number of ranks."""
+    """Dropout draws other numbers in a graph, but the same ones on any number of ranks."""
     alone = launch(COMPILED, num_processes=1).splitlines()
     of_loss, of_blocks = alone[0].split()
     assert of_loss != of_blocks

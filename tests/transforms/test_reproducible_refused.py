@@ -1,4 +1,4 @@
-"""What reproducible refuses: in build, or in the step, on every rank alike."""
+"""reproducible refuses these plans in build, and these batches in the step, on every rank alike."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def make_plan(model):
 
 
 def refused(recipe, world_size=1, make=ours.regression_model):
-    """What each rank is told by build."""
+    """Return the error of `build` on each rank."""
 
     def run(state):
         with pytest.raises(af.AccelError) as caught:
@@ -82,7 +82,7 @@ def test_a_model_that_is_such_a_layer_is_refused():
 
 
 def test_one_that_was_frozen_and_is_not_any_more_is_named_by_the_step_on_all_ranks():
-    """Also where that is so on one rank alone."""
+    """The layer may have changed on one rank only."""
 
     def run(state, culprits):
         model = Normed(nn.BatchNorm1d(4).eval())
@@ -134,7 +134,7 @@ def test_what_it_cannot_be_combined_with_is_named(recipe, words):
 
 
 class Counting(nn.Module):
-    """It counts the slots that it has seen; so does spectral norm with its vectors."""
+    """A module with a buffer that counts forwards, as spectral norm updates its vectors."""
 
     def __init__(self, persistent):
         super().__init__()
@@ -152,13 +152,13 @@ class Counting(nn.Module):
 def test_a_forward_that_changes_what_is_saved_is_raised_on_all_ranks_after_the_first_batch(
     world_size,
 ):
-    """Also where it does so on one rank alone."""
+    """The change may happen on one rank only."""
 
     def run(state):
         state, step = af.build(state, af.reproducible(2)(make_plan(Counting(persistent=True))))
         part = (torch.tensor([[0.0] * 3, [1.0] * 3]), torch.ones(2, 1))
         part = tuple(each.tensor_split(world_size)[state.rank] for each in part)
-        for _ in range(2):  # also when it is tried again
+        for _ in range(2):  # a second attempt fails too
             with pytest.raises(af.AccelError) as caught:
                 step(state, part)
         return str(caught.value)
@@ -185,7 +185,7 @@ def test_sparse_gradients_are_named():
 
 
 class Looked(nn.Module):
-    """A table of its own: what kind of gradient it has, its forward says."""
+    """A table that chooses its kind of gradient in its forward."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +208,7 @@ def test_sparse_gradients_that_a_forward_makes_are_named_by_the_step_on_all_rank
 
 
 def bounded(kind):
-    """A table whose forward shortens rows of its weight: on a rank those of its own samples."""
+    """A table whose forward shortens rows of its weight: those that this rank's samples use."""
     return nn.Sequential(nn.Sequential(kind(5, 3, max_norm=1.0)), nn.Linear(3, 1))
 
 

@@ -1,4 +1,5 @@
-"""accumulate("auto") over real processes: buffers, random numbers and loss scale are as if all had fitted."""
+"""accumulate("auto") over real processes: buffers, random numbers and loss scale are as without an
+OOM."""
 
 import json
 import random
@@ -30,7 +31,7 @@ say(json.dumps([found, expected, counts]))
 
 
 def train(state, recipe, limit):
-    """With noise of all generators, so that a micro-batch that is done again draws again."""
+    """Train a loss with noise from all generators, so that a repeated micro-batch draws again."""
     torch.manual_seed(state.rank), np.random.seed(state.rank), random.seed(state.rank)
 
     def loss_fn(model, batch):
@@ -63,7 +64,7 @@ def train(state, recipe, limit):
     ],
 )
 def test_ranks_that_had_room_do_it_again_as_well(num_processes, wrap):
-    """The last rank alone runs out of memory."""
+    """Only the last rank runs out of memory."""
     script = SCRIPT.replace("{wrap}", wrap)
     lines = launch(script, num_processes=num_processes).splitlines()
     assert len(lines) == num_processes

@@ -1,4 +1,4 @@
-"""What the transforms take, and that each says its law and its cost."""
+"""The parameters of the transforms; each docstring states a law and a cost."""
 
 import inspect
 import operator
@@ -55,5 +55,6 @@ def test_a_transform_documents_its_law_and_cost(name):
 
 def test_no_transform_is_left_out():
     homes = {name for name, home in af._HOMES.items() if home.startswith("transforms.")}
-    beside = {"Preemption", "use_average"}  # a class of its own, and what looks at an average
+    # a class of its own, and the function that shows an average
+    beside = {"Preemption", "use_average"}
     assert homes - beside == SIGNATURES.keys() - {"average.uniform"}

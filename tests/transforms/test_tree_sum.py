@@ -1,4 +1,4 @@
-"""Sums as binary trees: in which order, to the bit."""
+"""Sums as binary trees have a defined order, to the bit."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from accel_fn.transforms.reproducible.tree_sum import Tree, sum_over_ranks
 
 @st.composite
 def lists_of_numbers(draw):
-    """Numbers of many sizes, whose sums in another order are others; some are -0.0, some lists lack one."""
+    """Draw numbers of many sizes, whose sum depends on the order; some are -0.0, and lists may lack
+    one."""
     num_lists = 2 ** draw(st.integers(0, 3))
     generator = torch.Generator().manual_seed(draw(strategies.seeds()))
     there = draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=num_lists, max_size=num_lists))
@@ -30,7 +31,7 @@ def lists_of_numbers(draw):
 
 
 def tree_of(lists):
-    """The definition: of the first half and the second, each summed likewise."""
+    """Define the sum: of the first half and the second, each summed likewise."""
     if len(lists) == 1:
         return lists[0]
     half = len(lists) // 2
@@ -57,7 +58,7 @@ def test_what_is_added_one_after_another_is_summed_as_a_tree(lists):
 @given(lists=lists_of_numbers(), depth=st.integers(0, 3))
 @example(lists=[[torch.full((5,), -0.0), None], [None, None]], depth=1)
 def test_over_ranks_it_continues_as_the_same_tree(lists, depth):
-    """However many of the lists are on one rank."""
+    """Any number of the lists may be on one rank."""
     num_ranks = min(2**depth, len(lists))
     num_mine = len(lists) // num_ranks
 

@@ -1,4 +1,4 @@
-"""when: a transform, or the identity."""
+"""when returns a transform or the identity."""
 
 import pytest
 
