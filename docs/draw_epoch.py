@@ -68,7 +68,7 @@ def row(line, title, groups):
 
 
 def legend(y):
-    """Which colour is which rank."""
+    """Return the colour of a rank."""
     names = [f"rank {rank}" for rank in range(WORLD_SIZE)]
     drawn = []
     for place, (name, colour) in enumerate(zip(names, RANKS, strict=True)):

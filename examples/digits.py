@@ -99,7 +99,7 @@ def build_model() -> nn.Module:
 
 
 def convolution(num_inputs: int, num_outputs: int) -> nn.Module:
-    """With GroupNorm, which treats every sample alone; BatchNorm would mix those of one rank."""
+    """A CNN with GroupNorm, which treats every sample alone; BatchNorm would mix those of one rank."""
     return nn.Sequential(
         nn.Conv2d(num_inputs, num_outputs, kernel_size=3, padding=1),
         nn.GroupNorm(8, num_outputs),

@@ -144,7 +144,7 @@ def write_results(
 
 
 def print_judgement(drawn: Tensor, labels: Tensor, data: DigitsWithNoise) -> None:
-    """By the nearest real digit: is it the requested one, and how far away is it?"""
+    """Compare with the nearest real digit: is it the requested one, and how far away is it?"""
     distances, nearest = torch.cdist(drawn, data.images).min(dim=1)
     fitting = (data.labels[nearest] == labels).float().mean()
     real = torch.cdist(data.images, data.images).fill_diagonal_(torch.inf).min(dim=1).values

@@ -60,7 +60,7 @@ def train(args: argparse.Namespace, preemption: af.Preemption) -> None:
 
 
 def kill_once(state: af.DistState, args: argparse.Namespace) -> None:
-    """As the machine's memory might run out here."""
+    """Kill this process, as the system does when memory runs out."""
     number = state.step + 1
     mark = args.out / f"killed_before_{number}"
     if number in args.kill_at and state.rank == state.world_size - 1 and not mark.exists():

@@ -32,7 +32,7 @@ def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., A
 def options_of(mode: str) -> dict[str, Any]:
     """Return a mode of `torch.compile` as options, with the pass of `pass_add_alpha`."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
-    if torch._inductor.config.post_grad_custom_pre_pass is None:  # else the user's
+    if torch._inductor.config.post_grad_custom_pre_pass is None:  # otherwise the user's pass stays
         from accel_fn.base.pass_add_alpha import Addends  # imports the compiler
 
         options["post_grad_custom_pre_pass"] = Addends()
@@ -91,7 +91,7 @@ def compile_inside(settings: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
 
 
 def _settings(mode: str, **others: Any) -> dict[str, Any]:
-    """For `torch.compile`."""
+    """Return the keyword arguments of `torch.compile`."""
     return {"options": options_of(mode), **others}
 
 

@@ -129,9 +129,9 @@ def _lost_graph(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
-    if torch._C._storage_Use_Count(storage._cdata) <= 2:  # of `tensor` and of `storage`
+    if torch._C._storage_Use_Count(storage._cdata) <= 2:  # references by `tensor` and by `storage`
         return False
-    # In the variables of the callers: all objects of the process would include those that other
+    # Only the variables of the callers: all objects of the process would include those that other
     # threads are still making.
     return any(
         each.grad_fn is not None
@@ -197,7 +197,7 @@ def with_gradients(
     """
     if not outputs:
         return []
-    anchor = torch.zeros((), requires_grad=True)  # for a backward of a rank without any graph
+    anchor = torch.zeros((), requires_grad=True)  # for the backward of a rank without a graph
     call = _Call(list(outputs), own_part, state, f"{function} grad")
     return list(_SummedBackward.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]
 

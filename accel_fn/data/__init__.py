@@ -1,1 +1,1 @@
-"""Which samples a rank sees, and when: pure index arithmetic, and loaders that follow it."""
+"""The samples that a rank sees, and when: pure index arithmetic, and loaders that follow it."""

@@ -128,7 +128,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Order(Cut):
-    """Which samples are in which batch of which epoch, for every rank. Pure."""
+    """Assigns samples to batches and epochs, for every rank. Pure."""
 
     num_samples: int
     shuffle: bool  # a new permutation each epoch, or the data set's order
@@ -139,7 +139,7 @@ class Order(Cut):
         return self.count(self.num_samples)
 
     def facts(self) -> dict[str, int | None]:
-        """All but how many ranks share it, by name."""
+        """Return all but the number of ranks, by name."""
         return {name: value for name, value in asdict(self).items() if name != "world_size"}
 
     def bounds(self, batch: int) -> tuple[int, int]:

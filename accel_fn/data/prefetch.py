@@ -19,7 +19,7 @@ from accel_fn.base.state import DistState
 from accel_fn.data.loader import Batch, Epoch, ShardedLoader, Source
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
-_PATIENCE_S = 1.0  # how long a program that ends waits for a batch that is being read
+_PATIENCE_S = 1.0  # how long the end of a program waits for a batch that is being read
 
 
 @overload
@@ -130,24 +130,25 @@ class PrefetchedSource(Generic[Batch]):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Comes after the last batch."""
+    """Mark the end of the batches."""
 
     error: BaseException | None
 
 
 class _Handover:
-    """Between the thread that reads and the loop that takes: a batch is read for every permit."""
+    """Hands batches from the reading thread to the loop; a batch is read for every permit."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.permits = threading.Semaphore(depth)
         self.ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.taken = 0
-        self.num_reads: int | None = None  # how many there will be, once the loop has been left
+        # the total that will be read, once the loop has been left
+        self.num_reads: int | None = None
 
 
 class Reader(threading.Thread):
-    """Reads one pass. Holds nothing of the iterator in the loop, so that dropping that ends it."""
+    """Reads one pass. It holds nothing of the loop's iterator, so dropping that ends the thread."""
 
     def __init__(self, batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
         super().__init__(
@@ -162,11 +163,11 @@ def _read(batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
                 handover.permits.acquire()
                 if handover.num_reads is not None and number >= handover.num_reads:
                     break
-                batch = next(batches, handover)  # which is no batch
+                batch = next(batches, handover)  # the end, which is no batch
                 if batch is handover:
                     break
                 handover.ready.put(mover.move(batch))
-                del batch  # the loop's alone from here on
+                del batch  # from here on only the loop holds it
     except BaseException as error:
         handover.ready.put(_End(error))
     else:
@@ -174,7 +175,7 @@ def _read(batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
 
 
 class _Pass(Iterator[Any]):
-    """One pass, as the loop sees it."""
+    """Iterates over one pass in the loop."""
 
     def __init__(self, batches: Iterator[Any], ahead: _Ahead) -> None:
         self._batches = batches
@@ -188,7 +189,7 @@ class _Pass(Iterator[Any]):
         if self._close is None:
             reader = Reader(self._batches, handover, self._mover)
             reader.start()
-            # also called when this is dropped, and when the program ends
+            # also called when the iterator is dropped, and when the program ends
             self._close = weakref.finalize(self, _stop, reader, handover, self._ahead.together)
             del self._batches
         if not self._close.alive:
@@ -199,7 +200,8 @@ class _Pass(Iterator[Any]):
             try:
                 raise StopIteration if found.error is None else found.error
             finally:
-                del found  # an error that this frame holds would keep the frame, and it the error
+                # an error that this frame holds would keep the frame, and the frame the error
+                del found
         handover.taken += 1
         handover.permits.release()
         return self._mover.hand_over(found)
@@ -207,10 +209,11 @@ class _Pass(Iterator[Any]):
 
 def _stop(reader: Reader, handover: _Handover, together: bool) -> None:
     """Let the thread end, and wait for it."""
-    ending = not threading.main_thread().is_alive()  # the program is; finalizers run after that
+    # finalizers run after the main thread has ended
+    ending = not threading.main_thread().is_alive()
     handover.num_reads = handover.taken + handover.depth if together and not ending else 0
     handover.permits.release()
-    if reader is not threading.current_thread():  # which may be the one that collects garbage
+    if reader is not threading.current_thread():  # garbage collection may run in this very thread
         reader.join(_PATIENCE_S if ending else None)
 
 
@@ -224,30 +227,30 @@ class Mover:
         self.device = device
 
     def around(self) -> AbstractContextManager[Any]:
-        """Context of the thread."""
+        """Return the context of the thread."""
         return nullcontext()
 
     def move(self, batch: Any) -> Any:
-        """Start to bring it there."""
+        """Start to move a batch to the device."""
         return batch
 
     def hand_over(self, moved: Any) -> Any:
-        """The batch, ready for what the loop does with it."""
+        """Return the batch, ready for the loop."""
         return moved
 
 
 class _Copy(Mover):
-    """For a device without streams that torch names alike: a copy that the thread waits for."""
+    """Copies in the thread, which waits: for devices whose streams torch does not name alike."""
 
     def move(self, batch: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.device), batch)
 
 
 class _SideStream(Mover):
-    """For CUDA: copies from pinned memory, on a stream beside the one that computes."""
+    """Copies from pinned memory on a second stream of CUDA."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(torch.empty(0, device=device).device)  # with its number
+        super().__init__(torch.empty(0, device=device).device)  # a device with its number
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def around(self) -> AbstractContextManager[Any]:

@@ -31,7 +31,7 @@ def check_same(options: object, dataset: Any, state: DistState) -> None:
 
 
 def knows_ranks(source: Any) -> bool:
-    """Whether a sampler or a stream has attributes of one that gives every rank a part already."""
+    """Does a sampler or stream have the attributes of one that already gives each rank a part?"""
     return any(all(hasattr(source, name) for name in names) for names in _OF_RANK)
 
 
@@ -77,7 +77,7 @@ def _shard(shard: Any) -> Any:
 
 def checksum_of_list(sampler: Any) -> int | None:
     """Checksum of the numbers in a list of samples or batches, in any order; else None."""
-    if isinstance(sampler, range):  # which may be long
+    if isinstance(sampler, range):  # a range may be long
         return zlib.crc32(repr(sampler).encode())
     if not isinstance(sampler, list | tuple):
         return None
@@ -90,7 +90,7 @@ def checksum_of_numbers(numbers: Any) -> int:
     """Checksum of whole numbers, or of other keys of samples."""
     try:
         found = np.asarray(numbers)
-    except (TypeError, ValueError):  # names of several lengths, or numbers elsewhere
+    except (TypeError, ValueError):  # names of several lengths, or numbers on another device
         found = np.empty(0)
     if found.dtype.kind in "iu":
         return zlib.crc32(found.astype(np.int64).tobytes())

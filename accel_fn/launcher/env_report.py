@@ -125,7 +125,7 @@ def _processor() -> dict[str, int]:
 
 
 def _memory() -> dict[str, int]:
-    """In bytes."""
+    """Return the limit in bytes."""
     found = {"total": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
     with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
         found["limit"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))

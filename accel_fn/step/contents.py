@@ -71,7 +71,8 @@ def contents_of(steps: Steps) -> Contents:
         extra_state = _add_model(found, place_of("model", name), unwrapped(plan.model))
         transforms = {}
         for place, where, function in _stateful_functions(plan, name):
-            # Before the optimizer: a schedule may notice here that its learning rate was changed.
+            # Before the optimizer, since a schedule may notice here that its learning rate was
+            # changed.
             saved = function.state_dict()
             tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
             found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})
@@ -200,7 +201,7 @@ def put_back(
             function.load_state_dict({**rest["transforms"][where], **under(place, tensors)})
 
 
-# The model.
+# -- the model
 
 
 def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]:
@@ -213,8 +214,8 @@ def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]
     found.tensors.update({f"{prefix}{key}": each for key, each in tensors.items()})
     found.tied.update({f"{prefix}{key}": f"{prefix}{first}" for key, first in tied.items()})
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    # Buffers apart: DDP copies rank 0's to the others when a forward starts, so running statistics
-    # differ in between. Saved are rank 0's, and another rank's if they differ from these.
+    # Buffers are saved separately: DDP copies rank 0's to the others when a forward starts, so
+    # running statistics differ in between. Rank 0's are saved, and another rank's if they differ.
     found.buffers.extend(f"{prefix}{key}" for key in tensors if key not in parameters)
     return extra_state
 
@@ -233,7 +234,8 @@ def _put_back_model(
         model.load_state_dict({**here, **found})
         return
     lost = model.load_state_dict({**here, **found}, strict=False).unexpected_keys
-    if found.keys() & set(lost):  # it may leave something out, but takes back what it gives
+    # `state_dict` may leave something out, but `load_state_dict` takes back what it gives
+    if found.keys() & set(lost):
         raise CheckpointError(f"load: model must take back what its state_dict gives, got {lost}")
 
 
@@ -242,7 +244,7 @@ def _address(tensor: Tensor) -> tuple[torch.device, int]:
     return held.device, held.data_ptr()
 
 
-# Optimizers.
+# -- optimizers
 
 
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -81,7 +81,7 @@ class FirstBatch:
     def _measured(self, state: DistState, batch: Any) -> Halves | str:
         """The losses of the first rank, on all ranks; or why there are none."""
         part = _first_part(self._plan, batch)
-        # As many forwards on all ranks: FSDP unshards in each, and a loss may hold collectives.
+        # All ranks run as many forwards: FSDP unshards in each, and a loss may hold collectives.
         able = primitives.exchange(part is not None, state, "step")
         if not any(able):
             return "no rank has a batch of two samples"
@@ -90,7 +90,7 @@ class FirstBatch:
         mine: Halves | str
         try:
             mine = self._run(state, part)
-        except Exception as error:  # the step itself raises it, if it is one of training
+        except Exception as error:  # if training raises it too, the step itself raises it
             mine = f"{type(error).__name__} in a forward in evaluation mode"
         every = primitives.exchange(mine, state, "step")
         return next((each for each in every if isinstance(each, Halves)), every[0])
@@ -150,7 +150,7 @@ class FirstBatch:
 
 def _first_part(plan: Plan, batch: Any) -> Any:
     """A few samples of the batch; None if there are no two."""
-    # Not by the plan's split, which a user may have written to be called once a batch.
+    # Not by the plan's split, which the user may have written to be called once per batch.
     try:
         whole = batch[0] if plan.split and type(batch) is list else batch
         rows = num_samples(whole)
@@ -192,11 +192,11 @@ def _other_shift(plan: Plan) -> int:
 def _untouched(model: nn.Module, state: DistState) -> Iterator[None]:
     """Evaluation mode; after it modules, buffers and random generators are as they were."""
     modules = list(model.modules())
-    # Attributes too: caches and counters, unless they are written in place.
+    # Includes attributes such as caches and counters, unless they are written in place.
     attributes = [dict(vars(module)) for module in modules]
     buffers = [dict(module._buffers) for module in modules]
     values = [(each, each.clone()) for each in model.buffers()]
-    # Without the lock of `kept_random`: simulated ranks would wait for each other's collectives.
+    # No lock of `kept_random` here: simulated ranks would wait for each other's collectives.
     generators = random_state(state.device)
     try:
         model.eval()

@@ -42,7 +42,7 @@ class GlobalMean:
         is_forward: bool = False,
     ) -> None:
         layout = layout or Layout(sizes={})
-        # Ranks of which one trains and one evaluates must not take each other's numbers.
+        # Ranks that train and ranks that evaluate must not take each other's numbers.
         self._suffix = " forward" if is_forward else ""
         failure = failure or layout.late
         weight = float("nan") if failure else float(sum(weights))
@@ -127,8 +127,8 @@ class GlobalMean:
         if not several:
             return
         if error:
-            # The other ranks learn of it by the sum, or, where the host would wait for that, in the
-            # next step.
+            # The other ranks notice it by the sum or, if the host would have to wait for that, in
+            # the next step.
             self._failure, self._sums[1] = error, 1
             layout.late = None if self._sums.is_cpu else error
         terms = layout.vector(self._metrics.found or {}, self._sums, is_wrong=error is not None)

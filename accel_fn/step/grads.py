@@ -148,7 +148,7 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """A large tensor on the host in parts, as torch adds up its squares there one after another.
+    """Cut a large tensor on the host into parts, since torch adds up its squares there one after another.
 
     In float32 a norm over 2**25 elements is off by more than 1e-4 so, over shards of them by less.
     """

@@ -31,7 +31,7 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        # If set, all that a rank without items reaches: DDP with find_unused_parameters must
+        # If set, everything that a rank without items reaches: DDP with find_unused_parameters must
         # find the model's parameters unused there.
         self.idle: nn.Parameter | None = None
 
@@ -82,7 +82,7 @@ def _metric(name: Any, value: Any, loss: Tensor) -> Tensor | tuple[Tensor, Tenso
 def _number(value: Any, loss: Tensor) -> Tensor | None:
     """A real number as a tensor [] without a graph; None for anything else."""
     if isinstance(value, int | float):
-        # Not in half precision: a count would not be one.
+        # Not in half precision, which cannot hold a count.
         dtype = torch.promote_types(loss.dtype, torch.float32)
         return loss.detach().new_full((), value, dtype=dtype)
     if not isinstance(value, Tensor) or value.ndim or value.is_complex():
@@ -137,7 +137,7 @@ def placed(state: DistState, plan: Plan, part: Any) -> Any:
     """A micro-batch where the plan places it."""
     for place_batch in plan.place_batch:
         part = place_batch(state, part)
-        if part is None:  # it stands for a rank without items: loss_fn would not be called
+        if part is None:  # the part stands for a rank without items, so loss_fn is not called
             name = describe(place_batch)
             raise BatchError(f"step: place_batch must return the batch, got None from {name}")
     return part

@@ -28,7 +28,7 @@ def microbatches(plan: Plan, batch: Any, *, with_weightless: bool = False) -> tu
     weights = weigh(plan.weight_fn, split)
     counted = [each for each in zip(split, weights, strict=True) if each[1]]
     if with_weightless and len(counted) < len(weights):
-        # What they alone reach has a gradient of zeros on one rank without micro-batches, not None.
+        # Parameters that they alone reach get a gradient of zeros, as on one rank, not None.
         weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
         counted = [*((part, 0) for part in weightless if _has_samples(part)), *counted]
     parts = [part for part, _ in counted]
@@ -66,7 +66,7 @@ def microbatches_or_failure(
 
 
 def _not_retried(failure: Exception) -> Exception:
-    """The error, as one that is final if memory ran out: the other ranks raise theirs without a vote."""
+    """Make an OOM error final: the other ranks raise theirs without a vote."""
     if not is_memory(failure):
         return failure
     error = OutOfMemoryError(

@@ -1,4 +1,4 @@
-"""Which names of a module are one tensor, and how a tensor lies in memory."""
+"""Names that are one tensor of a module, and the layout of a tensor in memory."""
 
 from __future__ import annotations
 

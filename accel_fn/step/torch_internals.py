@@ -33,13 +33,13 @@ def run_backward(
     roots = (loss, *beside)
     seeds = (torch.ones_like(loss) if seed is None else seed, *loads)
     if type(loss) is not Tensor or type(inputs[0]) is not nn.Parameter:
-        torch.autograd.backward(roots, seeds, inputs=inputs)  # subclasses have a say
+        torch.autograd.backward(roots, seeds, inputs=inputs)  # subclasses have their own rules
         return
     _engine_run_backward(
         roots,
         seeds,
-        False,  # keep the graph
-        False,  # build a graph of the backward
+        False,  # keep_graph
+        False,  # create_graph
         tuple(inputs),
         allow_unreachable=True,
         accumulate_grad=True,
@@ -65,7 +65,7 @@ def run_optimizer(optimizer: Optimizer) -> None:
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Is anything called before or after its step?"""
-    own = vars(optimizer)  # not all have called Optimizer's __init__
+    own = vars(optimizer)  # some optimizers never called Optimizer's __init__
     return bool(
         own.get("_optimizer_step_pre_hooks")
         or own.get("_optimizer_step_post_hooks")
@@ -75,7 +75,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def checkpoint_hook() -> Callable[..., Any] | None:
-    """What packs tensors here, if a checkpoint does, in its forward or in computing that again.
+    """Return the hook that packs tensors here, if a checkpoint does, in its forward or its recomputation.
 
     Not a reentrant checkpoint: that one packs nothing. The same object throughout one forward.
     """

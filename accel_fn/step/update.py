@@ -36,7 +36,7 @@ class Prepared:
 
 def prepare(plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
     """Accept or refuse the gradients, then transform them. Changes no parameter and no optimizer."""
-    # The loss scale heeds this check alone: a spike says nothing about the range of float16.
+    # Only this check adjusts the loss scale: a spike is no sign of the range of float16.
     finite = None if state.scaler is None else torch.isfinite(grads.norm())
     accepted = finite
     for accept in plan.accept:
@@ -94,7 +94,7 @@ def apply_update(
     """
     factor = grads.factor
     if factor is not None and factor.is_cpu and factor.item() == 1.0:
-        factor = None  # nothing to apply, and on the host it costs nothing to know
+        factor = None  # nothing to apply, and the host knows it without waiting
     fused = (factor is not None or ok is not None) and takes_factor(optimizer)
     try:
         for parameter, tensor in zip(parameters, grads.tensors, strict=True):

@@ -156,7 +156,7 @@ def copied(plan: Plan) -> Plan:
     """Copy model and optimizer of a plan together, with the hooks of parameters."""
     model, optimizer = copy.deepcopy((plan.model, plan.optimizer))
     for old, new in zip(plan.model.parameters(), model.parameters(), strict=True):
-        for hook in (old._backward_hooks or {}).values():  # which a deep copy leaves out
+        for hook in (old._backward_hooks or {}).values():  # a deep copy leaves out hooks
             new.register_hook(hook)  # type: ignore[no-untyped-call]
         for hook in (old._post_accumulate_grad_hooks or {}).values():
             new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -181,16 +181,16 @@ def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> N
 
 
 def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
-    """Whether each batch, its halves and the batch with other numbers have the same loss."""
+    """Do each batch, its halves and the batch with other numbers have the same loss?"""
     for batch in batches:
         halves = [take_part(batch, rank, 2) for rank in range(2)]
         other = tree_map_only(Tensor, lambda v: v * 0.5 + 1 if v.is_floating_point() else v, batch)
         given = [_tensors(each) for each in (*halves, batch, other)]
         if torch.equal(given[0], given[1]) and torch.equal(given[2], given[3]):
-            return False  # the batch has nothing to tell by
+            return False  # no number of the batch differs, or can be changed
         try:
             losses = [_loss(copied(plan), each) for each in (*halves, batch, other)]
-        except Exception:  # a half may be what it cannot take
+        except Exception:  # the loss may not take a half
             return False
         if not all(torch.equal(losses[0], each) for each in losses):
             return False
@@ -204,7 +204,7 @@ def _loss(plan: Plan, batch: Any) -> Tensor:
 
 
 def _tensors(batch: Any) -> Tensor:
-    """All numbers of a batch."""
+    """Return all tensors of numbers in a batch."""
     tensors = [each.double().flatten() for each in tree_leaves(batch) if isinstance(each, Tensor)]
     return torch.cat(tensors)
 

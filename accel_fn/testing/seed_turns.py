@@ -21,7 +21,7 @@ class _Turn:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._count = _num_collectives(group)
-        self._until = time.monotonic() + _PATIENCE_S  # it may wait for a peer in another way
+        self._until = time.monotonic() + _PATIENCE_S  # a rank may wait for a peer in another way
 
     def lasts(self) -> bool:
         """Does the rank still draw without having waited for another one?"""

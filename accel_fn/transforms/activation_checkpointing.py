@@ -97,7 +97,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     draws = Draws()
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A block's forward, of which the backward will know the inputs alone."""
+        """Run a block's forward so that the backward knows only its inputs."""
         plain = forwards[block]
         forward = partial(inside, plain)
         if not torch.is_grad_enabled():
@@ -111,7 +111,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
             contexts = partial(_contexts, block, draws)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    # The same objects in every step, or a compiler would compile again.
+    # The same objects in every step, otherwise a compiler would compile again.
     outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
     found = find_blocks(plan.model, blocks, "checkpoint_activations").values()
     running = {block: partial(outside, block) for block in found}
@@ -126,7 +126,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
 def _contexts(
     block: nn.Module, draws: Draws
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For the forward, and for doing it again: with generators, buffers and forwards as they are now.
+    """Return contexts for the forward and the recomputation, from the generators and buffers of now.
 
     Buffers in tensors of their own; forwards are those that other contexts have given to modules inside.
     """
@@ -157,7 +157,7 @@ class _Entered(AbstractContextManager[None]):
 
 @contextmanager
 def _watched(draws: Draws, drawn: list[Standing]) -> Iterator[None]:
-    """Note where Python's and NumPy's generators stood, if they are drawn from in it."""
+    """Record the states of Python's and NumPy's generators if the block draws from them."""
     setattr(checkpoint_hook(), OURS, True)
     before = draws.now()
     yield
@@ -169,7 +169,7 @@ def _watched(draws: Draws, drawn: list[Standing]) -> Iterator[None]:
 def _again(
     buffers: Buffers, forwards: dict[nn.Module, Callable[..., Any]], drawn: list[Standing]
 ) -> Iterator[None]:
-    """Other buffers and forwards in their places, and generators where they stood."""
+    """Restore generators, buffers and forwards for the recomputation."""
     setattr(checkpoint_hook(), OURS, True)
     now = [(home, name, home[name]) for home, name, _ in buffers]
     _put(buffers)

@@ -174,7 +174,7 @@ class Average:
         return self._rate(max(0, self._num_updates - self._num_warmup))
 
     def _follow(self, weight: float | Tensor) -> None:
-        """Each mean goes so far to its parameter."""
+        """Move each mean towards its parameter by its weight."""
         means, values = (
             list(self._means.values()),
             [_wide(each) for each in self._averaged().values()],
@@ -189,7 +189,7 @@ class Average:
         return {name: each.detach() for name, each in self._model.named_parameters()}
 
     def _averaged(self) -> dict[str, Tensor]:
-        """Those that have a mean: codes and masks, which are frozen, have none."""
+        """Select the parameters that have a mean; codes and masks, which are frozen, have none."""
         values = self._values().items()
         return {
             name: each for name, each in values if each.is_floating_point() or each.is_complex()
@@ -200,7 +200,7 @@ class Average:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """The means, if there is any yet, in place of the parameters; all is as it was afterwards."""
+        """Give the model the means, if there are any yet; afterwards restore its parameters."""
         if self._is_shown:
             raise StateError(
                 "use_average: step must not be within use_average(step) already, got it twice"
@@ -218,11 +218,11 @@ class Average:
             self._is_shown = False
 
     def check_saved(self) -> None:
-        """Refuse to save the means as the parameters."""
+        """Refuse to save means in place of the parameters."""
         self._check_own("save")
 
     def check_loaded(self) -> None:
-        """Refuse to load what would be undone afterwards."""
+        """Refuse to load parameters that the end of the context would overwrite."""
         self._check_own("load")
 
     def _check_own(self, function: str) -> None:
@@ -244,7 +244,7 @@ class Average:
 
 
 def _wide(value: Tensor) -> Tensor:
-    """A mean of half precision would stand still: its last digit is more than what is added."""
+    """Widen half precision, in which a mean would never move: its last digit exceeds the change."""
     return value.float() if value.dtype in _HALVES else value
 
 

@@ -79,7 +79,7 @@ def thawing(state: DistState, plan: Plan, *, until: int) -> Thawing:
 
 
 class Frozen:
-    """Takes the gradients of some parameters away, so long as it is `closed`."""
+    """Drops the gradients of some parameters as long as it is `closed`."""
 
     def __init__(self, plan: Plan, names: Sequence[str], until: int | None) -> None:
         self.until = until
@@ -93,7 +93,7 @@ class Frozen:
         }
 
     def __call__(self, grad_fn: GradFn) -> GradFn:
-        """Gradients without those."""
+        """Compute gradients, and drop those."""
 
         def dropped(state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
             state, grads, report = grad_fn(state, batch)
@@ -108,7 +108,7 @@ class Frozen:
 
 
 class Thawing:
-    """Counts the updates that are made, up to the last before `until`; then opens what is frozen."""
+    """Counts applied updates up to the last one before `until`, then opens what is frozen."""
 
     def __init__(self, frozen: Sequence[Frozen], until: int, *, always: bool) -> None:
         self._frozen = frozen
@@ -126,7 +126,8 @@ class Thawing:
             return state
         assert report.applied is not None
         self._hear(self._echo(report.applied))
-        if self._num_updates + 2 >= self._until:  # if the one not heard of was made, the next is it
+        # if the update that is not read yet was applied, the next one is `until`
+        if self._num_updates + 2 >= self._until:
             self._hear(self._echo.last())
         return state
 

@@ -110,7 +110,7 @@ def norm_in_line(
 
 
 class FiniteNorm:
-    """Is the norm finite? An error after too many in a row that are not."""
+    """Checks that the norm is finite; raises after too many in a row that are not."""
 
     _RULE = "be finite"
 
@@ -123,7 +123,7 @@ class FiniteNorm:
         """The attributes that `commit` changes."""
 
     def __call__(self, state: DistState, grads: Grads) -> Tensor:
-        if self._pending:  # an update that was prepared and never applied
+        if self._pending:  # an update was prepared and never applied
             self._delayed.last()
         norm = grads.norm()
         ok, changes = self._judge(norm)
@@ -152,7 +152,7 @@ class FiniteNorm:
         )
 
     def _judge(self, norm: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Is the norm fine? And the attributes that change if the update is made."""
+        """Return whether the norm is fine, and the attributes that change if the update is applied."""
         return torch.isfinite(norm), {}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -161,13 +161,13 @@ class FiniteNorm:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the state of a checkpoint."""
-        self._delayed.last()  # is of the run that is left
+        self._delayed.last()  # a pending value belongs to the run before
         self._norm_before = None
         self._in_a_row = saved["in_a_row"].to(self._in_a_row.device)
 
 
 class NormInLine(FiniteNorm):
-    """Is the norm in line with those before it? An error after too many in a row that are not."""
+    """Checks the norm against those before it; raises after too many spikes in a row."""
 
     _RULE = "be in line with those before it"
 
@@ -190,7 +190,7 @@ class NormInLine(FiniteNorm):
         bound = torch.maximum(mean + self.num_sigmas * spread.sqrt(), _LEAST * mean)
         ok = torch.isfinite(norm) & ((norm <= bound) | (self._num_seen < window // 2))
         here = self._places == self._num_seen % window
-        counts = ok & (norm > 0)  # it is 0 for a batch of weight 0
+        counts = ok & (norm > 0)  # the norm is 0 for a batch of weight 0
         norms = torch.where(here & counts, norm, self._norms)
         return ok, {"_norms": norms, "_num_seen": self._num_seen + counts}
 

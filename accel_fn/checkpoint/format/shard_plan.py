@@ -1,4 +1,4 @@
-"""Which rank writes and reads which part of which tensor: torch's planners, over our manifest.
+"""Assigns each part of each tensor to a rank, by torch's planners, over our manifest.
 
 The planners know whole and sharded tensors, cut what ranks hold alike into one part for each,
 and read a checkpoint of one world into the shards of another. Their own storage

@@ -24,12 +24,12 @@ class Part:
     """The samples of a batch, and the epoch that they are read in, for random numbers."""
 
     epoch: int
-    batch: int  # its number in the epoch
+    batch: int  # the number of the batch in the epoch
     numbers: Tensor | list[Any]
-    seed: int | None = None  # of the global generators; None leaves those alone
+    seed: int | None = None  # seed of the global generators; None leaves those alone
 
     def listed(self) -> Part:
-        """For another process: a list is sent at less cost than a tensor."""
+        """Convert to lists for another process, which cost less to send than tensors."""
         numbers = self.numbers
         return replace(self, numbers=numbers.tolist() if isinstance(numbers, Tensor) else numbers)
 
@@ -51,7 +51,7 @@ class Fetcher(Dataset[Any]):
         self._together = _gives_many(dataset)
 
     def __getitem__(self, part: Part) -> Any:
-        """The batch of the samples of a part."""
+        """Return the batch of the samples of a part."""
         if self.progress is None:
             return self._read(part)
         self.progress.begin(part.batch)
@@ -60,7 +60,7 @@ class Fetcher(Dataset[Any]):
         return found
 
     def _read(self, part: Part) -> Any:
-        if self._at_once:  # no code of the user's, which alone needs the epoch
+        if self._at_once:  # rows are read without the user's code, which would need the epoch
             return self.fetch(part.numbers)
         if part.seed is not None:
             seed_process(part.seed)
@@ -68,7 +68,7 @@ class Fetcher(Dataset[Any]):
             return self.fetch(part.numbers)
 
     def fetch(self, numbers: Tensor | list[Any]) -> Any:
-        """The batch of samples `numbers`: int64, or whatever else the data set is indexed by.
+        """Return the batch of samples `numbers`: int64, or whatever else the data set is indexed by.
 
         An exception of the data set's gets a note that names the sample.
         """
@@ -78,7 +78,9 @@ class Fetcher(Dataset[Any]):
                     numbers = _places(numbers, len(self.dataset))
                 return rows(self.dataset, numbers)
             except _NotPlacesError:
-                pass  # such as a negative number: sample by sample it works, or the error names it
+                # such as a negative number: reading sample by sample works, or its error names the
+                # sample
+                pass
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
         return self._collated(self._samples(numbers), numbers)
@@ -89,7 +91,8 @@ class Fetcher(Dataset[Any]):
             if self._together:
                 return self.dataset.__getitems__(numbers)
             samples = []
-            for place, number in enumerate(numbers):  # an error names the one it was at
+            # an error names the sample that was being read
+            for place, number in enumerate(numbers):
                 if self.progress is not None:
                     self.progress.at(place)
                 samples.append(self.dataset[number])
@@ -107,27 +110,27 @@ class Fetcher(Dataset[Any]):
 
 
 def _gives_many(dataset: Any) -> bool:
-    """Whether it reads many samples in one call; for a subset the whole data set decides."""
+    """Does the data set read many samples in one call? A subset asks the whole data set."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
 
 
 def listed(numbers: list[Any]) -> str:
-    """Text: the first of them, and how many there are."""
+    """Describe samples: the first numbers, and how many there are."""
     more = f", ... {len(numbers)} in all" if len(numbers) > _SHOWN else ""
     return f"{', '.join(map(str, numbers[:_SHOWN]))}{more}"
 
 
 def _stacks_plainly(collate_fn: Callable[[Any], Any]) -> bool:
-    """Whether it is torch's default, and no other types were registered there."""
+    """Is it torch's default collate_fn, without other registered types?"""
     return collate_fn is default_collate and all(
         fn.__module__ == default_collate.__module__ for fn in default_collate_fn_map.values()
     )
 
 
 def has_rows(dataset: Any) -> bool:
-    """Whether `rows` can read it: exact types only, since a subclass may index in its own way."""
+    """Can `rows` read the data set? Exact types only, since a subclass may index in its own way."""
     kind = type(dataset)
     if kind is Tensor:
         return (
@@ -150,7 +153,7 @@ def _columns(dataset: StackDataset[Any]) -> list[Any]:
 
 
 def _is_known(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has such numbers too."""
+    """Does torch have a dtype for these numbers?"""
     try:
         torch.from_numpy(np.empty(0, dtype))
     except (TypeError, ValueError):
@@ -175,11 +178,11 @@ def rows(dataset: Any, numbers: Tensor) -> Any:
 
 
 class _NotPlacesError(Exception):
-    """Samples are named by something else than places from the start."""
+    """Raised if samples are keyed by something else than numbers from 0."""
 
 
 def _mapped(subset: Subset[Any], numbers: Tensor) -> Tensor:
-    """The numbers that samples of a subset have in the whole."""
+    """Map numbers of a subset to those in the whole data set."""
     indices: Any = subset.indices
     size = len(subset.dataset)  # type: ignore[arg-type]
     if isinstance(indices, Tensor):

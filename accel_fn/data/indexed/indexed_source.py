@@ -13,7 +13,7 @@ from accel_fn.data.indexed.load_batches import Loading
 from accel_fn.data.order import Order, mix
 from accel_fn.errors import ArgumentError, message
 
-_SAMPLES_AT_ONCE = 4096  # so many cost little more than those of one batch
+_SAMPLES_AT_ONCE = 4096  # so many samples cost little more to compute than one batch
 
 
 class IndexedSource:
@@ -48,7 +48,7 @@ class IndexedSource:
 
 
 def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor]:
-    """A rank's samples, batch by batch: all batches but the last are of one size, and computed at once."""
+    """Yield a rank's samples, batch by batch; many batches are computed at once."""
     last = order.num_batches() - 1
     start, stop = order.part(0, rank) if last > 0 else (0, 0)
     at_once = max(1, _SAMPLES_AT_ONCE // max(1, stop - start))

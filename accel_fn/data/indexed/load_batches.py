@@ -49,7 +49,7 @@ class Loading:
         """
         of_epoch = (Part(epoch, batch, numbers) for batch, numbers in enumerate(parts, first_batch))
         if self._options["num_workers"]:
-            if self._options["worker_init_fn"] is None:  # else that may have seeded them
+            if self._options["worker_init_fn"] is None:  # a worker_init_fn may have seeded them
                 of_epoch = (replace(part, seed=mix(mix(seed) + part.batch)) for part in of_epoch)
             return self._by_workers(of_epoch, epoch, first_batch, seed)
         return self._here(of_epoch, epoch, first_batch)
@@ -91,6 +91,6 @@ def _where(batch: int, epoch: int) -> str:
 
 
 def _can_pin() -> bool:
-    """Whether there is an accelerator with pinned memory; else torch does not pin either."""
+    """Is there an accelerator with pinned memory? Without one, torch does not pin either."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device is not None and device.type != "mps"

@@ -58,7 +58,8 @@ class _PartSampler(Sampler[Any]):
     """Gives the loader the parts of the current pass, once."""
 
     def __init__(self) -> None:
-        self.pending: dict[int | None, Part] = {}  # taken and not read yet, oldest first
+        # parts that were taken and not read yet, oldest first
+        self.pending: dict[int | None, Part] = {}
         self.start(())
 
     def start(self, parts: Iterable[Part]) -> None:

@@ -24,11 +24,11 @@ from accel_fn.data.same_loader import checksum_of_list, checksum_of_numbers, kno
 from accel_fn.data.samplers.sampler_batches import SamplerBatches, nest
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
-_SEVERAL = 100  # of a long list, which may be one of samples, so many are looked at
+_SEVERAL = 100  # a long list may be a list of samples, so this many are looked at
 
 
 def read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBatches:
-    """Read and check it; `batch` is the meaning of its batch size."""
+    """Read the order of a loader and check it; `batch` is the meaning of its batch size."""
     _check(loader)
     batch_sampler = loader.batch_sampler
     if not _is_of(batch_sampler, BatchSampler):
@@ -89,9 +89,9 @@ def _check(loader: Any) -> None:
 
 
 def _held(sampler: Any) -> list[Sampler[Any]]:
-    """The samplers that a sampler holds, under whatever name and at any depth."""
+    """Collect the samplers that a sampler holds, under any name and at any depth."""
     found: list[Any] = [sampler]
-    for each in found:  # which grows
+    for each in found:  # the list grows
         for value in getattr(each, "__dict__", {}).values():
             several = list(islice(value, _SEVERAL)) if isinstance(value, list | tuple) else [value]
             found += [one for one in several if _may_sample(one) and not _is_among(one, found)]
@@ -99,7 +99,7 @@ def _held(sampler: Any) -> list[Sampler[Any]]:
 
 
 def _may_sample(value: Any) -> bool:
-    """Whether it is iterated for its samples, and not a data set, which is indexed."""
+    """Is the object a sampler, which is iterated, and not a data set, which is indexed?"""
     kind = type(value)
     is_sampler = isinstance(value, Sampler)
     return is_sampler or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
@@ -110,7 +110,7 @@ def _is_among(value: Any, found: list[Any]) -> bool:
 
 
 def _is_of(sampler: Any, kind: type) -> bool:
-    """Exactly torch's, or what torchdata's StatefulDataLoader makes in its place."""
+    """Is the class exactly torch's, or the one that torchdata's StatefulDataLoader replaces it by?"""
     return type(sampler) is kind or (
         _is_torchdatas(sampler) and type(sampler).__name__ == kind.__name__
     )
@@ -121,7 +121,7 @@ def _is_torchdatas(sampler: Any) -> bool:
 
 
 def _goes_through(sampler: Any, dataset: Any) -> bool:
-    """Whether it gives every sample of the data set once, in order or shuffled."""
+    """Does the sampler give every sample of the data set once, in order or shuffled?"""
     if not (_is_of(sampler, SequentialSampler) or _is_of(sampler, RandomSampler)):
         return False
     again = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None)
@@ -136,7 +136,7 @@ def _length(sized: Any) -> int | None:
 
 
 def _seed(loader: DataLoader[Any], state: DistState) -> int:
-    """The state's, mixed with that of a generator that the user gave."""
+    """Return the state's seed, mixed with that of a generator that the user gave."""
     samplers = [each for each in nest(loader.batch_sampler) if not _is_torchdatas(each)]
     for generator in (loader.generator, *(getattr(each, "generator", None) for each in samplers)):
         if isinstance(generator, torch.Generator):
@@ -164,7 +164,8 @@ class Described:
 def describe(loader: DataLoader[Any], sampling: SamplerBatches) -> Described:
     """Describe this rank's loader, for a comparison over ranks."""
     samplers = nest(sampling.batch_sampler)
-    checksum = checksum_of_list(samplers[-1])  # what is in each rank's own alone would be lost
+    # samples that only one rank's list holds would be lost
+    checksum = checksum_of_list(samplers[-1])
     if type(samplers[-1]) is SubsetRandomSampler:
         checksum = checksum_of_numbers(samplers[-1].indices)
     return Described(

@@ -35,40 +35,42 @@ Batch = list[Any]
 class SamplerBatches:
     """The global batches of every epoch; a tail smaller than the world joins the batch before."""
 
-    batch_sampler: Iterable[Any]  # gives the samples of each batch
+    batch_sampler: Iterable[Any]  # yields the samples of each batch
     world_size: int
-    seed: int  # of whatever it draws
-    cut: Order | None = None  # into batches, where the number of samples is known beforehand
-    length: int | None = None  # of a batch sampler: batches, its tail not joined yet
+    seed: int  # seeds everything that the sampler draws
+    cut: Order | None = None  # the cut into batches, if the number of samples is known before
+    length: int | None = None  # batches of a batch sampler, before its tail is joined
 
     def facts(self) -> dict[str, int | None]:
-        """Facts that are known before it runs."""
+        """Return the facts that are known before the sampler runs."""
         return {"seed": self.seed} if self.cut is None else self.cut.facts()
 
     def num_batches(self) -> int | None:
-        """Batches of an epoch; None without a length. On several ranks, runs epoch 0 of a batch sampler."""
+        """Return the batches of an epoch, None without a length; may run a batch sampler's epoch 0."""
         if self.cut is not None:
             return self.cut.num_batches()
-        if self.length is None or self.world_size == 1:  # else a tail may join the batch before
+        # on several ranks, a tail may join the batch before
+        if self.length is None or self.world_size == 1:
             return self.length
-        some = islice(self._read(0), self.length + 1)  # one without an end may have a length too
+        # a sampler without an end may have a length too
+        some = islice(self._read(0), self.length + 1)
         sizes = [len(batch) for batch in some]
         joins = len(sizes) > 1 and sizes[-1] < self.world_size
         return len(sizes) - joins
 
     def batches(self, epoch: int) -> Iterator[Batch]:
-        """The global batches of an epoch; the sampler is some thousand samples ahead."""
+        """Yield the global batches of an epoch; the sampler is some thousand samples ahead."""
         joined = self._joined(self._read(epoch), epoch)
         return joined if self.cut is None else self._counted(joined, epoch)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """The epoch and the window after `step` windows: by arithmetic, else by running the sampler."""
+        """Return the epoch and the window after `step` windows: computed, or found by running the sampler."""
         if self.cut is not None:
             return divmod(step, -(-self.cut.num_batches() // window))
         return find_by_counting(step, self.batches, window)
 
     def _read(self, epoch: int) -> Iterator[Batch]:
-        """Batches of the sampler, unchanged."""
+        """Yield the batches of the sampler, unchanged."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
         inside = [_generators(sampler, seed), *(InEpoch(each, epoch) for each in nest(sampler))]
@@ -85,7 +87,7 @@ class SamplerBatches:
             yield from several
 
     def _joined(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
-        """With a tail that is smaller than the world joined to the batch before."""
+        """Join a tail that is smaller than the world to the batch before."""
         before: Batch | None = None
         tail: Batch | None = None
         for number, batch in enumerate(batches):
@@ -109,7 +111,7 @@ class SamplerBatches:
         yield before + (tail or [])
 
     def _counted(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
-        """As many as the length promised, by which a run knows its position."""
+        """Check that there are as many as the length states, since a position is computed from it."""
         assert self.cut is not None
         promised, number = self.cut.num_batches(), 0
         for number, batch in enumerate(batches, start=1):
@@ -124,7 +126,7 @@ class SamplerBatches:
 
 
 def nest(sampler: Any) -> list[Any]:
-    """A sampler and those inside it, the outermost first."""
+    """Yield a sampler and those inside it, the outermost first."""
     found: list[Any] = []
     while sampler is not None and not any(sampler is each for each in found):
         found.append(sampler)
@@ -133,7 +135,7 @@ def nest(sampler: Any) -> list[Any]:
 
 
 def take_several(batches: Iterator[Batch]) -> list[Batch]:
-    """The next batches, of some thousand samples together; none at the end."""
+    """Return the next batches, some thousand samples together; none at the end."""
     found, num_samples = [], 0
     for batch in batches:
         found.append(batch)
@@ -144,7 +146,7 @@ def take_several(batches: Iterator[Batch]) -> list[Batch]:
 
 
 def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
-    """A copy of a sampler of torch's that draws from `generator`; any other sampler itself."""
+    """Copy a sampler of torch's so that it draws from `generator`; return any other sampler itself."""
     if type(sampler) is BatchSampler:
         inner = _with_generator(sampler.sampler, generator)
         return BatchSampler(inner, sampler.batch_size, sampler.drop_last)
@@ -164,12 +166,12 @@ def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
 
 
 def plain(batch: Iterable[Any]) -> Batch:
-    """A list; whole numbers of any kind as Python's, which cost least to send and to use."""
+    """Make a list of Python integers, which cost least to send and to use."""
     return [number if type(number) is int else _number(number) for number in batch]
 
 
 def _number(number: Any) -> Any:
     try:
         return operator.index(number)
-    except TypeError:  # whatever the data set is indexed by
+    except TypeError:  # the data set has other keys
         return number

@@ -37,11 +37,11 @@ class SamplerSource:
         self._rank = state.rank
         self._world_size = state.world_size
         self._channel = channel
-        self._num_batches: int | None = None  # once counted
+        self._num_batches: int | None = None  # None until it was counted
         self.facts = sampling.facts
 
     def num_batches(self) -> int:
-        """Batches of an epoch, where the sampler has a length."""
+        """Return the batches of an epoch, if the sampler has a length."""
         if self._num_batches is None:
             self._num_batches = self._sampling.num_batches()
         if self._num_batches is None:
@@ -52,7 +52,7 @@ class SamplerSource:
         return self._num_batches
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        """From batch `first_batch` of an epoch to its end. All ranks go through it together."""
+        """Yield an epoch's parts from `first_batch` on. All ranks iterate together."""
         channel = None if self._channel is None else self._channel.another()
         parts = self._parts(channel, epoch, first_batch)
         seed = mix(mix(mix(self._sampling.seed) + epoch) + self._rank)
@@ -60,7 +60,7 @@ class SamplerSource:
         return found if channel is None else channel.sending_errors(found)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """By arithmetic where the sampler has a length, else by running it: then all ranks call this."""
+        """Compute the position if the sampler has a length, else run it, which all ranks must do."""
         if self._sampling.cut is not None or self._channel is None:
             return self._sampling.position(step, window)
         place: tuple[int, int] = self._channel.another().via_main(
@@ -88,7 +88,7 @@ class SamplerSource:
         return found
 
     def _parts(self, channel: Channel | None, epoch: int, first_batch: int) -> Iterator[Batch]:
-        """This rank's samples, batch by batch."""
+        """Yield this rank's samples, batch by batch."""
         batches = islice(self._sampling.batches(epoch), first_batch, None)
         if channel is None:
             return (_part(batch, self._rank, self._world_size) for batch in batches)
@@ -98,7 +98,7 @@ class SamplerSource:
 def _received(
     batches: Iterator[Batch], channel: Channel, place: tuple[int, int]
 ) -> Iterator[Batch]:
-    """This rank's parts, as rank 0 sends them; `batches` are read on rank 0 alone."""
+    """Yield this rank's parts as rank 0 sends them; only rank 0 reads `batches`."""
     ranks = range(channel.state.world_size)
 
     def parts_of_ranks(places: list[tuple[int, int]]) -> list[list[Batch]]:

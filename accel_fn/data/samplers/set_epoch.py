@@ -18,18 +18,18 @@ class _Shared:
 _LOCK = threading.Lock()
 _SHARED: WeakValueDictionary[int, _Shared] = (
     WeakValueDictionary()
-)  # by id of the object, which each InEpoch holds too
+)  # keyed by the id of the object, which each InEpoch keeps alive
 
 
 class InEpoch:
-    """Inside, `reader` is in the epoch, by `set_epoch` where it has that, and no other pass reads it.
+    """A context in which `reader` is in the epoch, and no other pass reads it.
 
     `set_epoch` is called when it is first entered, and again where another pass has set another
     epoch since: some readers look at it while they are read.
     """
 
     def __init__(self, reader: Any, epoch: int, *, alone: bool = False) -> None:
-        """`alone`: in a process of one pass. A lock of the main process might be held there for ever."""
+        """With `alone`, take no lock: a process of one pass may have been forked with the lock held."""
         self._reader = reader
         self._epoch = epoch
         self._is_set = False

@@ -23,7 +23,7 @@ def pack(items: list[Any]) -> Tensor:
 
 
 def unpack(block: Tensor | bytes) -> list[Any]:
-    """The items that `pack` was given, from its bytes in either form; nothing of them is shared."""
+    """Restore the items that `pack` got, from its bytes; they share no memory."""
     data: Any = block.numpy() if isinstance(block, Tensor) else block
     return pickle.loads(memoryview(data))  # type: ignore[no-any-return]
 
@@ -37,7 +37,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is numbers in host memory and nothing else; torch itself pickles all others."""
+    """Does the tensor hold plain numbers in host memory? Torch itself pickles all others."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"

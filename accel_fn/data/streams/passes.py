@@ -34,7 +34,7 @@ _KEPT = (
 
 
 def options_of(loader: DataLoader[Any], init: Callable[[Any], WorkerInit]) -> dict[str, Any]:
-    """The options of a user's DataLoader that a loader over one of our streams takes over."""
+    """Select the options of a user's DataLoader that a loader over our stream takes over."""
     kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     if kept["worker_init_fn"] is not None:
         kept["worker_init_fn"] = init(kept["worker_init_fn"])

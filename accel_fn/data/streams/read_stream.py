@@ -30,7 +30,7 @@ _INFO_LOCK = threading.RLock()  # simulated ranks are threads that share torch's
 
 @contextmanager
 def shown(info: WorkerInfo | None) -> Iterator[None]:
-    """Let `get_worker_info` return this for a while."""
+    """Let `get_worker_info` return this inside the context."""
     before = _torch_worker._worker_info
     _torch_worker._worker_info = info
     try:
@@ -41,7 +41,7 @@ def shown(info: WorkerInfo | None) -> Iterator[None]:
 
 @dataclass(eq=False)
 class WorkerStream(IterableDataset[Any]):
-    """Data set of a loader's workers: a user's stream, from `place` [epoch, first batch] on.
+    """The data set of a loader's workers: a user's stream from `place` [epoch, first batch] on.
 
     A persistent worker is given its next place in shared memory.
     """
@@ -56,7 +56,7 @@ class WorkerStream(IterableDataset[Any]):
     """Unit of the progress, with a gap for the number."""
 
     def worker(self) -> WorkerInfo | None:
-        """Which worker of a loader over this stream the process is; None in the main process.
+        """Return the worker of a loader over this stream that this process is; None in the main process.
 
         What a simulated rank shows another data set for a while is not that.
         """
@@ -64,7 +64,7 @@ class WorkerStream(IterableDataset[Any]):
         return info if info is not None and info.dataset is self else None
 
     def where(self, worker: int) -> str:
-        """Text for what a worker is reading; empty where it is unknown."""
+        """Describe what a worker is reading; empty if unknown."""
         at = None if self.progress is None else self.progress.of(worker)
         return f" {self.reads.format(at[0])} of epoch {int(self.place[0])}" if at else ""
 
@@ -111,17 +111,17 @@ class Stream:
             yield
 
     def take(self, count: int) -> list[Any]:
-        """The next items: fewer than `count` at the end, then none."""
+        """Return the next items: fewer than `count` at the end, then none."""
         found, self._ahead = self._ahead[:count], self._ahead[count:]
         return found + self._read(count - len(found)) if len(found) < count else found
 
     def peek(self, count: int) -> list[Any]:
-        """The next items, which `take` will return again."""
+        """Return the next items, and keep them for the next `take`."""
         self._ahead = self.take(count)
         return self._ahead
 
     def drop(self, count: int) -> None:
-        """Read on without keeping."""
+        """Skip items."""
         while count > 0 and (items := self.take(min(_BLOCK, count))):
             count -= len(items)
 

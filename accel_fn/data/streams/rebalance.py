@@ -17,7 +17,7 @@ _MOST = 4  # batches between two agreements; a rank holds about one part more th
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """Message of a rank about its shards."""
+    """A rank's message about its shards."""
 
     count: int
     ended: bool
@@ -44,13 +44,13 @@ def rebalanced_parts(held: HeldItems, cut: Cut, channel: Channel) -> Iterator[li
         _move(held, moves, channel)
         for _ in range(num_batches):
             yield held.take(sizes[channel.state.rank])
-        # where few read for all, they hold no more at a time than where all do
+        # readers that read for all ranks hold no more at a time than if all read
         limit = (_MOST + 1) * (num_reading or cut.world_size) // cut.world_size
         most = max(1, min(2 * most, _MOST, limit))
 
 
 def _next_batches(count: int, cut: Cut, most: int) -> tuple[int, int]:
-    """Number of global batches that come next (0 at the end), and of items in each."""
+    """Return the number of global batches that come next (0 at the end), and the items in each."""
     if count >= cut.batch_size + cut.num_ahead:
         return min(most, (count - cut.num_ahead) // cut.batch_size), cut.batch_size
     size = count if count >= cut.batch_size else cut.last(count, is_first=True)

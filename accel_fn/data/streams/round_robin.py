@@ -55,7 +55,7 @@ def _next_part(stream: Stream, cut: Cut, rank: int, *, is_first: bool) -> tuple[
 
 
 def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int]:
-    """Items of a batch that may be in a rank's part, the place of the first, and how many were read."""
+    """Read a batch; return its items that may be in a rank's part, the place of the first, and the count."""
     held: list[Any] = []
     start, count = 0, 0
     _, stop = part_bounds(cut.batch_size + cut.world_size - 1, cut.world_size, rank)
@@ -74,7 +74,7 @@ def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, in
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Comes after the last batch of a pass; `num_items` of the whole stream."""
+    """The end of a pass, with the number of items of the whole stream."""
 
     num_items: int
 
@@ -113,7 +113,7 @@ class RoundRobinStream(WorkerStream):
         assert self.progress is not None
         for number in numbers:
             self.progress.begin(number)
-            batch = next(batches, self)  # which is no batch
+            batch = next(batches, self)  # at the end this is `self`, which is no batch
             self.progress.end()
             if batch is self:
                 return
@@ -132,7 +132,7 @@ def until_end(items: Iterator[Any], channel: Channel | None, first_batch: int) -
             if channel is not None:
                 _check_ends(channel.exchange(end), batch)
             if end is not None:
-                for _ in items:  # the ends of other workers
+                for _ in items:  # reads the ends of the other workers
                     pass
                 return
             yield item

@@ -1,4 +1,4 @@
-"""Streams that can be split: which part of one a worker reads, and what a rank holds of its own."""
+"""Streams that can be split: the part that each worker reads, and the items that a rank holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel_fn.errors import ArgumentTypeError, message
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which shard each worker reads: worker w of rank r is reader r * readers_per_rank + w."""
+    """The division into shards: worker w of rank r is reader r * readers_per_rank + w."""
 
     kind: str  # "shard": by the data set's method; "workers": it splits itself by `get_worker_info`
     world_size: int
@@ -33,7 +33,7 @@ class Split:
     def open(
         self, data: IterableDataset[Any], reader: int, epoch: int, *, seed: int, in_worker: bool
     ) -> Stream:
-        """One pass over a reader's shard."""
+        """Start one pass over a reader's shard."""
         own_seed = mix(seed + reader + 1)
         info = None
         if self.kind == "shard":
@@ -47,13 +47,13 @@ class Split:
 
 
 def num_shards(data: Any) -> int | None:
-    """Largest number of shards of a data set; None without such an attribute."""
+    """Return the largest number of shards of a data set; None without such an attribute."""
     count = getattr(data, "num_shards", getattr(data, "n_shards", None))
     return count if isinstance(count, int) else None
 
 
 def shard_of(data: Any, num_shards: int, index: int) -> IterableDataset[Any]:
-    """One shard of a data set that can be split."""
+    """Return one shard of a data set that can be split."""
     shard = data.shard(num_shards=num_shards, index=index)
     if not isinstance(shard, IterableDataset):
         rule, got = "return an IterableDataset", type(shard).__name__
@@ -121,5 +121,5 @@ class HeldItems:
         return taken
 
     def add(self, items: list[Any]) -> None:
-        """Hold these too."""
+        """Add items that other ranks sent."""
         self._items += items

@@ -27,7 +27,7 @@ class StreamOptions:
 def read_stream_options(
     loader: DataLoader[Any], state: DistState, *, batch: str, split: str
 ) -> StreamOptions:
-    """Read and check them."""
+    """Read and check the options."""
     cut = _cut(loader, state, batch)
     return StreamOptions(
         cut, _split(loader, state, split), _declared_length(loader.dataset), state.seed
@@ -77,5 +77,5 @@ def _split(loader: DataLoader[Any], state: DistState, option: str) -> Split | No
 def _declared_length(data: Any) -> int | None:
     try:
         return len(data)
-    except (TypeError, NotImplementedError):  # streams have no length in either way
+    except (TypeError, NotImplementedError):  # streams without a length raise one or the other
         return None

@@ -47,7 +47,7 @@ def stream_source(
 
 
 class _StreamSource:
-    """Positions: by arithmetic where the data set has a length, else by reading."""
+    """A `Source` whose positions are computed if the data set has a length, else found by reading."""
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions, rank: int) -> None:
         self._collate: Collate = loader.collate_fn
@@ -77,7 +77,7 @@ class _StreamSource:
         }
 
     def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        """From a batch of an epoch to its end; what comes before it is read and dropped.
+        """Yield an epoch's batches from one on; those before it are read and dropped.
 
         Errors get a note with their batch. A length that is wrong gives a warning.
         """
@@ -103,13 +103,13 @@ class _StreamSource:
             )
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """By arithmetic, or by reading from the start."""
+        """Compute the position, or find it by reading from the start."""
         if self._num_items is not None and self.num_batches() > 0:
             return divmod(step, -(-self.num_batches() // window))
         return find_by_counting(step, self._count, window)
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        """Refused: items of a stream have no numbers."""
+        """Refuse the call, since items of a stream have no numbers."""
         rule = "be over a data set that can be indexed"
         value = f"{self._name} for batch {batch} of epoch {epoch}"
         raise ArgumentError(message("indices", "loader", rule, value))
@@ -118,7 +118,7 @@ class _StreamSource:
 
 
 def _nothing(items: list[Any]) -> None:
-    """A collate_fn for counting alone."""
+    """Collate to nothing, to count batches only."""
 
 
 class RoundRobinSource(_StreamSource):
@@ -150,7 +150,7 @@ class RoundRobinSource(_StreamSource):
         return until_end(self._counting.start(epoch, 0), None, 0)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """As above; ranks that have to read for it compare what they find."""
+        """Find the position; ranks that read for it compare what they find."""
         find = partial(super().position, step, window)
         if self._channel is None or self._num_items is not None:
             return find()
@@ -218,7 +218,7 @@ class SplitSource(_StreamSource):
 
 
 def _parts(blocks: Iterator[Any], cut: Cut, channel: Channel) -> Iterator[list[Any]]:
-    """This rank's parts of a split stream, whose workers end with it."""
+    """Yield this rank's parts of a split stream; the workers end with it."""
     with closing(blocks):  # type: ignore[type-var]
         yield from rebalanced_parts(HeldItems(blocks), cut, channel)
 
@@ -231,7 +231,7 @@ def _collated(parts: Iterator[list[Any]], first_batch: int, collate_fn: Collate)
 
 
 class _Once(IterableDataset[Any]):
-    """An iterator, for a loader to go through once."""
+    """A data set over an iterator, for one pass of a loader."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items

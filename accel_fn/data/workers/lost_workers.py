@@ -93,7 +93,7 @@ class _WorkerInit:
 
 
 class _Watchdog:
-    """Whether a worker's main process lives.
+    """Return whether a worker's main process lives.
 
     Torch compares parents once the worker has started: that may be the process that adopted it, or
     a fork server, which lives as long as its children.

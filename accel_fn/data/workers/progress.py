@@ -1,4 +1,4 @@
-"""Which batch and sample each worker of a loader reads, in memory that is shared with the workers."""
+"""The batch and sample that each worker of a loader reads, in memory shared with the workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 
 
 class Progress:
-    """For each worker the number of a batch and of a sample in it, -1 for none."""
+    """For each worker the numbers of a batch and of a sample in it, -1 for none."""
 
     def __init__(self, num_workers: int) -> None:
         self._rows = torch.full((num_workers, 2), -1)

@@ -82,7 +82,7 @@ def _run(data: bytes) -> bytes:
 
 
 def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
-    """As cloudpickle does, with the file's name: from 3.1.3 on it writes `<dynamic-code>` instead."""
+    """Pickle code as cloudpickle does, with the file's name: from 3.1.3 on it writes `<dynamic-code>`."""
     make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
     return _make_code, (make, parts, code.co_filename)
 

@@ -96,7 +96,7 @@ def settings_variables(settings: Settings) -> list[Variable]:
 
 
 def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Variable]:
-    """Without these, Gloo would use the address of the host name, which often is a loopback one."""
+    """Name the interface: Gloo would otherwise use the host name's address, often a loopback one."""
     if machines.backend != "static":  # torch's rendezvous would give the ranks the previous store
         why = "a new store for each attempt"
         yield Variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why)

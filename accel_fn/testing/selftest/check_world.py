@@ -1,4 +1,4 @@
-"""Checking the library's promises over the ranks of a world that is there."""
+"""Checks the library's promises over the ranks of an existing world."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from accel_fn.transforms.place import place
 
 
 def _loader(state: DistState) -> DataLoader[Any]:
-    """Shuffled, with a last batch that is smaller than the others."""
+    """Make a shuffled loader whose last batch is smaller than the others."""
     batch_size = 3 * state.world_size + 1
     size = 3 * batch_size + 2 * state.world_size
     data = TensorDataset(torch.arange(size), drawn(size, 3, seed=5, state=state).cpu())
@@ -46,12 +46,12 @@ def _loader(state: DistState) -> DataLoader[Any]:
 
 
 def _alone(state: DistState) -> DistState:
-    """The same run on one rank."""
+    """Run the same function on one rank."""
     return DistState(device=state.device, seed=state.seed)
 
 
 def check_shards(state: DistState) -> float:
-    """Batches of two epochs that are not their ranks' parts, and epochs that are not the data set."""
+    """Count batches of two epochs that are not their ranks' parts, and epochs that are not the data set."""
     loader, wrong = _loader(state), 0
     sharded, whole = shard_loader(loader, state), shard_loader(loader, _alone(state))
     for epoch, one in zip(sharded.epochs(2), whole.epochs(2), strict=True):
@@ -69,12 +69,12 @@ def _size(loader: DataLoader[Any]) -> int:
 
 
 def _unlike(some: Sequence[Tensor], others: Sequence[Tensor]) -> int:
-    """Pairs that are not equal."""
+    """Count pairs that are not equal."""
     return sum(not torch.equal(one, other) for one, other in zip(some, others, strict=False))
 
 
 def check_resuming(state: DistState) -> float:
-    """Batches after a stop in the middle that are not those without one."""
+    """Count batches after a stop in the middle that differ from those of a run without one."""
     sharded = shard_loader(_loader(state), state)
     every = [batch[0] for epoch in sharded.epochs(2) for batch in epoch]
     stopped = replace(state, step=2)
@@ -99,7 +99,7 @@ def check_loading(state: DistState) -> float:
 
 
 def check_gather(state: DistState) -> float:
-    """Rows of ranks with different numbers of them, none among them."""
+    """Gather rows of ranks that hold different numbers of them, one none; count differences."""
     rows = torch.arange(
         state.rank * (state.rank + 1) // 2, (state.rank + 1) * (state.rank + 2) // 2
     )
@@ -112,7 +112,7 @@ def check_gather(state: DistState) -> float:
 
 
 def check_reduce(state: DistState) -> float:
-    """Whole numbers, a tensor, a mean in which rank 0 does not count, and the last rank's word."""
+    """Reduce integers, a tensor and a mean without rank 0, and broadcast from the last rank; count errors."""
     ranks, last = range(state.world_size), state.world_size - 1
     number = reduce_sum(2**40 + state.rank, state)
     off = float(abs(number - sum(2**40 + rank for rank in ranks)))
@@ -129,7 +129,7 @@ def _ones(state: DistState) -> Tensor:
 
 
 def check_devices(state: DistState) -> float:
-    """Ranks that share an accelerator, and what a sum over the device's own backend is off."""
+    """Count ranks that share an accelerator; add the error of a sum over the device's own backend."""
     device = state.device
     places = exchange((socket.gethostname(), device.type, device.index), state, "check")
     shared = 0 if device.type == "cpu" else len(places) - len(set(places))

@@ -29,7 +29,7 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Is there a difference, and within the bound? Not-a-number is not."""
+        """Was a difference measured, and is it within the bound? Not-a-number is not."""
         return self.largest is not None and self.largest <= self.bound
 
 

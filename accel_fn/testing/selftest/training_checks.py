@@ -39,7 +39,7 @@ _SIZES = (7, 6, 5, 9, 2)
 
 
 def exact_dtype(state: DistState) -> torch.dtype:
-    """Double precision, where the device has it."""
+    """Return double precision, if the device has it."""
     return torch.float32 if state.device.type == "mps" else torch.float64
 
 
@@ -49,7 +49,7 @@ def largest(found: Tensor, expected: Tensor) -> float:
 
 
 def drawn(*shape: int, seed: int, state: DistState, dtype: torch.dtype | None = None) -> Tensor:
-    """The same numbers on every rank, whatever its device."""
+    """Draw the same numbers on every rank, whatever its device."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
     return drawn.to(dtype or exact_dtype(state)).to(state.device)
@@ -58,7 +58,7 @@ def drawn(*shape: int, seed: int, state: DistState, dtype: torch.dtype | None = 
 def small_model(
     state: DistState, num_outputs: int = 1, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """A small network, the same on every rank."""
+    """Make a small network, the same on every rank."""
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, num_outputs))
     model.to(dtype or exact_dtype(state)).to(state.device)
     with torch.no_grad():
@@ -87,12 +87,12 @@ def _by_tokens(model: nn.Module, batch: Any) -> Tensor:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters; where they are in shards, every rank calls it."""
+    """Join all parameters; if they are in shards, every rank calls it."""
     return torch.cat([whole(parameter).flatten() for parameter in model.parameters()])
 
 
 def sgd(model: nn.Module) -> Optimizer:
-    """Not Adam, which forgives gradients that are wrong by a factor."""
+    """Make SGD, since Adam hides gradients that are wrong by a factor."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -170,7 +170,7 @@ def check_clipping(state: DistState) -> float:
 
 
 def check_fsdp(state: DistState) -> float:
-    """Also where ranks have different numbers of micro-batches; the norm is of all shards."""
+    """Check shards, also with unequal numbers of micro-batches, and the norm of all shards."""
     expected = train_by_hand(small_model(state), _mse, _batches(state), max_norm=_MAX_NORM)
     transforms = accumulate(3), clip(_MAX_NORM)
     model = small_model(state)
@@ -188,7 +188,7 @@ def check_microbatches(state: DistState) -> float:
 
 
 def check_tokens(state: DistState) -> float:
-    """Parts of one batch have different numbers of labels, down to none."""
+    """Check parts of one batch that have different numbers of labels, down to none."""
     batches = []
     for size in _SIZES:
         labels = torch.arange(size * 4).reshape(size, 4) % 5
@@ -214,7 +214,7 @@ def check_scaling(state: DistState) -> float:
 
 
 def check_schedule(state: DistState) -> float:
-    """The rate follows the updates that are made: a batch is skipped, and ranks do not multiply it."""
+    """Check that the rate follows applied updates: one batch is skipped, and ranks must not multiply it."""
     batches = _batches(state)
     expected = train_by_hand(small_model(state), _mse, batches, rate=_falling)
     inputs, targets = batches[1]
@@ -228,7 +228,7 @@ def _falling(num_updates: int) -> float:
 
 
 def check_bf16(state: DistState) -> float:
-    """Rounding is that of bfloat16; that replicas stay the same to the bit is not."""
+    """Check bf16 to its rounding, and that replicas stay equal to the bit."""
     single = torch.float32
     batches = _batches(state, single)
     casting = torch.autocast(state.device.type, torch.bfloat16)
@@ -239,7 +239,7 @@ def check_bf16(state: DistState) -> float:
 
 
 def check_overflow(state: DistState) -> float:
-    """The last rank alone gets a batch that is not finite."""
+    """Check that all ranks skip an update if only the last rank has a batch that is not finite."""
     model = small_model(state, dtype=torch.float32)
     optimizer = sgd(model)
     recipe = compose(place(), wrap_ddp(), with_amp("fp16", init_scale=_SCALE))

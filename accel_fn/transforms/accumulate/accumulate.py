@@ -95,12 +95,12 @@ class RetrySlot(Stateful):
 
 
 def one_microbatch(state: DistState) -> DistState:
-    """The state as it is: for `explain` alone, and of no cost to a step."""
+    """Return the state unchanged: `explain` shows this function, and a step pays nothing for it."""
     return state
 
 
 def check_list(batch: Any, *, at_most: int) -> list[Any]:
-    """The micro-batches of a batch that is a list of them."""
+    """Return the micro-batches of a batch that is a list of them."""
     if type(batch) is not list:  # a tuple is one batch, of inputs and targets
         rule, repair = (
             "be a list of micro-batches",

@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class FittingSplit:
-    """Cuts a batch into as many micro-batches as were found to fit, in a world of this size."""
+    """Cuts a batch into the number of micro-batches that was found to fit, in a world of this size."""
 
     def __init__(self, state: DistState, plan: Plan) -> None:
         self.num_parts = 1
@@ -35,11 +35,12 @@ class FittingSplit:
         return split_batch(batch, num_parts=self.num_parts)
 
     def state_dict(self) -> dict[str, int]:
-        """The number of micro-batches, with which a resumed run makes the same bits; equal on all ranks."""
+        """Return the number of micro-batches, equal on all ranks: a resumed run needs it for equal bits."""
         return {"num_parts": self.num_parts, "world_size": self.world_size}
 
     def load_state_dict(self, saved: Mapping[str, int]) -> None:
-        if saved["world_size"] == self.world_size:  # else a rank's part of the batch is another
+        # in another world a rank has another part of the batch
+        if saved["world_size"] == self.world_size:
             self.num_parts = saved["num_parts"]
 
 
@@ -60,13 +61,13 @@ class RetryOnOOM:
             try:
                 return self._run(grad_fn, state, batch)
             except BaseException:
-                self._split.num_parts = before  # a step that fails leaves all as it was
+                self._split.num_parts = before  # a step that fails changes nothing
                 raise
 
         return retried
 
     def signature(self) -> str:
-        """Nothing for a checkpoint to compare: the number of micro-batches does not decide the result."""
+        """Return nothing to compare: the number of micro-batches does not decide the result."""
         return ""
 
     def _run(
@@ -95,7 +96,7 @@ class RetryOnOOM:
             self._halve(state, batch, failures)
 
     def _halve(self, state: DistState, batch: Any, failures: Sequence[str]) -> None:
-        """Twice as many micro-batches, on all ranks, or an error if they are single samples already."""
+        """Double the number of micro-batches on all ranks; raise if they are single samples already."""
         largest = max(exchange(num_samples(batch), state, "step"))
         first = next(rank for rank, failure in enumerate(failures) if failure)
         if largest <= self._split.num_parts:
@@ -115,7 +116,7 @@ class RetryOnOOM:
 
 
 def _copied(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
-    """Its buffers: where each is held, under what name, it, and a copy of its value."""
+    """Return its buffers: their place, their name, the tensor, and a copy of its value."""
     return [
         (vars(module)["_buffers"], name, buffer, buffer.clone())
         for module in model.modules()

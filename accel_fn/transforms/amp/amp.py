@@ -106,17 +106,17 @@ def with_amp(
 
 
 def without_autocast(state: DistState) -> DistState:
-    """The state as it is: for `explain` alone, and of no cost to a step."""
+    """Return the state unchanged: `explain` shows this function, and a step pays nothing for it."""
     return state
 
 
 def autocast(state: DistState, *, dtype: torch.dtype) -> torch.autocast:
-    """The context of forward and loss."""
+    """Make the context of forward and loss."""
     return torch.autocast(state.device.type, dtype)
 
 
 def scale_loss(state: DistState, *, init_scale: float, **rule: Any) -> DistState:
-    """The state with a loss scale; one that is there already (another step's) stays."""
+    """Add a loss scale to the state; one that another step added stays."""
     if state.scaler is None:
         scaler = LossScale.start(init_scale, device=state.device, **rule)
         return replace(state, scaler=scaler)

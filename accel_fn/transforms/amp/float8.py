@@ -1,4 +1,4 @@
-"""Products of linear layers in float8, by torchao: scaled by what is largest in each tensor."""
+"""Products of linear layers in float8, by torchao; each tensor is scaled by its largest value."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from accel_fn.base.swap_forward import with_forwards
 from accel_fn.errors import ExtraError, PlanError
 from accel_fn.step.plan import ContextFn, Plan, Stateful
 
-_MULTIPLE = 16  # of the sizes of what such kernels multiply
-_FIRST_CAPABILITY = (8, 9)  # of NVIDIA's devices: Ada, Hopper and later
+_MULTIPLE = 16  # such kernels multiply matrices whose sizes are multiples of this
+_FIRST_CAPABILITY = (8, 9)  # the first NVIDIA devices with float8: Ada, Hopper and later
 
 
 class Float8Slot(Stateful):
-    """`in_float8`, for the slot of contexts."""
+    """`in_float8` as a slot function."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse a device that has no such kernels, and a model without layers for them."""
@@ -42,7 +42,7 @@ class Float8Slot(Stateful):
 
 
 def torchao() -> Any:
-    """Torchao's float8, which is an extra."""
+    """Import torchao's float8, which is an extra."""
     try:
         import torchao.float8
     except ModuleNotFoundError as error:
@@ -55,7 +55,7 @@ def torchao() -> Any:
 
 
 def fitting(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers whose sizes such kernels take."""
+    """Select the linear layers whose sizes such kernels take."""
     return [
         each
         for each in model.modules()
@@ -67,9 +67,9 @@ def fitting(model: nn.Module) -> list[nn.Linear]:
 
 
 def in_float8(state: DistState, plan: Plan) -> ContextFn:
-    """The context of forward and loss, of one step."""
+    """Make the context of forward and loss, for one step."""
     emulated = state.device.type != "cuda"
-    # The same objects in every step, or a compiler would compile again.
+    # The same objects in every step, otherwise a compiler would compile again.
     forwards: dict[nn.Module, Callable[..., Any]] = {
         layer: partial(_run, layer, _twin(layer, emulated)) for layer in fitting(plan.model)
     }
@@ -81,7 +81,7 @@ def in_float8(state: DistState, plan: Plan) -> ContextFn:
 
 
 def _twin(layer: nn.Linear, emulated: bool) -> nn.Module:
-    """Torchao's layer of the same shape, without memory; it is called with the parameters of ours."""
+    """Make torchao's layer of the same shape, without memory; it is called with our parameters."""
     float8 = torchao()
     has_bias = layer.bias is not None
     plain = nn.Linear(layer.in_features, layer.out_features, has_bias, device="meta")
@@ -91,7 +91,7 @@ def _twin(layer: nn.Linear, emulated: bool) -> nn.Module:
 
 
 def _run(layer: nn.Linear, twin: nn.Module, inputs: Tensor) -> Tensor:
-    """As the layer itself, under autocast."""
+    """Compute the layer by torchao's, under the dtype of autocast."""
     kind = inputs.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
     parameters = {

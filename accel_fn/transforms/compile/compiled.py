@@ -92,7 +92,7 @@ class CompileSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Kind of its graphs: `checkpoint_activations` needs a break in them."""
+        """Name the kind of its graphs: `checkpoint_activations` needs a break in them."""
         full = {"full_graph"} if self.keywords["fullgraph"] else set[str]()
         return frozenset({"torch_compile", *full})
 
@@ -125,14 +125,14 @@ class CompileStepSlot(SlotFunction):
 
 
 def compile_loss(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:
-    """`module`, which runs compiled from now on."""
+    """Return `module`, which runs compiled from now on."""
     _check_machine(state)
     compile_in_place([module], outermost=True, **settings)
     return module
 
 
 def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:
-    """`module`, the repeated blocks of which run compiled from now on."""
+    """Return `module`, whose repeated blocks run compiled from now on."""
     blocks = repeated(module)
     if not blocks:
         raise PlanError(
@@ -146,7 +146,7 @@ def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.M
 
 
 def _by_kind(blocks: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
-    """Those that one graph may serve: of other shapes, each takes its own of the few that torch keeps."""
+    """Group blocks that may share a graph: torch keeps few, and each other shape takes one."""
     kinds: dict[Any, list[nn.Module]] = defaultdict(list)
     for each in blocks:
         shapes = tuple((name, p.shape, p.dtype) for name, p in each.named_parameters())
@@ -157,12 +157,12 @@ def _by_kind(blocks: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
 def compile_step(
     state: DistState, stages: Stages, *, mode: str, dynamic: bool | None
 ) -> CompiledStep:
-    """All of a step but `after_update` as one call of a compiled function."""
+    """Make all of a step but `after_update` one call of a compiled function."""
     return CompiledStep(state, stages, partial(_compile_graph, state, mode=mode, dynamic=dynamic))
 
 
 def _compile_graph(state: DistState, whole: GraphFn, *, mode: str, dynamic: bool | None) -> GraphFn:
-    """The function compiled into one graph, without the checks of sizes that its guards make anyway."""
+    """Compile a function into one graph, without the checks of sizes that its guards make anyway."""
     _check_machine(state)
     options = {**options_of(mode), "size_asserts": False, "guard_filter_fn": moving_guards}
     if state.device.type == "cpu":
@@ -172,12 +172,12 @@ def _compile_graph(state: DistState, whole: GraphFn, *, mode: str, dynamic: bool
 
 
 def _for_cpu(mode: str) -> dict[str, Any]:
-    """Kernels called from C++ and not from Python between them, and numbers computed once."""
+    """Choose options for a CPU: call kernels from C++, and compute numbers once."""
     settings = torch._inductor.config
     in_cpp = sys.platform == "linux" and mode in _IN_CPP
     own: dict[str, Any] = {"cpp_wrapper": settings.cpp_wrapper or in_cpp}
-    if settings.post_grad_custom_post_pass is None:  # else the user's
-        # Imported here, as it imports the compiler.
+    if settings.post_grad_custom_post_pass is None:  # otherwise the user's pass stays
+        # Imported here, since it imports the compiler.
         from accel_fn.transforms.compile.pass_hoist_scalars import Hoisting
 
         own["post_grad_custom_post_pass"] = Hoisting()

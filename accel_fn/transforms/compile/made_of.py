@@ -65,11 +65,11 @@ class MadeOf:
         return any(map(has_hooks, self._optimizers)) or any(map(_is_hooked, parameters))
 
     def _found(self) -> list[object]:
-        """The methods that instances have in place of their classes'."""
+        """Return the methods that instances have in place of their classes'."""
         found: list[object] = [own.get("forward") for own in self._owners]
         for optimizer in self._optimizers:
             step = vars(optimizer).get("step")
-            # What torch's schedulers put there counts calls alone.
+            # The methods that torch's schedulers put there only count calls.
             found.append(None if hasattr(step, "_wrapped_by_lr_sched") else step)
             found.append(type(optimizer).step)
         return found

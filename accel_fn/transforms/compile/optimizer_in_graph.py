@@ -25,7 +25,7 @@ _IN_A_GRAPH = {"foreach": False, "fused": False, "capturable": True}
 
 
 class Captured:
-    """`optimizer.step` over gradients that are given, inside of a graph.
+    """`optimizer.step` over given gradients, inside a graph.
 
     torch's compiler treats an `Optimizer` specially, and needs gradients that exist before the
     graph begins. So the methods of its class run on another object, made in the graph from the
@@ -50,7 +50,7 @@ class Captured:
         """Context of the optimizer's step."""
 
     def settings(self) -> list[Group]:
-        """The hyperparameters of the groups as they are now, but for the learning rates.
+        """Return the hyperparameters of the groups as they are now, except the learning rates.
 
         A dict that has not changed is the same one as before, which guards are quick to see.
         """
@@ -68,14 +68,14 @@ class Captured:
             seen[name] = value
             if name == "lr" and isinstance(value, float | int):
                 self.rates[index] = value
-                settings.pop(name, None)  # of a rate that was a tensor
+                settings.pop(name, None)  # the former rate was a tensor
             elif name != "params":
                 if moves:
                     self._around = Factored()  # from now on its values are inputs of the graph
                 settings[name] = _IN_A_GRAPH.get(name, value)
 
     def memory(self) -> list[Memory]:
-        """State that the optimizer holds now, for each parameter."""
+        """Return the state that the optimizer holds now, for each parameter."""
         state = self._optimizer.state
         return [state.get(each, {}) for each in self._parameters]
 
@@ -95,7 +95,7 @@ class Captured:
         gradients: Sequence[Tensor | None],
         ok: Tensor | None,
     ) -> None:
-        """Parameters and memory as after the optimizer's step; as they were where `ok` is False."""
+        """Update parameters and memory as the optimizer's step does, or leave them if `ok` is False."""
         running = self._kind()
         reached = []
         running.state, running.param_groups = {}, []
@@ -128,14 +128,14 @@ class Captured:
 
 
 def _widened(value: Any) -> Any:
-    """A copy; of a count or a rate in the precision in which the host would compute with it."""
+    """Copy a value; widen a count or a rate to the precision in which the host would compute."""
     if not isinstance(value, Tensor):
         return value
     return value.double() if not value.ndim and value.dtype == torch.float32 else value.clone()
 
 
 def methods_of(optimizer: Optimizer) -> Any:
-    """A class with all of an optimizer but its state and groups, that is none to the compiler."""
+    """Make a class with an optimizer's methods that the compiler does not treat as an optimizer."""
     own: dict[str, Any] = {}
     for each in reversed(type(optimizer).__mro__[:-1]):
         own |= {name: _bare(v) for name, v in vars(each).items() if not name.startswith("__")}
@@ -145,7 +145,7 @@ def methods_of(optimizer: Optimizer) -> Any:
 
 
 def _bare(member: Any) -> Any:
-    """A method without its decorators: profilers, hooks, no_grad, and what keeps the compiler out."""
+    """Return a method without its decorators: profilers, hooks, no_grad, and those that stop the compiler."""
     return inspect.unwrap(member) if isinstance(member, FunctionType) else member
 
 
@@ -156,7 +156,7 @@ def _nothing(self: Any) -> None:
 def gradients_of(
     loss: Tensor, seed: Tensor | None, parameters: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a loss, one operation of a graph that allows it; None for those it does not reach."""
+    """Compute the gradients of a loss as one operation of a graph; None for parameters it does not reach."""
     gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
     if all(each is None for each in gradients):
         raise LossError(
@@ -204,7 +204,7 @@ def _check_apart(trial: Optimizer) -> None:
 
 
 def _trial(optimizer: Optimizer, device: torch.device, num_parameters: int = 1) -> Optimizer:
-    """An optimizer like this one, of small matrices."""
+    """Make an optimizer like this one over small matrices."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         raise TypeError("it runs another optimizer")
     group = optimizer.param_groups[0]
@@ -221,7 +221,7 @@ def _trial(optimizer: Optimizer, device: torch.device, num_parameters: int = 1) 
 
 
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with tensors of their own: a trial may write to them."""
+    """Copy the settings and their tensors, since a trial may write to them."""
     return {name: v.clone() if isinstance(v, Tensor) else v for name, v in settings.items()}
 
 
@@ -230,7 +230,7 @@ def _counts_on_host(group: Group) -> bool:
 
 
 def _plain(trial: Optimizer) -> list[str]:
-    """All that an optimizer holds beside tensors of its state, to be compared."""
+    """Return what an optimizer holds beside tensors of its state, to be compared."""
     state = [
         {name: v for name, v in each.items() if not isinstance(v, Tensor)}
         for each in trial.state.values()
@@ -245,7 +245,7 @@ def _plain(trial: Optimizer) -> list[str]:
 
 
 def _compare(trial: Optimizer, device: torch.device) -> None:
-    """Hold the captured update of a trial against its step, from the same start."""
+    """Compare the captured update of a trial with the optimizer's own step, from the same start."""
     (parameter,) = trial.param_groups[0]["params"]
     gradient = parameter.grad
     captured = Captured(trial, [parameter], device)

@@ -1,4 +1,4 @@
-"""A pass of torch's compiler: what an optimizer computes of its step count is computed once."""
+"""A pass of torch's compiler that computes once what an optimizer computes from its step count."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Hoisting(CustomGraphPass):
                 user.replace_input_with(node, kept)
 
     def uuid(self) -> Any:
-        """Key in the cache of graphs: another pass makes another graph."""
+        """Return the key in the cache of graphs: another pass makes another graph."""
         return get_hash_for_files((__file__,))
 
 
 def _num_elements(node: Node) -> int:
-    """Elements of a node's result; 0 if it is not one tensor, or its size is symbolic."""
+    """Return the elements of a node's result; 0 if it is not one tensor, or its size is symbolic."""
     value = node.meta.get("val")
     size = value.numel() if isinstance(value, Tensor) else 0
     return size if isinstance(size, int) else 0
 
 
 def _is_computed(node: Node) -> bool:
-    """Is it a number made of others? Inputs are in memory, constants are part of a loop."""
+    """Is the number computed from others? Inputs are in memory, constants are part of a loop."""
     value = node.meta.get("val")
     is_number = isinstance(value, Tensor) and not value.ndim
     return is_number and node.op == "call_function" and bool(node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""Numbers that an operation takes beside tensors, as factors: a graph need not know what they are."""
+"""Turns numbers that an operation takes beside tensors into factors, so that a graph need not know them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Factored(TorchFunctionMode):
-    """In it, the numbers of an optimizer's operations are multiplied by, which rounds as they do.
+    """A mode in which an optimizer's operations multiply by their numbers, with the same rounding.
 
     A compiler keeps a number as an input of a graph where tensors are multiplied by it. As the
     weight of `lerp_`, for example, it is a part of the graph, and each value takes another graph.

@@ -33,12 +33,12 @@ _SCALE_FIELDS = ("scale", "good_steps", "skipped")
 
 
 class CompiledStep:
-    """A step of one rank as one call of a compiled function; until that can run, its stages."""
+    """One step of one rank as a call of a compiled function; until that can run, its stages."""
 
     def __init__(
         self, state: DistState, stages: Stages, compile_graph: Callable[[GraphFn], GraphFn]
     ) -> None:
-        # Here and not above the function, as it imports the compiler.
+        # Imported here and not at the top, since it imports the compiler.
         torch.compiler.allow_in_graph(gradients_of)  # type: ignore[no-untyped-call]
         plan = stages.plan
         self._plan = plan
@@ -62,7 +62,7 @@ class CompiledStep:
         """Is there no graph yet?"""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
-        """All of a step but `after_update`."""
+        """Run all of a step but `after_update`."""
         plan = self._plan
         self._made_of.check()
         if not self._is_ready():
@@ -70,13 +70,13 @@ class CompiledStep:
         stops = [should_stop() for should_stop in plan.should_stop]
         self._parameters.check()
         parts, weights = microbatches(plan, batch, with_weightless=True)
-        if 0 in weights:  # whose gradients are zeros, whatever they are
+        if 0 in weights:  # its gradients are zeros, whatever they are
             return self._stages(state, batch)
         shares = _shares(state, weights) if len(weights) != 1 else None
         if plan.place_batch:
             parts = [placed(state, plan, part) for part in parts]
         if not parts:
-            parts = (None,)  # no items: a gradient of zero
+            parts = (None,)  # a part without items has a gradient of zero
         loss, norm, accepted, scale, found = self._call_graph(state, parts, shares)
         weight = sum(weights)
         metrics = self._metric_means(state, found, weight, loss)
@@ -137,7 +137,7 @@ class CompiledStep:
 
 
 def _shares(state: DistState, weights: Weights) -> Tensor:
-    """Share of each micro-batch in the global mean; zero without one."""
+    """Return the share of each micro-batch in the global mean; zero without one."""
     total = sum(weights)
     shares = [weight / total for weight in weights] or [0.0]
     dtype = torch.float32 if state.device.type == "mps" else torch.float64
@@ -147,7 +147,7 @@ def _shares(state: DistState, weights: Weights) -> Tensor:
 def _graph_function(
     plan: Plan, module: LossModule, captured: Sequence[Captured], layout: Layout
 ) -> GraphFn:
-    """All of a step that is arithmetic, as one function for the compiler."""
+    """Make the arithmetic of a step one function for the compiler."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     trained = [names[each] for each in plan.trained()]
 
@@ -200,13 +200,13 @@ def _graph_function(
 
 
 def _seed(loss: Tensor, share: Tensor | None, scaler: LossScale | None) -> Tensor | None:
-    """Seed of the backward in place of one."""
+    """Return the seed of the backward in place of one."""
     factor = share if scaler is None else _times(scaler.scale, share)
     return None if factor is None else factor.to(loss.dtype)
 
 
 def _factor(tensors: Sequence[Tensor | None], scaler: LossScale | None) -> Tensor | None:
-    """Open factor of the gradients of a scaled loss."""
+    """Return the open factor of the gradients of a scaled loss."""
     if scaler is None:
         return None
     double = any(each is not None and each.dtype == torch.float64 for each in tensors)

@@ -156,7 +156,7 @@ class DDP(Strategy):
     def gradients(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
-        """Those of `Strategy`; with retries, DDP's collectives come before the first forward."""
+        """Return the traits; with retries, DDP's collectives come before the first forward."""
         if self._is_unfinished:
             self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             options = {**self._options, "init_sync": False}

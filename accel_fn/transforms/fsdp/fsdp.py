@@ -115,7 +115,7 @@ class FSDPSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """It shards; on one rank nothing, but it may still convert or offload parameters."""
+        """Return the traits: on one rank it may still convert or offload parameters."""
         alone = self.keywords["param_dtype"] is not None or self.keywords["offload"]
         return frozenset({"shards", "acts_alone"} if alone else {"shards"})
 
@@ -145,7 +145,7 @@ class FSDPSlot(SlotFunction):
 def make_fsdp(
     state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None, **settings: Any
 ) -> Strategy:
-    """FSDP over the state's group; one rank where there is nothing to do."""
+    """Make FSDP over the state's group, or one rank if there is nothing to do."""
     if state.world_size == 1 and settings["param_dtype"] is None and not settings["offload"]:
         return Strategy(state, module, plan, inner)
     return FSDP(state, module, plan, inner, **settings)
@@ -182,7 +182,7 @@ class FSDP(Strategy):
         self.sharded.zero_sums()
 
     def trainable(self) -> Sequence[nn.Parameter]:
-        """Every parameter, unsharded, and its shard."""
+        """Return every parameter, unsharded, and its shard."""
         # FSDP's hooks take gradients from these objects, which are the same in every step. Given to
         # the engine as inputs, they keep it from the `.grad` of other models in the loss.
         return self.sharded.trainable()
@@ -190,7 +190,7 @@ class FSDP(Strategy):
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
     ) -> tuple[Parts, Weights]:
-        """As many micro-batches on every rank, since every forward and backward unshards parameters.
+        """Run as many micro-batches on every rank, since every forward and backward unshards parameters.
 
         A rank that has fewer computes one of another rank's instead, with no weight: times
         zero, its gradient is zero wherever that rank's is finite.
@@ -213,11 +213,11 @@ class FSDP(Strategy):
         return [*parts, *[spare] * lacking], [*weights, *[0] * lacking]
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """A context whose backward leaves the gradients on this rank, unsharded."""
+        """Return a context whose backward leaves the gradients on this rank, unsharded."""
         return self.sharded.no_sync()
 
     def compared_ranks(self, state: DistState) -> Sequence[int]:
-        """The ranks that hold the same shards: those of the other groups with `replicate`."""
+        """Return the ranks that hold the same shards: those of the other groups with `replicate`."""
         placed = primitives.exchange(self._place(), state, "check_replicas")
         return [rank for rank, place in enumerate(placed) if place == placed[state.rank]]
 
@@ -260,7 +260,7 @@ def _shard(
         sharded.add_top(top)
     fully_shard(sharded, mesh=mesh)
     with torch.no_grad():
-        sharded(None)  # FSDP takes what runs first for the root
+        sharded(None)  # FSDP takes the module that runs first for the root
 
 
 def _units(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
@@ -269,7 +269,7 @@ def _units(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
 
 
 def _tops(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The model, or, where it is a mere container, what is in it."""
+    """Return the model, or its children if it is a mere container."""
     if not is_container(module):
         yield name, module
         return
@@ -280,6 +280,6 @@ def _tops(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def _adding(
     model: nn.Module, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """In which dtype gradients are added up: in float64 where they are."""
+    """Return the dtype in which gradients are added up; float64 gradients stay in float64."""
     gradients = param_dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
     return None if gradients == torch.float64 else reduce_dtype

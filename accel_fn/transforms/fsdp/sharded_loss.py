@@ -42,12 +42,12 @@ class ShardedLoss(nn.Module):
         self._kinds[unit], unit.__class__ = type(unit), kind
 
     def add_top(self, top: nn.Module) -> None:
-        """Gather what this part holds in no block before every loss; it may also be called alone."""
+        """Gather what this part holds outside of all blocks before every loss, or when it is called alone."""
         self._tops.append(top)
         top.register_forward_hook(self.free)
 
     def forward(self, batch: Any) -> Outcome:
-        """The loss of a batch; for None, a zero that reaches every shard."""
+        """Return the loss of a batch; for None, a zero that reaches every shard."""
         if batch is None:
             zeros = [each.to_local().flatten()[:0].sum() for each in self._shards()]
             return torch.stack(zeros).sum(), {}
@@ -57,38 +57,38 @@ class ShardedLoss(nn.Module):
         return outcome
 
     def free(self, *_: object) -> None:
-        """Have shards alone, unless a backward is to come."""
+        """Reshard everything, unless a backward is still to run."""
         if not torch.is_grad_enabled():
             self._call("reshard", self._kinds)
 
     def reset(self) -> None:
         """Reshard every unit, and forget what was gathered and not finished."""
-        forget = getattr(self, "reset_iter_state", None)  # of FSDP, since torch 2.13
+        forget = getattr(self, "reset_iter_state", None)  # FSDP has this method since torch 2.13
         if forget is not None:
             forget()
         self._call("reshard", self._kinds)
         self._forget_sums()
 
     def zero_sums(self) -> None:
-        """Make zeros of what FSDP has added up in a wider dtype."""
+        """Fill sums that FSDP keeps in a wider dtype with zeros."""
         for parameter in self._group_parameters():
             if parameter.unsharded_accumulated_grad is not None:
                 parameter.unsharded_accumulated_grad.zero_()
 
     def _forget_sums(self) -> None:
-        """Drop sums that FSDP has added up in a wider dtype, and does not reset."""
+        """Drop sums that FSDP keeps in a wider dtype and does not reset."""
         for parameter in self._group_parameters():
             parameter.unsharded_accumulated_grad = None
 
     def _group_parameters(self) -> Iterator[Any]:
-        """FSDP's own records of parameters."""
+        """Return FSDP's own records of parameters."""
         for state in self._call("_get_fsdp_state", self._kinds):
             several = vars(state).get("_fsdp_param_groups")  # older torch holds one, or none
             for group in [state._fsdp_param_group] if several is None else several:
                 yield from group.fsdp_params if group else ()
 
     def trainable(self) -> list[nn.Parameter]:
-        """Parameters that a backward may reach: each one unsharded, and its shard."""
+        """Return parameters that a backward may reach: each one unsharded, and its shard."""
         found = []
         for module in self._kinds:
             self._call("unshard", [module])
@@ -98,7 +98,7 @@ class ShardedLoss(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The gradients of a micro-batch stay on this rank, whole."""
+        """Keep the gradients of a micro-batch on this rank, whole."""
         self._sync(False)
         try:
             yield
@@ -114,7 +114,7 @@ class ShardedLoss(nn.Module):
         return [each for each in self.parameters() if is_sharded(each) and each.requires_grad]
 
     def _call(self, method: str, modules: Iterable[nn.Module], *arguments: object) -> list[Any]:
-        """Call a method of FSDP's on these modules, while all are of the classes that have it."""
+        """Call a method of FSDP on these modules, while they have the classes that define it."""
         own = {module: type(module) for module in self._kinds}
         for module, kind in self._kinds.items():
             module.__class__ = kind
@@ -126,7 +126,7 @@ class ShardedLoss(nn.Module):
 
 
 def _without_views(_module: nn.Module, _inputs: object, output: Any) -> Any:
-    """The output, copied where it is a view: written to, that would lose what gathers for the backward."""
+    """Copy outputs that are views: writing to one would lose the hook that gathers for the backward."""
 
     def apart(tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor

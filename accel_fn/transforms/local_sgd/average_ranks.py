@@ -1,4 +1,4 @@
-"""The weighted mean of tensors over the ranks, in place, and the same bits on all of them."""
+"""Averages tensors over the ranks, weighted and in place, with the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUCKET_NUMEL = 2**24
 def average(
     tensors: Mapping[str, Tensor], weight: float, state: DistState, also: Sequence[str] = ()
 ) -> None:
-    """Make tensors their mean over the ranks, weighted, in place; the same bits on all ranks.
+    """Replace tensors by their weighted mean over the ranks, in place; the same bits on all ranks.
 
     The mean is that of one rank, the heaviest, and of how far the others are from it. So what is equal on
     all ranks, such as a count of updates, keeps its bits.
@@ -33,7 +33,7 @@ def average(
         mine = flat(bucket)
         first = mine.clone()
         primitives.broadcast(first, state, source, "local_sgd")
-        equal = mine == first  # also where both are infinite
+        equal = mine == first  # equal also if both are infinite
         apart = mine.sub_(first).mul_(share) if share else mine.zero_()
         primitives.start_sum(apart.masked_fill_(equal, 0.0), state, "local_sgd").wait()
         write(first.add_(apart), bucket)
@@ -42,7 +42,7 @@ def average(
 def _agreed(
     tensors: Mapping[str, Tensor], weight: float, state: DistState, also: Sequence[str]
 ) -> list[float]:
-    """Every rank's weight, once they have agreed on what there is to average."""
+    """Return every rank's weight, once the ranks have agreed on what to average."""
     told = [*also, *(f"{name} {list(each.shape)} {each.dtype}" for name, each in tensors.items())]
     digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
     every = primitives.exchange((weight, digest), state, "local_sgd")
@@ -59,13 +59,13 @@ def _agreed(
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same memory without a graph, and as real numbers."""
+    """View the same memory without a graph, and as real numbers."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, together about as many numbers as go at a time."""
+    """Group tensors of one dtype and device, up to the size that is sent at once."""
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for each in tensors:
         bucket = open_.setdefault((each.dtype, each.device), [])
@@ -77,7 +77,7 @@ def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def flat(bucket: Sequence[Tensor]) -> Tensor:
-    """A copy in one piece, of half precision in float32."""
+    """Copy tensors into one piece; half precision becomes float32."""
     joined = torch.cat([each.reshape(-1) for each in bucket])
     return joined.float() if joined.dtype in _HALVES else joined
 

@@ -66,14 +66,14 @@ after_update=[local_sgd(every=8)])
     """
     check_count("local_sgd", "every", every)
     return fill(
-        first=("after_update",),  # the others see the average, wherever it is listed
+        first=("after_update",),  # the other functions see the average, wherever this is listed
         strategy=LocalSlot(make_local),
         after_update=Stateful(RankAverage, every=every),
     )
 
 
 class LocalSlot(SlotFunction):
-    """`make_local`, and what it cannot be combined with."""
+    """`make_local`, with the checks of what it cannot be combined with."""
 
     traits = frozenset({"local_gradients"})
 
@@ -115,14 +115,14 @@ def _check_scale(state: DistState) -> None:
 def make_local(
     state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
 ) -> Strategy:
-    """Ranks that keep their gradients; one rank in a world of one."""
+    """Make ranks that keep their gradients, or one rank in a world of one."""
     _check_scale(state)
     kind = Strategy if state.world_size == 1 else LocalGradients
     return kind(state, module, plan, inner)
 
 
 class LocalGradients(Strategy):
-    """Every rank updates from its own part of the batch; all start from rank 0's parameters."""
+    """Lets every rank update from its own part of the batch; all start from rank 0's parameters."""
 
     traits = frozenset()
 
@@ -137,7 +137,7 @@ class LocalGradients(Strategy):
         super().__init__(state, module, plan, inner)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Stage one; the average after it compares which parameters have a gradient."""
+        """Run stage one; record which parameters have a gradient, which the average compares."""
         for each in plan.after_update:
             if isinstance(each, RankAverage):
                 each.has_gradient = [tensor is not None for tensor in grads.tensors]
@@ -146,7 +146,7 @@ class LocalGradients(Strategy):
     def global_mean(
         self, state: DistState, weights: Weights, failure: Exception | None, stop: bool
     ) -> GlobalMean:
-        """The mean loss over the global batch, while gradients are of the mean over the rank's items."""
+        """Start the mean loss over the global batch; gradients are of the mean over the rank's own items."""
         if state.scaler is not None:
             raise StateError(
                 "step: state must carry no loss scale under local_sgd, got one; keep a state of its own "
@@ -156,7 +156,7 @@ class LocalGradients(Strategy):
 
 
 class OwnMean(GlobalMean):
-    """A share is of this rank's items alone. Nothing is awaited before the last backward has started."""
+    """A mean whose shares are of this rank's items. It awaits nothing before the last backward."""
 
     is_exact_over_ranks = False
 
@@ -165,11 +165,11 @@ class OwnMean(GlobalMean):
         return weight / self.own_weight if weight else 0.0
 
     def add(self, loss: Tensor, metrics: Metrics, weight: float) -> None:
-        """Count the losses themselves: the total is not known yet."""
+        """Add the losses unscaled, since the total is not known yet."""
         self.add_scaled(loss, metrics, weight)
 
     def close(self) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Mean loss, mean metrics and weight of the global batch; waits for the sums."""
+        """Return mean loss, mean metrics and weight of the global batch; waits for the sums."""
         mean, metrics, total = super().close()
         if not total:
             return mean, metrics, total
@@ -189,7 +189,7 @@ class RankAverage:
         self._plan = plan
         self._every = every
         self._num_updates = (
-            0  # not state.step: of two steps that share a state, one may never average
+            0  # not state.step: two steps may share a state, and one of them may never average
         )
         self._num_items = 0.0
         self._is_apart = False
@@ -213,7 +213,7 @@ class RankAverage:
         return state
 
     def _updated(self) -> list[str]:
-        """Names of what must be updated on all ranks or on none, where an average follows every update.
+        """Name what all ranks or none must have updated if an average follows every update.
 
         Without momentum and weight decay, no gradient is as one of zeros.
         """
@@ -230,8 +230,8 @@ class RankAverage:
         self._is_apart = False
 
     def check_saved(self) -> None:
-        """Refuse, on every rank, to save what is another thing on each."""
-        # To average here would make the run depend on when it is saved; to save every rank's
+        """Refuse, on every rank, to save a state that differs between ranks."""
+        # Averaging here would make the run depend on when it is saved; saving every rank's
         # parameters would tie the run to this number of ranks.
         if self._is_apart:
             raise StateError(

@@ -19,7 +19,7 @@ _BUCKET_BYTES = 2**25
 
 
 class Tree:
-    """The sum of a power of two of lists: of the first half and the second, each summed likewise.
+    """Adds up a power of two of lists as a tree: the first half and the second, each summed likewise.
 
     Of equal parts that are there already one is kept for each size, so adding 2**n lists one
     after another takes the memory of n + 1.
@@ -29,7 +29,7 @@ class Tree:
         self._sums: list[tuple[int, Tensors]] = []
 
     def add(self, tensors: Tensors) -> None:
-        """Count the next list, whose memory is the tree's from now on."""
+        """Add the next list; the tree may overwrite its memory from now on."""
         size = 1
         while self._sums and self._sums[-1][0] == size:
             tensors = _added(self._sums.pop()[1], tensors)
@@ -37,13 +37,13 @@ class Tree:
         self._sums.append((size, tensors))
 
     def total(self) -> Tensors:
-        """The sum of all, once there are so many."""
+        """Return the sum, once all lists have come."""
         ((_, tensors),) = self._sums
         return tensors
 
 
 def _added(left: Tensors, right: Tensors) -> Tensors:
-    """The sum, in the memory of the left."""
+    """Add the right list into the memory of the left."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -86,7 +86,7 @@ def sum_over_ranks(tensors: Tensors, like: Sequence[Tensor], state: DistState) -
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype on one device, in turn, so many that they are not much to copy."""
+    """Group tensors of one dtype and device, up to a size that is cheap to copy."""
     for kind in dict.fromkeys((each.dtype, each.device) for each in tensors):
         bucket, size = list[Tensor](), 0
         for tensor in tensors:
@@ -101,10 +101,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _sum_bucket(bucket: Sequence[Tensor], state: DistState) -> None:
-    """Overwrite tensors of one kind by their sums over the ranks."""
+    """Replace tensors of one kind by their sums over the ranks."""
     sizes = [tensor.numel() for tensor in bucket]
     lacking = -sum(sizes) % state.world_size
-    # As bytes: not every backend knows every dtype, and nothing is added up on the way.
+    # Sent as bytes: not every backend knows every dtype, and nothing is added up on the way.
     mine = _sum_part(bucket, lacking, state).view(torch.uint8)
     whole = torch.cat(primitives.all_gather(mine, state, "step")).view(bucket[0].dtype)
     for tensor, part in zip(bucket, torch.split(whole, [*sizes, lacking]), strict=False):
@@ -112,7 +112,7 @@ def _sum_bucket(bucket: Sequence[Tensor], state: DistState) -> None:
 
 
 def _sum_part(bucket: Sequence[Tensor], lacking: int, state: DistState) -> Tensor:
-    """This rank's part of the sums, of as many numbers as any other's; nothing else is held after it."""
+    """Return this rank's part of the sums; every rank has as many numbers, and nothing else is kept."""
     flat = torch.cat([*[tensor.reshape(-1) for tensor in bucket], bucket[0].new_zeros(lacking)])
     rows = primitives.all_to_all(flat.view(torch.uint8), state, "step").view(state.world_size, -1)
     rows = rows.view(flat.dtype)

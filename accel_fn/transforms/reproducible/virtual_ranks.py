@@ -40,7 +40,7 @@ Slice = tuple[Parts, Weights]
 
 
 class VirtualRanks(Strategy):
-    """Each virtual rank forward and backward by itself, under random numbers of its own.
+    """Runs each virtual rank's forward and backward with random numbers of its own.
 
     What is added up, and in which order, does not depend on the number of ranks.
     """
@@ -92,7 +92,7 @@ class VirtualRanks(Strategy):
     def _sum(
         self, plan: Plan, state: DistState, slices: Sequence[Slice], total: float
     ) -> tuple[Tensor, Mapping[str, Tensor], Tensors]:
-        """The mean loss, the metrics and the gradients of the global batch."""
+        """Compute the mean loss, the metrics and the gradients of the global batch."""
         zero = torch.zeros((), dtype=self.layout.dtype, device=state.device)
         if not total:
             none = self.layout.means({}, total, zero)
@@ -116,11 +116,12 @@ class VirtualRanks(Strategy):
     def _metric_vector(
         self, state: DistState, metrics: Sequence[MetricSums], like: Tensor
     ) -> list[Tensor]:
-        """The metrics of this rank's slices behind a mark that they differ; nothing without metrics."""
+        """Return the metrics of this rank's slices, after a mark of whether they differ; may be empty."""
         layout = self.layout
         self._differing = layout.settle(state, metrics)
         if not layout.sizes:
-            layout.late = self._differing  # no other rank sums metrics: all raise in the next step
+            # no other rank sums metrics, so all raise in the next step
+            layout.late = self._differing
             return []
         tree, is_wrong = Tree(), self._differing is not None
         for each in metrics:
@@ -131,7 +132,7 @@ class VirtualRanks(Strategy):
         return [vector]
 
     def _metric_means(self, summed: Tensor | None, total: float) -> Mapping[str, Tensor]:
-        """The metrics of the global batch; raises on all ranks if one of them found others."""
+        """Return the metrics of the global batch; raise on all ranks if one of them found others."""
         assert summed is not None
         if summed[0]:
             raise self._differing or differing_elsewhere()
@@ -172,7 +173,7 @@ class VirtualRanks(Strategy):
     def _exchange_slices(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[Sequence[Slice], float, bool]:
-        """This rank's slices, the weight of those of all, and whether any rank asks for an end."""
+        """Return this rank's slices, the weight of all slices, and whether any rank requests a stop."""
         failure: Exception | None = self.layout.late
         rows, slices = -1, list[Slice]()
         try:
@@ -187,7 +188,7 @@ class VirtualRanks(Strategy):
         return slices, total, any(each for _, _, each in ranks)
 
     def _slice(self, plan: Plan, state: DistState, batch: Any) -> tuple[int, list[Slice]]:
-        """The number of samples of this rank, and its slices: none if they do not divide it."""
+        """Return the number of samples of this rank, and its slices: none if the number does not divide."""
         self.parameters.check()
         check_tracking(self._tracking, "step")
         rows, num_own = num_samples(batch), self.num_virtual_ranks // state.world_size
@@ -220,7 +221,7 @@ class VirtualRanks(Strategy):
 
     @contextmanager
     def _watched(self, plan: Plan, state: DistState) -> Iterator[None]:
-        """Refuse, on all ranks, a forward that changes what is saved with the model, the first time."""
+        """Refuse, on all ranks, a first forward that changes what is saved with the model."""
         if not self._is_watched:
             yield
             return
@@ -239,7 +240,7 @@ class VirtualRanks(Strategy):
 
 
 def _saved_buffers(model: nn.Module) -> dict[str, int]:
-    """The buffers that are saved with the model, by name: a sum over the bits of each."""
+    """Return a checksum of each buffer that is saved with the model, by name."""
     trained = dict(model.named_parameters(remove_duplicate=False))
     found = {
         name: value
@@ -250,7 +251,7 @@ def _saved_buffers(model: nn.Module) -> dict[str, int]:
 
 
 def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those that, in training mode, depend on which other samples their rank has, by name."""
+    """Name the modules that, in training mode, depend on the other samples of their rank."""
     return {
         name or "the model": module
         for name, module in model.named_modules()
@@ -260,7 +261,7 @@ def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_tracking(tracking: Mapping[str, nn.Module], function: str) -> None:
-    """Refuse running statistics that are being taken: each rank would take those of its own samples."""
+    """Refuse running statistics, since each rank would take those of its own samples."""
     for name, module in tracking.items():
         if module.training:
             raise PlanError(
@@ -271,9 +272,10 @@ def check_tracking(tracking: Mapping[str, nn.Module], function: str) -> None:
 
 
 def _in_own_memory(state: DistState, part: Any) -> Any:
-    """A part of a batch that is a copy: some kernels round by where in memory a tensor begins."""
+    """Copy a part of a batch, since some kernels round by the address where a tensor begins."""
 
     def own(tensor: Tensor) -> Tensor:
-        return tensor.clone() if tensor.device == state.device else tensor  # else it will be moved
+        # a tensor elsewhere will be moved anyway
+        return tensor.clone() if tensor.device == state.device else tensor
 
     return map_tensors(own, part)

@@ -34,21 +34,21 @@ class Advance:
         """Look at a step's report, before the scheduler advances by it."""
 
     def kept(self) -> dict[str, Any]:
-        """All that an advance changes."""
+        """Return everything that an advance changes."""
         return {"scheduler": self.scheduler.state_dict()}
 
     def put_back(self, kept: Mapping[str, Any]) -> None:
-        """Undo advances."""
+        """Restore what `kept` returned."""
         self.scheduler.load_state_dict(kept["scheduler"])
 
     def hear_all(self) -> None:
-        """Wait for what was noted."""
+        """Wait for values that are still on the device."""
 
 
 class AdvanceByMetric(Advance):
     """Advances by a metric of the run.
 
-    That of the update that is made, or, on an accelerator, of the one made before it.
+    The metric is that of the applied update, or, on an accelerator, of the one before it.
     """
 
     def __init__(self, scheduler: ReduceLROnPlateau, metric: MetricFn) -> None:
@@ -74,16 +74,16 @@ class AdvanceByMetric(Advance):
         self._hear(self._echo(torch.stack([metric, report.applied.to(dtype)])))
 
     def kept(self) -> dict[str, Any]:
-        """All that an advance changes."""
+        """Return everything that an advance changes."""
         return {**super().kept(), "metric": self._newest}
 
     def put_back(self, kept: Mapping[str, Any]) -> None:
-        """Undo advances."""
+        """Restore what `kept` returned."""
         super().put_back(kept)
         self._newest = kept.get("metric")
 
     def hear_all(self) -> None:
-        """Wait for what was noted."""
+        """Wait for values that are still on the device."""
         self._hear(self._echo.last())
 
     def _hear(self, known: Tensor | None) -> None:
@@ -121,7 +121,7 @@ class Schedule:
 
 
 class Schedules:
-    """One schedule for each of several optimizers."""
+    """Schedules of several optimizers, one each."""
 
     def __init__(self, schedules: Mapping[str, Schedule], name: str | None) -> None:
         self.schedules = schedules
@@ -138,7 +138,7 @@ class Schedules:
         return {name: each.state_dict() for name, each in self.schedules.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Continue from the saved state."""
         for name, each in self.schedules.items():
             each.load_state_dict(saved[name])
 
@@ -149,7 +149,7 @@ class Schedules:
 
 
 class Rates:
-    """The learning rates of an optimizer's groups where they are tensors on the device.
+    """Learning rates of an optimizer's groups, as tensors on the device.
 
     One for all schedules of a plan, which advance one after another.
     """
@@ -164,7 +164,7 @@ class Rates:
         self._show(self._held)
 
     def advance(self, advance: Callable[[], None], applied: Tensor) -> None:
-        """Let a scheduler move them on the host; the device takes that where the update was made."""
+        """Advance a scheduler on the host; the device takes the new rates if the update is applied."""
         self._show(self.advanced)
         advance()
         self.advanced = self._shown()
@@ -173,7 +173,7 @@ class Rates:
         self._show(self._held)
 
     def begin(self) -> None:
-        """A new update; and somebody may have set them, or loaded the optimizer, since the last one."""
+        """Begin an update; the user may have set the rates, or loaded the optimizer, since the last one."""
         groups = zip(self._groups(), self._held, self.advanced, strict=True)
         self.advanced = [
             rate if group["lr"] is held else float(group["lr"]) for group, held, rate in groups
@@ -181,7 +181,7 @@ class Rates:
         self.before = self.advanced
 
     def load(self, saved: Sequence[float] | None) -> None:
-        """Set them; where none were saved, as the optimizer has them."""
+        """Set the saved rates, or those that the optimizer has if none were saved."""
         if saved is None:
             self.begin()
         else:
@@ -191,7 +191,7 @@ class Rates:
         self._show(self._held)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Others than before, once the optimizer was loaded."""
+        """Return the groups, which are new objects after the optimizer was loaded."""
         return self.optimizer.param_groups
 
     def _shown(self) -> list[float]:
@@ -224,7 +224,7 @@ class DeviceSchedule(Schedule):
     def in_plan(
         cls, plan: Plan, advance: Advance, device: torch.device, echo: DelayedRead
     ) -> DeviceSchedule:
-        """The next schedule of an optimizer in a plan."""
+        """Return the next schedule of an optimizer in a plan."""
         optimizer = advance.scheduler.optimizer
         made = [each for entry in plan.after_update for each in _schedules_in(entry)]
         earlier = [
@@ -263,5 +263,5 @@ class DeviceSchedule(Schedule):
 
 
 def _schedules_in(function: object) -> Iterable[object]:
-    """The schedules that a function of a plan is, or holds."""
+    """Return the schedules that a function of a plan is, or holds."""
     return function.schedules.values() if isinstance(function, Schedules) else (function,)
