@@ -234,8 +234,7 @@ def _put_back_model(
         model.load_state_dict({**here, **found})
         return
     lost = model.load_state_dict({**here, **found}, strict=False).unexpected_keys
-    # `state_dict` may leave something out, but `load_state_dict` takes back what it gives
-    if found.keys() & set(lost):
+    if found.keys() & set(lost):  # it may leave something out, but loads what it gave
         raise CheckpointError(f"load: model must take back what its state_dict gives, got {lost}")
 
 
