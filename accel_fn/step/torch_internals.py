@@ -16,6 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 from torch.optim import optimizer as _hooks
 
+_TORCH = torch.__path__[0]
 _WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
@@ -72,6 +73,17 @@ def has_hooks(optimizer: Optimizer) -> bool:
         or _hooks._global_optimizer_pre_hooks
         or _hooks._global_optimizer_post_hooks
     )
+
+
+def is_listened_to(optimizer: Optimizer) -> bool:
+    """Does code that is not torch's see gradients in its step: hooks, or a step of the class or instance?"""
+    step: Any = optimizer.step
+    while step is not None:
+        code = getattr(step, "__code__", None)  # not all that can be called are functions
+        if code is None or not code.co_filename.startswith(_TORCH):
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return has_hooks(optimizer)
 
 
 def checkpoint_hook() -> Callable[..., Any] | None:

@@ -16,7 +16,7 @@ from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Plan, describe
 from accel_fn.step.report import Report
-from accel_fn.step.torch_internals import run_optimizer
+from accel_fn.step.torch_internals import is_listened_to, run_optimizer
 
 Trained = tuple[Optimizer, Sequence[nn.Parameter]]
 """An optimizer and those of its parameters that require a gradient."""
@@ -83,8 +83,8 @@ def apply_update(
     """Run the optimizer on `factor * tensors`, or not at all where `ok` is False.
 
     A fused optimizer takes factor and verdict into its kernel, as torch's own
-    GradScaler hands them over; any other gets one multiply in place, and the
-    host waits for the verdict.
+    GradScaler hands them over; any other, and one whose step is listened to, gets
+    one multiply in place, and the host waits for the verdict.
 
     Args:
         optimizer: its step is called as the user would, hooks and all.
@@ -120,9 +120,11 @@ def apply_update(
 
 
 def takes_factor(optimizer: Optimizer) -> bool:
-    """Does every group run a kernel that takes `grad_scale` and `found_inf`?"""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        group.get("fused", True) for group in optimizer.param_groups
+    """Does every kernel take `grad_scale` and `found_inf`, and does nothing else look at the gradients?"""
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused", True) for group in optimizer.param_groups)
+        and not is_listened_to(optimizer)
     )
 
 

@@ -2,12 +2,17 @@
 
 import copy
 import functools
+import sys
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel_fn as af
@@ -61,8 +66,89 @@ def assert_same_bits(actual, expected):
     torch.testing.assert_close(list(actual), list(expected), rtol=0, atol=0)
 
 
-def refuse_step(optimizer, *_):
-    raise ArithmeticError("no step today")
+class Kernel:
+    """What the functions behind torch's Adam and SGD were given, beside parameters and gradients."""
+
+    def __init__(self, monkeypatch):
+        self.grads, self.given = [], []
+        for kind in (torch.optim.Adam, torch.optim.SGD):
+            module, name = sys.modules[kind.__module__], kind.__name__.lower()
+            monkeypatch.setattr(module, name, functools.partial(self._run, getattr(module, name)))
+
+    def _run(self, function, parameters, grads, *others, **settings):
+        self.grads += [each.clone() for each in grads]
+        self.given.append(
+            {
+                name: float(settings[name])
+                for name in ("grad_scale", "found_inf")
+                if settings[name] is not None
+            }
+        )
+        return function(parameters, grads, *others, **settings)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    return Kernel(monkeypatch)
+
+
+def replace_step(optimizer, listen):
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def listening(*args, **kwargs):
+        listen(optimizer)
+        return step(*args, **kwargs)
+
+    optimizer.step = functools.partial(listening)  # which is no function
+
+
+def replace_step_of_scheduler(optimizer, listen):
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    replace_step(optimizer, listen)
+
+
+def replace_step_of_class(optimizer, listen):
+    class Listening(type(optimizer)):
+        def step(self, closure=None):
+            listen(self)
+            return super().step(closure)
+
+    optimizer.__class__ = Listening
+
+
+LISTENERS = {
+    "hook before": torch.optim.Optimizer.register_step_pre_hook,
+    "hook after": torch.optim.Optimizer.register_step_post_hook,
+    "hook before all": lambda _, listen: register_optimizer_step_pre_hook(listen),
+    "hook after all": lambda _, listen: register_optimizer_step_post_hook(listen),
+    "step of its own": replace_step,
+    "step around a scheduler's": replace_step_of_scheduler,
+    "step of its class": replace_step_of_class,
+}
+every_listener = pytest.mark.parametrize("register", LISTENERS.values(), ids=LISTENERS)
+
+
+@every_listener
+@fused_or_not
+@pytest.mark.parametrize("ok", [None, OK, BAD])
+def test_hooks_and_steps_of_users_see_the_gradients_of_a_loop_by_hand(register, fused, ok):
+    """Multiplied, and none where the update is skipped."""
+    trained, seen = parameters(torch.float32), []
+    optimizer = torch.optim.AdamW(trained, fused=fused)
+    handle = register(optimizer, lambda *_: seen.append(trained[0].grad.clone()))
+    tensors = normal([torch.float32])
+    update(optimizer, tensors, torch.tensor(0.5), ok)
+    if handle is not None:
+        handle.remove()
+    assert_same_bits(seen, [] if ok is BAD else [tensors[0] * 0.5])
+
+
+def test_a_schedule_alone_leaves_the_factor_to_the_kernel(kernel):
+    optimizer = torch.optim.Adam(parameters(torch.float32), fused=True)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    update(optimizer, normal([torch.float32]), torch.tensor(0.5), OK)
+    assert kernel.given == [{"grad_scale": 2.0, "found_inf": 0.0}]
 
 
 @every_optimizer
@@ -125,15 +211,13 @@ def test_groups_keep_their_own_learning_rates(fused):
     torch.testing.assert_close([first.detach(), second.detach()], expected, **ROUNDING)
 
 
-def test_optimizer_of_which_one_group_is_not_fused_gets_its_gradients_multiplied():
+def test_optimizer_of_which_one_group_is_not_fused_gets_its_gradients_multiplied(kernel):
     first, second = parameters(torch.float32, torch.float32)
     groups = [{"params": [first]}, {"params": [second], "fused": False}]
     optimizer = torch.optim.SGD(groups, lr=1.0, fused=True)
-    seen = []
-    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(set(vars(optimizer))))
     before = second.detach().clone()
     update(optimizer, [torch.ones(4), torch.ones(4)], torch.tensor(0.5), OK)
-    assert not seen[0] & {"grad_scale", "found_inf"}
+    assert kernel.given == [{}, {}]  # one for each group
     assert torch.equal(second, before - 0.5)
 
 
@@ -237,14 +321,13 @@ def test_first_update_makes_no_momentum_where_it_is_skipped(earlier):
     assert "momentum_buffer" not in optimizer.state[late]
 
 
-def test_kernel_skips_where_a_parameter_is_never_reached():
+def test_kernel_skips_where_a_parameter_is_never_reached(kernel):
     early, never = parameters(torch.float32, torch.float32)
     optimizer = torch.optim.SGD([early, never], lr=0.1, momentum=0.9, fused=True)
     update(optimizer, [torch.ones(4), None], torch.tensor(1.0), OK)
-    seen = []
-    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.found_inf))
     update(optimizer, [torch.full((4,), torch.inf), None], torch.tensor(1.0), BAD)
-    assert seen == [1.0]  # otherwise the host has waited for the verdict
+    # otherwise the host has waited for the verdict
+    assert kernel.given[1:] == [{"found_inf": 1.0}]
 
 
 @pytest.mark.parametrize(
@@ -278,10 +361,14 @@ def test_no_gradient_is_left_on_the_parameters(make, fused, ok):
 
 @fused_or_not
 @pytest.mark.parametrize("ok", [None, OK])
-def test_failing_optimizer_leaves_no_gradient_and_no_factor(fused, ok):
+def test_failing_optimizer_leaves_no_gradient_and_no_factor(fused, ok, monkeypatch):
+    def fail(*_, **given):
+        assert (given["grad_scale"] is not None) == fused
+        raise ArithmeticError("no step today")
+
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", fail)
     trained = parameters(torch.float32)
     optimizer = torch.optim.Adam(trained, fused=fused)
-    optimizer.register_step_pre_hook(refuse_step)
     with pytest.raises(ArithmeticError, match="no step today"):
         update(optimizer, normal([torch.float32]), torch.tensor(0.5), ok)
     assert trained[0].grad is None
@@ -299,27 +386,18 @@ def test_gradients_for_other_parameters_are_refused_and_none_is_left():
 @pytest.mark.parametrize(
     ("factor", "ok", "expected"),
     [
-        (None, None, set()),
-        (0.5, None, {"grad_scale"}),
-        (None, OK, {"found_inf"}),
-        (0.5, OK, {"grad_scale", "found_inf"}),
+        (None, None, {}),
+        (0.5, None, {"grad_scale": 2.0}),
+        (None, OK, {"found_inf": 0.0}),
+        (0.5, OK, {"grad_scale": 2.0, "found_inf": 0.0}),
     ],
 )
-def test_fused_optimizer_sees_factor_and_verdict_in_its_step_and_not_after_it(factor, ok, expected):
+def test_kernel_is_given_factor_and_verdict_with_the_gradients_as_they_are(
+    factor, ok, expected, kernel
+):
     optimizer = torch.optim.Adam(parameters(torch.float32), fused=True)
-    seen = []
-    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.extend(vars(optimizer)))
-    update(optimizer, normal([torch.float32]), None if factor is None else torch.tensor(factor), ok)
-    assert {"grad_scale", "found_inf"} & set(seen) == expected
-    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
-
-
-def test_kernel_leaves_the_gradients_to_the_optimizer_unmultiplied():
-    optimizer = torch.optim.Adam(parameters(torch.float32), fused=True)
-    seen = []
-    optimizer.register_step_pre_hook(
-        lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0].grad.clone())
-    )
     tensors = normal([torch.float32])
-    update(optimizer, tensors, torch.tensor(0.5))
-    assert torch.equal(seen[0], tensors[0])
+    update(optimizer, tensors, None if factor is None else torch.tensor(factor), ok)
+    assert kernel.given == [expected]
+    assert_same_bits(kernel.grads, tensors)
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
