@@ -111,7 +111,7 @@ def _weight(weight_fn: WeightFn, batch: Any) -> float:
         rule = "return a number or a 0-dim tensor"
         raise BatchError(message("Plan", "weight_fn", rule, value))
     plain = int(value) if isinstance(value, numbers.Integral) else float(value)
-    if not 0 <= plain <= sys.float_info.max:  # also no integer of which there is no float
+    if not 0 <= plain <= sys.float_info.max:  # a larger integer has no float
         raise BatchError(message("Plan", "weight_fn", "return a finite count >= 0", value))
     if plain and not _SMALLEST <= plain <= _LARGEST:
         rule = f"return 0 or a count from {_SMALLEST:g} to {_LARGEST:g}, as gradients in float32 go times it"

@@ -84,7 +84,7 @@ def check_at(at: str | int, function: str) -> None:
 
 def check_plan(plan: Plan, method: str) -> None:
     for function in plan.entries():
-        getattr(function, method, lambda: None)()  # it may refuse to be saved, or loaded, now
+        getattr(function, method, lambda: None)()  # raises if it cannot be saved, or loaded, now
 
 
 def check_same(given: Mapping[str, object], state: DistState, function: str) -> None:

@@ -76,7 +76,7 @@ class Background:
         failed = [f"on rank {rank}: {each}" for rank, each in enumerate(failures) if each]
         if failed:
             if state.is_main:
-                writing.draft.discard()  # others may have written into it until now
+                writing.draft.discard()  # other ranks may have written into it until now
             raise CheckpointError(
                 f"{function}: {writing.draft.final} must have been written in the background, but that "
                 f"failed {'; '.join(failed)}"
@@ -140,7 +140,7 @@ class Writing(threading.Thread):
             return
         failure = str(self._failure) or repr(self._failure)
         _LOG.error("save: %s was not written: %s", self.draft.final, failure)
-        if __name__ not in vars(sys):  # which Python clears last of all
+        if __name__ not in vars(sys):  # Python clears this at its very end
             vars(sys)[__name__] = _ExitCode()
 
 

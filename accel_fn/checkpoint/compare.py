@@ -145,7 +145,7 @@ def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterat
         for key in here:
             if key in saved:
                 yield from unlike(saved[key], here[key], f"{name}/{key}", is_free=is_free)
-            elif not is_free and key != "initial_lr":  # of a schedule, which may be new
+            elif not is_free and key != "initial_lr":  # a schedule adds it, and may be new
                 yield f"{name}/{key}: {_NOTHING} saved, {here[key]} here"
     elif isinstance(saved, list | tuple) and isinstance(here, list | tuple):
         for number, pair in enumerate(zip(saved, here, strict=False)):

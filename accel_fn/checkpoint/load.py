@@ -240,7 +240,7 @@ class _Loading:
                 self._state.world_size,
             )
         loaded = self._put_back()
-        for optimizer in self._training:  # what was saved is in eval mode
+        for optimizer in self._training:  # it was saved in eval mode
             optimizer.train()
         return loaded
 

@@ -174,7 +174,7 @@ def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:
 def _share(state: DistState, contents: Contents, extras: Mapping[str, Any]) -> Share:
     own = _own_buffers(contents, state)
     shared = contents.tensors
-    if not state.is_main:  # what is no replica is saved as rank 0 has it
+    if not state.is_main:  # a tensor that is no replica is saved as rank 0 has it
         buffers = set(contents.buffers)
         shared = {name: shared[name] for name in shared if name not in buffers}
     parts = plan_parts(shared, state)

@@ -12,7 +12,7 @@ from types import FrameType
 
 def main() -> None:
     """Run the command line. Its libraries are the extra `cli`."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a script
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # by a shell's `&`
     if sys.argv[1:2] and not ignored:
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)
         _find_temporary_folder()

@@ -33,8 +33,8 @@ _FEW, _LATER = 4, "(at the start)"
 
 @click.command(
     context_settings={
-        "allow_interspersed_args": False,  # what follows the script is the script's
-        "token_normalize_func": lambda name: name.replace("_", "-"),  # as accelerate spells them
+        "allow_interspersed_args": False,  # arguments after the script belong to it
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # as accelerate
     },
 )
 @click.option(
@@ -105,7 +105,7 @@ def launch(
 
     The exit code is that of the rank that failed first; 128 + the signal if it was killed.
     """
-    gc.disable()  # what imports make stays: looking for garbage in it costs a tenth of their time
+    gc.disable()  # collecting garbage would take a tenth of the time of the imports
     if module and no_python:
         raise click.UsageError("--module cannot be combined with --no-python")
     if as_json and not dry_run:

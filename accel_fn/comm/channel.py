@@ -159,7 +159,7 @@ class Channel:
 
 def open_channel(state: DistState) -> Channel:
     """Open a channel, on all ranks alike. Cost: one small collective."""
-    tag = random.SystemRandom().randrange(1, _TAGS)  # of no generator that a user has seeded
+    tag = random.SystemRandom().randrange(1, _TAGS)  # from no generator that a user may have seeded
     return Channel(state, primitives.exchange(tag, state, "shard_loader")[0])
 
 

@@ -231,7 +231,7 @@ class _SummedBackward(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, _anchor: Tensor, *_inputs: Tensor) -> tuple[Tensor, ...]:
         outputs, call.outputs = call.outputs, []
         ctx.call = call
-        return tuple([each.detach() for each in outputs])  # no views: they may be written in place
+        return tuple([each.detach() for each in outputs])  # no views, so they may be written
 
     @staticmethod
     @once_differentiable

@@ -244,7 +244,7 @@ def _join(
     items: list[Any] = []
     for each, part in zip(leaves, parts, strict=True):
         tensors = [
-            next(part).clone().view(spec.dtype).view(spec.shape)  # not all of the rank's bytes
+            next(part).clone().view(spec.dtype).view(spec.shape)  # copies only these bytes
             for spec in each.specs
         ]
         items += unpack(each.items, tensors)

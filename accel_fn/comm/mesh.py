@@ -31,7 +31,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.primitives import broadcast, group_of
 
 _TIMEOUT_S = 30.0
-_numbers = itertools.count()  # for names: the ranks of threads share torch's table of groups
+_numbers = itertools.count()  # for names: threads share torch's table of groups
 
 
 def make_mesh(state: DistState, replicate: int) -> DeviceMesh:

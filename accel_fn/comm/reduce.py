@@ -174,7 +174,7 @@ def _share_of(tensor: Tensor, share: float) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     wide = plain.to(_SUMMED_AS.get(plain.dtype, plain.dtype))
     if not share:
-        wide = torch.zeros_like(wide)  # also of a non-finite value
+        wide = torch.zeros_like(wide)  # 0 even if the value is not finite
     elif share != 1:
         wide = wide * share
     order = torch.contiguous_format if wide.layout is torch.strided else None

@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
-_LOG = logging.getLogger("accel_fn.checkpoint")  # with what resuming logs
+_LOG = logging.getLogger("accel_fn.checkpoint")  # the logger of resuming
 
 Batch = TypeVar("Batch", covariant=True, default=Any)
 """The type of a batch. Annotate it: torch's DataLoader knows that of a sample alone."""

@@ -65,7 +65,7 @@ def _feistel(cells: _Numbers, num_rows: int, num_columns: int, keys: _Numbers) -
     for multiplier, addend in keys:
         np.multiply(other, multiplier, out=moved)
         moved += addend
-        moved *= moved  # else neighbours would stay as far apart as they are
+        moved *= moved  # otherwise neighbours would keep their distance
         moved >>= _33
         moved *= size
         moved >>= _31  # 31 bits of the hash, scaled to 0 .. size - 1
@@ -123,7 +123,7 @@ class Cut:
                 f"shard_loader: stream must have an item for every one of {self.world_size} ranks, "
                 f"got {num_samples}; use fewer ranks"
             )
-        return num_samples if num_samples >= self.world_size else 0  # else it joined the one before
+        return num_samples if num_samples >= self.world_size else 0  # else it joined a batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from accel_fn.data.prefetch import Reader
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
 _KIND = 0x73616D706C657321  # keeps these numbers apart from those that order an epoch
-_STEP = 0x9E3779B97F4A7C15  # of SplitMix64
+_STEP = 0x9E3779B97F4A7C15  # SplitMix64's increment
 _epoch: ContextVar[int] = ContextVar("epoch of the samples that are read")
 
 

@@ -142,7 +142,7 @@ def _made(
 ) -> tuple[nn.Module, Any]:
     """Make model and batch, by one function or two; move a model from the meta device to `device`."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # in deepcopy
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy
         made = make_model()
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):

@@ -137,7 +137,7 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     if any(dtype.is_complex for dtype in dtypes):
         dense = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
     dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64
-    if torch.compiler.is_compiling():  # which takes the one call for a function it cannot look into
+    if torch.compiler.is_compiling():  # the compiler cannot look into the other function
         norms = tuple([torch.linalg.vector_norm(each, dtype=dtype) for each in dense])
     else:
         norms = torch._foreach_norm([part for each in dense for part in _parts(each)], 2.0, dtype)

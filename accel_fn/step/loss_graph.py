@@ -87,7 +87,7 @@ def check_linear(loss: Tensor, trainable: Sequence[nn.Parameter]) -> bool:
     except RuntimeError as error:
         if is_memory(error):
             raise
-        return True  # such as a compiled graph, which runs once
+        return True  # a compiled graph, for example, runs only once
     if not (once.isfinite().all() and scaled.isfinite().all()):
         return False
     tolerance = max(torch.finfo(each.dtype).eps for each in trainable) ** 0.5

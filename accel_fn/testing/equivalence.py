@@ -227,7 +227,7 @@ def _compare(
     for name, value in expected.items():
         _check_numbers(name, {"plan_a": value, "plan_b": found[name]}, where)
         if not torch.allclose(found[name], value, rtol=rtol, atol=atol):
-            differences = (found[name] * 1.0 - value * 1.0).abs()  # also of booleans
+            differences = (found[name] * 1.0 - value * 1.0).abs()  # also for booleans
             largest = float(differences.nan_to_num(nan=0.0, posinf=math.inf).max())
             raise NotEquivalentError(
                 f"assert_equivalent: plans must train the same model, {name} differs by up to "
@@ -240,7 +240,7 @@ def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -
         a, b = getattr(expected, name), getattr(found, name)
         if a is None or b is None:
             continue
-        if math.isnan(float(a)) and math.isnan(float(b)):  # of a batch that both refuse
+        if math.isnan(float(a)) and math.isnan(float(b)):  # both refuse such a batch
             continue
         if not math.isclose(float(a), float(b), rel_tol=max(rtol, _REPORTED), abs_tol=_REPORTED):
             raise NotEquivalentError(

@@ -21,7 +21,7 @@ from accel_fn.checkpoint.extra import extra
 from accel_fn.errors import CheckpointError
 
 _BLOCK = 1 << 24
-_PIECE = 1 << 19  # is still in the processor's cache when it is hashed
+_PIECE = 1 << 19  # small enough to be in the processor's cache when it is hashed
 
 
 @dataclass(frozen=True, slots=True)

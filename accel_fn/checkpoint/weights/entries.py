@@ -44,7 +44,7 @@ def read_entries(function: str, model: nn.Module) -> Entries:
 
 def check_dense(function: str, name: str, value: object) -> None:
     """Refuse an entry of a `state_dict` that cannot be written as it is."""
-    if name == "__metadata__":  # what a safetensors file calls its own notes
+    if name == "__metadata__":  # the name of a safetensors file's own notes
         raise _refusal(function, "not use that name", name, "a tensor")
     if not isinstance(value, Tensor):
         kind = f"a {type(value).__name__}"
@@ -88,7 +88,7 @@ def _has_code(dtype: torch.dtype, *, is_number: bool) -> bool:
         from safetensors.torch import save
     try:
         save({"": torch.empty(() if is_number else 0, dtype=dtype)})
-    except Exception:  # which one depends on the version
+    except Exception:  # the class depends on the version
         return False
     return True
 

@@ -81,7 +81,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    plain = name == PureWindowsPath(name).name  # which knows / as well
+    plain = name == PureWindowsPath(name).name  # this class knows / as well
     return plain and name.endswith(".safetensors") and name.isprintable()
 
 

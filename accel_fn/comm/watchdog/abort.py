@@ -73,12 +73,12 @@ class Abort:
             time.sleep(_GLANCE_S)
             num_reports = self.log.count_reports()
         if self.rank == 0:
-            time.sleep(_LINGER_S)  # it may serve the store that the others are just looking into
+            time.sleep(_LINGER_S)  # it may serve the store that its peers read just now
 
 
 def _write(report: str) -> None:
     """Flush what was printed so far, if possible, and write the report at once."""
-    for stream in (sys.stdout, sys.stderr):  # by a thread: a stuck thread may hold their locks
+    for stream in (sys.stdout, sys.stderr):  # in a thread, since a stuck one may hold their locks
         flushing = threading.Thread(target=stream.flush, daemon=True)
         flushing.start()
         flushing.join(_SLACK_S)

@@ -105,7 +105,7 @@ class _Watchdog:
         if isinstance(current_process(), ForkServerProcess):
             return (
                 main.is_alive()
-            )  # of no use to forked ones, which hold its pipe open for each other
+            )  # forked workers cannot use it: they hold its pipe open for each other
         return os.getppid() == main.pid
 
 

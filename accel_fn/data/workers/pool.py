@@ -29,7 +29,7 @@ class WorkerPool:
             try:
                 item = next(self._running)
             except StopIteration as end:
-                if end.args:  # not the end: a worker's error, as torch raises it again
+                if end.args:  # a worker's error, which torch raises again; not the end
                     raise RuntimeError(*end.args) from end
                 return
             except Exception as error:

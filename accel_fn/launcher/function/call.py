@@ -97,7 +97,7 @@ def _places(settings: Settings, listener: socket.socket) -> list[Place]:
     )
     processors = read_processors()
     shared = launch_variables(settings, machines, processors, os.environ)
-    on_cpu = settings.cpu or not detect().num_devices  # else the driver chooses, near the device
+    on_cpu = settings.cpu or not detect().num_devices  # else the driver binds
     cpus = (bind_ranks(processors, num_local) if on_cpu else None) or [()] * num_local
     return [
         Place(

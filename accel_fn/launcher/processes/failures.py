@@ -136,7 +136,7 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
         record = json.loads((folder / "error.json").read_text())
         if "exception" in record:
             return record["stack"], record["exception"], record["time"], record.get("exit_code")
-        extra = record["message"]["extraInfo"]  # by torch's own `record`
+        extra = record["message"]["extraInfo"]  # written by torch's own `record`
         stack, _, exception = extra["py_callstack"].rstrip().rpartition("\n")
         return stack, exception, float(extra["timestamp"]), None
     except (OSError, ValueError, KeyError, TypeError):
@@ -147,7 +147,7 @@ def read_crash(folder: Path) -> str:
     """Read the stack that Python wrote when native code crashed, without the launcher's lines."""
     lines = _read_stack(folder).splitlines(keepends=True)
     if not any(line.startswith("Fatal Python error") for line in lines):
-        return ""  # of a signal that it outlived
+        return ""  # it survived the signal
     return "".join(line for line in lines if f'"{worker.__file__}"' not in line)
 
 

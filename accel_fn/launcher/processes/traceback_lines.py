@@ -26,13 +26,13 @@ class _Frame(NamedTuple):
 
 def place_in_traceback(stack: str) -> str:
     """The user's innermost line in a traceback; empty if there is none."""
-    own = stack.rpartition("Traceback (most recent call last):")[2]  # not that of its causes
+    own = stack.rpartition("Traceback (most recent call last):")[2]  # without those of its causes
     return next((str(each) for each in _frames(own, reverse=True) if _is_users(each)), "")
 
 
 def place_of_wait(dump: str) -> str:
     """The user's innermost line in a dump of faulthandler, if it waits there in accel_fn or torch."""
-    own = dump.rpartition("Stack (most recent call first):")[2]  # not of processes that it forked
+    own = dump.rpartition("Stack (most recent call first):")[2]  # without those of its forks
     frames = [each for each in _frames(own) if not is_in_python(each.file)]
     if not frames or _is_users(frames[0]):
         return ""

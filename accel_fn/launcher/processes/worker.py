@@ -34,7 +34,7 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
     if kind == "program":
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the program begins
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # as every program starts with
         _unblock_ctrl_c()
         os.execvp(target, [target, *arguments])  # noqa: S606
     record_stacks(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK))
