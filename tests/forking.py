@@ -58,7 +58,7 @@ class Ended:
     stdout: str
     stderr: str
     seconds: float
-    """From the last `mark()` of any rank of its world to its own last word on stderr."""
+    """From the last `mark()` of any rank of its world to its own last line on stderr."""
 
 
 @dataclass(frozen=True)

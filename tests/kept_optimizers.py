@@ -39,9 +39,9 @@ EXPLAINED = {
     "torch_optimizer.NovoGrad": "it keeps one number for each parameter, a plain tensor, and writes a "
     "norm over shards into it",
 }
-"""The reason, where the error does not give it."""
+"""The reason, if the error does not give it."""
 NUM_BEFORE = 2
-"""Batches before the checkpoint; as many come after it."""
+"""Batches before the checkpoint, and as many after it."""
 
 
 def check_shards(row: Row) -> None:

@@ -99,7 +99,7 @@ CHOICES = [
     (["blocks.0", "blocks.2"], ["blocks.0", "blocks.2"]),
     ("blocks.1.inner", ["blocks.1.inner"]),
 ]
-"""Ways to choose blocks of a stack, and the modules that they mean."""
+"""Ways to choose blocks of a stack, and the modules that they select."""
 
 
 def is_in(name, module):

@@ -43,7 +43,7 @@ def test_a_launch_that_sets_nothing_leaves_all_open(said):
     assert af.launch_options() == af.LaunchOptions()
 
 
-def test_what_a_launch_says_is_read(said):
+def test_options_that_a_launch_sets_are_read(said):
     said(PRECISION, "bf16")
     said(NUMBER, "4")
     said(WRAP, "fsdp")

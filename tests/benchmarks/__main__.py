@@ -42,7 +42,7 @@ APART: dict[str, Callable[..., list[Table]]] = {
     **{name: partial(compare_saving, num_layers=count) for name, count in SIZES.items()},
     START: compare_starting,
 }
-"""What is timed in processes of its own, without patience."""
+"""Scenarios that are timed in processes of their own, and never repeated."""
 
 
 def read_arguments() -> argparse.Namespace:

@@ -12,7 +12,7 @@ COLOURS = {
     "accel_fn compiled": "#2a8f7a",
     "accel_fn": "#5a4fcf",
 }
-"""What is drawn, beside the base."""
+"""The loops that are drawn, beside the base."""
 WIDTH, LEFT, RIGHT, TOP, LINE = 640, 296, 616, 84, 24
 LARGEST = 2.25
 STYLE = """<style>

@@ -14,7 +14,7 @@ import accel_fn as af
 from tests.benchmarks.tasks import Batch, Task, loss_fn
 
 Update = Callable[[int], None]
-"""Trains on batch number i."""
+"""A function that trains on batch number i."""
 Loop = Callable[[Task], Update]
 
 

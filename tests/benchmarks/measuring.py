@@ -45,7 +45,7 @@ class Station:
     rank: int
     time_block: Callable[[Work], Block]
     largest: Callable[[float], float]
-    """Of a figure over all ranks."""
+    """Returns the largest value of a figure over all ranks."""
 
 
 def alone() -> Station:

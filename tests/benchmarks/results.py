@@ -51,9 +51,9 @@ class Table:
     name: str
     rows: tuple[Row, ...]
     disturbed: float
-    """The share of blocks that other processes disturbed, and patience did not mend."""
+    """The share of blocks that other processes disturbed even after repeats."""
     clock: str = "CPU"
-    """Which time the rows call theirs: of the process, or on the wall."""
+    """Which time the rows have: CPU time of the process, or wall time."""
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Table:

@@ -56,7 +56,7 @@ class Run:
         plan = af.Plan(lambda model, batch: model(batch).mean(), self.model, self.optimizer)
         self.state, self.step = af.build(af.DistState(), plan)
         self.writing: Any = None
-        """What DCP writes in the background."""
+        """DCP's write in the background."""
         self.accelerator: Any = None
         if find_spec("accelerate"):
             from accelerate import Accelerator

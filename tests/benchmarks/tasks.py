@@ -25,7 +25,7 @@ class Size:
     updates_per_block: int
     clipping_target: float
     compiled_targets: tuple[float, float, float]
-    """Of the whole step compiled, beside AdamW as it comes: plain, accumulation 4, bf16."""
+    """Targets with the whole step compiled, beside default AdamW: plain, accumulation 4, bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Way:
     num_microbatches: int = 1
     bf16: bool = False
     compiled_target: float | None = None
-    """Of the same with the whole step compiled."""
+    """The target with the whole step compiled."""
     job: str = ""
-    """What goes around each update; see `jobs`."""
+    """The job around each update; see `jobs`."""
 
 
 @dataclass(frozen=True, slots=True)

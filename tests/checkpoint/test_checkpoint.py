@@ -391,7 +391,7 @@ def test_several_steps_are_one_checkpoint(tmp_path):
         torch.testing.assert_close(kept(others[name]), kept(step), rtol=0, atol=0)
 
 
-def test_the_manifest_tells_of_the_run_in_plain_json(tmp_path):
+def test_the_manifest_describes_the_run_in_plain_json(tmp_path):
     state, step = make(recipe=af.compose(af.clip(0.5), af.accumulate(2)))
     path = af.save(tmp_path, advance(state, step), step)
     manifest = json.loads((path / "manifest.json").read_text())["checkpoint"]

@@ -112,7 +112,7 @@ def test_keys_are_those_of_the_model_that_a_user_gave_to_ddp(tmp_path):
     assert manifest.plans[""]["optimizer groups"] == [[*plain.state_dict()]]
 
 
-def test_another_optimizer_starts_fresh_where_that_is_meant(tmp_path, capsys):
+def test_another_optimizer_starts_fresh_if_not_strict(tmp_path, capsys):
     """It starts at its own learning rate, even if the schedule continues."""
     state, step = make(recipe=scheduled(StepLR, 1))
     path = af.save(tmp_path, advance(state, step), step)
@@ -128,7 +128,7 @@ def test_another_optimizer_starts_fresh_where_that_is_meant(tmp_path, capsys):
     advance(state, other)
 
 
-def test_another_schedule_starts_fresh_where_that_is_meant(tmp_path, capsys):
+def test_another_schedule_starts_fresh_if_not_strict(tmp_path, capsys):
     """It starts at the saved learning rate."""
     state, step = make(recipe=scheduled(StepLR, 1))
     path = af.save(tmp_path, advance(state, step), step)
@@ -153,7 +153,7 @@ class Comparing(Counter):
         return [f"{word}: {saved['number']} saved, {self.number} here" for word in ("one", "two")]
 
 
-def test_what_an_extra_of_the_users_tells_is_among_the_differences(tmp_path):
+def test_differences_of_a_users_extra_are_listed_with_the_others(tmp_path):
     state, step = make()
     extras = {"counter": Counter(4), "other": Counter(5)}
     af.save(tmp_path, advance(state, step), step, extras=extras)

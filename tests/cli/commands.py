@@ -21,7 +21,7 @@ SRUN = {
     "SLURM_NODEID": "1",
     "SLURM_LOCALID": "0",
 }
-"""What srun says to the second of two tasks on two nodes."""
+"""The variables that srun sets for the second of two tasks on two nodes."""
 
 
 def surroundings(folder: Path, **variables: str) -> dict[str, str]:

@@ -259,7 +259,7 @@ def test_a_run_resumes_in_a_world_of_another_size(tmp_path, sizes):
 
 
 _LONG = 12
-"""Epochs of a run that is not through before it has been killed often."""
+"""Epochs of a run long enough to be killed often."""
 
 
 def train_under_launcher(num_kills):

@@ -232,7 +232,7 @@ def test_a_rank_that_has_left_is_named_with_its_last_step(ended):
 
 
 @of("three_steps_that_leave_the_store")
-def test_where_rank_0_has_left_the_others_still_tell_where_they_are(ended):
+def test_if_rank_0_has_left_the_others_still_report_where_they_are(ended):
     (left, waits), place = ended
     assert (left.exit_code, left.stderr) == (0, "")
     at = place("# steps")
@@ -277,7 +277,7 @@ def test_unequal_shapes_are_refused_on_both_ranks_before_data_moves(ended):
 
 
 @of("an_exception_on_one")
-def test_where_a_rank_raises_the_others_tell_its_error_and_their_own_line(ended):
+def test_if_a_rank_raises_the_others_report_its_error_and_their_own_line(ended):
     (waits, raised), place = ended
     assert raised.exit_code == 1
     assert in_stack(place("# raises")) in raised.stderr

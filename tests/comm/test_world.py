@@ -172,7 +172,7 @@ def test_a_device_beyond_those_of_the_machine_is_refused(machine, asked, text):
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, "mps:0"), (2, "cpu")])
-def test_devices_that_cannot_talk_to_each_other_are_left_out_of_a_world_of_several(
+def test_devices_without_a_backend_are_left_out_of_a_world_of_several(
     machine, world_size, expected
 ):
     """Torch's table names Gloo for MPS, but Gloo supports only CPU and CUDA."""

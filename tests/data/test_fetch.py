@@ -194,7 +194,7 @@ def test_a_sample_that_fails_names_itself():
     assert caught.value.__notes__ == ["shard_loader: the data set failed to give sample 7"]
 
 
-def test_samples_that_were_asked_for_together_are_named_together():
+def test_samples_that_were_requested_together_are_named_together():
     data = Batches(lambda index: 1 // (index - 7))
     with pytest.raises(ZeroDivisionError) as caught:
         Fetcher(data, default_collate).fetch(list(range(11)))

@@ -127,7 +127,7 @@ def test_workers_are_what_the_loader_was_given(method, kind):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_pinning_without_an_accelerator_is_no_matter(num_workers, monkeypatch):
+def test_pinning_without_an_accelerator_does_not_warn(num_workers, monkeypatch):
     """The same script runs on any machine; torch's warning would be an error here."""
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available=False: None
@@ -274,14 +274,14 @@ def test_two_passes_at_once_do_not_meet():
     assert together == [list(pair) for pair in zip(*apart, strict=True)]
 
 
-def test_epochs_say_where_they_are():
+def test_epochs_know_their_position():
     loader = af.shard_loader(of(10), af.DistState())
     epochs = list(loader.epochs(3, since=af.DistState(step=4)))
     assert [(epoch.index, len(epoch)) for epoch in epochs] == [(1, 2), (2, 3)]
     assert list(loader.epochs(3, since=af.DistState(step=9))) == []
 
 
-def test_indices_say_what_a_batch_is_without_reading_it():
+def test_indices_are_those_of_a_batch_without_reading_it():
     loader = of(10)
     shard = af.shard_loader(loader, af.DistState(rank=1, world_size=2))
     assert shard.indices(0, 1).tolist() == [6, 7]

@@ -141,7 +141,7 @@ def test_batches_are_read_while_the_loop_works_on_another():
             both.wait(timeout=100)
 
 
-def test_nothing_starts_before_a_batch_is_asked_for():
+def test_nothing_starts_before_the_first_batch_is_requested():
     source = Counted(3)
     ahead = af.prefetch(source, HERE)
     passed = iter(ahead)

@@ -176,7 +176,7 @@ def test_a_generator_that_a_sampler_holds_is_given_back_as_it_was(kind):
     assert permutation(generator).__repr__() == permutation(untouched).__repr__()
 
 
-def test_the_seed_of_a_samplers_generator_says_another_order():
+def test_the_seed_of_a_samplers_generator_changes_the_order():
     def order(seed):
         generator = torch.Generator().manual_seed(seed)
         sampler = WeightedRandomSampler(WEIGHTS, SIZE, generator=generator)
@@ -454,7 +454,7 @@ def test_states_made_by_hand_run_the_sampler_alike():
     assert [a + b for a, b in zip(*parts, strict=True)] == whole
 
 
-def test_indices_say_what_a_batch_is():
+def test_indices_are_those_of_a_batch():
     loader = shard(world_size=2, rank=1, sampler=Own(globally), batch_size=6)
     whole = samples(shard(sampler=Own(globally), batch_size=6))
     assert loader.global_indices(0, 1).tolist() == whole[1]

@@ -507,14 +507,14 @@ class Itself(Sharded):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("split", ["round_robin", "auto"])
-def test_a_data_set_is_asked_for_its_iterator_once_a_pass(split, num_workers):
+def test_iter_of_a_data_set_is_called_once_a_pass(split, num_workers):
     data = Itself([25, 12])
     found = everywhere(lambda rank: Itself([25, 12]), 2, split=split, num_workers=num_workers)
     assert items_of(found) == data.items()
 
 
 @pytest.mark.parametrize("split", ["round_robin", "auto"])
-def test_an_iterator_is_not_asked_again_after_its_end(split):
+def test_next_of_an_iterator_is_not_called_after_its_end(split):
     """Some iterators would begin again."""
 
     class Anew:
@@ -605,7 +605,7 @@ def test_a_source_that_splits_itself_sees_the_workers_of_all_ranks(num_workers):
     assert get_worker_info() is None
 
 
-def test_pinning_is_asked_for_where_batches_are_collated():
+def test_pinning_happens_where_batches_are_collated():
     loader = by_hand(Sharded([8, 8]), num_workers=2, pin_memory=True)
     if torch.accelerator.is_available():
         assert all(batch.is_pinned() for batch in loader)

@@ -72,7 +72,7 @@ def test_a_state_beyond_the_end_is_refused_in_windows():
         af.window(of(13), 3).epochs(2, since=af.DistState(step=7))
 
 
-def test_indices_say_what_a_window_is():
+def test_indices_are_those_of_a_window():
     loaders = [of(15, 4, af.DistState(rank=r, world_size=2), shuffle=True) for r in range(2)]
     for loader in loaders:
         windows = af.window(loader, 3)
@@ -107,7 +107,7 @@ def test_the_rest_of_an_epoch_is_counted_from_where_it_starts():
     assert len(windows) == 3
 
 
-def test_an_iterator_that_begins_anew_when_asked_for_one_is_asked_once():
+def test_an_iterator_that_begins_anew_at_each_iter_is_started_once():
     class Itself:
         def __iter__(self):
             self.left = list(range(5))

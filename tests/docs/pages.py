@@ -28,7 +28,7 @@ SEARCHES = {
     "mixed precision": "api/transforms.html#mixed-precision",
     "gradient clipping": "api/transforms.html#gradient-clipping",
 }
-"""What a reader searches for, and where the first result leads."""
+"""Searches of a reader, and the page that the first result must lead to."""
 WIDER = """() => {
     const inner = document.documentElement.clientWidth;
     const scrolls = each => /auto|scroll/.test(getComputedStyle(each).overflowX);
@@ -40,10 +40,10 @@ WIDER = """() => {
     const name = each => each.tagName + ': ' + each.textContent.trim().slice(0, 60);
     return page.concat(wide.slice(0, 5).map(name));
 }"""
-"""What reaches beyond the window, but for what scrolls in a box of its own."""
+"""Elements that reach beyond the window, except inside boxes that scroll."""
 CUT = """() => [...document.querySelectorAll('article pre, article .table-wrapper, article dt')].filter(
     each => each.scrollWidth > each.clientWidth + 1).map(each => each.textContent.trim().slice(0, 60))"""
-"""Blocks that must be scrolled sideways, which a wide window has room for."""
+"""Blocks that must be scrolled sideways although a wide window has room for them."""
 HIDDEN = """() => [...document.querySelectorAll('article img')].filter(
     each => !each.complete || each.naturalWidth === 0).map(each => each.src)"""
 """Pictures that did not load."""

@@ -29,7 +29,7 @@ from tests.compilers import MARKS
 
 ROOT = Path(__file__).parents[2]
 DEAR = {"transforms.md": MARKS, "launching.md": [pytest.mark.slow]}
-"""Pages that have graphs compiled, or start many processes."""
+"""Pages that compile graphs or start many processes."""
 PAGES = [
     pytest.param(page, marks=DEAR.get(page.name, []))
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -228,7 +228,7 @@ def test_optimizers_of_torch_need_no_other_library(monkeypatch: pytest.MonkeyPat
         (torch_optimizer.Yogi, 0.5, 0.5),
     ],
 )
-def test_learning_rate_is_the_optimizers_own_or_what_was_asked_for(
+def test_learning_rate_is_the_given_one_or_the_optimizers_default(
     kind: type, lr: float | None, expected: float
 ) -> None:
     optimizer = digits.build_optimizer(kind, digits.build_model(), lr)

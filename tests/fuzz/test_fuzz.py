@@ -16,7 +16,7 @@ from tests.fuzz.programs import draw, fails, ingredients, printed, shrunk, verdi
 
 SIMPLE = {field: next(iter(choices)) for field, choices in FIELDS.items()}
 FAULTS = {("loss", "declared sum")}
-"""What the library does not have yet: a row goes with its fault."""
+"""Faults that the library still has: a row goes when its fault is mended."""
 EVERY = [(field, name) for field, choices in FIELDS.items() for name in choices]
 
 

@@ -13,7 +13,7 @@ from accel_fn.launcher.settings.accelerate_keys import SECTIONS, named
 from tests.settings import PLAIN, TWO_GPUS, refused, resolved, written
 
 WRITTEN = Path(__file__).parent.parent / "cli" / "accelerate"
-"""Files of accelerate 1.15, each as its own code wrote it."""
+"""Files of accelerate 1.15, each as accelerate itself wrote it."""
 
 EIGHT = Machine(num_cores=8, kind="CUDA", num_installed=8, num_devices=8)
 ONE = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "rdzv_backend": "static"}

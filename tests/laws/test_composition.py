@@ -38,14 +38,15 @@ MORE = {
     "average.uniform": af.average.uniform(),
     "compiled": af.compiled(),
 }
-"""What is refused beside some of those."""
+"""Transforms that are refused beside some of those."""
 
 ELSEWHERE = {
     "local_sgd": ["wrap_ddp", "skip_nonfinite", "skip_spikes", "check_replicas", "average"],
     "reproducible": ["wrap_ddp"],
     "compiled": [],
 }
-"""Of those, which are. compiled(scope="step") is beside few of them: tests/laws/test_compilation.py."""
+"""The pairs that are refused. compiled(scope="step") works with few transforms:
+tests/laws/test_compilation.py."""
 
 
 PRECISIONS = {

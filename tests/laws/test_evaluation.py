@@ -142,7 +142,7 @@ def test_row_3_a_mean_of_rank_means_is_not_the_mean(sizes, world_size):
         assert_same(found, expected)
 
 
-def test_row_14_a_metric_of_objects_counts_every_sample_once_and_tells_what_it_raised():
+def test_row_14_a_metric_of_objects_counts_every_sample_once_and_raises_its_own_error():
     """Two ranks hold seven samples in batches of 4, and the batches hold no tensor."""
     data = [{"id": i, "boxes": [i] * (i % 3)} for i in range(7)]
 

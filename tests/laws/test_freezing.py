@@ -19,7 +19,7 @@ FROZEN = [
     ("0.weight", ["0.weight"]),
     (["2.bias", "0"], ["0.weight", "0.bias", "2.bias"]),
 ]
-"""What is given, and the parameters that it means."""
+"""Names given to `freeze`, and the parameters that they select."""
 
 
 def by_hand(batches, names, until, max_norm, skipped=()):
@@ -126,7 +126,7 @@ def built(recipe, *, late=False):
 @pytest.mark.parametrize("skipped", [(), (1,), (3,), (2, 3)], ids=str)
 @pytest.mark.parametrize("saved_after", [None, 2, 3])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_it_thaws_at_the_update_asked_for(tmp_path, until, skipped, saved_after, late):
+def test_it_thaws_at_the_given_update(tmp_path, until, skipped, saved_after, late):
     """The run may stop and resume anywhere, and the host may read the outcome of an update late."""
     first = {"0.weight": until, "2.bias": 4}
     recipe = af.compose(

@@ -70,7 +70,7 @@ MASKED = {
     "inputs": torch.ones(4, 3, 3).double(),
     "labels": torch.tensor([[0, 1, -100], [2, 3, 0], [-100] * 3, [-100] * 3]),
 }
-"""Of which the last two samples count for nothing."""
+"""The last two samples weigh nothing."""
 
 
 @some

@@ -166,7 +166,7 @@ def test_a_rank_that_does_not_listen_is_refused():
     simulate(run, world_size=2)
 
 
-def test_explain_tells_of_it(capsys):
+def test_explain_names_it(capsys):
     plan = af.Preemption(())(ours.plan(optimizer=ours.adamw))
     af.explain(plan, af.DistState())
     line = "  stop       after this step, if Preemption() asks for it on any rank"

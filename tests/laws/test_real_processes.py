@@ -189,7 +189,7 @@ def test_a_bound_that_is_not_met_changes_no_bit_and_one_that_is_given_twice_noth
     ] * num_processes
 
 
-def test_ranks_say_the_same_and_restore_the_order_of_the_data_set():
+def test_ranks_report_the_same_and_restore_the_order_of_the_data_set():
     launch(
         """
         import torch, accel_fn as af

@@ -142,7 +142,7 @@ def killed_after(num_files):
 
 
 WORLDS = st.tuples(st.integers(1, 4), st.booleans())
-"""How many ranks, and whether parameters and optimizer state are shared among them."""
+"""The number of ranks, and whether parameters and optimizer state are sharded."""
 
 
 class Runs(RuleBasedStateMachine):

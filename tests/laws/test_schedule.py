@@ -338,7 +338,7 @@ def test_a_rate_is_on_the_device_where_that_knows_first_whether_updates_are_made
 
 
 LATE = {name: each for name, each in SCHEDULERS.items() if name != "one cycle"}
-"""That one moves momentum too, which is a number on the host."""
+"""OneCycleLR moves momentum too, which is a number on the host."""
 
 
 @pytest.mark.parametrize("make", [by_host, by_device])

@@ -249,7 +249,7 @@ def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule, world_si
 
 
 @pytest.mark.parametrize("after", [float("nan"), 1.0])
-def test_a_result_that_is_read_late_ends_the_run_a_step_later_and_is_told_as_it_was(after):
+def test_a_result_that_is_read_late_ends_the_run_a_step_later_with_its_own_norm(after):
     """The norm of that step does not matter."""
     model = linear_model()
     plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))

@@ -35,7 +35,7 @@ SKIPS = {
 }
 WORLDS = {"none": [1], "reproducible": [1, 2]}
 COUNTED = ("weight_fn", "split")
-"""What runs before the ranks know the weight of the batch: an error on one rank is one on all."""
+"""Points before the ranks know the weight of the batch: an error on one rank is one on all."""
 IN_MICROBATCHES = (
     "place_batch",
     "entered context",
@@ -111,7 +111,7 @@ class Setting:
     memory: bool
     """Is the error that memory has run out?"""
     gain: float
-    """What the inputs of the batch are multiplied by whose step fails."""
+    """Factor of the inputs of the batch whose step fails."""
     num_before: int
     is_late: bool
     """Do transforms read values one step late, as on an accelerator?"""

@@ -17,7 +17,7 @@ class Mutant:
     old: str
     new: str
     tests: str
-    """Arguments of pytest, those that are the quickest to see it first."""
+    """Arguments of pytest for the tests that notice the bug soonest."""
 
 
 STRATEGY, MEAN, UPDATE = "step/strategy.py", "step/global_mean.py", "step/update.py"

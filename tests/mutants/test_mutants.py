@@ -63,7 +63,7 @@ def test_a_change_that_is_no_bug_is_noticed_by_nothing():
     assert not any(plant_all([same], jobs=1, deadline=math.inf)[mutant.name].values())
 
 
-def test_tables_name_who_notices_first():
+def test_tables_name_the_detector_that_notices_first():
     found = {NAMES[0]: {"build": False, "assert_equivalent": True, "accel-fn test": True}}
     assert f"| {NAMES[0]} | `{MUTANTS[0].file}` | assert_equivalent |  | yes | yes |" in (
         library_table(found)

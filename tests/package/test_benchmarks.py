@@ -22,7 +22,7 @@ EVERYWHERE = {
     "clip",
     "clip_value",
 }
-"""What other rows are made of, or columns."""
+"""Cells that other rows or columns are made of."""
 
 
 def test_every_other_transform_has_a_row_of_its_own():

@@ -70,7 +70,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("make", OWN.values(), ids=OWN)
-def test_streams_that_are_others_on_each_rank_are_refused(make):
+def test_streams_that_differ_between_ranks_are_refused(make):
     def run(state):
         with pytest.raises(
             RuntimeError,

@@ -30,7 +30,7 @@ def test_importing_the_package_imports_neither_torch_nor_hypothesis():
 
 
 @pytest.mark.slow
-def test_the_test_bench_needs_no_hypothesis_until_strategies_are_asked_for():
+def test_testing_imports_no_hypothesis_until_strategies_are_used():
     code = (
         "import sys; from accel_fn.testing import simulate, assert_equivalent;"
         "print('hypothesis' in sys.modules); from accel_fn.testing import strategies;"

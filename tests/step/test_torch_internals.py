@@ -365,7 +365,7 @@ def test_fused_sgd_still_leaves_a_momentum_unset_that_its_first_update_skipped()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_foreach_norm_sums_half_precision_in_the_dtype_asked_for(dtype):
+def test_foreach_norm_sums_half_precision_in_the_given_dtype(dtype):
     (norm,) = torch._foreach_norm([torch.full((4,), 6e4, dtype=dtype)], 2.0, torch.float32)
     assert norm.dtype == torch.float32
     assert norm == 2 * torch.tensor(6e4, dtype=dtype).float()

@@ -79,7 +79,7 @@ def test_a_world_that_ran_out_of_time_is_not_used_again_though_nobody_raised(alo
     assert set(groups).isdisjoint(lost)
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked():
+def test_a_missing_rank_is_waited_for_no_longer_than_the_timeout():
     def run(state):
         return None if state.is_main else af.reduce_sum(1, state)
 

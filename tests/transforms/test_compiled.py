@@ -116,7 +116,7 @@ def test_a_compiled_step_under_autocast_is_the_step_to_the_rounding_of_its_dtype
 @compiles
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_trains_the_same_and_has_nothing_to_say(mode, capfd):
+def test_every_mode_trains_the_same_and_warns_of_nothing(mode, capfd):
     """Some modes cannot be called from C++, and numbers of a large matrix are computed
     separately."""
     batches, ends = make_batches(8, 8, 8, 8), []
@@ -272,7 +272,7 @@ def reading_loss(model, batch):
 
 
 BREAKS = {"loss": (Block, reading_loss), "block": (Reading, ours.mse)}
-"""Where a graph breaks: in the loss outside of the model, or inside of each block."""
+"""The place of a graph break: in the loss outside of the model, or inside each block."""
 
 
 @compiles

@@ -153,7 +153,7 @@ def test_a_model_without_layers_that_fit_is_refused():
         af.build(af.DistState(), plan)
 
 
-def test_torchao_is_asked_for_by_the_name_of_its_extra(monkeypatch):
+def test_missing_torchao_is_an_error_that_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)  # makes any import of it raise
     with pytest.raises(
         ModuleNotFoundError,

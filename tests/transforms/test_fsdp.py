@@ -73,7 +73,7 @@ def test_what_is_chosen_is_gathered_at_a_time_and_nothing_else(blocks, units):
     ],
     ids=str,
 )
-def test_gradients_are_added_up_in_the_dtype_asked_for(settings, is_exact):
+def test_gradients_are_added_up_in_the_given_dtype(settings, is_exact):
     """514 needs ten bits, and bfloat16 has eight; each value that is added up needs one."""
 
     def run(state):
@@ -199,7 +199,7 @@ def test_blocks_are_found(model, names):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_blocks_compute_in_the_dtype_asked_for_and_shards_keep_theirs(dtype, world_size):
+def test_blocks_compute_in_the_given_dtype_and_shards_keep_theirs(dtype, world_size):
     seen = set()
 
     class Looking(Block):
@@ -257,7 +257,7 @@ def test_in_a_world_of_one_nothing_is_sharded():
     ],
     ids=str,
 )
-def test_explain_tells_what_it_does_in_a_world_of_one(options, told, capsys):
+def test_explain_describes_a_world_of_one(options, told, capsys):
     plan = ours.plan(model=stack())
     text = af.explain(af.wrap_fsdp(**options)(plan), af.DistState())
     assert f"backward   {told}" in text

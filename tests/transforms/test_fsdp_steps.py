@@ -81,7 +81,7 @@ def test_the_optimizer_points_at_the_parameters_of_the_model():
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_ranks_talk_of_gradients_in_the_last_micro_batch_alone(reshard):
+def test_ranks_exchange_gradients_only_in_the_last_micro_batch(reshard):
     """With reshard_after_forward=False, blocks also stay whole from one micro-batch to the next."""
 
     def run(state):
