@@ -66,8 +66,8 @@ MODELS: dict[str, dict[str, str]] = {
     "branch": module(
         "Branch",
         BLOCK,
-        "y = self.head(x)",
-        "return y + self.head(self.body(x)) if (x[:, 0] > 0.5).any() else y",
+        "rows = (x[:, 0] > 0.5).nonzero()[:, 0]; y = self.head(x)",
+        "return y.index_add(0, rows, self.head(self.body(x[rows]))) if len(rows) else y",
     ),
     "recurrent": module(
         "Recurrent",
@@ -271,7 +271,7 @@ SKIPS = {
         "recipe": "af.skip_nonfinite(), ",
         "bad": "y = y * torch.inf if i == 1 else y",
         "verdict": "if not all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None): "
-        "optimizer.zero_grad(); continue",
+        "model.zero_grad(); continue",
     },
 }
 SCHEDULES = {

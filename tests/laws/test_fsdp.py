@@ -47,6 +47,40 @@ def test_any_ranks_are_one_rank(optimizer, dealt, num_microbatches):
 
 
 @few
+@given(
+    weights=st.lists(st.integers(0, 1), min_size=4, max_size=8).filter(any),
+    world_size=st.integers(2, 4),
+    num_microbatches=st.integers(1, 3),
+)
+@example(weights=[0, 0, 1, 1], world_size=2, num_microbatches=1)
+@example(weights=[0, 1, 1, 0], world_size=4, num_microbatches=2)
+def test_ranks_that_count_nothing_have_no_part_in_the_mean(weights, world_size, num_microbatches):
+    """Their own loss is 0 / 0."""
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(len(weights), 4, dtype=torch.float64, generator=generator)
+    batch[:, 3] = torch.tensor(weights)
+    recipe = af.compose(af.wrap_fsdp(), af.accumulate(num_microbatches))
+
+    def loss_fn(model, rows):
+        return (model(rows[:, :3]).square() * rows[:, 3:]).sum() / rows[:, 3].sum()
+
+    def train(state, recipe=recipe):
+        model = ours.regression_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        plan = af.Plan(loss_fn, model, optimizer, weight_fn=lambda rows: rows[:, 3].sum())
+        state, step = af.build(state, recipe(plan))
+        for _ in range(2):
+            state, report = step(state, batch.tensor_split(state.world_size)[state.rank])
+        forward = step.forward(state, batch.tensor_split(state.world_size)[state.rank])
+        return [report.loss, forward], ours.whole(model.state_dict())
+
+    losses, expected = train(af.DistState(), af.compose())
+    for found, actual in simulate(train, world_size=world_size):
+        ours.assert_close(actual, expected)
+        torch.testing.assert_close(found, losses)
+
+
+@few
 @given(dealt=dealt_batches(strategies.batches(num_batches=2), 4))
 def test_a_batch_without_any_items_has_a_gradient_of_zero_as_on_one_rank(dealt):
     batches, sizes = dealt

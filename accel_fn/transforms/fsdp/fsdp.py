@@ -192,10 +192,10 @@ class FSDP(Strategy):
     ) -> tuple[Parts, Weights]:
         """Run as many micro-batches on every rank, since every forward and backward unshards parameters.
 
-        A rank that has fewer computes one of another rank's instead, with no weight: times
-        zero, its gradient is zero wherever that rank's is finite.
+        A rank that has fewer, or none that counts, computes one of another rank's instead, with no
+        weight: times zero, its gradient is zero wherever that rank's is finite.
 
-        Cost: one small collective; a broadcast of a micro-batch if the numbers differ.
+        Cost: one small collective; a broadcast of a micro-batch if a rank needs one.
         """
         # Only a forward knows which blocks it reaches, and in which order, so it must be a real one.
         # To gather the whole model instead would take the memory that sharding saves.
@@ -203,12 +203,16 @@ class FSDP(Strategy):
             return parts, weights
         if mean is not None:
             mean.total()  # if one rank could not count its batch, all raise here
-        counts = primitives.exchange_number(len(parts), state, "step")
-        most = max(counts)
-        if min(counts) == most:
+        counts = primitives.exchange_number(2 * len(parts) + any(weights), state, "step")
+        source = max(range(len(counts)), key=lambda rank: (counts[rank] % 2, counts[rank]))
+        most = max(counts) // 2
+        if min(counts) == 2 * most + counts[source] % 2:
             return parts, weights
-        source = counts.index(most)
-        spare = broadcast(parts[0] if state.rank == source else None, state, source=source)
+        spare = parts[-1] if state.rank == source else None  # those that count are last
+        spare = broadcast(spare, state, source=source)
+        if not any(weights):
+            # The loss of what counts nothing may be 0 / 0. The last backward sends its gradients.
+            parts, weights = parts[: most - 1], weights[: most - 1]
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[0] * lacking]
 
