@@ -278,7 +278,7 @@ def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_pa
     report = json.loads(done.stdout)  # the report of one rank
     assert (report["holds"], report["num_processes"], report["device"]) == (True, 2, "cpu")
     assert report["backend"] == "gloo"
-    assert len(report["promises"]) == 14
+    assert len(report["promises"]) == 15
     for promise in report["promises"]:
         assert promise["holds"]
         assert promise["largest"] <= promise["bound"]
