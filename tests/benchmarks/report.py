@@ -86,7 +86,6 @@ def describe_import(imported: ImportCost) -> str:
 
 
 PARTS = {
-    "": "A step, beside accelerate and Fabric",
     "two ranks": "Two ranks",
     "data": "Data",
     "checkpoint": "Checkpoints",
@@ -94,15 +93,14 @@ PARTS = {
     "tiny": "Transforms",
     "middle": "Transforms",
 }
-"""Titles of the tables, by the first word of their first line; the first is that of one rank with peers."""
+"""Kinds of tables, by the first word of their first line."""
 
 
 def title_of(tables: Sequence[Table]) -> str:
-    """Return the title of an overview of tables with the same variants."""
+    """Return the title of an overview of tables with the same variants: their kind and the base."""
     first = tables[0]
-    if any(row.name == "accelerate" for row in first.rows) and first.name.startswith("tiny"):
-        return PARTS[""]
-    return next(title for word, title in PARTS.items() if word and first.name.startswith(word))
+    kind = next(title for word, title in PARTS.items() if first.name.startswith(word))
+    return f"{kind} (1.0 is {first.rows[0].name})"
 
 
 def span(tables: Sequence[Table], model: str, loop: str) -> str:
@@ -138,14 +136,15 @@ def render_page(
     for table in tables:
         alike.setdefault(tuple(row.name for row in table.rows), []).append(table)
     lead = render_lead(next(iter(alike.values())))
-    (_, main), *rest = [(title_of(each), render_overview(each)) for each in alike.values()]
+    main, *rest = alike.values()
     chart = "![CPU time per update, as ratios to the loop by hand](_static/benchmarks.svg)"
     head = "CPU time per update of the loop by hand, and the ratios of the others to it:"
-    folded = [*rest, ("Targets", summarize(tables, imported))]
+    folded = [(title_of(each), render_overview(each)) for each in rest]
+    folded.append(("Targets", summarize(tables, imported)))
     parts = [
         f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>" for title, text in folded
     ]
-    return "\n\n".join([lead, chart, conditions, head, main, *parts])
+    return "\n\n".join([lead, chart, conditions, head, render_overview(main), *parts])
 
 
 def write_page(path: Path, text: str, chart: str) -> None:

@@ -1,12 +1,15 @@
 """The benchmarks print a table, and fail if a loop trains differently."""
 
 import math
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tests.benchmarks.jobs import JOBS, JOBS_OF_TWO
+from tests.benchmarks.report import render_page
+from tests.benchmarks.results import Row, Table
 from tests.compilers import compiles
 from tests.processes import ROOT
 from tests.transforms.test_signatures_of_transforms import SIGNATURES
@@ -55,3 +58,14 @@ def test_a_table_is_measured_and_printed():
 )
 def test_a_row_of_a_transform_is_measured_and_printed(scenario):
     assert 0 < float(measured(scenario)["accel_fn"]) < math.inf
+
+
+def test_folded_tables_of_the_page_have_titles_of_their_own():
+    peers = [Row(each) for each in ("by hand", "accelerate", "Fabric", "accel_fn compiled")]
+    steps = [
+        Table(name, (*peers, Row("accel_fn")), 0.0) for name in ("tiny, plain", "middle, plain")
+    ]
+    data = [Table("data, a batch", (Row(base), Row("accel_fn")), 0.0) for base in ("torch", "1 ms")]
+    page = render_page([*steps, *data], None, rounds=1, commit="abc")
+    titles = re.findall(r"<summary>(.*)</summary>", page)
+    assert titles == ["Data (1.0 is torch)", "Data (1.0 is 1 ms)", "Targets"]
