@@ -1,5 +1,8 @@
 """reproducible refuses these plans in build, and these batches in the step, on every rank alike."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -285,3 +288,83 @@ def test_a_batch_that_one_rank_cannot_count_is_raised_on_all_ranks():
         == "step: batch must be countable on every rank; the error of another rank has the reason"
     )
     assert second.startswith("num_samples: batch must hold tensors of one leading dimension")
+
+
+def part_of(state):
+    batch = torch.arange(12.0).view(4, 3), torch.ones(4, 1)
+    return tuple(each.double().tensor_split(state.world_size)[state.rank] for each in batch)
+
+
+class Failing:
+    """A loss, or a gradient transform, that raises on rank 1 while it is told to."""
+
+    def __init__(self, state, then):
+        self.fails, self.is_last, self.then = False, state.rank == 1, then
+
+    def __call__(self, *inputs):
+        if self.fails and self.is_last:
+            raise ArithmeticError("no number")
+        return self.then(*inputs)
+
+
+def second_loss():
+    """Return the loss of the second update where nothing fails."""
+    plan = make_plan(ours.regression_model())
+    state, step = af.build(af.DistState(), af.reproducible(4)(plan))
+    state, _ = step(state, part_of(state))
+    return float(step(state, part_of(state))[1].loss)
+
+
+@pytest.mark.parametrize("goes_on", ["step", "gather", "reduce_mean", "forward"])
+def test_all_ranks_raise_what_a_loss_raises_on_one_of_them_and_can_go_on(goes_on):
+    def run(state):
+        model, loss_fn = ours.regression_model(), Failing(state, ours.mse)
+        plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state, step = af.build(state, af.reproducible(4)(plan))
+        state, _ = step(state, part_of(state))
+        loss_fn.fails = True
+        with pytest.raises((ArithmeticError, af.errors.PeerError)) as caught:
+            step(state, part_of(state))
+        loss_fn.fails = False
+        run = {
+            "gather": lambda: af.gather(torch.ones(1), state),
+            "reduce_mean": lambda: af.reduce_mean(torch.ones(()), state),
+            "forward": lambda: step.forward(state, part_of(state)),
+        }
+        run.get(goes_on, int)()
+        _, report = step(state, part_of(state))
+        return caught.type, str(caught.value), float(report.loss)
+
+    (peer, words, loss), (own, reason, other_loss) = simulate(run, world_size=2)
+    assert (own, reason) == (ArithmeticError, "no number")
+    assert peer is af.errors.PeerError
+    assert re.fullmatch(
+        r"step: failed on rank 1: ArithmeticError\('no number'\) at .*test_reproducible_refused\.py:\d+",
+        words,
+    )
+    assert loss == other_loss == second_loss()
+
+
+def test_a_rank_that_repeats_a_step_alone_is_an_error_on_all_ranks():
+    """Its random numbers and its parameters would be those of another step."""
+
+    def run(state):
+        model, keep = ours.regression_model(), Failing(state, lambda state, grads: grads)
+        plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        plan = replace(af.reproducible(2)(plan), gradients=(keep,))
+        state, step = af.build(state, plan)
+        state, _ = step(state, part_of(state))
+        keep.fails = True
+        try:
+            state, _ = step(state, part_of(state))
+        except ArithmeticError:
+            keep.fails = False
+        with pytest.raises(af.errors.WorldError) as caught:
+            step(state, part_of(state))
+        return str(caught.value)
+
+    (words,) = set(simulate(run, world_size=2))
+    assert words == (
+        "step: every rank must be in the same step, got step 3 on rank 0 and 2 on rank 1; a rank that "
+        "catches an error of a step must not go on alone"
+    )

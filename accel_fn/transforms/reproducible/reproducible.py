@@ -47,11 +47,12 @@ def reproducible(num_virtual_ranks: int = 8) -> Transform:
             `compiled(scope="step")`. From the step, on every rank: `num_virtual_ranks` does not divide the
             samples of a batch; the forward of the first one changes a buffer that is saved with the model;
             gradients are sparse.
+        RuntimeError: from the step, the loss raised on another rank; ranks are in different steps.
 
     Cost: a forward and backward a slice; memory for log2(slices of a rank) gradients more than
     `wrap_ddp` takes. In a world of several, two small collectives on the host before the first
-    forward, and after the last backward, overlapped with nothing, as much traffic as an all-reduce of the
-    gradients has. It goes by buckets of 32 MB, or of one parameter that is larger, once the
+    forward, one after the last backward, and then, overlapped with nothing, as much traffic as an
+    all-reduce of the gradients has. It goes by buckets of 32 MB, or of one parameter that is larger, once the
     memory of the slices is free: where one parameter is nearly all of a model, two ranks hold
     1.5 gradients more than with `wrap_ddp`, however few the slices are.
 

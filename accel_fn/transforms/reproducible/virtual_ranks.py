@@ -25,6 +25,10 @@ from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import fingerprints
 from accel_fn.step.strategy import Strategy
+from accel_fn.transforms.reproducible.failures_of_ranks import (
+    check_same_step,
+    run_or_raise_on_all,
+)
 from accel_fn.transforms.reproducible.tree_sum import Tensors, Tree, sum_over_ranks
 
 _TRACKING = (
@@ -99,10 +103,17 @@ class VirtualRanks(Strategy):
             return zero, none, [torch.zeros_like(each) for each in self._trained]
         tree, first = Tree(), state.rank * len(slices)
         metrics = [MetricSums() for _ in slices]
-        with self._watched(plan, state), kept_random(state.device), loss_of(self):
-            for number, ((parts, weights), sums) in enumerate(zip(slices, metrics, strict=True)):
-                key_random(state, first + number)
-                tree.add(self._summed(plan, state, parts, weights, total, sums))
+
+        def run() -> None:
+            with kept_random(state.device), loss_of(self):
+                for number, ((parts, weights), sums) in enumerate(
+                    zip(slices, metrics, strict=True)
+                ):
+                    key_random(state, first + number)
+                    tree.add(self._summed(plan, state, parts, weights, total, sums))
+
+        with self._watched(plan, state):
+            run_or_raise_on_all(run, state)
         vector = self._metric_vector(state, metrics, zero)
         mean, *tensors = sum_over_ranks(
             [*tree.total(), *vector], [zero, *self._trained, *vector], state
@@ -182,10 +193,11 @@ class VirtualRanks(Strategy):
             failure = error
         weights = [float("nan")] if failure else [sum(weights) for _, weights in slices]
         stop = any(should_stop() for should_stop in plan.should_stop)
-        ranks = primitives.exchange((rows, weights, stop), state, "step")
-        total = checked_total(float(sum(each for _, ws, _ in ranks for each in ws)), failure)
-        self._check_rows([each for each, _, _ in ranks])
-        return slices, total, any(each for _, _, each in ranks)
+        ranks = primitives.exchange((rows, weights, stop, state.step), state, "step")
+        check_same_step([each for _, _, _, each in ranks])
+        total = checked_total(float(sum(each for _, ws, _, _ in ranks for each in ws)), failure)
+        self._check_rows([each for each, _, _, _ in ranks])
+        return slices, total, any(each for _, _, each, _ in ranks)
 
     def _slice(self, plan: Plan, state: DistState, batch: Any) -> tuple[int, list[Slice]]:
         """Return the number of samples of this rank, and its slices: none if the number does not divide."""
