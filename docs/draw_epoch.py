@@ -10,7 +10,11 @@ import accel_fn as af
 PICTURE = Path(__file__).parent / "_static" / "epoch.svg"
 NUM_SAMPLES, BATCH_SIZE, WORLD_SIZE, NUM_MICROBATCHES = 23, 8, 2, 2
 CELL, NARROW, WIDE, LEFT, TOP, ROW = 26, 6, 32, 150, 16, 44
-RANKS = ("#4c78a8", "#f58518")
+RANKS = ("#3f6ea3", "#a85a00")
+STYLE = (
+    "<style>.card{fill:#f5f6f8} .ink{fill:#1d2330} "
+    "@media (prefers-color-scheme: dark){.card{fill:#1b1f26} .ink{fill:#e8ebf0}}</style>"
+)
 
 
 def draw() -> str:
@@ -35,7 +39,8 @@ def draw() -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'width="{width}" font-family="sans-serif" font-size="12">',
-            f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
+            STYLE,
+            f'<rect class="card" width="{width}" height="{height}" rx="12"/>',
             *drawn,
             *legend(TOP + 5 * ROW + 18),
             "</svg>\n",
@@ -60,7 +65,7 @@ def row(line, title, groups):
         x = LEFT + place * (BATCH_SIZE * CELL + WIDE)
         for samples, colour in group:
             for sample in samples:
-                ink = "#ffffff" if colour in RANKS else "#333333"
+                ink = 'fill="#ffffff"' if colour in RANKS else 'fill="#1d2330"'
                 drawn += [cell(x, y, colour), text(x + CELL / 2 - 1, y + 16, sample, ink, "middle")]
                 x += CELL
             x += NARROW
@@ -83,9 +88,9 @@ def cell(x, y, colour):
     return f'<rect x="{x}" y="{y}" width="{side}" height="{side}" rx="3" fill="{colour}"/>'
 
 
-def text(x, y, content, ink="#333333", anchor="start"):
+def text(x, y, content, ink='class="ink"', anchor="start"):
     """A word or a number at a place."""
-    return f'<text x="{x}" y="{y}" fill="{ink}" text-anchor="{anchor}">{content}</text>'
+    return f'<text x="{x}" y="{y}" {ink} text-anchor="{anchor}">{content}</text>'
 
 
 if __name__ == "__main__":

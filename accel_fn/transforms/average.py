@@ -31,7 +31,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Averaging:
-    """`average(decay)` and `average.uniform()`."""
+    """Makes transforms that average the parameters: `average(decay)`, `average.uniform()`."""
 
     def __call__(self, decay: float, *, num_warmup: int = 0) -> Transform:
         """Keep an exponential moving average of the parameters.
