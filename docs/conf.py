@@ -83,7 +83,8 @@ PARAMETERS = [
     inspect.Parameter("fn", inspect.Parameter.POSITIONAL_OR_KEYWORD),
     inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD),
 ]
-accel_fn.SlotFunction.__signature__ = inspect.Signature(PARAMETERS)  # else that of partial
+# otherwise it would be that of partial
+accel_fn.SlotFunction.__signature__ = inspect.Signature(PARAMETERS)
 
 MADE_BY_FUNCTIONS = (
     "accel_fn.Step",

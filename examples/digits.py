@@ -149,7 +149,7 @@ def optimizers_of(module: ModuleType) -> dict[str, type[Optimizer]]:
 
 
 def build_optimizer(kind: type[Optimizer], model: nn.Module, lr: float | None) -> Optimizer:
-    if kind.__name__ == "Lookahead":  # of torch_optimizer: it goes around another
+    if kind.__name__ == "Lookahead":  # torch_optimizer's Lookahead wraps another optimizer
         return kind(build_optimizer(AdamW, model, lr))  # type: ignore[arg-type]
     options: dict[str, Any] = {"fused": True} if kind is AdamW else {}
     return kind(model.parameters(), **options if lr is None else {**options, "lr": lr})

@@ -1,4 +1,4 @@
-"""Which optimizers fit into the graph of a compiled step.
+"""Lists which optimizers fit into the graph of a compiled step.
 
 `python -m tests.compiled_optimizers` writes the table of docs/optimizers.md.
 """

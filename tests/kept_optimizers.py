@@ -1,4 +1,4 @@
-"""Which optimizers update shards, and which resume from a checkpoint with the same bits.
+"""Lists which optimizers update shards, and which resume from a checkpoint with the same bits.
 
 `python -m tests.kept_optimizers` writes the table of docs/optimizers.md.
 """

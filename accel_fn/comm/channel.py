@@ -121,7 +121,7 @@ class Channel:
         return pickle.loads(head[8 : 8 + size] + rest)
 
     def _others(self) -> range:
-        """All ranks but rank 0."""
+        """Return all ranks but rank 0."""
         return range(1, self.state.world_size)
 
     def _end(self, failure: _Failure) -> NoReturn:

@@ -141,7 +141,7 @@ def plan_batches(
 
 
 def _microbatches(ranks: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Never more than there are samples."""
+    """Return the number of micro-batches, at most one per sample."""
     return tuple(tuple(part_sizes(size, min(num_microbatches, size))) for size in ranks)
 
 

@@ -14,7 +14,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import check_alike
 
-_ENDS = 4096  # of a long list in a file, so many at each end are compared
+_ENDS = 4096  # a list may be a long one in a file, so only this many at each end are compared
 _OF_RANK = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
 
 

@@ -31,7 +31,7 @@ class Stages:
         self.grad_fn = _wrapped(plan, strategy)
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
-        """All of a step but `after_update`."""
+        """Run all of a step but `after_update`."""
         plan, strategy = self.plan, self.strategy
         state, grads, report = self.gradients(state, batch)
         return strategy.apply(plan, state, strategy.prepare(plan, state, grads, report))

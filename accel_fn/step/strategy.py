@@ -203,7 +203,7 @@ class Strategy:
         return apply(plan, state, prepared, self._optimizers, self._always)
 
     def placements(self, plan: Plan) -> Mapping[str, int]:
-        """Which part of each parameter this rank holds, by name: 0 if it holds all of it."""
+        """Return which part of each parameter this rank holds, by name: 0 if it holds all of it."""
         return {name: place_of(each) for name, each in plan.model.named_parameters()}
 
     def holds_whole(self) -> bool:

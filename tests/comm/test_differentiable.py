@@ -166,7 +166,7 @@ def without_grad(z, state):
 
 
 def after_many(z, state):
-    views = z.new_zeros(4, 1).split(1)  # of one storage, without a graph
+    views = z.new_zeros(4, 1).split(1)  # views of one storage, without a graph
     return [af.gather(each, state) for each in (*views, z.detach())][-1]
 
 

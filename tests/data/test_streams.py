@@ -124,7 +124,7 @@ def test_streams_of_other_lengths_are_refused_on_every_rank(
 ):
     """All ranks raise at the same batch, after the items that all streams have, and none waits.
 
-    Also where all say one length, which is not so on some.
+    The streams may all state one length, which is wrong on some ranks.
     """
 
     def run(state):

@@ -1,4 +1,4 @@
-"""Which failure caused the others, and the report of all failures."""
+"""The failure that caused the others, and the report of all failures."""
 
 import json
 

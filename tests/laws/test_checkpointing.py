@@ -329,7 +329,7 @@ def test_compiled_blocks_that_the_model_checkpoints_itself_train_as_without_it(s
 
 
 def test_a_block_in_a_block_is_computed_again_for_its_own_backward_too():
-    """Else the recomputed outer block would keep all that its inner ones hold."""
+    """Otherwise the recomputed outer block would keep all that its inner ones hold."""
     model, calls = stack(), Counter()
     inner = model.blocks[0].inner[0]
     inner.forward = partial(counted, calls, "inner", inner.forward)

@@ -67,7 +67,8 @@ def assert_same_bits(actual, expected):
 
 
 class Kernel:
-    """What the functions behind torch's Adam and SGD were given, beside parameters and gradients."""
+    """Records the arguments of the functions behind torch's Adam and SGD, except parameters and
+    gradients."""
 
     def __init__(self, monkeypatch):
         self.grads, self.given = [], []
@@ -100,7 +101,7 @@ def replace_step(optimizer, listen):
         listen(optimizer)
         return step(*args, **kwargs)
 
-    optimizer.step = functools.partial(listening)  # which is no function
+    optimizer.step = functools.partial(listening)  # a partial is no function
 
 
 def replace_step_of_scheduler(optimizer, listen):

@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All of a checkpoint but the values of its tensors."""
+    """The contents of a checkpoint, without the values of its tensors."""
 
     step: int
     seed: int

@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 
 
 class Progress:
-    """For each worker the numbers of a batch and of a sample in it, -1 for none."""
+    """Holds for each worker the numbers of a batch and of a sample in it, -1 for none."""
 
     def __init__(self, num_workers: int) -> None:
         self._rows = torch.full((num_workers, 2), -1)

@@ -40,7 +40,7 @@ class Promise:
 
 
 def promises(state: DistState) -> list[Promise]:
-    """All of them, for a world on such devices."""
+    """List all promises for a world on such devices."""
     rounding = 1e-9 if exact_dtype(state) == torch.float64 else 1e-4
     return [
         Promise("ranks are on devices of their own, and their sums are right", 0, check_devices),

@@ -50,7 +50,7 @@ def check_same_step(steps: Sequence[int]) -> None:
 
 
 def _place(error: Exception) -> str:
-    """Where the user's code raised it, if that is known."""
+    """Return the line of the user's code that raised it, if known."""
     frames = [
         each for each in extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)
     ]
