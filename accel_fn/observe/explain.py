@@ -106,7 +106,7 @@ def _accept(plan: Plan) -> str:
 
 def _stops(plan: Plan) -> str:
     calls = " or ".join(map(describe, plan.should_stop))
-    return f"after this step, if {calls} asks for it on any rank" if calls else ""
+    return f"after this step, if {calls} requests it on any rank" if calls else ""
 
 
 def _ranks(state: DistState) -> str:

@@ -169,5 +169,5 @@ def test_a_rank_that_does_not_listen_is_refused():
 def test_explain_names_it(capsys):
     plan = af.Preemption(())(ours.plan(optimizer=ours.adamw))
     af.explain(plan, af.DistState())
-    line = "  stop       after this step, if Preemption() asks for it on any rank"
+    line = "  stop       after this step, if Preemption() requests it on any rank"
     assert line in capsys.readouterr().out.splitlines()

@@ -191,9 +191,7 @@ def test_muon_is_refused_for_the_reason_that_holds():
     def matrices(parameters):
         return torch.optim.Muon([each for each in parameters if each.ndim == 2])
 
-    words = (
-        "of a shard of a matrix it computes another update, got Muon; use AdamW, say, or wrap_ddp"
-    )
+    words = "of a shard of a matrix it computes another update, got Muon; use AdamW, for example, or wrap_ddp"
     refused(af.wrap_fsdp(), words, optimizer=matrices)
 
 

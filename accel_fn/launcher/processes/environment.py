@@ -132,7 +132,11 @@ def rank_variables(
         ("TORCHELASTIC_RUN_ID", machines.job, "this run"),
         ("TORCHELASTIC_RESTART_COUNT", 0, "failures so far"),
         ("TORCHELASTIC_MAX_RESTARTS", max_restarts, "max_restarts"),
-        ("TORCHELASTIC_USE_AGENT_STORE", machines.backend == "static", "who serves MASTER_PORT"),
+        (
+            "TORCHELASTIC_USE_AGENT_STORE",
+            machines.backend == "static",
+            "if the launcher serves MASTER_PORT",
+        ),
         ("TORCHELASTIC_ERROR_FILE", None, "where a rank writes what ended it"),
         (nccl, environment.get(nccl, 1), "torch's agent"),
     ]

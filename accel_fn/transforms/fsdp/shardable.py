@@ -52,7 +52,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if isinstance(optimizer, Muon):
         rule = "update elements one by one: of a shard of a matrix it computes another update"
-        repair = "use AdamW, say, or wrap_ddp"
+        repair = "use AdamW, for example, or wrap_ddp"
     elif isinstance(optimizer, _WHOLE_ONLY):
         rule, repair = "be one that can update shards", "use AdamW, for example"
     elif fused and isinstance(optimizer, _NOT_FUSED):
