@@ -163,10 +163,11 @@ class DDP(Strategy):
             self.ddp = self.module = self._wrapped(self.loss_module, **options)
             self._is_unfinished = False
         if self.retries:
+            # Broadcast buffers now: a rank out of memory would not join later. DDP leaves it out after
+            # a forward under no_sync, but an attempt that failed has its own buffers again.
+            self.ddp.require_forward_param_sync = True
             with self.no_sync():
-                self.ddp(
-                    None
-                )  # broadcasts buffers, which a rank out of memory would not join later
+                self.ddp(None)
         try:
             return super().gradients(plan, state, batch)
         except BaseException:
