@@ -114,8 +114,9 @@ class Step(Generic[Batch]):
     def forward(self, state: DistState, batch: Batch) -> Tensor:
         """Compute the mean loss over the global batch, as the step does, without gradients.
 
-        Runs under the same placement, micro-batches and autocast, in whatever
-        mode the model is: call `model.eval()` first where that matters.
+        Runs under the same placement, micro-batches and autocast, in whatever mode the model and
+        its optimizers are: call `model.eval()` first where that matters, and `optimizer.eval()` of
+        a schedule-free optimizer. `evaluate` switches both.
 
         Args:
             state: as for the step.

@@ -1,4 +1,4 @@
-"""Optimizers with train and eval modes: save, load and evaluate switch them, and back."""
+"""Optimizers with train and eval modes: save, load and evaluate switch them and back, forward does not."""
 
 from __future__ import annotations
 
@@ -60,6 +60,20 @@ def test_what_is_saved_and_measured_is_in_eval_mode_and_training_continues(tmp_p
     exported = ours.regression_model(5)
     af.load_model(exported, tmp_path / "weights")
     ours.assert_close(exported.state_dict(), evaluated.state_dict())
+
+
+@each_kind
+def test_forward_measures_in_the_mode_that_the_user_set(kind):
+    """Like the mode of the model, which `forward` leaves as it is."""
+    state, step = make(kind)
+    state = train(state, step)
+    training, evaluated = by_hand(kind)
+    trained = ours.regression_model()
+    trained.load_state_dict(training)
+    for model in (trained, evaluated):
+        expected = float(ours.mse(model, BATCH).detach())
+        assert float(step.forward(state, BATCH)) == pytest.approx(expected, rel=1e-12)
+        step.plan.optimizer.eval()
 
 
 @each_kind
