@@ -31,7 +31,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Averaging:
-    """Makes transforms that average the parameters: `average(decay)`, `average.uniform()`."""
+    """Averages of the parameters, by `average(decay)` or `average.uniform()`."""
 
     def __call__(self, decay: float, *, num_warmup: int = 0) -> Transform:
         """Keep an exponential moving average of the parameters.
