@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,18 @@ Work = dist.Work
 _NUMBERS_BYTES, _NAME_BYTES = 16, 24
 """A head holds one or two numbers, or more if all ranks have as many, and the name of their collective."""
 _UNWATCHED = nullcontext()
+
+
+class _Calls(threading.local):
+    number = 0
+
+
+_calls = _Calls()
+
+
+def num_calls() -> int:
+    """Count the collectives that this thread has begun, but for those that move shards."""
+    return _calls.number
 
 
 def group_of(state: DistState, function: str, axis: Axis | None = None) -> ProcessGroup:
@@ -51,6 +64,7 @@ def waiting(
     state: DistState, function: str, leaves: Sequence[Any] = (), *, counts: bool = True
 ) -> AbstractContextManager[None]:
     """Record in the state's watchdog, if any, that a collective begins; enter the result to wait for it."""
+    _calls.number += counts
     watchdog = state.watchdog
     return _UNWATCHED if watchdog is None else watchdog.enter(function, leaves, counts=counts)
 
@@ -73,11 +87,12 @@ class Pending:
 class PendingTotal:
     """A sum under way of a few numbers a rank, gathered with the name of their collective."""
 
-    __slots__ = ("_heads", "_totals", "_waiting")
+    __slots__ = ("_heads", "_totals", "_waiting", "ranks")
 
     def __init__(
         self, totals: Tensor, heads: _Heads, waiting: AbstractContextManager[None]
     ) -> None:
+        self.ranks: list[tuple[float, ...]] = []  # after `wait`, the numbers of each rank
         self._totals = totals
         self._heads = heads
         self._waiting = waiting
@@ -87,8 +102,10 @@ class PendingTotal:
         with self._waiting:
             self._heads.wait()
         kind = f"{self._totals.numel()}d"
-        ranks = [struct.unpack_from(kind, numbers) for numbers in self._heads.numbers()]
-        for total, numbers in zip(self._totals.view(-1), zip(*ranks, strict=True), strict=True):
+        self.ranks = [struct.unpack_from(kind, numbers) for numbers in self._heads.numbers()]
+        for total, numbers in zip(
+            self._totals.view(-1), zip(*self.ranks, strict=True), strict=True
+        ):
             total.fill_(sum(numbers))
 
 
@@ -147,7 +164,8 @@ def _all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]
 
 def gather_shards(whole: Tensor, shard: Tensor, group: ProcessGroup, is_async: bool) -> Work | None:
     """Fill `whole` with every rank's `shard`, in rank order."""
-    work: Work | None = dist.all_gather_single(whole, shard, group, is_async)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
+    work: Work | None = gather(whole, shard, group, is_async)
     return work
 
 
@@ -155,8 +173,14 @@ def reduce_to_shards(
     shard: Tensor, whole: Tensor, group: ProcessGroup, op: Any, is_async: bool
 ) -> Work | None:
     """Fill `shard` with this rank's part of the reduction of all ranks' `whole`."""
-    work: Work | None = dist.reduce_scatter_single(shard, whole, op, group, is_async)
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: Work | None = reduce(shard, whole, op, group, is_async)
     return work
+
+
+def sum_over(tensor: Tensor, group: ProcessGroup) -> None:
+    """Sum `tensor` over a group, in place."""
+    group.allreduce([tensor]).wait()
 
 
 def gather_numbers(number: Tensor, group: ProcessGroup) -> Tensor:

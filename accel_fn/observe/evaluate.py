@@ -154,6 +154,7 @@ def _measured(
             if weight:
                 first = (loss, torch.tensor(weight)) if plan.reduction == "sum" else loss
                 yield totals_of(_sums_of({"loss": first, **metrics}, weight), None)
+        strategy.settle(state)
         if not parts:
             yield NOTHING
         return
@@ -164,6 +165,7 @@ def _measured(
         found = run_placed(state, plan, lambda placed: metric_fn(model, placed), part)
         if is_mine:
             yield totals_of(found, _num_rows(part))
+    strategy.settle(state)
 
 
 def _sums_of(values: Metrics, weight: float) -> dict[str, Metric]:

@@ -91,6 +91,7 @@ class FirstBatch:
         try:
             mine = self._run(state, part)
         except Exception as error:  # if training raises it too, the step itself raises it
+            self._strategy.reset()
             mine = f"{type(error).__name__} in a forward in evaluation mode"
         every = primitives.exchange(mine, state, "step")
         return next((each for each in every if isinstance(each, Halves)), every[0])

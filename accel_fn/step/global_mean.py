@@ -55,6 +55,8 @@ class GlobalMean:
         self._total: float | None = None
         self.own_weight = sum(weights)
         self.num_microbatches = len(weights)
+        self.of_ranks: list[tuple[float, int]] = []
+        """In a world of several, once the total is known: weight and number of micro-batches of each rank."""
         TRAINING.batch = ref(self)
         self.stop = stop
         """Once the total is known: has a function on any rank asked the run to end?"""
@@ -70,8 +72,10 @@ class GlobalMean:
             # as the sums of losses and metrics, so that a rank which is a step ahead is noticed.
             more = [0.0] * sum((layout.sizes or {}).values())
             self._num_ranks = state.data.world_size
-            self._totals = torch.tensor([weight, float(stop), *more], dtype=torch.float64)
-            self._pending.append(self._sum(self._totals, "weights"))
+            count = 2.0 * len(weights) + stop  # one number of two, as heads have room for
+            self._totals = torch.tensor([weight, count, *more], dtype=torch.float64)
+            self._weights = self._sum(self._totals, "weights")
+            self._pending.append(self._weights)
 
     def _sum(self, tensor: Tensor, what: str) -> primitives.Pending | primitives.PendingTotal:
         # The step number lets ranks notice one that caught its loss's error and went on.
@@ -83,8 +87,11 @@ class GlobalMean:
         """The weight of the global batch; waits for it."""
         if self._total is None:
             self._wait()
-            total, stops, *_ = self._totals.tolist()
-            self._total, self.stop = checked_total(total, self._failure), stops > 0
+            self._total = checked_total(float(self._totals[0]), self._failure)
+            assert isinstance(self._weights, primitives.PendingTotal)
+            ranks = [(weight, int(count)) for weight, count, *_ in self._weights.ranks]
+            self.of_ranks = [(weight, count // 2) for weight, count in ranks]
+            self.stop = any(count % 2 for _, count in ranks)
         return self._total
 
     def _wait(self) -> None:

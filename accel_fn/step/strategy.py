@@ -42,6 +42,8 @@ class Strategy:
     """May a loss leave parameters without a gradient?"""
     pads: bool = False
     """Does a rank with fewer micro-batches than others run some of theirs?"""
+    settles: bool = False
+    """Do ranks compare what they have run, before they add up losses?"""
     probes: bool = True
     """May a graph be run backward more than once, to see in the first step that it is linear?"""
 
@@ -108,13 +110,13 @@ class Strategy:
                     if not index:
                         self.checks.before_backward(loss, part)
                     mean.add(loss.detach(), metrics, weight)
-                    if is_last:
+                    if is_last and not self.settles:
                         mean.send()  # beside the last backward
                     self.backward(loss, seed_of(loss, mean.share(weight), state.scaler))
                     if index < leading and not is_last:
                         self.zero_gradients()
-            if self.retries:
-                self._vote_and_send(state, mean, parts)
+            if self.retries or self.settles:
+                self._settle_and_send(state, mean, parts)
             self.average(state)
             loss, metrics, total = mean.close()
             grads = self._take(state, total)
@@ -130,10 +132,11 @@ class Strategy:
         parts, weights, failure = microbatches_or_failure(plan, batch)
         layout = Layout(self.layout.dtype, sizes={}, is_sum=self.layout.is_sum)
         mean = GlobalMean(state, weights, failure, layout=layout, is_forward=True)
-        parts, weights = self.pad(state, mean, parts, weights)
         with torch.no_grad():
+            parts, weights = self.pad(state, mean, parts, weights)
             for part, weight in zip(parts, weights, strict=True):
                 mean.add(run_forward(state, plan, self.loss_module, part)[0], {}, weight)
+            self.settle(state)
         mean.send()
         return mean.close()[0]
 
@@ -148,6 +151,9 @@ class Strategy:
     ) -> tuple[Parts, Weights]:
         """The micro-batches that this rank runs: more than its own if every rank must run as many."""
         return parts, weights
+
+    def settle(self, state: DistState) -> None:
+        """Return once all ranks have run the same since `pad`, or raise on all."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """A context whose backward leaves gradients on this rank: for all micro-batches but the last."""
@@ -177,10 +183,12 @@ class Strategy:
         if any(failures):
             raise PeerOutOfMemoryError(failures)
 
-    def _vote_and_send(self, state: DistState, mean: GlobalMean, parts: Parts) -> None:
-        if parts[0] is not None:
-            self.checks.check_reached()
-        self.vote(state)
+    def _settle_and_send(self, state: DistState, mean: GlobalMean, parts: Parts) -> None:
+        if self.retries:
+            if parts[0] is not None:
+                self.checks.check_reached()
+            self.vote(state)
+        self.settle(state)
         mean.send()
 
     def average(self, state: DistState) -> None:

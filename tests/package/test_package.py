@@ -162,6 +162,7 @@ def test_one_module_alone_calls_collectives():
 # Mutable objects that modules hold, and why none of them belongs to a run.
 KEPT = {
     "comm/mesh.py _numbers": "a count, for names that no other mesh of this process has",
+    "comm/primitives.py _calls": "a count of a thread, of which only differences are read",
     "comm/mesh.py _device": "what all simulated groups send by",
     "base/rng.py GENERATORS": "a lock",
     "checkpoint/format/manifest.py _hints": "the fields of a class",

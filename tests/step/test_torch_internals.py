@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -23,6 +23,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 import accel_fn as af
 from accel_fn.base.torch_compile import MODES, without_clock
 from accel_fn.comm.mesh import make_mesh
+from accel_fn.comm.primitives import gather_shards
 from accel_fn.data.streams.read_stream import shown
 from accel_fn.data.workers.lost_workers import lost_workers, make_loader, start_workers
 from accel_fn.step import torch_internals
@@ -434,6 +435,33 @@ def test_a_parameter_that_fsdp_gathers_is_the_same_object_each_time():
         return found == [id(layer.weight)] * 2
 
     assert simulate(run, world_size=2) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_fsdp_gathers_the_padded_shards_that_its_records_hold(dtype):
+    """By a function that can be given; a rank that stands in for itself must send the same."""
+
+    def run(state):
+        layer = nn.Linear(2, 3)
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        fully_shard(layer, mesh=make_mesh(state, 1), mp_policy=policy)
+        records = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+        seen = []
+
+        class Gather:
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(*size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, async_op=False):
+                seen.append(input_tensor.clone())
+                return gather_shards(output_tensor, input_tensor, group, async_op)
+
+        layer.set_custom_all_gather(Gather())
+        layer(torch.ones(1, 2))
+        return seen, [torch.cat([each._sharded_param_data.to(seen[0].dtype) for each in records])]
+
+    for sent, held in simulate(run, world_size=2):
+        assert [each.tolist() for each in sent] == [each.tolist() for each in held]
 
 
 def test_get_worker_info_gives_what_its_module_holds():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from accel_fn.base.blocks import Blocks, check_blocks, find_blocks, is_container
+from accel_fn.base.blocks import Blocks, check_blocks
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
@@ -32,6 +32,8 @@ from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import follow_shards
 from accel_fn.transforms.fsdp.shardable import check_optimizer, check_shardable
 from accel_fn.transforms.fsdp.sharded_loss import ShardedLoss
+from accel_fn.transforms.fsdp.unit_order import UnitOrder
+from accel_fn.transforms.fsdp.units import tops_of, units_of
 
 
 @transform
@@ -81,12 +83,13 @@ def wrap_fsdp(
             ranks; there is `accumulate("auto")` and several ranks; `blocks` match nothing; or the model
             holds what FSDP cannot shard, by name: a parameter that is tied across blocks, 0-dim,
             not contiguous, sharded already, or of another dtype; or, in a world of several, an
-            `nn.Embedding` with a `max_norm`.
+            `nn.Embedding` with a `max_norm`. In a step, on all ranks: their units or order differ.
         TypeError: another argument is of the wrong type.
 
     Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients of each a
         step (with accumulation, the gathers for every micro-batch, and gradients that stay
         whole until the last); beside them two small collectives on the host and one of a number.
+        In the first step, and where units are used in a new order, one more before each of them.
         Where ranks have different numbers of micro-batches, those with fewer compute another
         rank's with weight 0. The global norm costs one collective of a number.
 
@@ -137,7 +140,7 @@ class FSDPSlot(SlotFunction):
                 f'build: wrap_fsdp({alone[0]}) must not be used with compiled(scope="step"), whose graph '
                 'cannot hold what gathers parameters; leave it out, or use scope="loss"'
             )
-        check_shardable(plan.model, _units(plan.model, self.keywords["blocks"]))
+        check_shardable(plan.model, units_of(plan.model, self.keywords["blocks"]))
         for optimizer in plan.optimizers.values():
             check_optimizer(optimizer)
 
@@ -155,6 +158,7 @@ class FSDP(Strategy):
     """Shards of parameters, gradients and optimizer state on every rank, by `fully_shard`."""
 
     pads = True
+    settles = True
     probes = False  # a backward reshards what it has reached
 
     def __init__(
@@ -174,6 +178,9 @@ class FSDP(Strategy):
             follow_shards(optimizer, before, plan.model)
         self.sharded = sharded
         super().__init__(state, sharded, plan, inner)
+        names = {each: name for name, each in plan.model.named_parameters()}
+        self.order = UnitOrder(state, [names.get(each, "a parameter") for each in self._trained])
+        sharded.keep_order(self.order)
         self.parameters.known = {*map(id, self._reachable), *map(id, sharded.parameters())}
 
     def zero_gradients(self) -> None:
@@ -203,9 +210,15 @@ class FSDP(Strategy):
             return parts, weights
         if mean is not None:
             mean.total()  # if one rank could not count its batch, all raise here
-        counts = primitives.exchange_number(2 * len(parts) + any(weights), state, "step")
+            counts = [2 * num + bool(weight) for weight, num in mean.of_ranks]
+        else:
+            code = 2 * len(parts) + any(weights)
+            counts = primitives.exchange_number(code, state, "step")
         source = max(range(len(counts)), key=lambda rank: (counts[rank] % 2, counts[rank]))
         most = max(counts) // 2
+        if self.order.is_open:
+            self.reset()  # the pass before has failed
+        self.order.begin(torch.is_grad_enabled(), most)
         if min(counts) == 2 * most + counts[source] % 2:
             return parts, weights
         spare = parts[-1] if state.rank == source else None  # those that count are last
@@ -216,20 +229,24 @@ class FSDP(Strategy):
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[0] * lacking]
 
+    def settle(self, state: DistState) -> None:
+        """Compare what all ranks have gathered and reduced, and which parameters have a gradient."""
+        trained = self._trained if torch.is_grad_enabled() else ()
+        self.order.end([index for index, each in enumerate(trained) if each.grad is None])
+
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context whose backward leaves the gradients on this rank, unsharded."""
         return self.sharded.no_sync()
 
     def compared_ranks(self, state: DistState) -> Sequence[int]:
         """Return the ranks that hold the same shards: those of the other groups with `replicate`."""
-        placed = primitives.exchange(self._place(), state, "check_replicas")
-        return [rank for rank, place in enumerate(placed) if place == placed[state.rank]]
-
-    def _place(self) -> int:
-        return max(map(place_of, self.sharded.parameters()))
+        own = max(map(place_of, self.sharded.parameters()))
+        placed = primitives.exchange(own, state, "check_replicas")
+        return [rank for rank, place in enumerate(placed) if place == own]
 
     def reset(self) -> None:
         """Reshard every unit, and forget what was gathered and not finished."""
+        self.order.abandon()
         self.sharded.reset()
 
 
@@ -246,7 +263,7 @@ def _shard(
 ) -> None:
     """Shard the model of a loss, unit by unit, from rank 0's parameters and buffers."""
     model = loss_module_of(sharded).model
-    tops, units = dict(_tops(model, "")), _units(model, blocks)
+    tops, units = dict(tops_of(model, "")), units_of(model, blocks)
     if state.world_size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
             primitives.broadcast(tensor.detach(), state, 0, "build")
@@ -265,20 +282,6 @@ def _shard(
     fully_shard(sharded, mesh=mesh)
     with torch.no_grad():
         sharded(None)  # FSDP takes the module that runs first for the root
-
-
-def _units(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
-    """Return the FSDP units of a model, by name."""
-    return {**dict(_tops(model, "")), **find_blocks(model, blocks, "wrap_fsdp")}
-
-
-def _tops(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Return the model, or its children if it is a mere container."""
-    if not is_container(module):
-        yield name, module
-        return
-    for child_name, child in module.named_children():
-        yield from _tops(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _adding(

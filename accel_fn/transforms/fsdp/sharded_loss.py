@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.batch import map_tensors
-from accel_fn.comm.dtensor import is_sharded
-from accel_fn.step.loss_module import Outcome
+from accel_fn.comm.dtensor import axes_of, is_sharded
+from accel_fn.step.loss_module import Outcome, loss_module_of
+from accel_fn.transforms.fsdp.ordered_collectives import OrderedGather, OrderedReduce
+from accel_fn.transforms.fsdp.unit_order import UnitOrder
 
 
 class ShardedLoss(nn.Module):
@@ -80,9 +82,27 @@ class ShardedLoss(nn.Module):
         for parameter in self._group_parameters():
             parameter.unsharded_accumulated_grad = None
 
-    def _group_parameters(self) -> Iterator[Any]:
+    def keep_order(self, order: UnitOrder) -> None:
+        """Have every collective of a unit meet those of the other ranks in this order."""
+        if order.state.world_size == 1:
+            return
+        names = {each: name for name, each in loss_module_of(self).model.named_modules()}
+        for number, unit in enumerate(self._kinds):
+            name = names[unit] or "the model outside of its blocks"
+            records = [*self._group_parameters([unit])]
+            shards = [each for each in unit.parameters() if is_sharded(each)]
+            if not records:
+                continue
+            shard_axis, *others = axes_of(shards[0])
+            replicas = others[0].group if others else None
+            gather = OrderedGather(order, number, name, records)
+            reduce = OrderedReduce(order, number, name, replicas, shard_axis.world_size)
+            self._call("set_custom_all_gather", [unit], gather)
+            self._call("set_custom_reduce_scatter", [unit], reduce)
+
+    def _group_parameters(self, units: Iterable[nn.Module] | None = None) -> Iterator[Any]:
         """Return FSDP's own records of parameters."""
-        for state in self._call("_get_fsdp_state", self._kinds):
+        for state in self._call("_get_fsdp_state", self._kinds if units is None else units):
             several = vars(state).get("_fsdp_param_groups")  # older torch holds one, or none
             for group in [state._fsdp_param_group] if several is None else several:
                 yield from group.fsdp_params if group else ()
