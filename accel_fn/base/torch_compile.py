@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from accel_fn.base.unguarded import Unguarded
 from accel_fn.errors import PlanError
 
 MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
@@ -71,23 +73,49 @@ def compile_in_place(
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    compiled = compile_function(call, **_settings(mode, **settings))
-    if outermost:
-        compiled = keep_outputs(compiled, mode)
+    def make() -> Callable[..., Any]:
+        compiled = compile_function(call, **_settings(mode, **settings))
+        return keep_outputs(compiled, mode) if outermost else compiled
+
+    run = _by_key(make)
     for module in modules:
-        module._compiled_call_impl = partial(compiled, module)
+        module._compiled_call_impl = partial(run, Unguarded(module), module)
 
 
-def compile_inside(settings: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
-    """A function that calls another one compiled with the first of these settings, if there are any.
+def compile_inside(
+    settings: Sequence[Mapping[str, Any]], modules: Iterable[nn.Module]
+) -> Callable[..., Any]:
+    """Return a function `(module, function, ...)` that calls a function of one of these modules.
 
-    It is for parts of a model that the model's own graphs leave out.
+    That function runs compiled with the first of these settings, if there are any. It is for parts
+    of a model that the model's own graphs leave out.
     """
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return compile_function(call, **_settings(**settings[0])) if settings else call
+    def call_alone(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    if not settings:
+        return call_alone
+    run = _by_key(partial(compile_function, call, **_settings(**settings[0])))
+    unguarded = {module: Unguarded(module) for module in modules}
+
+    def call_compiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(unguarded[module], *args, **kwargs)
+
+    return call_compiled
+
+
+def _by_key(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a function that keeps other graphs for each key of what torch's guards do not look at."""
+    graphs = defaultdict[Any, Callable[..., Any]](make)
+
+    def run(unguarded: Unguarded, *args: Any, **kwargs: Any) -> Any:
+        return graphs[unguarded.key()](*args, **kwargs)
+
+    return run
 
 
 def _settings(mode: str, **others: Any) -> dict[str, Any]:

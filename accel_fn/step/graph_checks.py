@@ -105,13 +105,18 @@ class TrainedParameters:
         self.hooked = []
 
     def explain(self, error: BaseException) -> None:
-        """Raise a clearer error if a backward failed because parameters were frozen since `build`.
+        """Raise a clearer error if a backward failed for a reason that is known here.
 
         Hooks that were set aside are put back.
         """
         self._put_back()
         if not isinstance(error, RuntimeError):
             return
+        if "does not currently support double backward" in str(error):
+            raise LossError(
+                "step: compiled must have a loss_fn without gradients of gradients, got one that calls "
+                "torch.autograd.grad with create_graph=True; call torch.func.grad, or leave out compiled"
+            ) from error
         frozen_before = {id(each) for each in self._frozen}
         trained = {id(each) for each in self._given} - frozen_before
         for name, parameter in self._plan.model.named_parameters():

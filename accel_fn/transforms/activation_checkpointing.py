@@ -90,7 +90,8 @@ class CheckpointSlot(Stateful):
 
 def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
     """Make the context of forward and loss, for one step."""
-    inside = compile_inside([each.keywords for each in plan.having("torch_compile")])
+    found = find_blocks(plan.model, blocks, "checkpoint_activations").values()
+    inside = compile_inside([each.keywords for each in plan.having("torch_compile")], found)
     pinned = state.device.type == "cuda"
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     """Forwards of the blocks as they are in a step: another context may have replaced them."""
@@ -99,7 +100,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward so that the backward knows only its inputs."""
         plain = forwards[block]
-        forward = partial(inside, plain)
+        forward = partial(inside, block, plain)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         around = checkpoint_hook()
@@ -113,7 +114,6 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
 
     # The same objects in every step, otherwise a compiler would compile again.
     outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
-    found = find_blocks(plan.model, blocks, "checkpoint_activations").values()
     running = {block: partial(outside, block) for block in found}
 
     def within(state: DistState) -> AbstractContextManager[None]:

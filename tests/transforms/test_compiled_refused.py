@@ -208,6 +208,36 @@ def test_a_loss_that_breaks_the_graph_is_refused_by_the_step():
         step(state, make_batches(4)[0])
 
 
+def penalized(model, batch):
+    inputs = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    return ours.mse(model, batch) + (slope.norm(dim=1) - 1).square().mean()
+
+
+def penalized_by_func(model, batch):
+    slope = torch.func.grad(lambda inputs: model(inputs).sum())(batch[0])
+    return ours.mse(model, batch) + (slope.norm(dim=1) - 1).square().mean()
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("scope", "text"),
+    [
+        ("loss", "compiled must have a loss_fn without gradients of gradients, got one that calls"),
+        ("blocks", "compiled must have a loss_fn without gradients of gradients, got one that"),
+        ("step", "must hold the step in one graph, got .*torch.autograd.grad.*"),
+    ],
+)
+def test_a_gradient_penalty_is_refused_and_what_the_message_advises_is_the_plain_step(scope, text):
+    batches, recipe = make_batches(4, 4, 4), af.compiled(scope=scope)
+    with pytest.raises(ValueError, match=f"step: .*{text}.*; call torch.func.grad, or leave out"):
+        run(recipe(make_plan(loss_fn=penalized)), batches)
+    ends = [make_plan(loss_fn=penalized), recipe(make_plan(loss_fn=penalized_by_func))]
+    for plan in ends:
+        run(plan, batches)
+    ours.assert_close(ends[1].model.state_dict(), ends[0].model.state_dict())
+
+
 @compiles
 def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
     def loss_fn(model, batch):

@@ -6,16 +6,10 @@ from operator import is_
 
 from torch import Tensor
 
+from accel_fn.base.unguarded import Unguarded
 from accel_fn.errors import PlanError
 from accel_fn.step.plan import Plan
 from accel_fn.step.torch_internals import has_hooks
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 def hooked(plan: Plan) -> str:
@@ -40,8 +34,8 @@ class MadeOf:
         self._optimizers = [*plan.optimizers.values()]
         modules = [*plan.model.modules()]
         self._owners = [*map(vars, modules)]
-        self._hooks = [vars(each)[name] for each in modules for name in _HOOKS]
-        self._hook_ids = [*map(tuple, self._hooks)]
+        self._unguarded = Unguarded(plan.model)
+        self._hooks = self._unguarded.hooks()
         self._homes = [(each._parameters, name) for each in modules for name in each._parameters]
         self._parameters = [home[name] for home, name in self._homes]
         self._functions = self._found()
@@ -54,19 +48,21 @@ class MadeOf:
         held: list[Tensor | None] = [home.get(name) for home, name in self._homes]
         if not all(map(is_, held, self._parameters)):
             self._refuse("parameters", "load_state_dict without assign=True, or build again")
-        if [*map(tuple, self._hooks)] != self._hook_ids or self._is_hooked(held):
-            self._refuse("hooks", "register them before build, or build again")
         if not all(map(is_, self._found(), self._functions)):
             self._refuse(
                 "methods of model and optimizer", "replace them before build, or build again"
             )
+        if self._unguarded.refresh():  # torch's guards see other modules
+            self._functions = self._found()
+        if self._unguarded.hooks() != self._hooks or self._is_hooked(held):
+            self._refuse("hooks", "register them before build, or build again")
 
     def _is_hooked(self, parameters: list[Tensor | None]) -> bool:
         return any(map(has_hooks, self._optimizers)) or any(map(_is_hooked, parameters))
 
     def _found(self) -> list[object]:
-        """Return the methods that instances have in place of their classes'."""
-        found: list[object] = [own.get("forward") for own in self._owners]
+        """Return the methods of classes, and those that instances have in place of them."""
+        found = [*self._unguarded.methods(), *[own.get("forward") for own in self._owners]]
         for optimizer in self._optimizers:
             step = vars(optimizer).get("step")
             # The methods that torch's schedulers put there only count calls.

@@ -130,9 +130,11 @@ class CompiledStep:
                 'one size, or scope="loss"'
             ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
+            reason, repair = reason_of(error), 'use scope="loss"'
+            if "torch.autograd.grad" in reason:
+                repair = "call torch.func.grad, or leave out compiled"
             raise LossError(
-                'step: compiled(scope="step") must hold the step in one graph, got '
-                f'{reason_of(error)}; use scope="loss"'
+                f'step: compiled(scope="step") must hold the step in one graph, got {reason}; {repair}'
             ) from error
 
 
