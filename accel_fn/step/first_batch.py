@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,16 @@ from accel_fn.base.state import DistState
 from accel_fn.base.weights import count_labels, weigh
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
-from accel_fn.errors import LossError
+from accel_fn.comm.gather import gather
+from accel_fn.errors import AccelError, LossError
 from accel_fn.step.loss_module import run_forward
 from accel_fn.step.plan import Plan
 from accel_fn.step.strategy import Strategy
 
 _NUM_SAMPLES = 8
+_MOST_LOOKS = 10
+_TOO_FEW = "no batch has had two samples"
+_NO_HALVES = "half of each batch weighs nothing, or a loss is not finite"
 _EXACT = {torch.float64: 1e-8, torch.float32: 1e-4}
 _HALF = 2e-2
 """How far a sum in another order may be from a loss, of its size: by its dtype, and under autocast."""
@@ -46,6 +51,7 @@ class FirstBatch:
     ) -> None:
         self._plan = plan
         self._strategy = strategy
+        self._num_looks = 0
         self.is_due = True
         """Is there still something to look at?"""
         is_cut = state.world_size > 1 or plan.split or plan.having("virtual_ranks")
@@ -61,40 +67,61 @@ class FirstBatch:
 
     def look(self, state: DistState, batch: Any) -> None:
         """Warn of a model in evaluation mode; refuse a loss of another reduction, on all ranks alike."""
+        if not self._num_looks:
+            self._warn_of_evaluation_mode()
+        self._num_looks += 1
+        self.is_due = False
+        if not self._checks_loss:
+            return
+        found = self._measured(state, batch)
+        if isinstance(found, Halves):
+            self._judge(found)
+            return
+        self.verdict = f"could not be compared with that of its halves: {found}"
+        self.is_due = found in (_TOO_FEW, _NO_HALVES) and self._num_looks < _MOST_LOOKS
+
+    def _warn_of_evaluation_mode(self) -> None:
         model = self._plan.model
         if not model.training:
             warnings.warn(
                 f"step: model should be in training mode, got a {type(model).__name__} in evaluation mode: "
                 "dropout and batch statistics are off; call model.train() before the step",
-                stacklevel=3,
+                stacklevel=4,
             )
-        self.is_due = False
-        if not self._checks_loss:
-            return
-        found = self._measured(state, batch)
-        self.verdict = "could not be compared with that of its halves"
-        if isinstance(found, Halves):
-            self._judge(found)
-        elif found:
-            self.verdict += f": {found}"
 
     def _measured(self, state: DistState, batch: Any) -> Halves | str:
-        """The losses of the first rank, on all ranks; or why there are none."""
-        part = _first_part(self._plan, batch)
-        # All ranks run as many forwards: FSDP unshards in each, and a loss may hold collectives.
-        able = primitives.exchange(part is not None, state, "step")
-        if not any(able):
-            return "no rank has a batch of two samples"
-        if not all(able):
-            part = broadcast(part, state, source=able.index(True))
+        """The losses of the first rank that has them, on all ranks; or why there are none."""
         mine: Halves | str
+        try:
+            part = self._part(state, batch)
+        except AccelError as error:  # on all ranks alike
+            return f"its rows cannot be joined: {error}"
+        if part is None:
+            return _TOO_FEW
         try:
             mine = self._run(state, part)
         except Exception as error:  # if training raises it too, the step itself raises it
             self._strategy.reset()
             mine = f"{type(error).__name__} in a forward in evaluation mode"
         every = primitives.exchange(mine, state, "step")
-        return next((each for each in every if isinstance(each, Halves)), every[0])
+        found = next((each for each in every if isinstance(each, Halves)), every[0])
+        if isinstance(found, Halves) and not (
+            all(found.weights) and all(map(isfinite, found.losses))
+        ):
+            return _NO_HALVES
+        return found
+
+    def _part(self, state: DistState, batch: Any) -> Any:
+        """A few samples of the global batch, the same number on all ranks; None if there are no two."""
+        whole, num_rows = _counted(self._plan, batch)
+        # All ranks run as many forwards: FSDP unshards in each, and a loss may hold collectives.
+        rows = primitives.exchange(num_rows, state, "step")
+        if max(rows) < 2:
+            return gather(whole, state) if sum(rows) > 1 else None
+        part = None if num_rows < 2 else split_batch(whole, max(1, num_rows // _NUM_SAMPLES))[0]
+        if min(rows) < 2:
+            part = broadcast(part, state, source=[each > 1 for each in rows].index(True))
+        return part
 
     def _run(self, state: DistState, part: Any) -> Halves:
         """Losses and weights of a batch and its halves, without a trace in the model."""
@@ -149,15 +176,14 @@ class FirstBatch:
             )
 
 
-def _first_part(plan: Plan, batch: Any) -> Any:
-    """A few samples of the batch; None if there are no two."""
+def _counted(plan: Plan, batch: Any) -> tuple[Any, int]:
+    """The batch, and its number of samples: 0 if they cannot be counted."""
     # Not by the plan's split, which the user may have written to be called once per batch.
     try:
         whole = batch[0] if plan.split and type(batch) is list else batch
-        rows = num_samples(whole)
-        return split_batch(whole, max(1, rows // _NUM_SAMPLES))[0] if rows > 1 else None
+        return whole, num_samples(whole)
     except Exception:  # the step refuses the batch, on all ranks alike
-        return None
+        return None, 0
 
 
 def _triple(numbers: Any) -> tuple[float, float, float]:

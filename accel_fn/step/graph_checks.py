@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import LossError, PlanError
-from accel_fn.step.loss_graph import check_left_out, check_linear
+from accel_fn.step.loss_graph import check_left_out, check_linear, check_own_backwards
 from accel_fn.step.plan import Plan
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -137,6 +137,7 @@ class GraphChecks:
         *,
         finds_unused: bool,
         probes: bool = False,
+        shares: bool = False,
     ) -> None:
         self._plan = plan
         self._trainable = trainable
@@ -144,6 +145,8 @@ class GraphChecks:
         self._finds_unused = finds_unused
         """May the loss miss parameters?"""
         self._probes = probes
+        """May a graph be run backward more than once?"""
+        self._shares = shares
         """Are custom Functions in graphs to be linear?"""
         self._is_new = True
         """Is the graph of the next loss to be searched for what hides parameters?"""
@@ -166,8 +169,10 @@ class GraphChecks:
         if part is None:
             return
         if self._is_new:
-            functions = check_left_out(loss)
-            self._is_new = self._probes and functions and not check_linear(loss, self._trainable)
+            self._is_new = False
+            if check_left_out(loss) and self._probes:
+                check_own_backwards(loss, self._trainable)
+                self._is_new = self._shares and not check_linear(loss, self._trainable)
 
     def check_left_out(self, loss: Tensor, missed: Sequence[bool]) -> None:
         """Refuse a graph that hides parameters, if its backward missed some not seen to be missed."""

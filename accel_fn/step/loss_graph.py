@@ -22,6 +22,22 @@ def check_left_out(loss: Tensor, trainable: Sequence[nn.Parameter] | None = None
 
     Cost: a walk over the graph.
     """
+    order = _nodes(loss)
+    if any(node.name().endswith("CheckpointFunctionBackward") for node in order):
+        raise LossError(
+            "step: loss_fn must not use torch.utils.checkpoint with use_reentrant=True, which "
+            "hides parameters from the step's backward, got a graph with it; use "
+            "use_reentrant=False, or checkpoint_activations()"
+        )
+    if trainable is not None:
+        _check_functions(order, {id(each) for each in trainable})
+    # Collectives in it must run as often on all ranks, of which some may have no custom Function.
+    kinds = [str(getattr(getattr(node, "_forward_cls", None), "__module__", "")) for node in order]
+    return any(map(_custom, order)) and not any(kind.startswith("accel_fn.") for kind in kinds)
+
+
+def _nodes(loss: Tensor) -> list[Node]:
+    """The graph of a loss: the inputs of a node come before it."""
     order: list[Node] = []
     seen: set[Node] = set()
     ahead = [] if loss.grad_fn is None else [(loss.grad_fn, False)]
@@ -31,18 +47,35 @@ def check_left_out(loss: Tensor, trainable: Sequence[nn.Parameter] | None = None
             order.append(node)
         elif node not in seen:
             seen.add(node)
-            if node.name().endswith("CheckpointFunctionBackward"):
-                raise LossError(
-                    "step: loss_fn must not use torch.utils.checkpoint with use_reentrant=True, which "
-                    "hides parameters from the step's backward, got a graph with it; use "
-                    "use_reentrant=False, or checkpoint_activations()"
-                )
             ahead += [(node, True), *((n, False) for n, _ in node.next_functions if n is not None)]
-    if trainable is not None:
-        _check_functions(order, {id(each) for each in trainable})
-    # Collectives in it must run as often on all ranks, of which some may have no custom Function.
-    kinds = [str(getattr(getattr(node, "_forward_cls", None), "__module__", "")) for node in order]
-    return any(map(_custom, order)) and not any(kind.startswith("accel_fn.") for kind in kinds)
+    return order
+
+
+def check_own_backwards(loss: Tensor, trainable: Sequence[nn.Parameter]) -> None:
+    """Refuse Functions that write gradients of parameters where the step's backward leaves them out.
+
+    The engine runs what leads to the trained parameters; `loss.backward()` runs all of the graph.
+
+    Cost: a walk over the graph, and a backward if it has other leaves.
+    """
+    trained = {id(each) for each in trainable}
+    nodes = _nodes(loss)
+    leaves = [each for node in nodes if (each := getattr(node, "variable", None)) is not None]
+    others = [each for each in leaves if id(each) not in trained]
+    if not others:
+        return
+    try:
+        torch.autograd.grad(
+            loss, others, torch.ones_like(loss), retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if is_memory(error):
+            raise
+    written = [each for each in trainable if each.grad is not None]
+    for parameter in written:
+        parameter.grad = None
+    if written:
+        _check_functions(nodes, trained)
 
 
 def _check_functions(order: Sequence[Node], trainable: Collection[int]) -> None:
@@ -57,7 +90,7 @@ def _check_functions(order: Sequence[Node], trainable: Collection[int]) -> None:
             if kind is not None:
                 raise LossError(
                     "step: loss_fn must give parameters to custom autograd.Functions as tensors, got "
-                    f"{kind.__name__}, behind which no parameter lies while some have no gradient: a "
+                    f"{kind.__name__}, behind which no parameter lies: a "
                     "backward of its own is left out; give it the parameters, or detach() its inputs"
                 )
 

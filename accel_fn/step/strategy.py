@@ -45,7 +45,7 @@ class Strategy:
     settles: bool = False
     """Do ranks compare what they have run, before they add up losses?"""
     probes: bool = True
-    """May a graph be run backward more than once, to see in the first step that it is linear?"""
+    """May a graph be run backward more than once, to see in the first step what custom Functions do?"""
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
@@ -74,7 +74,8 @@ class Strategy:
             plan,
             self._reachable,
             finds_unused=self.finds_unused,
-            probes=shares and self.probes and not plan.compile_loss,
+            probes=self.probes and not plan.compile_loss,
+            shares=shares,
         )
 
     def trainable(self) -> Sequence[nn.Parameter]:

@@ -290,7 +290,7 @@ OTHERS = {
     "average": {"recipe": "af.average(0.9), "},
     "freeze": {
         "recipe": "af.freeze([n for n, _ in model.named_parameters()][0], until=2), ",
-        "hand": "if updates < 2: next(model.parameters()).grad = None",
+        "frozen": "if updates < 2: next(model.parameters()).grad = None",
     },
     "checkpoint activations": {"recipe": "af.checkpoint_activations(), "},
     "check replicas": {"recipe": "af.check_replicas(1), "},

@@ -97,6 +97,49 @@ def test_another_reduction_is_refused_on_every_rank(recipe, world_size, loss_fn,
     simulate(run, world_size=world_size)
 
 
+@pytest.mark.parametrize("recipe", [af.wrap_ddp(), af.wrap_fsdp()], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[[0, 1, 1]], [[1, 1, 1]], [[0, 1, 0], [1, 0, 0], [0, 2, 1]]], ids=str
+)
+def test_the_first_global_batch_of_two_samples_is_compared(recipe, sizes):
+    """No rank has two samples in some; a batch of one sample is cut nowhere, so it trains right."""
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(summed, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, recipe(plan))
+        for size in sizes[:-1]:
+            state, _ = step(state, ours.rows(BATCH, 0, size[state.rank]))
+        with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
+            step(state, ours.rows(BATCH, 0, sizes[-1][state.rank]))
+
+    simulate(run, world_size=3)
+
+
+def test_a_half_without_items_says_nothing():
+    """Its mean is that of nothing; the comparison waits for a batch with items in both halves."""
+
+    def loss_fn(model, batch):
+        labels = batch[1][:, 0] > 0
+        return (model(batch[0])[:, 0] * labels).sum() / labels.sum().clamp_min(1)
+
+    inputs = torch.ones(4, 3, dtype=torch.float64)
+    batches = [
+        (inputs, torch.tensor(counts, dtype=torch.float64)[:, None])
+        for counts in ([1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0, 1])
+    ]
+    model = ours.regression_model()
+    plan = af.Plan(
+        loss_fn, model, ours.sgd(model.parameters()), weight_fn=lambda batch: batch[1].sum()
+    )
+    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    for batch in batches:
+        state, _ = step(state, batch)
+        if batch is not batches[-1]:
+            assert "half of each batch weighs nothing" in step.first_batch.verdict
+    assert "is a mean" in step.first_batch.verdict
+
+
 @pytest.mark.parametrize(("recipe", "world_size"), CUT)
 def test_what_is_neither_is_not_refused(recipe, world_size):
     """A loss over pairs of samples is such a case; a line of `explain` reports it."""

@@ -176,11 +176,17 @@ class Inner(torch.autograd.Function):
         return x.grad, None
 
 
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
 @pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(3)])
-def test_a_function_whose_own_backward_is_left_out_is_refused(recipe):
+def test_a_function_whose_own_backward_is_left_out_is_refused(recipe, penalty):
+    """With a penalty every parameter has a gradient nevertheless, that of the penalty."""
+
     def hiding(model, x):
         x = x.clone().requires_grad_()
-        return F.mse_loss(model[1](Inner.apply(x, model[0])), x.detach().sum(1, keepdim=True))
+        outputs = model[1](Inner.apply(x, model[0]))
+        loss = F.mse_loss(outputs, x.detach().sum(1, keepdim=True))
+        squares = sum(each.square().sum() for each in model.parameters())
+        return loss + penalty * squares if penalty else loss
 
     with pytest.raises(
         ValueError, match=r"custom autograd.Functions as tensors, got Inner, .* detach"
