@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from os import sep
 from pathlib import Path
 from traceback import extract_tb
 
@@ -11,9 +12,6 @@ import torch
 from accel_fn.base.state import DistState
 from accel_fn.comm.collectives import exchange_failures
 from accel_fn.errors import PeerError, WorldError
-
-_OURS = (str(Path(__file__).parents[2]), *torch.__path__)
-"""Folders of code that is not the user's."""
 
 
 def run_or_raise_on_all(run: Callable[[], None], state: DistState) -> None:
@@ -51,7 +49,8 @@ def check_same_step(steps: Sequence[int]) -> None:
 
 def _place(error: Exception) -> str:
     """Return the line of the user's code that raised it, if known."""
+    others = (f"{Path(__file__).parents[2]}{sep}", *(f"{each}{sep}" for each in torch.__path__))
     frames = [
-        each for each in extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)
+        each for each in extract_tb(error.__traceback__) if not each.filename.startswith(others)
     ]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
