@@ -148,7 +148,9 @@ def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterat
             elif not is_free and key != "initial_lr":  # a schedule adds it, and may be new
                 yield f"{name}/{key}: {_NOTHING} saved, {here[key]} here"
     elif isinstance(saved, list | tuple) and isinstance(here, list | tuple):
-        for number, pair in enumerate(zip(saved, here, strict=False)):
+        pairs = enumerate(zip(saved, here, strict=False))
+        # torch_optimizer's RAdam has None in a list until its first updates fill it.
+        for number, pair in [each for each in pairs if each[1][1] is not None]:
             yield from unlike(*pair, f"{name}/{number}", is_free=is_free)
         if len(saved) != len(here) and not is_free:
             yield f"{name}: {len(saved)} values saved, {len(here)} here"

@@ -145,8 +145,15 @@ def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:
 
 
 def scale_from_dict(saved: Mapping[str, Any] | None, state: DistState) -> LossScale | None:
-    """Make the loss scale, on the device of the run."""
-    return None if saved is None else LossScale(**_moved(saved, state.device))
+    """Make the loss scale, on the device of the run.
+
+    Raises:
+        KeyError, TypeError: a field is missing, or a name is no field.
+    """
+    if saved is None:
+        return None
+    names = {*saved, *(each.name for each in fields(LossScale))}  # fields have defaults
+    return LossScale(**_moved({name: saved[name] for name in names}, state.device))
 
 
 def _moved(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -179,6 +179,11 @@ def test_a_setting_of_another_type_or_size_is_refused(saved, data):
     assert load_forged(saved, file, (*start, *way), value) or free
 
 
+@pytest.mark.parametrize("name", ["growth_factor", "growth_interval", "skipped"])
+def test_a_loss_scale_without_one_of_its_values_is_refused(saved, name):
+    assert load_forged(saved, "common.pt", ("scaler", name), GONE)
+
+
 def test_a_buffer_of_another_rank_s_that_does_not_fit_is_refused_on_all(tmp_path):
     def save(state):
         state, step = make(state)

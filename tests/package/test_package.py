@@ -187,6 +187,7 @@ FIXED_WHEN_MADE = {
     "Path",
     "TypeVar",
     "click.Path",
+    "itemgetter",
     "logging.getLogger",
     "nullcontext",
     "np.uint64",

@@ -111,7 +111,7 @@ def test_names_of_torch_and_of_this_library_are_not_looked_at_in_every_step(monk
     run(af.compiled(scope="step")(make_plan()), make_batches(4, 4))
     assert any("__import_torch_dot_optim" in name for name in left_out)
     assert any("__builtins_dict" in name for name in left_out)
-    assert not any("loss" in name for name in left_out)
+    assert not any("['loss" in name for name in left_out)
 
 
 @compiles
