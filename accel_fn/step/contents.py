@@ -145,14 +145,10 @@ def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:
 
 
 def scale_from_dict(saved: Mapping[str, Any] | None, state: DistState) -> LossScale | None:
-    """Make the loss scale, on the device of the run.
-
-    Raises:
-        KeyError, TypeError: a field is missing, or a name is no field.
-    """
+    """Make the loss scale, on the device of the run; it needs each field, also those with defaults."""
     if saved is None:
         return None
-    names = {*saved, *(each.name for each in fields(LossScale))}  # fields have defaults
+    names = {*saved, *(each.name for each in fields(LossScale))}
     return LossScale(**_moved({name: saved[name] for name in names}, state.device))
 
 
