@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.base.unwrap import unwrapped
@@ -71,8 +73,7 @@ def contents_of(steps: Steps) -> Contents:
         extra_state = _add_model(found, place_of("model", name), unwrapped(plan.model))
         transforms = {}
         for place, where, function in _stateful_functions(plan, name):
-            # Before the optimizer, since a schedule may notice here that its learning rate was
-            # changed.
+            # Before the optimizer: a schedule may notice here that its learning rate was changed.
             saved = function.state_dict()
             tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
             found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})
@@ -153,10 +154,8 @@ def scale_from_dict(saved: Mapping[str, Any] | None, state: DistState) -> LossSc
 
 
 def _moved(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in values.items()
-    }
+    moved: dict[str, Any] = tree_map_only(Tensor, methodcaller("to", device), dict(values))
+    return moved
 
 
 def targets_for(
