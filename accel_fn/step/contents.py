@@ -95,8 +95,7 @@ def place_of(kind: str, step: str) -> str:
 
 def under(place: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
     """Select the values whose names begin with `place`, by the rest of the name."""
-    size = len(place)
-    return {name[size:]: each for name, each in values.items() if name.startswith(place)}
+    return {name[len(place) :]: each for name, each in values.items() if name.startswith(place)}
 
 
 def signature(step: Step) -> dict[str, Any]:
