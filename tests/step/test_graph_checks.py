@@ -70,6 +70,47 @@ def test_a_hook_of_a_parameter_sees_the_gradient_of_the_global_batch(recipe, wor
     assert not torch.allclose(found, by_hand(lambda model: None))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [
+        *RECIPES,
+        pytest.param(af.compose(af.wrap_ddp(), af.accumulate("auto")), 2, id="retries"),
+        pytest.param(af.wrap_ddp(find_unused_parameters=True), 2, id="unused parameters"),
+    ],
+)
+def test_a_hook_with_memory_runs_once_a_step_and_not_in_build(recipe, world_size):
+    def momentum(model):
+        past = []
+
+        def hook(grad):
+            past.append(grad.clone())
+            return sum(past) / len(past)
+
+        model[0].weight.register_hook(hook)
+
+    found = trained(recipe, world_size, momentum)
+    torch.testing.assert_close(found, by_hand(momentum), rtol=0, atol=1e-12)
+
+
+def test_hooks_do_not_run_where_ddp_begins_again_after_a_step_that_failed():
+    def run(state):
+        seen = []
+        model = copy.deepcopy(MODEL)
+        model[0].weight.register_hook(lambda grad: seen.append(float(grad.norm())))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state, step = af.build(state, af.wrap_ddp()(af.Plan(loss_fn, model, optimizer)))
+        part = X.tensor_split(state.world_size)[state.rank]
+        state, _ = step(state, part)
+        with pytest.raises(RuntimeError):
+            step(state, part[:, :3])
+        step(state, part)
+        return seen
+
+    for seen in simulate(run, world_size=2):
+        assert len(seen) == 2
+        assert all(seen)
+
+
 def test_hooks_are_in_place_again_after_a_step_that_failed():
     seen = []
 

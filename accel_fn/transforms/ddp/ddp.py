@@ -205,8 +205,16 @@ def _fix_buckets(ddp: DistributedDataParallel) -> None:
     """
     if ddp.static_graph or ddp.find_unused_parameters:
         return  # laid out once, and the first backward of a static graph must be a real one
-    loss, _ = ddp(None)
-    loss.backward(torch.zeros_like(loss))
+    # Hooks of parameters see gradients of batches alone: one with a memory would keep these zeros.
+    hooked = [(hooks, dict(hooks)) for p in ddp.parameters() if (hooks := p._backward_hooks)]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        loss, _ = ddp(None)
+        loss.backward(torch.zeros_like(loss))
+    finally:
+        for hooks, kept in hooked:
+            hooks.update(kept)
     ddp.zero_grad(set_to_none=True)
 
 
