@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -23,10 +25,18 @@ _NAMES = {"MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "DUPL
 """Guards that a name still refers to the same module, class or function."""
 _OURS = re.compile(r"G\['(?!__import_(?!(torch|accel_fn)(_dot_|')))")
 """The start of a guard on a global that is not of the user's module."""
+_is_uncompiled = ContextVar("_is_uncompiled", default=False)
 
 
 def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Call `torch.compile`; its graphs are counted apart from those of any other function."""
+    """Call `torch.compile`; its graphs are counted apart from those of any other function.
+
+    So are those of functions inside, which torch compiles by themselves where a graph breaks. It
+    would run them for another model of the class, without that model's hooks. torch before 2.13
+    cannot.
+    """
+    if "isolate_recompiles" in signature(torch.compile).parameters:
+        settings["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(_with_own_code(fn), **settings)
     return compiled
 
@@ -77,7 +87,7 @@ def compile_in_place(
         compiled = compile_function(call, **_settings(mode, **settings))
         return keep_outputs(compiled, mode) if outermost else compiled
 
-    run = _by_key(make)
+    run = _by_key(make, call)
     for module in modules:
         module._compiled_call_impl = partial(run, Unguarded(module), module)
 
@@ -99,7 +109,7 @@ def compile_inside(
 
     if not settings:
         return call_alone
-    run = _by_key(partial(compile_function, call, **_settings(**settings[0])))
+    run = _by_key(partial(compile_function, call, **_settings(**settings[0])), call)
     unguarded = {module: Unguarded(module) for module in modules}
 
     def call_compiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -108,11 +118,25 @@ def compile_inside(
     return call_compiled
 
 
-def _by_key(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled modules as they are, in this thread: `torch.compiler.set_stance` is of a process."""
+    token = _is_uncompiled.set(True)
+    try:
+        yield
+    finally:
+        _is_uncompiled.reset(token)
+
+
+def _by_key(
+    make: Callable[[], Callable[..., Any]], plain: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a function that keeps other graphs for each key of what torch's guards do not look at."""
     graphs = defaultdict[Any, Callable[..., Any]](make)
 
     def run(unguarded: Unguarded, *args: Any, **kwargs: Any) -> Any:
+        if _is_uncompiled.get():
+            return plain(*args, **kwargs)
         return graphs[unguarded.key()](*args, **kwargs)
 
     return run

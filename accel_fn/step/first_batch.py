@@ -16,6 +16,7 @@ from accel_fn.base.batch import num_samples
 from accel_fn.base.rng import random_state, restore_random
 from accel_fn.base.split_batch import split_batch
 from accel_fn.base.state import DistState
+from accel_fn.base.torch_compile import uncompiled
 from accel_fn.base.weights import count_labels, weigh
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
@@ -133,8 +134,7 @@ class FirstBatch:
         with ExitStack() as around:
             around.enter_context(_untouched(plan.model, state))
             around.enter_context(torch.no_grad())
-            if plan.compile_loss:
-                around.enter_context(torch.compiler.set_stance("force_eager"))
+            around.enter_context(uncompiled())
             losses = [run_forward(state, plan, strategy.loss_module, each)[0] for each in parts]
         tolerance = _HALF if plan.forward_contexts else _EXACT.get(losses[0].dtype, _HALF)
         return Halves(_triple(map(float, losses)), _triple(weights), others, tolerance)

@@ -165,6 +165,7 @@ KEPT = {
     "comm/primitives.py _calls": "a count of a thread, of which only differences are read",
     "comm/mesh.py _device": "what all simulated groups send by",
     "base/rng.py GENERATORS": "a lock",
+    "base/torch_compile.py _is_uncompiled": "whether a thread runs modules uncompiled, while it does",
     "checkpoint/format/manifest.py _hints": "the fields of a class",
     "checkpoint/weights/entries.py _has_code": "a fact about a dtype",
     "data/samplers/set_epoch.py _LOCK": "a lock",

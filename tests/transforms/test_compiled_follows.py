@@ -118,6 +118,9 @@ HOOKS = {
     "forward hook with keywords": lambda at: at.register_forward_hook(halved, with_kwargs=True),
     "forward pre-hook": lambda at: at.register_forward_pre_hook(lambda _, inputs: half(inputs)),
     "backward hook": lambda at: at.register_full_backward_hook(lambda _, grads, __: half(grads)),
+    "backward pre-hook": lambda at: at.register_full_backward_pre_hook(
+        lambda _, grads: half(grads)
+    ),
     "forward": lambda at: halve(at, "forward"),
 }
 HOOKED = {

@@ -256,7 +256,7 @@ def test_a_parameter_that_only_later_batches_reach_is_refused_by_the_step():
 def test_more_graphs_than_torch_keeps_are_an_error():
     plan = af.compiled(scope="step", dynamic=False)(make_plan(optimizer=plain_sgd))
     text = (
-        r"make do with the 1 graphs .* another batch size.*; use dynamic=True, batches of one size"
+        r"must fit into the 1 graphs .* another batch size.*; use dynamic=True, batches of one size"
     )
     with torch._dynamo.config.patch(recompile_limit=1):
         state, step, _ = run(plan, make_batches(4))
