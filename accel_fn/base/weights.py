@@ -114,6 +114,6 @@ def _weight(weight_fn: WeightFn, batch: Any) -> float:
     if not 0 <= plain <= sys.float_info.max:  # a larger integer has no float
         raise BatchError(message("Plan", "weight_fn", "return a finite count >= 0", value))
     if plain and not _SMALLEST <= plain <= _LARGEST:
-        rule = f"return 0 or a count from {_SMALLEST:g} to {_LARGEST:g}, as gradients in float32 go times it"
+        rule = f"return 0 or a count from {_SMALLEST:g} to {_LARGEST:g}, as losses in float32 go times it"
         raise BatchError(message("Plan", "weight_fn", rule, value))
     return plain

@@ -163,14 +163,15 @@ class GlobalMean:
 
 
 def checked_total(total: float, failure: Exception | None) -> float:
-    """A total as an int where it is one; raises if any rank's part of it could not be counted."""
+    """A total as an int if it counts exactly; raises if any rank's part of it could not be counted."""
     if failure is not None:
         raise failure
     if total != total:
         raise BatchError(
             "step: batch must be countable on every rank; the error of another rank has the reason"
         )
-    return int(total) if total.is_integer() else total
+    is_count = total.is_integer() and total <= 2**53  # far above, torch takes no int
+    return int(total) if is_count else total
 
 
 def seed_of(loss: Tensor, share: float, scaler: LossScale | None) -> Tensor | None:

@@ -119,6 +119,48 @@ def test_weights_may_be_any_numbers(wrap, weighted, world_size):
         ours.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [
+        (af.accumulate(4), 1),
+        (af.wrap_ddp(), 2),
+        (af.wrap_fsdp(), 2),
+        (af.local_sgd(every=1), 2),
+        (af.reproducible(2), 2),
+    ],
+)
+@pytest.mark.parametrize("scales", [(1e25, 1e-25), (1e29,), (1.0, 1e-20, 1e20)])
+def test_a_factor_of_all_weights_of_a_batch_changes_nothing(recipe, world_size, scales):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    targets = inputs.sum(1, keepdim=True)
+    batches = [(inputs, targets, torch.full((8,), each).double()) for each in scales]
+    losses, expected = ours.trained_by_hand(
+        ours.regression_model(), [batch[:2] for batch in batches], optimizer=ours.sgd
+    )
+    results = ours.trained(
+        ours.regression_model(),
+        ours.dealt_evenly(batches, world_size),
+        recipe,
+        loss_fn=lambda model, batch: ours.mse(model, batch[:2]),
+        optimizer=ours.sgd,
+        weight_fn=lambda batch: batch[2].sum(),
+    )
+    for found, actual in results:
+        ours.assert_close(actual, expected)
+        assert found == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("weight", [1e-31, 1e31])
+def test_weights_beyond_what_losses_can_go_times_are_refused(weight):
+    batch = torch.ones(2, 3).double(), torch.ones(2, 1).double()
+    state, step = ours.built(weight_fn=lambda batch: weight)
+    with pytest.raises(
+        ValueError, match=r"weight_fn must return 0 or a count from 1e-30 to 1e\+30, .* go times it"
+    ):
+        step(state, batch)
+
+
 @given(dealt=dealt_batches(strategies.batches(num_batches=1), 4))
 def test_the_forward_alone_is_the_loss_of_the_global_batch(dealt):
     batches, sizes = dealt
