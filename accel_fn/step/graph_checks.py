@@ -142,6 +142,7 @@ class GraphChecks:
         self._plan = plan
         self._trainable = trainable
         self._trained = plan.trained()
+        self._known = {id(each) for each in plan.model.parameters()}
         self._finds_unused = finds_unused
         """May the loss miss parameters?"""
         self._probes = probes
@@ -188,15 +189,29 @@ class GraphChecks:
 
     def check_reached(self) -> None:
         """Refuse a loss that misses the model, or misses parameters that DDP waits for."""
-        named = self._plan.model.named_parameters()
-        names = [name for name, p in named if p.requires_grad and p.grad is None]
+        model = self._plan.model
+        names = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
         nothing = all(parameter.grad is None for parameter in self._trained)
         if nothing or (names and not self._finds_unused):
+            for name in names:
+                self._check_missed(name, model.get_parameter(name))
             some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             raise LossError(
                 f"step: loss_fn must reach the model's parameters by the model given to it, got no gradient "
                 f"for {some}; no functional_call on copies, freeze what is not used, or "
                 "wrap_ddp(find_unused_parameters=True)"
+            )
+
+    def _check_missed(self, name: str, parameter: nn.Parameter) -> None:
+        if id(parameter) not in self._known:
+            raise PlanError(
+                f"step: model must hold the parameters that build found, got another {name}; write to the "
+                "old one, or build again"
+            )
+        if parameter._post_accumulate_grad_hooks:
+            raise PlanError(
+                "step: model must have no post-accumulate-grad hooks that clear all gradients, got one on "
+                f"{name}; let the optimizer step after the backward"
             )
 
 

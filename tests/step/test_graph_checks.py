@@ -146,6 +146,22 @@ def test_hooks_that_step_in_the_backward_are_refused(recipe, world_size):
         trained(recipe, world_size, after=stepping)
 
 
+def test_hooks_that_step_for_all_parameters_on_one_rank_are_named():
+    def stepping(model):
+        def hook(parameter):
+            parameter.data.sub_(0.1 * parameter.grad)
+            parameter.grad = None
+
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(hook)
+
+    words = (
+        r"step: model must have no post-accumulate-grad hooks that clear .*, got one on 0.weight"
+    )
+    with pytest.raises(ValueError, match=words):
+        trained(af.compose(), 1, stepping)
+
+
 def test_fsdp_refuses_hooks_that_its_shards_would_drop():
     def hooked(model):
         model[0].weight.register_hook(lambda grad: grad.clamp(-0.2, 0.1))
@@ -154,6 +170,19 @@ def test_fsdp_refuses_hooks_that_its_shards_would_drop():
         ValueError, match=r"wrap_fsdp's model must have no hooks on parameters.*0.weight"
     ):
         trained(af.wrap_fsdp(), 2, hooked)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size"), [(af.compose(), 1), (af.wrap_ddp(), 2), (af.accumulate(2), 1)]
+)
+def test_parameters_that_are_replaced_after_build_are_named_as_such(recipe, world_size):
+    def replacing(model):
+        copies = {name: each.clone() for name, each in model.state_dict().items()}
+        model.load_state_dict(copies, assign=True)
+
+    words = r"step: model must hold the parameters that build found, got another 0.weight; write"
+    with pytest.raises(ValueError, match=words):
+        trained(recipe, world_size, after=replacing)
 
 
 class AddGradient(torch.autograd.Function):
