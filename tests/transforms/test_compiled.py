@@ -9,6 +9,7 @@ from torch import nn
 
 import accel_fn as af
 from accel_fn.base.torch_compile import MODES
+from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.compilers import (
     compiles,
@@ -405,3 +406,17 @@ def test_cuda_graphs_are_captured_and_compute_the_same_and_keep_reports(scope, m
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
     assert calls["capture_begin"] >= 1
     assert calls["replay"] >= 6  # all but the first few of the 12 steps
+
+
+@compiles
+def test_simulated_ranks_leave_the_compiler_of_their_process_on():
+    """The first step runs the model uncompiled, in the thread of its rank."""
+
+    def train(state):
+        state, step = af.build(state, af.compose(af.wrap_ddp(), af.compiled())(make_plan()))
+        step(state, make_batches(4)[0])
+
+    simulate(train, world_size=2)
+    graphs = num_graphs()
+    torch.compile(lambda values: values + 1, backend="eager")(torch.ones(2))
+    assert num_graphs() - graphs == 1
