@@ -1,4 +1,4 @@
-"""torch.manual_seed in simulated ranks: they are threads that share one generator, so they take turns."""
+"""What simulated ranks, which are threads, share of torch: one generator, and whether it compiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -72,8 +72,15 @@ def end_turn() -> None:
 
 @contextmanager
 def rank_of(group: ProcessGroup | None) -> Iterator[None]:
-    """Inside, this thread is a rank of a world of several, which draws its own numbers after a seed."""
+    """Inside, this thread is a rank of a world of several, which draws its own numbers after a seed.
+
+    From then on, `torch.compiler.is_compiling()` is true in traced code alone. torch (2.13) sets it
+    for the whole process while one thread compiles; an optimizer that updates in another thread
+    then counts its steps in float32.
+    """
     torch.manual_seed = torch.random.manual_seed = _seed_in_turn
+    if hasattr(torch.compiler, "_compile_session_context"):
+        torch.compiler._compile_session_context = nullcontext  # type: ignore[assignment]
     _rank.group, _rank.process = group, os.getpid()
     try:
         yield

@@ -420,3 +420,21 @@ def test_simulated_ranks_leave_the_compiler_of_their_process_on():
     graphs = num_graphs()
     torch.compile(lambda values: values + 1, backend="eager")(torch.ones(2))
     assert num_graphs() - graphs == 1
+
+
+def test_a_simulated_rank_that_compiles_says_so_in_traced_code_alone():
+    """Optimizers of other ranks ask the same flag."""
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(torch.compiler.is_compiling())
+        return graph.forward
+
+    def double_in_graph(values):
+        return values * 2 if torch.compiler.is_compiling() else values
+
+    def run_graph(state):
+        return torch.compile(double_in_graph, backend=backend)(torch.ones(2)).tolist()
+
+    assert simulate(run_graph, world_size=2) == [[2.0, 2.0]] * 2
+    assert not any(seen)
