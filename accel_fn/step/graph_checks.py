@@ -202,6 +202,18 @@ class GraphChecks:
                 "wrap_ddp(find_unused_parameters=True)"
             )
 
+    def refuse_late(self, missed: Sequence[bool]) -> None:
+        """Refuse parameters that an earlier micro-batch has reached, and the last one missed."""
+        late = [each for each, is_missed in zip(self._trained, missed, strict=True) if is_missed]
+        names = [
+            n for n, p in self._plan.model.named_parameters() if any(p is each for each in late)
+        ]
+        raise LossError(
+            "step: loss_fn must reach the model's parameters in the last micro-batch of each rank, where "
+            f"DDP averages, got no gradient there for {', '.join(names[:3])}; use "
+            "wrap_ddp(find_unused_parameters=True)"
+        )
+
     def _check_missed(self, name: str, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._known:
             raise PlanError(

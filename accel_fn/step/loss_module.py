@@ -38,8 +38,13 @@ class LossModule(nn.Module):
     def forward(self, batch: Any) -> Outcome:
         """The mean loss of a batch; for None, a zero that reaches every parameter."""
         if batch is None:
-            reached = [self.idle] if self.idle is not None else self.model.parameters()
-            zeros = [self._empty_zero(p) for p in reached if p.requires_grad]
+            tables = [
+                m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+            ]
+            sparse = [each.weight for each in tables if each.sparse]
+            # DDP has no zeros for a sparse gradient, so tables count as used in either case.
+            reached = self.model.parameters() if self.idle is None else [self.idle, *sparse]
+            zeros = [_empty_zero(p, sparse) for p in reached if p.requires_grad]
             return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum(), {}
         found: Any = self.loss_fn(self.model, batch)
         loss, metrics = found if type(found) is tuple and len(found) == 2 else (found, None)
@@ -47,13 +52,13 @@ class LossModule(nn.Module):
             _refuse_loss(loss)
         return loss, {} if metrics is None else checked_metrics(metrics, loss)
 
-    def _empty_zero(self, parameter: nn.Parameter) -> Tensor:
-        """A zero whose gradient is empty, and sparse where the parameter's always is."""
-        tables = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-        if any(table.sparse and table.weight is parameter for table in tables):
-            no_rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
-            return F.embedding(no_rows, parameter, sparse=True).sum()
-        return parameter.flatten()[:0].sum()
+
+def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:
+    """A zero whose gradient is empty, and sparse where the parameter's always is."""
+    if any(each is parameter for each in sparse):
+        no_rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        return F.embedding(no_rows, parameter, sparse=True).sum()
+    return parameter.flatten()[:0].sum()
 
 
 def checked_metrics(metrics: Any, loss: Tensor) -> Metrics:

@@ -160,16 +160,22 @@ class Strategy:
         """A context whose backward leaves gradients on this rank: for all micro-batches but the last."""
         return _NOTHING
 
-    def backward(self, loss: Tensor, seed: Tensor | None) -> None:
-        """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""
+    def backward(self, loss: Tensor, seed: Tensor | None) -> Sequence[bool]:
+        """Add the gradients of `seed * loss` to `.grad`; a seed of None is one.
+
+        Returns:
+            Which trained parameters it missed; empty if none.
+        """
         # Into these parameters alone: the generator's step of a GAN leaves `.grad` of the
         # discriminator as it is, so no `zero_grad` is needed anywhere.
         run_backward(loss, seed, self._reachable)
         marks = [-1 if each.grad is None else each.grad._version for each in self._trained]
         missed = [*map(eq, marks, self._marks)]
-        if any(missed):
-            self.checks.check_left_out(loss, missed)
         self._marks = marks
+        if not any(missed):
+            return ()
+        self.checks.check_left_out(loss, missed)
+        return missed
 
     def zero_gradients(self) -> None:
         """Keep zeros of what micro-batches of weight 0 have reached, whatever 0 times theirs is."""

@@ -257,7 +257,7 @@ CLIPS = {
     "none": {},
     "norm": {
         "recipe": "af.clip(0.1), ",
-        "hand": "nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
+        "hand": "nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g['params']], 0.1)",
     },
     "value": {
         "recipe": "af.clip_value(0.01), ",

@@ -369,3 +369,68 @@ def test_a_fused_sgd_with_momentum_is_refused_by_what_thaws_parameters():
         ValueError, match=r"freeze: optimizer must take parameters that come later, got SGD"
     ):
         af.freeze("0", until=2)(af.Plan(loss_fn, MODEL, optimizer))
+
+
+class Experts(nn.Module):
+    """Each row goes through one of two layers, by the sign of its first value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        masks = [x[:, 0] > 0, x[:, 0] <= 0]
+        zeros = x.new_zeros(len(x), 1)
+        return sum(
+            zeros.masked_scatter(mask[:, None], expert(x[mask]))
+            for expert, mask in zip(self.experts, masks, strict=True)
+            if mask.any()
+        )
+
+
+ROWS = torch.tensor([[1.0], [-1.0], [1.0], [1.0]], dtype=torch.float64).expand(4, 4)
+
+
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_a_parameter_that_only_earlier_micro_batches_of_a_rank_reach_is_waited_for_or_refused(
+    finds_unused,
+):
+    def run(state, size):
+        torch.manual_seed(0)
+        model = Experts().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrap = af.wrap_ddp(find_unused_parameters=finds_unused)
+        recipe = af.compose(wrap, af.accumulate(2)) if size > 1 else af.compose()
+        state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+        mine = ROWS if state.is_main else ROWS[:0]
+        for _ in range(2):
+            state, _ = step(state, mine)
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    def trained_by(size):
+        return simulate(lambda state: run(state, size), world_size=size)
+
+    if finds_unused:
+        for found in trained_by(2):
+            torch.testing.assert_close(found, trained_by(1)[0], rtol=1e-12, atol=1e-12)
+    else:
+        with pytest.raises(ValueError, match=r"last micro-batch of each rank.*experts\.1\.weight"):
+            trained_by(2)
+
+
+def test_a_rank_without_rows_has_a_sparse_gradient_where_unused_parameters_are_found():
+    def run(state):
+        torch.manual_seed(0)
+        model = nn.Embedding(6, 1, sparse=True).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recipe = af.wrap_ddp(find_unused_parameters=True) if state.world_size > 1 else af.compose()
+        loss = lambda model, rows: model(rows).square().mean()
+        state, step = af.build(state, recipe(af.Plan(loss, model, optimizer)))
+        rows = torch.tensor([0, 2, 2, 5])
+        for _ in range(2):
+            state, _ = step(state, rows if state.is_main else rows[:0])
+        return model.weight.detach()
+
+    (expected,) = simulate(run, world_size=1)
+    for found in simulate(run, world_size=2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -145,6 +145,8 @@ class DDP(Strategy):
         self.finds_unused = bool(options.get("find_unused_parameters"))
         if self.finds_unused:
             loss_module_of(module).idle = nn.Parameter(torch.zeros((), device=state.device))
+        self._waits = not (self.finds_unused or options.get("static_graph"))
+        """Does DDP wait for a gradient of every parameter?"""
         self._options = {"process_group": state.group, **options}
         self._comm_hook = comm_hook and _comm_hook(comm_hook, state.group)
         self._is_unfinished = False
@@ -173,6 +175,14 @@ class DDP(Strategy):
         except BaseException:
             self._is_unfinished = not self.retries  # their backward is under no_sync
             raise
+
+    def backward(self, loss: Tensor, seed: Tensor | None) -> Sequence[bool]:
+        """Add gradients, and refuse a loss that misses a parameter where other ranks wait for it."""
+        missed = super().backward(loss, seed)
+        if missed and self._waits and self.ddp.require_backward_grad_sync:
+            self.checks.check_reached()
+            self.checks.refuse_late(missed)
+        return missed
 
     def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """The loss in DDP, with its buckets laid out."""
