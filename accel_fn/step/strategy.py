@@ -161,10 +161,9 @@ class Strategy:
         return _NOTHING
 
     def backward(self, loss: Tensor, seed: Tensor | None) -> Sequence[bool]:
-        """Add the gradients of `seed * loss` to `.grad`; a seed of None is one.
+        """Add the gradients of `seed * loss` to `.grad`, and return which parameters it missed, if any.
 
-        Returns:
-            Which trained parameters it missed; empty if none.
+        A seed of None is one.
         """
         # Into these parameters alone: the generator's step of a GAN leaves `.grad` of the
         # discriminator as it is, so no `zero_grad` is needed anywhere.
