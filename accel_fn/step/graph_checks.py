@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import LossError, PlanError
-from accel_fn.step.loss_graph import check_left_out, check_linear, check_own_backwards
+from accel_fn.step.loss_graph import check_left_out, check_linear, check_own_backwards, leaves
 from accel_fn.step.plan import Plan
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -202,17 +202,18 @@ class GraphChecks:
                 "wrap_ddp(find_unused_parameters=True)"
             )
 
-    def refuse_late(self, missed: Sequence[bool]) -> None:
-        """Refuse parameters that an earlier micro-batch has reached, and the last one missed."""
-        late = [each for each, is_missed in zip(self._trained, missed, strict=True) if is_missed]
-        names = [
-            n for n, p in self._plan.model.named_parameters() if any(p is each for each in late)
-        ]
-        raise LossError(
-            "step: loss_fn must reach the model's parameters in the last micro-batch of each rank, where "
-            f"DDP averages, got no gradient there for {', '.join(names[:3])}; use "
-            "wrap_ddp(find_unused_parameters=True)"
-        )
+    def check_last(self, loss: Tensor) -> None:
+        """Refuse a last micro-batch that misses parameters which an earlier one may have reached."""
+        self.check_reached()
+        reached = {*map(id, leaves(loss))}
+        named = self._plan.model.named_parameters()
+        names = [name for name, p in named if p.requires_grad and id(p) not in reached]
+        if names:
+            raise LossError(
+                "step: loss_fn must reach the model's parameters in the last micro-batch of each rank, "
+                f"where DDP averages, got no gradient there for {', '.join(names[:3])}; use "
+                "wrap_ddp(find_unused_parameters=True)"
+            )
 
     def _check_missed(self, name: str, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._known:

@@ -51,6 +51,12 @@ def _nodes(loss: Tensor) -> list[Node]:
     return order
 
 
+def leaves(loss: Tensor) -> list[Tensor]:
+    """The parameters, and other leaves, that a loss reaches. Cost: a walk over its graph."""
+    found = [getattr(node, "variable", None) for node in _nodes(loss)]
+    return [each for each in found if each is not None]
+
+
 def check_own_backwards(loss: Tensor, trainable: Sequence[nn.Parameter]) -> None:
     """Refuse Functions that write gradients of parameters where the step's backward leaves them out.
 
@@ -59,9 +65,7 @@ def check_own_backwards(loss: Tensor, trainable: Sequence[nn.Parameter]) -> None
     Cost: a walk over the graph, and a backward if it has other leaves.
     """
     trained = {id(each) for each in trainable}
-    nodes = _nodes(loss)
-    leaves = [each for node in nodes if (each := getattr(node, "variable", None)) is not None]
-    others = [each for each in leaves if id(each) not in trained]
+    others = [each for each in leaves(loss) if id(each) not in trained]
     if not others:
         return
     try:
@@ -75,7 +79,7 @@ def check_own_backwards(loss: Tensor, trainable: Sequence[nn.Parameter]) -> None
     for parameter in written:
         parameter.grad = None
     if written:
-        _check_functions(nodes, trained)
+        _check_functions(_nodes(loss), trained)
 
 
 def _check_functions(order: Sequence[Node], trainable: Collection[int]) -> None:

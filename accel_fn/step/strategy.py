@@ -160,8 +160,8 @@ class Strategy:
         """A context whose backward leaves gradients on this rank: for all micro-batches but the last."""
         return _NOTHING
 
-    def backward(self, loss: Tensor, seed: Tensor | None) -> Sequence[bool]:
-        """Add the gradients of `seed * loss` to `.grad`, and return which parameters it missed, if any.
+    def backward(self, loss: Tensor, seed: Tensor | None) -> bool:
+        """Add the gradients of `seed * loss` to `.grad`; return False if it may have missed some.
 
         A seed of None is one.
         """
@@ -171,10 +171,9 @@ class Strategy:
         marks = [-1 if each.grad is None else each.grad._version for each in self._trained]
         missed = [*map(eq, marks, self._marks)]
         self._marks = marks
-        if not any(missed):
-            return ()
-        self.checks.check_left_out(loss, missed)
-        return missed
+        if any(missed):
+            self.checks.check_left_out(loss, missed)
+        return not any(missed)
 
     def zero_gradients(self) -> None:
         """Keep zeros of what micro-batches of weight 0 have reached, whatever 0 times theirs is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -176,13 +176,12 @@ class DDP(Strategy):
             self._is_unfinished = not self.retries  # their backward is under no_sync
             raise
 
-    def backward(self, loss: Tensor, seed: Tensor | None) -> Sequence[bool]:
+    def backward(self, loss: Tensor, seed: Tensor | None) -> bool:
         """Add gradients, and refuse a loss that misses a parameter where other ranks wait for it."""
-        missed = super().backward(loss, seed)
-        if missed and self._waits and self.ddp.require_backward_grad_sync:
-            self.checks.check_reached()
-            self.checks.refuse_late(missed)
-        return missed
+        is_whole = super().backward(loss, seed)
+        if not is_whole and self._waits and self.ddp.require_backward_grad_sync:
+            self.checks.check_last(loss)
+        return is_whole
 
     def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """The loss in DDP, with its buckets laid out."""
