@@ -33,6 +33,7 @@ class TrainedParameters:
         self._lists = [(each, len(each)) for each in lists]
         self._given = [p for each in lists for p in each]
         self._frozen = [p for p in self._given if not p.requires_grad]
+        self._reached = {id(p) for p in plan.model.parameters() if p.requires_grad}
 
     def check(self) -> None:
         """Refuse parameters that were added since `build`, which would not be trained.
@@ -117,10 +118,8 @@ class TrainedParameters:
                 "step: compiled must have a loss_fn without gradients of gradients, got one that calls "
                 "torch.autograd.grad with create_graph=True; call torch.func.grad, or leave out compiled"
             ) from error
-        frozen_before = {id(each) for each in self._frozen}
-        trained = {id(each) for each in self._given} - frozen_before
         for name, parameter in self._plan.model.named_parameters():
-            if not parameter.requires_grad and id(parameter) in trained:
+            if not parameter.requires_grad and id(parameter) in self._reached:
                 raise PlanError(
                     "step: parameters that required a gradient in build must still do so, got "
                     f"{name}; build again, or freeze those"

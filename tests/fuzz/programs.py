@@ -131,7 +131,7 @@ def is_fair(program: Program) -> bool:
         (program["strategy"] == "local sgd" and not (sgd and linear))
         or (program["strategy"] == "fsdp" and program["between"] == "assign")
         or (program["strategy"] == "fsdp" and program["model"] == "added loss")
-        or (program["strategy"] == "fsdp" and program["loss"] == "gradient penalty")
+        or (program["model"] == "sparse table" and program["loss"] == "penalty")
         or (program["schedule"] != "none" and program["between"] == "rate")
         or (program["skip"] == "one batch" and program["loss"] not in {"mean", "of one sample"})
     )

@@ -434,3 +434,33 @@ def test_a_rank_without_rows_has_a_sparse_gradient_where_unused_parameters_are_f
     (expected,) = simulate(run, world_size=1)
     for found in simulate(run, world_size=2):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_penalty_under_wrap_fsdp_is_refused():
+    def penalized(model, x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return loss_fn(model, x) + slope.square().mean()
+
+    def put_between(model):
+        model.insert(1, nn.Tanh())
+
+    with pytest.raises(ValueError, match=r"gradients of gradients.*use wrap_ddp"):
+        trained(af.wrap_fsdp(), 2, put_between, loss=penalized)
+
+
+def test_embeddings_with_sparse_gradients_are_refused_by_wrap_fsdp():
+    def put_first(model):
+        model.append(nn.Embedding(3, 1, sparse=True).double())
+
+    with pytest.raises(ValueError, match=r"sparse=True.*use wrap_ddp"):
+        trained(af.wrap_fsdp(), 2, put_first)
+
+
+def test_a_parameter_of_no_optimizer_that_is_frozen_after_build_is_named():
+    model = copy.deepcopy(MODEL)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"still do so, got 0\.weight"):
+        step(state, X)

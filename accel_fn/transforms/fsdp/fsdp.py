@@ -128,6 +128,12 @@ class FSDPSlot(SlotFunction):
         if state.world_size % replicate:
             rule = f"divide the number of ranks, {state.world_size}"
             raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
+        tables = [m for m in plan.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        if state.world_size > 1 and any(each.sparse for each in tables):
+            raise PlanError(
+                "build: wrap_fsdp must have embeddings with dense gradients, got one with sparse=True, whose "
+                "gradient FSDP cannot scatter; leave out sparse, or use wrap_ddp"
+            )
         if plan.having("retries") and state.world_size > 1:
             raise PlanError(
                 'build: accumulate("auto") must not be used with wrap_fsdp, since a rank that is out of '

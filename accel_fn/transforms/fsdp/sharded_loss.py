@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accel_fn.base.batch import map_tensors
 from accel_fn.comm.dtensor import axes_of, is_sharded
+from accel_fn.errors import LossError
 from accel_fn.step.loss_module import Outcome, loss_module_of
 from accel_fn.transforms.fsdp.ordered_collectives import OrderedGather, OrderedReduce
 from accel_fn.transforms.fsdp.unit_order import UnitOrder
@@ -33,13 +34,15 @@ class ShardedLoss(nn.Module):
         """Do parameters stay whole between micro-batches?"""
         self._kinds: dict[nn.Module, type[nn.Module]] = {}
         """Modules with shards, and the classes that FSDP made for them."""
+        self._is_in_loss = False
+        """Is a loss being computed, whose backward has not begun?"""
         self._tops: list[nn.Module] = []
         """Those of them that hold what is in no block."""
 
     def shard(self, unit: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
         """Shard the parameters of a part of the model, which keeps its class."""
         kind = type(unit)
-        unit.register_forward_hook(_without_views)
+        unit.register_forward_hook(self._guarded)
         fully_shard(unit)
         self._kinds[unit], unit.__class__ = type(unit), kind
 
@@ -54,9 +57,36 @@ class ShardedLoss(nn.Module):
             zeros = [each.to_local().flatten()[:0].sum() for each in self._shards()]
             return torch.stack(zeros).sum(), {}
         self._call("unshard", self._tops)  # the loss may call any method of the model
-        outcome: Outcome = self.module(batch)
+        self._is_in_loss = torch.is_grad_enabled()
+        try:
+            outcome: Outcome = self.module(batch)
+        finally:
+            self._is_in_loss = False
         self.free()
         return outcome
+
+    def _guarded(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
+        """Copy outputs that are views, and refuse a backward of them while the loss is computed.
+
+        Writing to a view would lose the hook that gathers for the backward.
+        """
+
+        def guarded(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            apart = tensor.clone() if tensor._is_view() else tensor
+            apart.register_hook(self._refuse_early)  # type: ignore[no-untyped-call]
+            return apart
+
+        return map_tensors(guarded, output)
+
+    def _refuse_early(self, _gradient: Tensor) -> None:
+        # FSDP takes it for the backward of the step, and the gradients of the loss would be wrong.
+        if self._is_in_loss:
+            raise LossError(
+                "step: wrap_fsdp must have a loss_fn without gradients of gradients, got one that runs a "
+                "backward (torch.autograd.grad); use wrap_ddp"
+            )
 
     def free(self, *_: object) -> None:
         """Reshard everything, unless a backward is still to run."""
@@ -143,12 +173,3 @@ class ShardedLoss(nn.Module):
         finally:
             for module, kind in own.items():
                 module.__class__ = kind
-
-
-def _without_views(_module: nn.Module, _inputs: object, output: Any) -> Any:
-    """Copy outputs that are views: writing to one would lose the hook that gathers for the backward."""
-
-    def apart(tensor: Tensor) -> Tensor:
-        return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor
-
-    return map_tensors(apart, output)
