@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from accel_fn.step.loss_graph import check_left_out, check_linear, check_own_bac
 from accel_fn.step.plan import Plan
 
 Hook = Callable[[Tensor], Tensor | None]
+Hooked = list[tuple[nn.Parameter, dict[int, Hook]]]
 _REPAIR = "build again, or train all from the start and freeze(names, until=...) those"
 
 
@@ -26,14 +27,14 @@ class TrainedParameters:
         """Does a backward give a share of a gradient, in place of all of it?"""
         self.known: set[int] | None = None
         """The ids of the trained parameters, if the strategy refuses replaced ones; else None."""
-        self.hooked: list[tuple[nn.Parameter, dict[int, Hook]]] = []
+        self.hooked: Hooked = []
         """Parameters whose hooks are set aside until the gradient is whole."""
         self._optimizers = [*plan.optimizers.values()]
         lists = [group["params"] for each in self._optimizers for group in each.param_groups]
         self._lists = [(each, len(each)) for each in lists]
         self._given = [p for each in lists for p in each]
         self._frozen = [p for p in self._given if not p.requires_grad]
-        self._reached = {id(p) for p in plan.model.parameters() if p.requires_grad}
+        self._required = {id(p) for p in plan.model.parameters() if p.requires_grad}
 
     def check(self) -> None:
         """Refuse parameters that were added since `build`, which would not be trained.
@@ -74,11 +75,7 @@ class TrainedParameters:
 
     def _set_aside_hooks(self) -> None:
         check_hooks("step", self._plan)
-        for parameter in self._given:
-            hooks = parameter._backward_hooks
-            if hooks:
-                self.hooked.append((parameter, dict(hooks)))
-                hooks.clear()
+        self.hooked += take_hooks(self._given)
 
     def _check_known(self, known: Collection[int]) -> None:
         for name, parameter in self._plan.model.named_parameters():
@@ -100,9 +97,7 @@ class TrainedParameters:
                         parameter.grad = parameter.grad if given is None else given
 
     def _put_back(self) -> None:
-        for parameter, hooks in self.hooked:
-            if parameter._backward_hooks is not None:
-                parameter._backward_hooks.update(hooks)
+        put_hooks_back(self.hooked)
         self.hooked = []
 
     def explain(self, error: BaseException) -> None:
@@ -119,7 +114,7 @@ class TrainedParameters:
                 "torch.autograd.grad with create_graph=True; call torch.func.grad, or leave out compiled"
             ) from error
         for name, parameter in self._plan.model.named_parameters():
-            if not parameter.requires_grad and id(parameter) in self._reached:
+            if not parameter.requires_grad and id(parameter) in self._required:
                 raise PlanError(
                     "step: parameters that required a gradient in build must still do so, got "
                     f"{name}; build again, or freeze those"
@@ -201,8 +196,11 @@ class GraphChecks:
                 "wrap_ddp(find_unused_parameters=True)"
             )
 
-    def check_last(self, loss: Tensor) -> None:
-        """Refuse a last micro-batch that misses parameters which an earlier one may have reached."""
+    def check_reaches_all(self, loss: Tensor) -> None:
+        """Refuse a micro-batch that misses parameters, also those that an earlier one has reached.
+
+        Cost: a walk over the graph.
+        """
         self.check_reached()
         reached = {*map(id, leaves(loss))}
         named = self._plan.model.named_parameters()
@@ -231,6 +229,24 @@ def shares_gradients(state: DistState, plan: Plan) -> bool:
     """Return whether a backward of a step may give another gradient than that of the global batch."""
     averages = state.world_size > 1 and not plan.having("local_gradients")
     return averages or bool(plan.split or plan.having("virtual_ranks"))
+
+
+def take_hooks(parameters: Iterable[nn.Parameter]) -> Hooked:
+    """Take the hooks of these parameters off, and return them."""
+    found = []
+    for each in parameters:
+        hooks = each._backward_hooks
+        if hooks:
+            found.append((each, dict(hooks)))
+            hooks.clear()
+    return found
+
+
+def put_hooks_back(hooked: Hooked) -> None:
+    """Put back what `take_hooks` took off."""
+    for parameter, hooks in hooked:
+        if parameter._backward_hooks is not None:
+            parameter._backward_hooks.update(hooks)
 
 
 def check_hooks(function: str, plan: Plan) -> None:

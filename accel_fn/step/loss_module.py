@@ -38,10 +38,7 @@ class LossModule(nn.Module):
     def forward(self, batch: Any) -> Outcome:
         """The mean loss of a batch; for None, a zero that reaches every parameter."""
         if batch is None:
-            tables = [
-                m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
-            ]
-            sparse = [each.weight for each in tables if each.sparse]
+            sparse = [each.weight for each in sparse_tables(self.model).values()]
             # DDP has no zeros for a sparse gradient, so tables count as used in either case.
             reached = self.model.parameters() if self.idle is None else [self.idle, *sparse]
             zeros = [_empty_zero(p, sparse) for p in reached if p.requires_grad]
@@ -51,6 +48,13 @@ class LossModule(nn.Module):
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             _refuse_loss(loss)
         return loss, {} if metrics is None else checked_metrics(metrics, loss)
+
+
+def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Find the embeddings with sparse gradients, by name."""
+    named = model.named_modules()
+    tables = {n: m for n, m in named if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    return {name: each for name, each in tables.items() if each.sparse}
 
 
 def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:

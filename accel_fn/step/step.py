@@ -77,7 +77,7 @@ class Step(Generic[Batch]):
     _run: StepFn
     _built_with: DistState
     first_batch: FirstBatch
-    """What is looked at once, and what came of it."""
+    """The check of the loss on the first batch, with its verdict."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Notes of saving and loading about this run; a step does not read them."""
 

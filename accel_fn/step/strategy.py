@@ -61,7 +61,7 @@ class Strategy:
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
         self._trained = plan.trained()
         self._unmarked = self._marks = [-1] * len(self._trained)
-        """Of each trained parameter: how often its gradient was written to, -1 without one."""
+        """The number of writes to the gradient of each trained parameter; -1 without a gradient."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
         self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
@@ -160,11 +160,8 @@ class Strategy:
         """A context whose backward leaves gradients on this rank: for all micro-batches but the last."""
         return _NOTHING
 
-    def backward(self, loss: Tensor, seed: Tensor | None) -> bool:
-        """Add the gradients of `seed * loss` to `.grad`; return False if it may have missed some.
-
-        A seed of None is one.
-        """
+    def backward(self, loss: Tensor, seed: Tensor | None) -> None:
+        """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""
         # Into these parameters alone: the generator's step of a GAN leaves `.grad` of the
         # discriminator as it is, so no `zero_grad` is needed anywhere.
         run_backward(loss, seed, self._reachable)
@@ -173,7 +170,12 @@ class Strategy:
         self._marks = marks
         if any(missed):
             self.checks.check_left_out(loss, missed)
-        return not any(missed)
+            if self.waits_for_all():
+                self.checks.check_reaches_all(loss)
+
+    def waits_for_all(self) -> bool:
+        """Do other ranks wait for a gradient of every parameter from this backward?"""
+        return False
 
     def zero_gradients(self) -> None:
         """Keep zeros of what micro-batches of weight 0 have reached, whatever 0 times theirs is."""

@@ -1,4 +1,4 @@
-"""What simulated ranks, which are threads, share of torch: one generator, and whether it compiles."""
+"""Simulated ranks are threads: torch's one generator and its mark of compiling are kept apart here."""
 
 from __future__ import annotations
 

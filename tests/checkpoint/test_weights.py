@@ -472,7 +472,7 @@ def test_tensors_that_overlap_are_not_loaded_into(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moves models to a CUDA device")
 def test_models_on_an_accelerator_are_saved_and_loaded(tmp_path):
     model, other = Tied(seed=1).cuda(), Tied(seed=2).cuda()
     save_model(model, tmp_path, max_shard_size=1)

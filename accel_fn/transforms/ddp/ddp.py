@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, PlanError, message
 from accel_fn.step.grads import Grads
+from accel_fn.step.graph_checks import put_hooks_back, take_hooks
 from accel_fn.step.loss_module import loss_module_of
 from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.report import Report
@@ -145,8 +146,6 @@ class DDP(Strategy):
         self.finds_unused = bool(options.get("find_unused_parameters"))
         if self.finds_unused:
             loss_module_of(module).idle = nn.Parameter(torch.zeros((), device=state.device))
-        self._waits = not (self.finds_unused or options.get("static_graph"))
-        """Does DDP wait for a gradient of every parameter?"""
         self._options = {"process_group": state.group, **options}
         self._comm_hook = comm_hook and _comm_hook(comm_hook, state.group)
         self._is_unfinished = False
@@ -176,12 +175,11 @@ class DDP(Strategy):
             self._is_unfinished = not self.retries  # their backward is under no_sync
             raise
 
-    def backward(self, loss: Tensor, seed: Tensor | None) -> bool:
-        """Add gradients, and refuse a loss that misses a parameter where other ranks wait for it."""
-        is_whole = super().backward(loss, seed)
-        if not is_whole and self._waits and self.ddp.require_backward_grad_sync:
-            self.checks.check_last(loss)
-        return is_whole
+    def waits_for_all(self) -> bool:
+        """Return whether DDP averages in this backward, and is to find no parameter unused."""
+        ddp = self.ddp
+        may_miss = ddp.find_unused_parameters or ddp.static_graph
+        return ddp.require_backward_grad_sync and not may_miss
 
     def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """The loss in DDP, with its buckets laid out."""
@@ -215,15 +213,12 @@ def _fix_buckets(ddp: DistributedDataParallel) -> None:
     if ddp.static_graph or ddp.find_unused_parameters:
         return  # laid out once, and the first backward of a static graph must be a real one
     # Hooks of parameters see gradients of batches alone: one with a memory would keep these zeros.
-    hooked = [(hooks, dict(hooks)) for p in ddp.parameters() if (hooks := p._backward_hooks)]
-    for hooks, _ in hooked:
-        hooks.clear()
+    hooked = take_hooks(ddp.parameters())
     try:
         loss, _ = ddp(None)
         loss.backward(torch.zeros_like(loss))
     finally:
-        for hooks, kept in hooked:
-            hooks.update(kept)
+        put_hooks_back(hooked)
     ddp.zero_grad(set_to_none=True)
 
 

@@ -24,7 +24,7 @@ from accel_fn.comm.dtensor import place_of
 from accel_fn.comm.mesh import make_mesh
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, check_flag, message
 from accel_fn.step.global_mean import GlobalMean
-from accel_fn.step.loss_module import loss_module_of
+from accel_fn.step.loss_module import loss_module_of, sparse_tables
 from accel_fn.step.microbatches import Parts, Weights
 from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.strategy import Strategy
@@ -83,7 +83,8 @@ def wrap_fsdp(
             ranks; there is `accumulate("auto")` and several ranks; `blocks` match nothing; or the model
             holds what FSDP cannot shard, by name: a parameter that is tied across blocks, 0-dim,
             not contiguous, sharded already, or of another dtype; or, in a world of several, an
-            `nn.Embedding` with a `max_norm`. In a step, on all ranks: their units or order differ.
+            `nn.Embedding` with a `max_norm` or sparse gradients. In a step, on all ranks: their units
+            or order differ.
         TypeError: another argument is of the wrong type.
 
     Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients of each a
@@ -128,12 +129,9 @@ class FSDPSlot(SlotFunction):
         if state.world_size % replicate:
             rule = f"divide the number of ranks, {state.world_size}"
             raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
-        tables = [m for m in plan.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-        if state.world_size > 1 and any(each.sparse for each in tables):
-            raise PlanError(
-                "build: wrap_fsdp must have embeddings with dense gradients, got one with sparse=True, whose "
-                "gradient FSDP cannot scatter; leave out sparse, or use wrap_ddp"
-            )
+        for name in sparse_tables(plan.model) if state.world_size > 1 else ():
+            rule, repair = "have dense gradients", "use sparse=False, or wrap_ddp"
+            raise PlanError(message("build", "wrap_fsdp's model", rule, name, repair))
         if plan.having("retries") and state.world_size > 1:
             raise PlanError(
                 'build: accumulate("auto") must not be used with wrap_fsdp, since a rank that is out of '

@@ -33,7 +33,7 @@ class Event:
 
 
 class UnitOrder:
-    """What ranks know of the order of FSDP's collectives in a pass: a step, or a batch without gradients.
+    """Keeps the order of FSDP's collectives in a pass: a step, or a batch without gradients.
 
     Where an event is the only one that ever came at its place, the ranks expect it and send
     nothing more. At any other place they compare what each is about to do. A rank that is
@@ -45,9 +45,9 @@ class UnitOrder:
     def __init__(self, state: DistState, names: Sequence[str]) -> None:
         self.state = state
         self._names = names
-        """Of the trained parameters."""
+        """The names of the trained parameters."""
         self._expected: dict[Place, Event | None] = {}
-        """By place; None where several events have come."""
+        """The event at each place; None where several events have come."""
         self._place: Place | None = None
         self._thread = 0
         self._num_calls = 0

@@ -194,7 +194,7 @@ class RankAverage:
         self._num_items = 0.0
         self._is_apart = False
         self.has_gradient: Sequence[bool] = ()
-        """Of each trained parameter: had it one in the last update of this rank?"""
+        """Did each trained parameter have a gradient in the last update of this rank?"""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._num_updates += 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, PlanError, check_count, message
+from accel_fn.step.loss_module import sparse_tables
 from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.plan_checks import check_row_norms
 from accel_fn.step.transform import Transform, fill, transform
@@ -88,10 +87,9 @@ class ReproducibleSlot(SlotFunction):
             )
         check_tracking(tracking_modules(plan.model), "build")
         check_row_norms(plan.model)
-        for name, module in plan.model.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                rule, repair = "have dense gradients", "use sparse=False"
-                raise PlanError(message("build", "reproducible's model", rule, name, repair))
+        for name in sparse_tables(plan.model):
+            rule, repair = "have dense gradients", "use sparse=False"
+            raise PlanError(message("build", "reproducible's model", rule, name, repair))
         if plan.having("retries"):
             raise PlanError(
                 'build: accumulate("auto") must not be used with reproducible, whose bits depend on the '

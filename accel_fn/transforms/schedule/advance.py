@@ -126,7 +126,7 @@ class Schedules:
     def __init__(self, schedules: Mapping[str, Schedule], name: str | None) -> None:
         self.schedules = schedules
         self._name = name
-        """Of the optimizer, if the user gave it."""
+        """The name of the optimizer, if the user gave it."""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         for each in self.schedules.values():
