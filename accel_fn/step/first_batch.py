@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from accel_fn.base.batch import num_samples
+from accel_fn.base.batch import num_samples, tensors_of
 from accel_fn.base.rng import random_state, restore_random
 from accel_fn.base.split_batch import split_batch
 from accel_fn.base.state import DistState
@@ -79,7 +80,7 @@ class FirstBatch:
             self._judge(found)
             return
         self.verdict = f"could not be compared with that of its halves: {found}"
-        self.is_due = found in (_TOO_FEW, _NO_HALVES) and self._num_looks < _MOST_LOOKS
+        self.is_due = self._num_looks < _MOST_LOOKS
 
     def _warn_of_evaluation_mode(self) -> None:
         model = self._plan.model
@@ -118,7 +119,7 @@ class FirstBatch:
         # All ranks run as many forwards: FSDP unshards in each, and a loss may hold collectives.
         rows = primitives.exchange(num_rows, state, "step")
         if max(rows) < 2:
-            return gather(whole, state) if sum(rows) > 1 else None
+            return _joined(whole, state) if sum(rows) > 1 else None
         part = None if num_rows < 2 else split_batch(whole, max(1, num_rows // _NUM_SAMPLES))[0]
         if min(rows) < 2:
             part = broadcast(part, state, source=[each > 1 for each in rows].index(True))
@@ -184,6 +185,12 @@ def _counted(plan: Plan, batch: Any) -> tuple[Any, int]:
         return whole, num_samples(whole)
     except Exception:  # the step refuses the batch, on all ranks alike
         return None, 0
+
+
+def _joined(batch: Any, state: DistState) -> Any:
+    """The rows of all ranks; a list that holds tensors is no row, as where a batch is cut."""
+    leaves, form = pytree.tree_flatten(batch, lambda x: type(x) is list and not tensors_of(x))
+    return pytree.tree_unflatten([*gather(tuple(leaves), state)], form)
 
 
 def _triple(numbers: Any) -> tuple[float, float, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,30 +143,35 @@ class GraphChecks:
         self._shares = shares
         """Are custom Functions in graphs to be linear?"""
         self._is_new = True
-        """Is the graph of the next loss to be searched for what hides parameters?"""
+        """Is the next loss that weighs to be searched for Functions that do not scale?"""
+        self.sizes: set[int] = set()
+        """The numbers of nodes of graphs that hide no parameters. One that does has another number."""
         self._seen: set[tuple[bool, ...]] = set()
         """Which parameters were missed by backwards whose graphs hid none."""
 
-    def before_backward(self, loss: Tensor, part: Any) -> None:
-        """Check the first micro-batch of a step: its loss, and that no gradient is there yet."""
+    def before_backward(self, loss: Tensor, *, is_first: bool, weighs: bool) -> None:
+        """Check the first loss of a step, and the first that weighs: before it no gradient is there."""
         if not loss.requires_grad:
             raise LossError(
                 "step: loss_fn must return a loss with a graph, got one that requires no gradient; "
                 "leave out detach() and no_grad()"
             )
-        for parameter in self._trainable:
+        for parameter in self._trainable if is_first else ():
             if parameter.grad is not None:
                 raise LossError(
                     "step: loss_fn must leave .grad of the model's parameters alone, got one that writes "
                     "it (backward, or autograd.grad by hand), which no other rank would see; return the loss"
                 )
-        if part is None:
-            return
-        if self._is_new:
+        if weighs and self._is_new:
             self._is_new = False
             if check_left_out(loss) and self._probes:
                 check_own_backwards(loss, self._trainable)
                 self._is_new = self._shares and not check_linear(loss, self._trainable)
+
+    def search(self, loss: Tensor, num_nodes: int) -> None:
+        """Refuse a graph of a new size that hides parameters. Cost: a walk over the graph."""
+        check_left_out(loss)
+        self.sizes.add(num_nodes)
 
     def check_left_out(self, loss: Tensor, missed: Sequence[bool]) -> None:
         """Refuse a graph that hides parameters, if its backward missed some not seen to be missed."""

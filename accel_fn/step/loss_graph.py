@@ -68,6 +68,9 @@ def check_own_backwards(loss: Tensor, trainable: Sequence[nn.Parameter]) -> None
     others = [each for each in leaves(loss) if id(each) not in trained]
     if not others:
         return
+    kept = [each.grad for each in trainable]
+    for parameter in trainable:
+        parameter.grad = None
     try:
         torch.autograd.grad(
             loss, others, torch.ones_like(loss), retain_graph=True, allow_unused=True
@@ -75,10 +78,10 @@ def check_own_backwards(loss: Tensor, trainable: Sequence[nn.Parameter]) -> None
     except RuntimeError as error:
         if is_memory(error):
             raise
-    written = [each for each in trainable if each.grad is not None]
-    for parameter in written:
-        parameter.grad = None
-    if written:
+    is_written = any(each.grad is not None for each in trainable)
+    for parameter, grad in zip(trainable, kept, strict=True):
+        parameter.grad = grad
+    if is_written:
         _check_functions(_nodes(loss), trained)
 
 

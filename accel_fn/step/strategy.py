@@ -23,7 +23,7 @@ from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
 from accel_fn.step.plan import Plan, describe_with_source, trained_by
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import check_same_gradients
-from accel_fn.step.torch_internals import run_backward
+from accel_fn.step.torch_internals import num_nodes_made, run_backward
 from accel_fn.step.update import Prepared, apply, prepare
 
 _NOTHING = nullcontext()
@@ -62,6 +62,8 @@ class Strategy:
         self._trained = plan.trained()
         self._unmarked = self._marks = [-1] * len(self._trained)
         """The number of writes to the gradient of each trained parameter; -1 without a gradient."""
+        self._num_nodes = 0
+        """The number of nodes that this thread had made before the next loss."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
         self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
@@ -87,7 +89,7 @@ class Strategy:
     ) -> tuple[DistState, Grads, Report]:
         """Forward and backward of every micro-batch, to the exact mean over the global batch."""
         try:
-            self._marks = self._unmarked
+            self._marks, self._num_nodes = self._unmarked, num_nodes_made()
             for parameter in self._reachable:
                 parameter.grad = None
             stop = any(map(call, plan.should_stop))
@@ -108,8 +110,10 @@ class Strategy:
                     if is_last:
                         local.close()  # this backward averages the gradients of all
                     loss, metrics = run_forward(state, plan, self.module, part)
-                    if not index:
-                        self.checks.before_backward(loss, part)
+                    if index in (0, leading):
+                        self.checks.before_backward(
+                            loss, is_first=not index, weighs=index == leading
+                        )
                     mean.add(loss.detach(), metrics, weight)
                     if is_last and not self.settles:
                         mean.send()  # beside the last backward
@@ -164,7 +168,11 @@ class Strategy:
         """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""
         # Into these parameters alone: the generator's step of a GAN leaves `.grad` of the
         # discriminator as it is, so no `zero_grad` is needed anywhere.
+        num_nodes = num_nodes_made() - self._num_nodes
+        if num_nodes not in self.checks.sizes:
+            self.checks.search(loss, num_nodes)
         run_backward(loss, seed, self._reachable)
+        self._num_nodes = num_nodes_made()
         marks = [-1 if each.grad is None else each.grad._version for each in self._trained]
         missed = [*map(eq, marks, self._marks)]
         self._marks = marks
@@ -182,7 +190,8 @@ class Strategy:
         for parameter in self._reachable:
             if parameter.grad is not None:
                 grad = parameter.grad
-                (grad._values() if grad.is_sparse else grad).zero_()
+                # By `data`, so that it does not count as a write by the next backward.
+                (grad._values() if grad.is_sparse else grad).data.zero_()
 
     def vote(self, state: DistState, failure: str = "") -> None:
         """Raise on every rank if memory ran out on one, before any rank averages gradients."""

@@ -127,10 +127,12 @@ def is_fair(program: Program) -> bool:
     """Does the loop by hand define the result? Documented limits are not faults."""
     sgd = program["optimizer"] in {"sgd", "momentum", "decay", "nesterov", "fused sgd", "groups"}
     linear = program["clip"] == "none" and not {program["hook"], program["skip"]} & NOT_LINEAR
+    weighs = program["loss"] in {"labels", "weighted"}
     return not (
         (program["strategy"] == "local sgd" and not (sgd and linear))
         or (program["strategy"] == "fsdp" and program["between"] == "assign")
         or (program["strategy"] == "fsdp" and program["model"] == "added loss")
+        or (program["strategy"] == "local sgd" and program["model"] == "added loss" and weighs)
         or (program["model"] == "sparse table" and program["loss"] == "penalty")
         or (program["schedule"] != "none" and program["between"] == "rate")
         or (program["skip"] == "one batch" and program["loss"] not in {"mean", "of one sample"})
@@ -163,7 +165,8 @@ def verdict(program: Program) -> str:
         except AccelError:
             return "refused"
         except Exception as error:
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            first, *_ = [*str(error).strip().splitlines(), ""]
+            return f"{type(error).__name__}: {first[:200]}"
     differences = (difference(end, expected, found[r], losses) for r, end in enumerate(ends))
     return next((f"{text} on rank {r}" for r, text in enumerate(differences) if text), "equal")
 

@@ -116,6 +116,41 @@ def test_the_first_global_batch_of_two_samples_is_compared(recipe, sizes):
     simulate(run, world_size=3)
 
 
+@pytest.mark.parametrize("of", [tuple, list, lambda pair: {"pair": [*pair]}])
+def test_single_samples_of_ranks_are_joined_in_any_structure(of):
+    def loss_fn(model, batch):
+        x, y = batch["pair"] if isinstance(batch, dict) else batch
+        return (model(x) - y).square().sum()
+
+    def run(state):
+        model = nn.Linear(3, 1).double()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)[state.rank :][:1]
+        with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
+            step(state, of((x, x[:, :1])))
+
+    simulate(run, world_size=2)
+
+
+def test_a_batch_that_cannot_be_compared_is_followed_by_others():
+    def loss_fn(model, batch):
+        if not torch.is_grad_enabled() and len(batch[0]) > 4:
+            raise ValueError("too long")
+        return summed(model, batch)
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, _ = step(state, ours.rows(BATCH, 0, 5))
+        assert step.first_batch.verdict.startswith("could not be compared")
+        with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
+            step(state, ours.rows(BATCH, 0, 4))
+
+    simulate(run, world_size=2)
+
+
 def test_a_half_without_items_says_nothing():
     """Its mean is that of nothing; the comparison waits for a batch with items in both halves."""
 

@@ -280,6 +280,49 @@ def test_a_reentrant_checkpoint_of_a_later_micro_batch_is_refused(recipe):
         trained(recipe, 1, loss=long_inputs)
 
 
+@pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(2), af.reproducible(1)])
+def test_a_reentrant_checkpoint_of_a_later_step_is_refused(recipe):
+    """The penalty gives every parameter a gradient, so none is missed."""
+    calls = []
+
+    def later(model, x):
+        calls.append(x)
+        inner = (
+            model[0](x)
+            if len(calls) <= 4
+            else checkpoint(model[0], x.clone().requires_grad_(), use_reentrant=True)
+        )
+        squares = sum(each.square().sum() for each in model.parameters())
+        return F.mse_loss(model[1](inner), x.sum(1, keepdim=True)) + squares
+
+    model = copy.deepcopy(MODEL)
+    plan = af.Plan(later, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state, step = af.build(af.DistState(), recipe(plan), check_loss=False)
+    while len(calls) < 4:
+        state, _ = step(state, X)
+    with pytest.raises(ValueError, match="use_reentrant"):
+        step(state, X)
+
+
+@pytest.mark.parametrize("is_nan", [False, True])
+def test_a_function_that_adds_a_gradient_is_found_behind_micro_batches_of_weight_0(is_nan):
+    def adding(model, batch):
+        x, weights = batch
+        y = model(x)
+        outputs = AddGradient.apply(y, y.square().mean())
+        total = weights.sum() if is_nan else weights.sum().clamp(min=1)
+        return (outputs.square() * weights).sum() / total
+
+    model = copy.deepcopy(MODEL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = af.Plan(adding, model, optimizer, weight_fn=lambda batch: batch[1].sum())
+    state, step = af.build(af.DistState(), af.accumulate(3)(plan))
+    weights = torch.ones_like(X[:, :1])
+    weights[:4] = 0
+    with pytest.raises(ValueError, match="backward that is linear in the loss"):
+        step(state, (X, weights))
+
+
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -416,6 +459,24 @@ def test_a_parameter_that_only_earlier_micro_batches_of_a_rank_reach_is_waited_f
     else:
         with pytest.raises(ValueError, match=r"last micro-batch of each rank.*experts\.1\.weight"):
             trained_by(2)
+
+
+def test_a_parameter_that_only_micro_batches_of_weight_0_reach_is_waited_for_or_refused():
+    def weighted(model, batch):
+        x, weights = batch
+        return (model(x) * weights).sum() / weights.sum()
+
+    def run(state):
+        model = Experts().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = af.Plan(weighted, model, optimizer, weight_fn=lambda batch: batch[1].sum())
+        state, step = af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
+        weights = torch.tensor([[0.0], [0.0], [1.0], [1.0]], dtype=torch.float64)
+        mine = slice(None) if state.is_main else slice(0)
+        step(state, (ROWS[mine], weights[mine]))
+
+    with pytest.raises(ValueError, match=r"last micro-batch of each rank.*experts\.1\.weight"):
+        simulate(run, world_size=2)
 
 
 def test_a_rank_without_rows_has_a_sparse_gradient_where_unused_parameters_are_found():

@@ -185,6 +185,7 @@ class FSDP(Strategy):
         names = {each: name for name, each in plan.model.named_parameters()}
         self.order = UnitOrder(state, [names.get(each, "a parameter") for each in self._trained])
         sharded.keep_order(self.order)
+        sharded.refuse_gradients_of_shards()
         self.parameters.known = {*map(id, self._reachable), *map(id, sharded.parameters())}
 
     def zero_gradients(self) -> None:

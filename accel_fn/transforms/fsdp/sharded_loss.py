@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from accel_fn.base.batch import map_tensors
 from accel_fn.comm.dtensor import axes_of, is_sharded
@@ -19,6 +21,11 @@ from accel_fn.errors import LossError
 from accel_fn.step.loss_module import Outcome, loss_module_of
 from accel_fn.transforms.fsdp.ordered_collectives import OrderedGather, OrderedReduce
 from accel_fn.transforms.fsdp.unit_order import UnitOrder
+
+_BLOCKS_ALONE = (
+    "step: wrap_fsdp must have a loss_fn that uses a block's parameters by calling the block, got one that "
+    "uses shards of them; compute that in the block's forward, name other blocks, or use wrap_ddp"
+)
 
 
 class ShardedLoss(nn.Module):
@@ -36,6 +43,10 @@ class ShardedLoss(nn.Module):
         """Modules with shards, and the classes that FSDP made for them."""
         self._is_in_loss = False
         """Is a loss being computed, whose backward has not begun?"""
+        self._is_empty = True
+        """Is the last loss that of no batch?"""
+        self._ends: list[Node] = []
+        """The nodes where gradients of shards arrive, which live as long as someone holds them."""
         self._tops: list[nn.Module] = []
         """Those of them that hold what is in no block."""
 
@@ -53,6 +64,7 @@ class ShardedLoss(nn.Module):
 
     def forward(self, batch: Any) -> Outcome:
         """Return the loss of a batch; for None, a zero that reaches every shard."""
+        self._is_empty = batch is None
         if batch is None:
             zeros = [each.to_local().flatten()[:0].sum() for each in self._shards()]
             return torch.stack(zeros).sum(), {}
@@ -60,10 +72,30 @@ class ShardedLoss(nn.Module):
         self._is_in_loss = torch.is_grad_enabled()
         try:
             outcome: Outcome = self.module(batch)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise LossError(_BLOCKS_ALONE) from error
+            raise
         finally:
             self._is_in_loss = False
         self.free()
+        if any(map(is_sharded, tree_leaves(outcome))):
+            raise LossError(_BLOCKS_ALONE)
         return outcome
+
+    def refuse_gradients_of_shards(self) -> None:
+        """Refuse a loss that reaches a shard itself, in place of what a block gathers in its forward.
+
+        Such a gradient is of one rank's loss, and FSDP does not add those of the others.
+        """
+        for shard in self._shards():
+            node = get_gradient_edge(shard).node
+            node.register_prehook(self._refuse_shard)
+            self._ends.append(node)
+
+    def _refuse_shard(self, _gradient: object) -> None:
+        if not self._is_empty:
+            raise LossError(_BLOCKS_ALONE)
 
     def _guarded(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
         """Copy outputs that are views, and refuse a backward of them while the loss is computed.

@@ -25,6 +25,7 @@ from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import fingerprints
 from accel_fn.step.strategy import Strategy
+from accel_fn.step.torch_internals import num_nodes_made
 from accel_fn.transforms.reproducible.failures_of_ranks import (
     check_same_step,
     run_or_raise_on_all,
@@ -160,12 +161,13 @@ class VirtualRanks(Strategy):
     ) -> Tensors:
         """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
         mean: Tensor | None = None
-        self._marks = self._unmarked
+        self._marks, self._num_nodes = self._unmarked, num_nodes_made()
+        leading = [*map(bool, weights), True].index(True)
         for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             part = _in_own_memory(state, part)
             loss, found = run_forward(state, plan, self.module, part)
-            if not index:
-                self.checks.before_backward(loss, part)
+            if index in (0, leading):
+                self.checks.before_backward(loss, is_first=not index, weighs=index == leading)
             part_of_all = weight / total
             share = 1.0 if self.layout.is_sum else part_of_all
             self.backward(loss, seed_of(loss, share, state.scaler))
