@@ -60,8 +60,8 @@ class Strategy:
         self._reachable = self.trainable()
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
         self._trained = plan.trained()
-        self._unmarked = self._marks = [-1] * len(self._trained)
-        """The number of writes to the gradient of each trained parameter; -1 without a gradient."""
+        self._unmarked = self._marks = [-1] * len(self._reachable)
+        """The number of writes to the gradient of each reachable parameter; -1 without a gradient."""
         self._num_nodes = 0
         """The number of nodes that this thread had made before the next loss."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
@@ -173,7 +173,7 @@ class Strategy:
             self.checks.search(loss, num_nodes)
         run_backward(loss, seed, self._reachable)
         self._num_nodes = num_nodes_made()
-        marks = [-1 if each.grad is None else each.grad._version for each in self._trained]
+        marks = [-1 if each.grad is None else each.grad._version for each in self._reachable]
         missed = [*map(eq, marks, self._marks)]
         self._marks = marks
         if any(missed):

@@ -127,12 +127,17 @@ def is_fair(program: Program) -> bool:
     """Does the loop by hand define the result? Documented limits are not faults."""
     sgd = program["optimizer"] in {"sgd", "momentum", "decay", "nesterov", "fused sgd", "groups"}
     linear = program["clip"] == "none" and not {program["hook"], program["skip"]} & NOT_LINEAR
-    weighs = program["loss"] in {"labels", "weighted"}
+    is_added = program["model"] == "added loss"
+    # Beside a penalty, no parameter is missed: a hook by hand sees the gradient of the checkpoint apart,
+    # and what changes the forward may add as many nodes to the graph as the checkpoint hides.
+    is_hidden = program["model"] == "reentrant checkpoint" and program["loss"] == "penalty"
+    is_changed = program["hook"] == "clamp" or program["between"] in {"forward hook", "forward"}
     return not (
         (program["strategy"] == "local sgd" and not (sgd and linear))
         or (program["strategy"] == "fsdp" and program["between"] == "assign")
-        or (program["strategy"] == "fsdp" and program["model"] == "added loss")
-        or (program["strategy"] == "local sgd" and program["model"] == "added loss" and weighs)
+        or (program["strategy"] == "fsdp" and is_added)
+        or (program["strategy"] == "local sgd" and is_added and program["loss"] != "mean")
+        or (is_hidden and is_changed)
         or (program["model"] == "sparse table" and program["loss"] == "penalty")
         or (program["schedule"] != "none" and program["between"] == "rate")
         or (program["skip"] == "one batch" and program["loss"] not in {"mean", "of one sample"})

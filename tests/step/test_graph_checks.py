@@ -304,6 +304,32 @@ def test_a_reentrant_checkpoint_of_a_later_step_is_refused(recipe):
         step(state, X)
 
 
+@pytest.mark.parametrize("recipe", [af.wrap_ddp(), af.wrap_fsdp()], ids=str)
+def test_a_reentrant_checkpoint_is_found_in_a_graph_of_as_many_nodes(recipe):
+    """It is one node in place of two, a product and a transposition."""
+
+    def run(state):
+        calls = []
+
+        def later(model, x):
+            calls.append(x)
+            inner = (
+                2 * checkpoint(model[0], x.clone().requires_grad_(), use_reentrant=True)
+                if len(calls) == 3
+                else model[0](x)
+            )
+            return F.mse_loss(model[1](inner), x.sum(1, keepdim=True))
+
+        model = copy.deepcopy(MODEL)
+        plan = af.Plan(later, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state, step = af.build(state, af.compose(recipe, af.accumulate(2))(plan), check_loss=False)
+        state, _ = step(state, X)
+        with pytest.raises(ValueError, match="use_reentrant"):
+            step(state, X)
+
+    simulate(run, world_size=2)
+
+
 @pytest.mark.parametrize("is_nan", [False, True])
 def test_a_function_that_adds_a_gradient_is_found_behind_micro_batches_of_weight_0(is_nan):
     def adding(model, batch):
