@@ -374,6 +374,17 @@ def test_what_it_cannot_be_combined_with_is_refused_on_every_rank(recipe, words,
     simulate(run, world_size=world_size)
 
 
+def test_momentum_of_sparse_gradients_is_refused():
+    def run(state):
+        model = nn.Embedding(6, 2, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        plan = af.Plan(lambda model, rows: model(rows).mean(), model, optimizer)
+        with pytest.raises(ValueError, match="local_sgd's model must have dense gradients beside"):
+            af.build(state, af.local_sgd(1)(plan))
+
+    simulate(run, world_size=2)
+
+
 def test_two_of_them_are_refused():
     with pytest.raises(ValueError, match=r"got local_sgd\(2\) and local_sgd\(2\); leave out one$"):
         built(af.DistState(), af.compose(af.local_sgd(2), af.local_sgd(2)))

@@ -10,10 +10,10 @@ from torch.utils import _pytree as pytree
 
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.errors import PlanError, StateError, check_count
+from accel_fn.errors import PlanError, StateError, check_count, message
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.grads import Grads
-from accel_fn.step.loss_module import Metrics
+from accel_fn.step.loss_module import Metrics, sparse_tables
 from accel_fn.step.microbatches import Weights
 from accel_fn.step.plan import Plan, SlotFunction, Stateful, describe
 from accel_fn.step.plan_checks import leave_out_one
@@ -50,8 +50,9 @@ def local_sgd(every: int) -> Transform:
     Raises:
         ValueError: `every` is no integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`; a loss
             scale, `accept` functions, `average` or `check_replicas`, which take all ranks to decide or to be
-            alike. From `save`: between two averages. From the step, a RuntimeError, on
-            every rank: an optimizer that has come to hold state of other parameters on another rank.
+            alike; embeddings with sparse gradients beside momentum, which is sparse too. From `save`:
+            between two averages. From the step, a RuntimeError, on every rank: an optimizer that has
+            come to hold state of other parameters on another rank.
 
     Cost: a step two small collectives of a number or two, and none of gradients. An average,
     for every dtype and every 16 million numbers of it, one broadcast and one all-reduce of parameters and
@@ -91,6 +92,11 @@ class LocalSlot(SlotFunction):
                 "build: local_sgd must train on a mean, since ranks do not know the weight of the global "
                 'batch, got reduction="sum"; return the mean over the batch\'s items'
             )
+        groups = [g for each in plan.optimizers.values() for g in each.param_groups]
+        if state.world_size > 1 and any(g.get("momentum") for g in groups):
+            for name in sparse_tables(plan.model):
+                rule, repair = "have dense gradients beside momentum", "use sparse=False"
+                raise PlanError(message("build", "local_sgd's model", rule, name, repair))
         if plan.accept:
             raise PlanError(
                 "build: local_sgd must apply every update, as gradients differ between ranks, got "
