@@ -34,6 +34,7 @@ class TrainedParameters:
         self._given = [p for each in lists for p in each]
         self._frozen = [p for p in self._given if not p.requires_grad]
         self._required = {id(p) for p in plan.model.parameters() if p.requires_grad}
+        self._found = {*map(id, plan.model.parameters())}
 
     def check(self) -> None:
         """Refuse parameters that were added since `build`, which would not be trained.
@@ -118,6 +119,8 @@ class TrainedParameters:
                     "step: parameters that required a gradient in build must still do so, got "
                     f"{name}; build again, or freeze those"
                 ) from error
+            if id(parameter) not in self._found:
+                raise PlanError(_replaced(name)) from error
 
 
 class GraphChecks:
@@ -218,15 +221,19 @@ class GraphChecks:
 
     def _check_missed(self, name: str, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._known:
-            raise PlanError(
-                f"step: model must hold the parameters that build found, got another {name}; write to the "
-                "old one, or build again"
-            )
+            raise PlanError(_replaced(name))
         if parameter._post_accumulate_grad_hooks:
             raise PlanError(
                 "step: model must have no post-accumulate-grad hooks that clear all gradients, got one on "
                 f"{name}; let the optimizer step after the backward"
             )
+
+
+def _replaced(name: str) -> str:
+    return (
+        f"step: model must hold the parameters that build found, got another {name}; write to the "
+        "old one, or build again"
+    )
 
 
 def shares_gradients(state: DistState, plan: Plan) -> bool:

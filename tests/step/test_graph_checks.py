@@ -523,6 +523,19 @@ def test_a_rank_without_rows_has_a_sparse_gradient_where_unused_parameters_are_f
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_a_sparse_table_that_is_replaced_is_named_where_a_rank_has_no_rows():
+    def run(state):
+        model = nn.Embedding(6, 1, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = af.Plan(lambda model, rows: model(rows).square().mean(), model, optimizer)
+        state, step = af.build(state, af.wrap_ddp(find_unused_parameters=True)(plan))
+        model.weight = nn.Parameter(model.weight.detach().clone())
+        step(state, torch.tensor([0, 2, 5][: 3 * state.is_main]))
+
+    with pytest.raises(ValueError, match="build found, got another weight"):
+        simulate(run, world_size=2)
+
+
 def test_a_gradient_penalty_under_wrap_fsdp_is_refused():
     def penalized(model, x):
         x = x.detach().requires_grad_()
