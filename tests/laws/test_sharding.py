@@ -50,6 +50,16 @@ def test_the_parts_of_the_ranks_are_the_global_batch_in_order(order, epoch):
         assert max(sizes) - min(sizes) <= 1
 
 
+@given(runs=st.sets(st.tuples(st.integers(0, 10**6), st.integers(0, 9)), min_size=2, max_size=5))
+def test_each_epoch_of_each_seed_has_an_order_of_its_own(runs):
+    """Two orders of 32 samples are not the same by chance."""
+    found = set()
+    for epoch, seed in runs:
+        order = Order(32, 1, False, num_samples=32, shuffle=True, seed=seed)
+        found.add(tuple(order.global_indices(epoch, 0).tolist()))
+    assert len(found) == len(runs)
+
+
 @given(order=orders(), epoch=st.integers(0, 5), other=st.integers(1, 8))
 def test_a_global_batch_does_not_depend_on_the_world(order, epoch, other):
     """Batches are full; a last batch smaller than the world joins the batch before it."""
