@@ -181,7 +181,9 @@ def _counted(plan: Plan, batch: Any) -> tuple[Any, int]:
     """The batch, and its number of samples: 0 if they cannot be counted."""
     # Not by the plan's split, which the user may have written to be called once per batch.
     try:
-        whole = batch[0] if plan.split and type(batch) is list else batch
+        # A list is one batch, as torch's collate makes it of pairs, unless it holds micro-batches.
+        is_window = bool(plan.having("takes_windows"))
+        whole = batch[0] if is_window and type(batch) is list else batch
         return whole, num_samples(whole)
     except Exception:  # the step refuses the batch, on all ranks alike
         return None, 0

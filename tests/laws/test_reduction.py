@@ -211,6 +211,23 @@ def test_a_batch_that_is_never_cut_is_not_compared():
     assert calls == [8, 8]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "batch"),
+    [
+        (af.accumulate(2), [*BATCH]),
+        (af.accumulate("auto"), [*BATCH]),
+        (af.accumulate(2, split=None), [ours.rows(BATCH, 0, 4), ours.rows(BATCH, 4, 8)]),
+    ],
+    ids=["a pair as torch collates it", "the same, auto", "micro-batches"],
+)
+def test_a_list_is_a_batch_or_holds_microbatches(recipe, batch):
+    model = ours.regression_model()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), recipe(plan))
+    step(state, batch)
+    assert step.first_batch.verdict.startswith("is a mean over the items")
+
+
 def test_the_comparison_is_made_once():
     calls = []
 

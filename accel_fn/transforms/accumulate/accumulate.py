@@ -72,7 +72,7 @@ def accumulate(
     given = 1 if num_microbatches is None else num_microbatches
     num_parts = check_count("accumulate", "num_microbatches", given)
     if split is None:
-        return fill(split=SlotFunction(check_list, at_most=num_parts).with_source(source))
+        return fill(split=WindowSlot(check_list, at_most=num_parts).with_source(source))
     if callable(split):
         return fill(split=split)
     if split == "rows":
@@ -86,6 +86,12 @@ def _automatic(split: object) -> Transform:
         rule = 'be "rows" where num_microbatches is "auto"'
         raise ArgumentError(message("accumulate", "split", rule, split))
     return fill(split=RetrySlot(FittingSplit), wrap_grad_fn=RetrySlot(RetryOnOOM))
+
+
+class WindowSlot(SlotFunction):
+    """A split of batches that are lists of micro-batches."""
+
+    traits = frozenset({"takes_windows"})
 
 
 class RetrySlot(Stateful):
