@@ -25,9 +25,10 @@ class Source(Protocol[Batch]):
     def num_batches(self) -> int:
         """Batches of an epoch, on every rank alike; ArgumentTypeError where it is unknown."""
 
-    def batches(self, epoch: int, first_batch: int) -> Iterator[Batch]:
+    def batches(self, epoch: int | None, first_batch: int) -> Iterator[Batch]:
         """This rank's part of every batch of an epoch, from `first_batch` on.
 
+        None is epoch 0, in which a map-style data set keeps the epoch that the loop has set.
         Called in the thread of the loop, by all ranks in the same order. The
         iterator may be read in another thread.
         """
@@ -83,8 +84,8 @@ class ShardedLoader(Generic[Batch]):
         return self._source.num_batches()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Epoch 0."""
-        return self._source.batches(0, 0)
+        """Epoch 0. `set_epoch` of a map-style data set is not called."""
+        return self._source.batches(None, 0)
 
     def epochs(self, num_epochs: int, *, since: DistState | None = None) -> Iterator[Epoch[Batch]]:
         """Yield epoch after epoch up to `num_epochs`, from the position of a state.
@@ -97,8 +98,9 @@ class ShardedLoader(Generic[Batch]):
 
         Returns:
             An iterator of epochs: each has an `index`, a `len`, and iterates over
-            its remaining batches. None if the state is at the end, which rank 0 logs as a
-            warning of `accel_fn.checkpoint`: a finished run was started again.
+            its remaining batches, read after `set_epoch(index)` of a map-style data set that has it.
+            None if the state is at the end, which rank 0 logs as a warning of
+            `accel_fn.checkpoint`: a finished run was started again.
 
         Raises:
             ValueError: the state is beyond the end of the run; `num_epochs` is negative.

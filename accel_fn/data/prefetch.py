@@ -124,7 +124,7 @@ class PrefetchedSource(Generic[Batch]):
         self.indices = source.indices
         self.global_indices = source.global_indices
 
-    def batches(self, epoch: int, first_batch: int) -> Iterator[Batch]:
+    def batches(self, epoch: int | None, first_batch: int) -> Iterator[Batch]:
         return _Pass(self._source.batches(epoch, first_batch), self._ahead)
 
 

@@ -88,7 +88,7 @@ class WindowedSource(Generic[Batch]):
     def num_batches(self) -> int:
         return -(-self._source.num_batches() // self._k)
 
-    def batches(self, epoch: int, first_batch: int) -> Iterator[list[Batch]]:
+    def batches(self, epoch: int | None, first_batch: int) -> Iterator[list[Batch]]:
         return _lists(self._source.batches(epoch, first_batch * self._k), self._k)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:

@@ -224,6 +224,18 @@ def test_persistent_workers_outlive_a_pass_that_was_left():
     assert processes() == before
 
 
+def test_persistent_workers_end_with_their_loader():
+    loader = loader_of(Failing(None, None), 2, persistent=True)
+    gc.disable()
+    try:
+        ids(loader)
+        assert len(processes()) == 2
+        del loader
+        assert not processes()
+    finally:
+        gc.enable()
+
+
 def test_after_a_failure_there_are_new_workers(tmp_path):
     def fails_once(index):
         mended = tmp_path / "mended"

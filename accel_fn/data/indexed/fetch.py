@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from accel_fn.data.borrowed_rng import seed_process
 from accel_fn.data.seed_samples import reading
+from accel_fn.data.set_epoch import InEpoch, nested
 from accel_fn.data.workers.progress import Progress
 
 _SHOWN = 8  # samples that an error lists
@@ -21,9 +23,9 @@ _SHOWN = 8  # samples that an error lists
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The samples of a batch, and the epoch that they are read in, for random numbers."""
+    """The samples of a batch, and the epoch that they are read in."""
 
-    epoch: int
+    epoch: int | None  # None is epoch 0, in which data sets keep the epoch that they are in
     batch: int  # the number of the batch in the epoch
     numbers: Tensor | list[Any]
     seed: int | None = None  # seed of the global generators; None leaves those alone
@@ -49,6 +51,11 @@ class Fetcher(Dataset[Any]):
         self.progress = progress
         self._at_once = _stacks_plainly(collate_fn) and has_rows(dataset)
         self._together = _gives_many(dataset)
+        self._inside: InEpoch | None = None  # of the last batch
+
+    def of_pass(self) -> Fetcher:
+        """Make a copy that sets the epoch anew: the loop may set another one between two passes."""
+        return copy.copy(self)
 
     def __getitem__(self, part: Part) -> Any:
         """Return the batch of the samples of a part."""
@@ -64,7 +71,10 @@ class Fetcher(Dataset[Any]):
             return self.fetch(part.numbers)
         if part.seed is not None:
             seed_process(part.seed)
-        with reading(part.epoch):
+        if self._inside is None or self._inside.epoch != part.epoch:
+            in_worker = self.progress is not None
+            self._inside = InEpoch(nested(self.dataset), part.epoch, alone=in_worker)
+        with reading(part.epoch or 0), self._inside:
             return self.fetch(part.numbers)
 
     def fetch(self, numbers: Tensor | list[Any]) -> Any:

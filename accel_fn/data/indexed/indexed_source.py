@@ -26,9 +26,9 @@ class IndexedSource:
         self.num_batches = order.num_batches
         self.facts = order.facts
 
-    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        parts = parts_of(self.order, self.rank, epoch, first_batch)
-        seed = mix(mix(mix(self.order.seed) + epoch) + self.rank)
+    def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
+        parts = parts_of(self.order, self.rank, epoch or 0, first_batch)
+        seed = mix(mix(mix(self.order.seed) + (epoch or 0)) + self.rank)
         return self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:

@@ -40,7 +40,7 @@ class Loading:
         )
 
     def batches(
-        self, parts: Iterable[Any], *, epoch: int, first_batch: int, seed: int
+        self, parts: Iterable[Any], *, epoch: int | None, first_batch: int, seed: int
     ) -> Iterator[Any]:
         """Yield the batch of each part, in order. Workers start with the first.
 
@@ -54,9 +54,9 @@ class Loading:
             return self._by_workers(of_epoch, epoch, first_batch, seed)
         return self._here(of_epoch, epoch, first_batch)
 
-    def _here(self, parts: Iterable[Any], epoch: int, first_batch: int) -> Iterator[Any]:
+    def _here(self, parts: Iterable[Any], epoch: int | None, first_batch: int) -> Iterator[Any]:
         batch = first_batch
-        fetch, pins = self._fetcher.__getitem__, self._pins
+        fetch, pins = self._fetcher.of_pass().__getitem__, self._pins
         try:
             for part in parts:
                 found = fetch(part)
@@ -67,7 +67,7 @@ class Loading:
             raise
 
     def _by_workers(
-        self, parts: Iterable[Any], epoch: int, first_batch: int, seed: int
+        self, parts: Iterable[Any], epoch: int | None, first_batch: int, seed: int
     ) -> Iterator[Any]:
         batch, failed = first_batch, False
         pool = self._pools.take()
@@ -86,8 +86,8 @@ class Loading:
             self._pools.give_back(pool, failed=failed)
 
 
-def _where(batch: int, epoch: int) -> str:
-    return f"batch {batch} of epoch {epoch}"
+def _where(batch: int, epoch: int | None) -> str:
+    return f"batch {batch} of epoch {epoch or 0}"
 
 
 def _can_pin() -> bool:

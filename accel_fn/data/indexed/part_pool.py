@@ -21,16 +21,16 @@ class PartPool(WorkerPool):
     """Workers that read the batch of each part."""
 
     def __init__(self, fetcher: Fetcher, options: dict[str, Any]) -> None:
-        self._parts = _PartSampler()
-        self._progress = Progress(options["num_workers"])
+        progress = Progress(options["num_workers"])
+        self._parts = _PartSampler(progress)
         self._generator = torch.Generator()
         loader = make_loader(
-            Fetcher(fetcher.dataset, fetcher.collate_fn, self._progress),
+            Fetcher(fetcher.dataset, fetcher.collate_fn, progress),
             sampler=self._parts,
             generator=self._generator,
             **{**options, "worker_init_fn": _WorkerInit(options["worker_init_fn"])},
         )
-        super().__init__(loader, self._reads)
+        super().__init__(loader, self._parts.where)
 
     def read(self, parts: Iterable[Part], seed: int) -> Iterator[Any]:
         """Yield the batch of each part, in order; workers take parts ahead of time."""
@@ -44,20 +44,12 @@ class PartPool(WorkerPool):
     def drop_rest(self) -> None:
         self._parts.start(())
 
-    def _reads(self, worker: int) -> str:
-        number, place = self._progress.of(worker) or (None, -1)
-        part = self._parts.pending.get(number)
-        if part is None:
-            return ""
-        numbers: Any = part.numbers
-        samples = f"sample {numbers[place]}" if place >= 0 else f"samples {listed(numbers)}"
-        return f" in {samples} of batch {number} of epoch {part.epoch}"
-
 
 class _PartSampler(Sampler[Any]):
     """Gives the loader the parts of the current pass, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         # parts that were taken and not read yet, oldest first
         self.pending: dict[int | None, Part] = {}
         self.start(())
@@ -76,6 +68,16 @@ class _PartSampler(Sampler[Any]):
         part = next(self._parts).listed()
         self.pending[part.batch] = part
         return part
+
+    def where(self, worker: int) -> str:
+        """Describe what a worker is reading; empty if unknown."""
+        number, place = self._progress.of(worker) or (None, -1)
+        part = self.pending.get(number)
+        if part is None:
+            return ""
+        numbers: Any = part.numbers
+        samples = f"sample {numbers[place]}" if place >= 0 else f"samples {listed(numbers)}"
+        return f" in {samples} of batch {number} of epoch {part.epoch or 0}"
 
 
 @dataclass(frozen=True, slots=True)

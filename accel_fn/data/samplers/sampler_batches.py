@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from accel_fn.data.borrowed_rng import Generators, held_by
 from accel_fn.data.order import Order, find_by_counting, mix
-from accel_fn.data.samplers.set_epoch import InEpoch
+from accel_fn.data.set_epoch import InEpoch
 from accel_fn.errors import ArgumentError
 
 _SAMPLES_AT_ONCE = 4096
@@ -73,7 +73,7 @@ class SamplerBatches:
         """Yield the batches of the sampler, unchanged."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
-        inside = [_generators(sampler, seed), *(InEpoch(each, epoch) for each in nest(sampler))]
+        inside = [_generators(sampler, seed), InEpoch(nest(sampler), epoch)]
         batches: Iterator[Batch] | None = None
         while True:
             with ExitStack() as stack:

@@ -51,11 +51,11 @@ class SamplerSource:
             raise ArgumentTypeError(message("len", "the loader's sampler", rule, name, repair))
         return self._num_batches
 
-    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
+    def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
         """Yield an epoch's parts from `first_batch` on. All ranks iterate together."""
         channel = None if self._channel is None else self._channel.another()
-        parts = self._parts(channel, epoch, first_batch)
-        seed = mix(mix(mix(self._sampling.seed) + epoch) + self._rank)
+        parts = self._parts(channel, epoch or 0, first_batch)
+        seed = mix(mix(mix(self._sampling.seed) + (epoch or 0)) + self._rank)
         found = self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
         return found if channel is None else channel.sending_errors(found)
 

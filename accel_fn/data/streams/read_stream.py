@@ -21,7 +21,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 from accel_fn.data.borrowed_rng import Generators
 from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
-from accel_fn.data.samplers.set_epoch import InEpoch
+from accel_fn.data.set_epoch import InEpoch
 from accel_fn.data.workers.progress import Progress
 
 _BLOCK = 1024
@@ -91,7 +91,7 @@ class Stream:
         self._epoch = epoch
         self._info = info
         self._in_worker = in_worker
-        self._in_epoch = InEpoch(data, epoch, alone=in_worker)
+        self._in_epoch = InEpoch([data], epoch, alone=in_worker)
         self._generators = Generators(mix(mix(seed) + epoch))
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []

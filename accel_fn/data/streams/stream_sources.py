@@ -76,11 +76,12 @@ class _StreamSource:
             "seed": self._seed,
         }
 
-    def batches(self, epoch: int, first_batch: int) -> Iterator[Any]:
+    def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
         """Yield an epoch's batches from one on; those before it are read and dropped.
 
         Errors get a note with their batch. A length that is wrong gives a warning.
         """
+        epoch = epoch or 0
         return self._checked(self._start(epoch, first_batch), epoch, first_batch)
 
     def _checked(self, batches: Iterator[Any], epoch: int, count: int) -> Iterator[Any]:
