@@ -15,6 +15,8 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, messag
 
 Key = str | int
 WeightFn = Callable[[Any], "int | float | Tensor"]
+Weight = float | tuple[float, ...]
+"""The number of items that a mean loss is over: for several terms one each, or 0 where all are 0."""
 _EXACT = 2**53
 """Up to here sums of integers over ranks are exact."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
@@ -97,23 +99,50 @@ def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:
         raise BatchError(message("num_labels", "key_or_path", rule, has)) from error
 
 
-def weigh(weight_fn: WeightFn, batches: Sequence[Any]) -> list[float]:
-    """Return the checked weight of each batch: a finite int or float >= 0, from any kind of number."""
+def weigh(weight_fn: WeightFn | Mapping[str, WeightFn], batches: Sequence[Any]) -> Sequence[Weight]:
+    """Return the checked weight of each batch: finite ints or floats >= 0, from any kind of number."""
+    if isinstance(weight_fn, Mapping):
+        return [_weights(weight_fn, batch) for batch in batches]
     return [_weight(weight_fn, batch) for batch in batches]
 
 
-def _weight(weight_fn: WeightFn, batch: Any) -> float:
+def _weights(weight_fns: Mapping[str, WeightFn], batch: Any) -> Weight:
+    found = tuple([_weight(fn, batch, f"weight_fn[{name!r}]") for name, fn in weight_fns.items()])
+    return found if any(found) else 0
+
+
+def total_weight(weights: Sequence[Weight]) -> Weight:
+    """Add up weights, term by term."""
+    terms = [each for each in weights if isinstance(each, tuple)]
+    plain = sum([each for each in weights if not isinstance(each, tuple)])
+    # A plain one is 0, or the NaN of a rank that cannot count its batch.
+    return tuple([sum(each) + plain for each in zip(*terms, strict=True)]) if terms else plain
+
+
+def shares(weight: Weight, total: Weight, factor: int = 1) -> Weight:
+    """Return `factor * weight / total`, term by term; 0 where nothing counts."""
+    if isinstance(weight, tuple):
+        assert isinstance(total, tuple)
+        pairs = zip(weight, total, strict=True)
+        return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])
+    if not weight:
+        return 0.0
+    assert not isinstance(total, tuple)
+    return weight * factor / total
+
+
+def _weight(weight_fn: WeightFn, batch: Any, name: str = "weight_fn") -> float:
     weight = weight_fn(batch)
     if type(weight) is int and 0 <= weight <= _EXACT:
         return weight
     value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         rule = "return a number or a 0-dim tensor"
-        raise BatchError(message("Plan", "weight_fn", rule, value))
+        raise BatchError(message("Plan", name, rule, value))
     plain = int(value) if isinstance(value, numbers.Integral) else float(value)
     if not 0 <= plain <= sys.float_info.max:  # a larger integer has no float
-        raise BatchError(message("Plan", "weight_fn", "return a finite count >= 0", value))
+        raise BatchError(message("Plan", name, "return a finite count >= 0", value))
     if plain and not _SMALLEST <= plain <= _LARGEST:
         rule = f"return 0 or a count from {_SMALLEST:g} to {_LARGEST:g}, as losses in float32 go times it"
-        raise BatchError(message("Plan", "weight_fn", rule, value))
+        raise BatchError(message("Plan", name, rule, value))
     return plain

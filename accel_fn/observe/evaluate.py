@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import length_hint
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from accel_fn.base.batch import num_samples
 from accel_fn.base.state import DistState
+from accel_fn.base.weights import Weight
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.data.loader import Epoch, ShardedLoader
@@ -29,6 +31,7 @@ from accel_fn.observe.metrics import NOTHING, Totals, added, means, totals_of, w
 from accel_fn.step.loss_module import Metrics, loss_module_of, run_forward, run_placed
 from accel_fn.step.microbatches import microbatches
 from accel_fn.step.optimizer_modes import in_eval_mode
+from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
 Metric = Tensor | tuple[float | Tensor, float | Tensor]
@@ -62,8 +65,8 @@ def evaluate(
             is on the device. Values are one a sample, [num_samples, ...], whole, real or bool, or
             a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape. Names
             and shapes are the same for every batch. Default: the plan's loss over its weights, as "loss"
-            (the mean of an item, also where `reduction` is "sum"), and the metrics that `loss_fn`
-            returns beside it.
+            (the mean of an item, also where `reduction` is "sum"; where `weight_fn` is a mapping,
+            each term by its name, and their sum), and the metrics that `loss_fn` returns beside it.
         progress: a bar on the main rank. Default: where there is a terminal and tqdm.
 
     Returns:
@@ -100,7 +103,15 @@ def evaluate(
         return _totals(step, loader, state, metric_fn, _bar(loader, state, progress))
 
     totals = all_or_none(mine, state, "evaluate")
-    return means(primitives.exchange(totals, state, "evaluate"))
+    found = means(primitives.exchange(totals, state, "evaluate"))
+    return _with_sum(found, step.plan.terms) if metric_fn is None and step.plan.terms else found
+
+
+def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
+    """Add the loss, the sum of those terms of which anything was counted; nan where nothing was."""
+    means_ = {name: found.get(name, math.nan) for name in terms}
+    counted = [each for each in means_.values() if not math.isnan(each)]
+    return {**found, "loss": sum(counted) if counted else math.nan, **means_}
 
 
 def _check_arguments(loader: Iterable[Any], state: DistState, metric_fn: object) -> None:
@@ -150,10 +161,9 @@ def _measured(
     if metric_fn is None:
         parts, weights = strategy.pad(state, None, *microbatches(plan, batch))
         for part, weight in zip(parts, weights, strict=True):
-            loss, metrics = run_forward(state, plan, strategy.loss_module, part)
+            loss, metrics = run_forward(state, plan, strategy.loss_module, part, weight)
             if weight:
-                first = (loss, torch.tensor(weight)) if plan.reduction == "sum" else loss
-                yield totals_of(_sums_of({"loss": first, **metrics}, weight), None)
+                yield totals_of(_sums_of(plan, loss, metrics, weight), None)
         strategy.settle(state)
         if not parts:
             yield NOTHING
@@ -168,15 +178,31 @@ def _measured(
     strategy.settle(state)
 
 
-def _sums_of(values: Metrics, weight: float) -> dict[str, Metric]:
-    """Sums and counts of the metrics that `loss_fn` returned for a micro-batch."""
-    sums: dict[str, Metric] = {}
-    for name, value in values.items():
+def _sums_of(plan: Plan, loss: Tensor, metrics: Metrics, weight: Weight) -> dict[str, Metric]:
+    """Sums and counts of what `loss_fn` returned for a micro-batch."""
+    if isinstance(weight, tuple):
+        terms = zip(plan.terms, loss, weight, strict=True)
+        sums = {name: _sum_of(mean, each) for name, mean, each in terms}
+    elif plan.reduction == "sum":
+        sums = {"loss": (loss, weight)}
+    else:
+        sums = {"loss": _sum_of(loss, weight)}
+    for name, value in metrics.items():
         if isinstance(value, str):
             raise LossError(f"evaluate: loss_fn must {value}")
-        mean = widest(value) if isinstance(value, Tensor) else None
-        sums[name] = value if mean is None else (mean * weight, weight)
+        if isinstance(value, tuple):
+            sums[name] = value
+        else:
+            assert not isinstance(weight, tuple)  # beside terms, metrics are pairs
+            sums[name] = _sum_of(value, weight)
     return sums
+
+
+def _sum_of(mean: Tensor, weight: float) -> Metric:
+    """A mean as a sum and its count; that of nothing may be 0 / 0."""
+    wide = widest(mean)
+    assert wide is not None
+    return (wide * weight if weight else 0.0), weight
 
 
 def _num_rows(part: Any) -> int | None:

@@ -65,7 +65,7 @@ def build(
     plan = all_or_none(partial(_validated, state, plan), state, "build")
     check_same_plan(state, plan)
     built, model = all_or_none(partial(_placed, state, plan), state, "build")
-    module: nn.Module = LossModule(plan.loss_fn, model)
+    module: nn.Module = LossModule(plan.loss_fn, model, plan.terms)
     for compile_loss in plan.compile_loss:
         module = compile_loss(built, module)
     make_strategy = plan.strategy[0] if plan.strategy else Strategy

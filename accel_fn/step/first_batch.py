@@ -57,6 +57,7 @@ class FirstBatch:
         self.is_due = True
         """Is there still something to look at?"""
         is_cut = state.world_size > 1 or plan.split or plan.having("virtual_ranks")
+        check_loss = check_loss and not plan.terms
         self._checks_loss = check_loss and bool(is_cut)
         self.verdict = "is not compared with that of its halves"
         """The result of the comparison, for `explain`."""

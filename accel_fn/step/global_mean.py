@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accel_fn.base.state import DistState, LossScale
+from accel_fn.base.weights import Weight, shares, total_weight
 from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import TRAINING
 from accel_fn.errors import BatchError
@@ -24,7 +25,8 @@ class GlobalMean:
     Two small sums over the ranks: of the weights, started before the first forward and awaited
     before the first backward, and of losses and metrics, started before the last backward. A share
     is w * world_size / w_total, so that an average over the ranks is the mean over the
-    global batch. If a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
+    global batch; where the loss has several terms, each has a weight and a share.
+    If a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
     """
 
     is_exact_over_ranks = True
@@ -34,7 +36,7 @@ class GlobalMean:
     def __init__(
         self,
         state: DistState,
-        weights: Sequence[float],
+        weights: Sequence[Weight],
         failure: Exception | None = None,
         *,
         stop: bool = False,
@@ -45,35 +47,38 @@ class GlobalMean:
         # Ranks that train and ranks that evaluate must not take each other's numbers.
         self._suffix = " forward" if is_forward else ""
         failure = failure or layout.late
-        weight = float("nan") if failure else float(sum(weights))
+        self.own_weight = total_weight(weights)
+        weight = float("nan") if failure else self.own_weight
         self._state = state
         self.layout = layout
         self._num_ranks = 1
         self._failure = failure
         self._metrics = MetricSums()
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
-        self._total: float | None = None
-        self.own_weight = sum(weights)
+        self._total: Weight | None = None
         self.num_microbatches = len(weights)
-        self.of_ranks: list[tuple[float, int]] = []
-        """In a world of several, once the total is known: weight and number of micro-batches of each rank."""
+        self.of_ranks: list[tuple[bool, int]] = []
+        """In a world of several, once the total is known, of each rank: does its batch weigh anything, and
+        its number of micro-batches."""
         TRAINING.batch = ref(self)
         self.stop = stop
         """Once the total is known: has a function on any rank asked the run to end?"""
         if state.world_size == 1:
-            self._mean = torch.zeros((), dtype=layout.dtype, device=state.device)
+            self._mean = layout.zero(state)
             self._total = checked_total(weight, failure)
         else:
-            self._sums = torch.zeros(2, dtype=layout.dtype, device=state.device)
-            """Sum of the losses, and of ranks that found other metrics; the sums of metrics follow."""
-            self._mean = self._sums[0]
+            numbers = weight if isinstance(weight, tuple) else (weight,) * (len(layout.terms) or 1)
+            self._num_terms = len(numbers)
+            self._sums = torch.zeros(len(numbers) + 1, dtype=layout.dtype, device=state.device)
+            """Sums of the loss or its terms and of ranks that found other metrics, then those of metrics."""
+            self._mean = self._losses()
             # On the host in float64, exact for integers up to 2**53: an accelerator is not kept
             # waiting and need not know float64, and a rank that fails is known without it. As long
             # as the sums of losses and metrics, so that a rank which is a step ahead is noticed.
             more = [0.0] * sum((layout.sizes or {}).values())
             self._num_ranks = state.data.world_size
             count = 2.0 * len(weights) + stop  # one number of two, as heads have room for
-            self._totals = torch.tensor([weight, count, *more], dtype=torch.float64)
+            self._totals = torch.tensor([*numbers, count, *more], dtype=torch.float64)
             self._weights = self._sum(self._totals, "weights")
             self._pending.append(self._weights)
 
@@ -83,14 +88,21 @@ class GlobalMean:
             tensor, self._state, "step", what=f"{what}{self._suffix} {self._state.step + 1}"
         )
 
-    def total(self) -> float:
+    def _losses(self) -> Tensor:
+        """The sum of the loss, or of its terms: a view of the sums."""
+        return self._sums[: self._num_terms] if self.layout.terms else self._sums[0]
+
+    def total(self) -> Weight:
         """The weight of the global batch; waits for it."""
         if self._total is None:
             self._wait()
-            self._total = checked_total(float(self._totals[0]), self._failure)
+            num = self._num_terms
+            numbers = tuple(self._totals[:num].tolist())
+            whole = numbers if self.layout.terms else numbers[0]
+            self._total = checked_total(whole, self._failure)
             assert isinstance(self._weights, primitives.PendingTotal)
-            ranks = [(weight, int(count)) for weight, count, *_ in self._weights.ranks]
-            self.of_ranks = [(weight, count // 2) for weight, count in ranks]
+            ranks = [(any(each[:num]), int(each[num])) for each in self._weights.ranks]
+            self.of_ranks = [(weighs, count // 2) for weighs, count in ranks]
             self.stop = any(count % 2 for _, count in ranks)
         return self._total
 
@@ -99,22 +111,25 @@ class GlobalMean:
             each.wait()
         self._pending.clear()
 
-    def share(self, weight: float) -> float:
+    def share(self, weight: Weight) -> Weight:
         """Return the factor that the backward of a micro-batch of this weight starts from."""
         total = self.total()
         if self.layout.is_sum:
             return float(self._num_ranks) if weight else 0.0
-        return weight * self._num_ranks / total if total else 0.0
+        return shares(weight, total, self._num_ranks)
 
-    def add(self, loss: Tensor, metrics: Metrics, weight: float) -> None:
+    def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
         """Count the mean loss and the metrics of a micro-batch."""
-        self.add_scaled(loss, metrics, weight / (self.total() or 1))
+        self.add_scaled(loss, metrics, shares(weight, self.total()))
 
-    def add_scaled(self, loss: Tensor, metrics: Metrics, factor: float) -> None:
+    def add_scaled(self, loss: Tensor, metrics: Metrics, factor: Weight) -> None:
         """Add these values times a factor; values of weight 0 may be anything, so they do not count."""
         if not factor:
             return
-        self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor)
+        if isinstance(factor, tuple):
+            self._mean.add_(weighed(loss, factor))
+        else:
+            self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor)
         if metrics or self._metrics.found:
             self._metrics.add(metrics, factor, self._mean)
         elif self._metrics.found is None:
@@ -136,25 +151,29 @@ class GlobalMean:
         if error:
             # The other ranks notice it by the sum or, if the host would have to wait for that, in
             # the next step.
-            self._failure, self._sums[1] = error, 1
+            self._failure, self._sums[self._num_terms] = error, 1
             layout.late = None if self._sums.is_cpu else error
         terms = layout.vector(self._metrics.found or {}, self._sums, is_wrong=error is not None)
         if terms:
             self._sums = torch.cat([self._sums, *terms])
-            self._mean = self._sums[0]
+            self._mean = self._losses()
 
-    def close(self) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Mean loss, mean metrics and weight of the global batch; waits for the sums."""
+    def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
+        """Means of the loss or its terms and of metrics, and weight of the global batch; waits for the sums."""
         total = self.total()
         if self._state.world_size > 1:
             self._wait()
-            if self._sums.is_cpu and self._sums[1]:
-                raise self._failure or differing_elsewhere()
+            if self._sums.is_cpu and self._sums[self._num_terms]:
+                raise self._failure or differing_elsewhere(self.layout)
         return self._mean, self._means(total) if self.layout.sizes else {}, total
 
-    def _means(self, total: float) -> dict[str, Tensor]:
+    def _means(self, total: Weight) -> dict[str, Tensor]:
         several = self._state.world_size > 1
-        sums = self.layout.unpacked(self._sums[2:]) if several else self._metrics.found or {}
+        sums = (
+            self.layout.unpacked(self._sums[self._num_terms + 1 :])
+            if several
+            else self._metrics.found or {}
+        )
         return self.layout.means(sums, total, self._mean)
 
     def extras(self, plan: Plan) -> dict[str, Any]:
@@ -162,21 +181,40 @@ class GlobalMean:
         return {"stop": self.stop} if plan.should_stop else {}
 
 
-def checked_total(total: float, failure: Exception | None) -> float:
+def checked_total(total: Weight, failure: Exception | None) -> Weight:
     """A total as an int if it counts exactly; raises if any rank's part of it could not be counted."""
     if failure is not None:
         raise failure
+    if isinstance(total, tuple):
+        counts = tuple([_checked(each) for each in total])
+        return counts if any(counts) else 0
+    return _checked(total)
+
+
+def _checked(total: float) -> float:
     if total != total:
         raise BatchError(
             "step: batch must be countable on every rank; the error of another rank has the reason"
         )
-    is_count = total.is_integer() and total <= 2**53  # far above, torch takes no int
+    is_count = float(total).is_integer() and total <= 2**53  # far above, torch takes no int
     return int(total) if is_count else total
 
 
-def seed_of(loss: Tensor, share: float, scaler: LossScale | None) -> Tensor | None:
+def weighed(loss: Tensor, factor: Weight) -> Tensor:
+    """The loss times a factor, or each of its terms; terms of factor 0 may be anything, and are 0."""
+    if not isinstance(factor, tuple):
+        return loss * factor
+    pairs = zip(loss.unbind(), factor, strict=True)
+    return torch.stack([each * part if part else loss.new_zeros(()) for each, part in pairs])
+
+
+def seed_of(loss: Tensor, share: Weight, scaler: LossScale | None) -> Tensor | None:
     """Return the seed of a backward: the share times the loss scale; None is one."""
     if scaler is not None:
         scale = scaler.scale.double() if loss.dtype == torch.float64 else scaler.scale
+        if isinstance(share, tuple):
+            return torch.stack([scale * each for each in share]).to(loss.dtype)
         return (scale * share).to(loss.dtype)
+    if isinstance(share, tuple):
+        return torch.stack([loss.new_full((), each) for each in share])
     return None if share == 1.0 else loss.new_full((), share)

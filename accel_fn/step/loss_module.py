@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -10,14 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_fn.base.state import DistState
+from accel_fn.base.torch_compile import uncompiled
+from accel_fn.base.weights import Weight
+from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import BatchError, LossError
+from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, leave_out, stacked
 from accel_fn.step.plan import ContextFn, LossFn, Plan, describe
 
 T = TypeVar("T")
 Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor] | str]
 """By name a mean, [], or a sum and its count; a str is the rule that a value breaks."""
 Outcome = tuple[Tensor, Metrics]
-"""The mean loss of a micro-batch, [], and its metrics."""
+"""The mean loss of a micro-batch, [], or the means of its terms, [terms]; and its metrics."""
 
 
 class LossModule(nn.Module):
@@ -27,27 +32,56 @@ class LossModule(nn.Module):
     it. The price: gradients must come from the one backward that the step runs.
     """
 
-    def __init__(self, loss_fn: LossFn, model: nn.Module) -> None:
+    def __init__(self, loss_fn: LossFn, model: nn.Module, terms: Sequence[str] = ()) -> None:
         super().__init__()
+        self.terms = terms
         self.model = model
         self.loss_fn = loss_fn
         # If set, everything that a rank without items reaches: DDP with find_unused_parameters must
         # find the model's parameters unused there.
         self.idle: nn.Parameter | None = None
 
-    def forward(self, batch: Any) -> Outcome:
-        """The mean loss of a batch; for None, a zero that reaches every parameter."""
+    def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
+        """The mean loss of a batch; for None, a zero that reaches every parameter.
+
+        The gradients of terms that are left out are zeros.
+        """
         if batch is None:
-            sparse = [each.weight for each in sparse_tables(self.model).values()]
-            # DDP has no zeros for a sparse gradient, so tables count as used in either case.
-            reached = self.model.parameters() if self.idle is None else [self.idle, *sparse]
-            zeros = [_empty_zero(p, sparse) for p in reached if p.requires_grad]
-            return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum(), {}
+            return self._zero(), {}
         found: Any = self.loss_fn(self.model, batch)
         loss, metrics = found if type(found) is tuple and len(found) == 2 else (found, None)
-        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+        if self.terms:
+            return self._of_terms(loss, metrics, left_out)
+        if not is_mean(loss):
             _refuse_loss(loss)
         return loss, {} if metrics is None else checked_metrics(metrics, loss)
+
+    def _zero(self) -> Tensor:
+        """A zero that reaches every parameter."""
+        sparse = [each.weight for each in sparse_tables(self.model).values()]
+        # DDP has no zeros for a sparse gradient, so tables count as used in either case.
+        reached = self.model.parameters() if self.idle is None else [self.idle, *sparse]
+        # `wrap_fsdp` has a zero of its own, and here only what is unsharded can be added up.
+        whole = [each for each in reached if each.requires_grad and not is_sharded(each)]
+        zeros = [_empty_zero(each, sparse) for each in whole]
+        return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum()
+
+    def _of_terms(self, found: Any, metrics: Any, left_out: Sequence[str]) -> Outcome:
+        broken = broken_rule(found, self.terms)
+        if broken:
+            # Marked as metrics are, beside a loss whose backward reaches what that of other ranks does.
+            terms = [*filter(is_mean, found.values() if isinstance(found, Mapping) else [found])]
+            loss = sum(terms, self._zero())
+            return loss.expand(len(self.terms)), {"": broken}
+        terms = [found[name] for name in self.terms]
+        if left_out and torch.is_grad_enabled():
+            weighing = [found[name] for name in self.terms if name not in left_out]
+            leave_out([found[name] for name in left_out], weighing)
+            if not all(found[name].requires_grad for name in left_out):
+                # It is not known which parameters a constant stands for.
+                terms[0] = terms[0] + self._zero()
+        loss = stacked(terms)
+        return loss, {} if metrics is None else checked_metrics(metrics, loss, self.terms)
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
@@ -65,7 +99,7 @@ def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:
     return parameter.flatten()[:0].sum()
 
 
-def checked_metrics(metrics: Any, loss: Tensor) -> Metrics:
+def checked_metrics(metrics: Any, loss: Tensor, terms: Sequence[str] = ()) -> Metrics:
     """The metrics without their graphs, where DDP would look for parameters.
 
     What is refused is only marked: a rank that raised here would raise alone.
@@ -73,12 +107,20 @@ def checked_metrics(metrics: Any, loss: Tensor) -> Metrics:
     if not isinstance(metrics, Mapping):
         rule = "return metrics as a mapping of names to values beside the loss"
         return {"": f"{rule}, got {type(metrics).__name__}"}
-    return {str(name): _metric(name, value, loss) for name, value in metrics.items()}
+    return {str(name): _metric(name, value, loss, terms) for name, value in metrics.items()}
 
 
-def _metric(name: Any, value: Any, loss: Tensor) -> Tensor | tuple[Tensor, Tensor] | str:
-    if not isinstance(name, str) or name == "loss":
-        return f'name metrics by strings other than "loss", got {name!r}'
+def _metric(
+    name: Any, value: Any, loss: Tensor, terms: Sequence[str]
+) -> Tensor | tuple[Tensor, Tensor] | str:
+    if not isinstance(name, str) or name in ("loss", *terms):
+        others = " and the terms" if terms else ""
+        return f'name metrics by strings other than "loss"{others}, got {name!r}'
+    if terms and not isinstance(value, tuple):
+        return (
+            f"return metric {name!r} as a pair (sum, count), since terms are means over different "
+            f"items, got {kind_of(value)}"
+        )
     if not isinstance(value, tuple):
         mean = _number(value, loss)
         return _refused(name, value) if mean is None else mean
@@ -115,10 +157,13 @@ def _refused(name: str, value: Any) -> str:
 
 
 def _refuse_loss(loss: Any) -> None:
-    got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    repair = "return the mean over the batch's items"
+    if isinstance(loss, Mapping):
+        is_output = hasattr(loss, "loss")
+        terms = "give a weight_fn for each, Plan(..., weight_fn={name: ...}), or return their sum"
+        repair = "return its .loss" if is_output else terms
     raise LossError(
-        f"step: loss_fn must return a 0-dim floating-point tensor, got {got}; "
-        "return the mean over the batch's items"
+        f"step: loss_fn must return a 0-dim floating-point tensor, got {kind_of(loss)}; {repair}"
     )
 
 
@@ -127,14 +172,37 @@ def loss_module_of(module: nn.Module) -> LossModule:
     return next(each for each in module.modules() if isinstance(each, LossModule))
 
 
-def run_forward(state: DistState, plan: Plan, module: nn.Module, part: Any) -> Outcome:
-    """Loss and metrics of one micro-batch; None stands for a rank without items."""
+def run_forward(
+    state: DistState, plan: Plan, module: nn.Module, part: Any, weight: Weight = 1
+) -> Outcome:
+    """Loss and metrics of one micro-batch; None stands for a rank without items.
+
+    With a weight for each term the loss is their means, [terms]; else it is their sum, [].
+    """
     outcome: Outcome
     if part is None:
         outcome = module(None)
+    elif plan.terms:
+        outcome = _run_terms(state, plan, module, part, weight)
     else:
         outcome = in_contexts(state, plan.forward_contexts, module, placed(state, plan, part))
     return outcome
+
+
+def _run_terms(
+    state: DistState, plan: Plan, module: nn.Module, part: Any, weight: Weight
+) -> Outcome:
+    weights = weight if isinstance(weight, tuple) else (weight,) * len(plan.terms)
+    left_out = [name for name, each in zip(plan.terms, weights, strict=True) if not each]
+    part, contexts = placed(state, plan, part), plan.forward_contexts
+    if left_out:
+        # A compiled graph has one backward for all terms, which none can be left out of.
+        with uncompiled():
+            call = partial(module, left_out=left_out)
+            loss, metrics = in_contexts(state, contexts, call, part)
+    else:
+        loss, metrics = in_contexts(state, contexts, module, part)
+    return loss if isinstance(weight, tuple) else loss.sum(), metrics
 
 
 def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:

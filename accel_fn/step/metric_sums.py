@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel_fn.base.state import DistState
+from accel_fn.base.weights import Weight
 from accel_fn.comm import primitives
 from accel_fn.errors import LossError
 from accel_fn.step.loss_module import Metrics
+from accel_fn.step.report import Report
 
 _REPAIR = "return all metrics for every batch"
 
@@ -27,14 +30,32 @@ class Layout:
         sizes: Mapping[str, int] | None = None,
         *,
         is_sum: bool = False,
+        terms: Sequence[str] = (),
     ) -> None:
         self.dtype = dtype
         self.is_sum = is_sum
         """Is a loss a sum over its items? Losses are then added as they are."""
+        self.terms = terms
+        """The names of the loss's terms, whose means are one tensor, [terms]; none: the loss is one mean, []."""
         self.sizes = sizes
         """The metrics by name: 1 number, or 2, a sum and its count. None: no batch had items yet."""
         self.late: LossError | None = None
         """Error for the next step, where all ranks can raise it."""
+
+    def zero(self, state: DistState) -> Tensor:
+        """The mean loss of nothing, or those of its terms."""
+        shape = (len(self.terms),) if self.terms else ()
+        return torch.zeros(shape, dtype=self.dtype, device=state.device)
+
+    def report(self, mean: Tensor, total: Weight, **others: Any) -> Report:
+        """A report of the mean loss, or of the means of its terms."""
+        if not self.terms:
+            assert not isinstance(total, tuple)
+            return Report(loss=mean, weight=total, **others)
+        weights = total if isinstance(total, tuple) else (0,) * len(self.terms)
+        weight = dict(zip(self.terms, weights, strict=True))
+        terms = dict(zip(self.terms, mean.unbind(), strict=True))
+        return Report(loss=mean.sum(), weight=weight, terms=terms, **others)
 
     def settle(self, state: DistState, sums: Sequence[MetricSums]) -> LossError | None:
         """Fix the metrics if no batch had items yet; return what is wrong with those that are not the same.
@@ -68,7 +89,7 @@ class Layout:
                     raise LossError(f"{_differing(expected, each)} on rank {rank}; {_REPAIR}")
         return expected
 
-    def means(self, values: Mapping[str, Tensor], total: float, like: Tensor) -> dict[str, Tensor]:
+    def means(self, values: Mapping[str, Tensor], total: Weight, like: Tensor) -> dict[str, Tensor]:
         """The means, from the sums over all ranks; nan where nothing was counted."""
         nothing = like.new_full((), torch.nan)
         return {
@@ -107,8 +128,10 @@ class MetricSums:
     wrong: str = ""
     """Why they cannot be added up."""
 
-    def add(self, metrics: Metrics, factor: float | Tensor, like: Tensor) -> None:
+    def add(self, metrics: Metrics, factor: Weight | Tensor, like: Tensor) -> None:
         """Count a micro-batch, in the dtype and on the device of `like`."""
+        # Metrics beside several terms are no means: `LossModule` marks those that are.
+        factor = 1.0 if isinstance(factor, tuple) else factor
         terms = {}
         for name, value in metrics.items():
             if isinstance(value, str):
@@ -147,9 +170,10 @@ def _differing(expected: Mapping[str, int], found: Mapping[str, int]) -> str:
     )
 
 
-def differing_elsewhere() -> LossError:
+def differing_elsewhere(layout: Layout) -> LossError:
     """The error of a rank whose own metrics are right."""
+    kinds, all_ = ("terms and metrics", "all") if layout.terms else ("metrics", "all metrics")
     return LossError(
-        "step: loss_fn must return the same metrics in every step and on every rank, got others on "
-        f"another rank; {_REPAIR}"
+        f"step: loss_fn must return the same {kinds} in every step and on every rank, got others on "
+        f"another rank; return {all_} for every batch"
     )

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from accel_fn.base.batch import tensors_of
 from accel_fn.base.out_of_memory import is_memory
-from accel_fn.base.weights import weigh
+from accel_fn.base.weights import Weight, weigh
 from accel_fn.errors import BatchError, OutOfMemoryError, message
 from accel_fn.step.plan import Plan
 
 Parts = Sequence[Any]
-Weights = Sequence[float]
+Weights = Sequence[Weight]
 
 
 def microbatches(plan: Plan, batch: Any, *, with_weightless: bool = False) -> tuple[Parts, Weights]:

@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 from accel_fn.base.batch import num_samples
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import WeightFn
-from accel_fn.errors import ArgumentTypeError, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 from accel_fn.step.grads import Grads
 from accel_fn.step.optimizers import check_optimizers, describe_optimizer
 from accel_fn.step.report import Report
@@ -24,7 +24,9 @@ Batch = TypeVar("Batch", contravariant=True, default=Any)
 """The type of a batch: that of `loss_fn`'s second parameter; Any if it has no annotation."""
 Metric = float | Tensor | tuple[float | Tensor, float | Tensor]
 """A mean over the batch's items, or a sum and its count."""
-LossFn = Callable[[Any, Batch], Tensor | tuple[Tensor, Mapping[str, Metric]]]
+Loss = Tensor | Mapping[str, Tensor]
+"""A mean, or several by the names of `weight_fn`."""
+LossFn = Callable[[Any, Batch], Loss | tuple[Loss, Mapping[str, Metric]]]
 StepFn = Callable[[DistState, Any], tuple[DistState, Report]]
 GradFn = Callable[[DistState, Any], tuple[DistState, Grads, Report]]
 InitFn = Callable[[DistState], DistState]
@@ -59,9 +61,13 @@ class Plan(Generic[Batch]):
             different ones: `{"matrices": muon, "rest": adamw}`. They make one update: one verdict,
             one loss scale and one norm for all.
         weight_fn: `batch -> number`: how many items that mean is over: a finite number >= 0, of
-            Python's or NumPy's kinds, or a tensor [].
+            Python's or NumPy's kinds, or a tensor []. Or a mapping of such functions: `loss_fn` then
+            returns a dict of terms of the same names in place of the loss, each the mean over items of
+            its own, and the loss is the sum of their means over the global batch. Metrics beside
+            them are pairs `(sum, count)`.
         reduction: "mean", or "sum" for a loss that is a sum over the batch's items: losses and
-            gradients of ranks and micro-batches are then added, and `weight_fn` only counts.
+            gradients of ranks and micro-batches are then added, and `weight_fn`, which is no mapping,
+            only counts.
         init_state: `state -> state`, once, in `build`.
         place_model: `(state, model) -> model`; at most one.
         place_batch: `(state, batch) -> batch`, in the order listed.
@@ -84,6 +90,7 @@ class Plan(Generic[Batch]):
 
     Raises:
         TypeError: one of the four is not what it must be.
+        ValueError: `weight_fn` is an empty mapping, has a term "loss", or stands beside `reduction="sum"`.
 
     >>> import accel_fn as af
     >>> af.Plan(loss_fn, model, optimizer)
@@ -93,7 +100,7 @@ class Plan(Generic[Batch]):
     loss_fn: LossFn[Batch]
     model: nn.Module
     optimizer: Optimizer | Mapping[str, Optimizer]
-    weight_fn: WeightFn = num_samples
+    weight_fn: WeightFn | Mapping[str, WeightFn] = num_samples
     reduction: Literal["mean", "sum"] = field(default="mean", kw_only=True)
     init_state: tuple[InitFn, ...] = field(default=(), kw_only=True)
     place_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
@@ -114,7 +121,10 @@ class Plan(Generic[Batch]):
         rules = {
             "loss_fn": (callable(self.loss_fn), "be a function (model, batch) -> loss"),
             "model": (isinstance(self.model, nn.Module), "be an nn.Module"),
-            "weight_fn": (callable(self.weight_fn), "be a function batch -> number"),
+            "weight_fn": (
+                all(map(callable, self._weight_fns())),
+                "be a function batch -> number, or a mapping of such by the names of terms",
+            ),
             "reduction": (self.reduction in ("mean", "sum"), 'be "mean" or "sum"'),
         }
         for name, (holds, rule) in rules.items():
@@ -123,12 +133,36 @@ class Plan(Generic[Batch]):
         check_optimizers(self.optimizer)
         if isinstance(self.optimizer, Mapping):  # a copy: the user's may change
             object.__setattr__(self, "optimizer", dict(self.optimizer))
+        if isinstance(self.weight_fn, Mapping):
+            self._check_terms(self.weight_fn)
+            object.__setattr__(self, "weight_fn", dict(self.weight_fn))
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
         """The optimizers by name: what reads a plan loops over this, so that several are no special case."""
         given = self.optimizer
         return given if isinstance(given, Mapping) else {"optimizer": given}
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The names of the loss's terms; none where it is one mean."""
+        return tuple(self.weight_fn) if isinstance(self.weight_fn, Mapping) else ()
+
+    def _weight_fns(self) -> list[WeightFn]:
+        given = self.weight_fn
+        return [*given.values()] if isinstance(given, Mapping) else [given]
+
+    def _check_terms(self, weight_fns: Mapping[str, WeightFn]) -> None:
+        for name in weight_fns:
+            if not isinstance(name, str):
+                rule = "name terms by strings"
+                raise ArgumentTypeError(message("Plan", "weight_fn", rule, name))
+        if not weight_fns or "loss" in weight_fns:
+            rule = 'name at least one term, and none "loss", which is their sum'
+            raise ArgumentError(message("Plan", "weight_fn", rule, list(weight_fns)))
+        if self.reduction == "sum":
+            rule, repair = 'be "mean" where weight_fn is a mapping', "return the mean of each term"
+            raise ArgumentError(message("Plan", "reduction", rule, "sum", repair))
 
     def trained(self) -> list[nn.Parameter]:
         """The optimizers' parameters that require a gradient, in the order of their groups."""
@@ -257,7 +291,12 @@ def slot_names() -> list[str]:
 
 
 def describe(fn: Any) -> str:
-    """A function as a reader would write it: `name`, `name(argument=value)`, or its transform's call."""
+    """A function as a reader would write it: `name`, `name(argument=value)`, or its transform's call.
+
+    A mapping of functions is written as a dict of these.
+    """
+    if isinstance(fn, Mapping):
+        return f"{{{', '.join(f'{name!r}: {describe(each)}' for name, each in fn.items())}}}"
     call = getattr(fn, "call", None)
     if isinstance(call, str) and call:
         return call

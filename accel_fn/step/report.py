@@ -14,20 +14,24 @@ class Report:
     """Results of one step. Tensors stay on the device: reading them waits for it.
 
     Attributes:
-        loss: [], detached: the mean over the items of the global batch; float32, or float64 where
-            a trained parameter is.
-        weight: number of items of the global batch, over all ranks.
+        loss: [], detached: the mean over the items of the global batch, or the sum of its terms;
+            float32, or float64 where a trained parameter is.
+        weight: number of items of the global batch, over all ranks; where `weight_fn` is a mapping,
+            that of each term, by name.
         grad_norm: [], float32: the global norm when it was first read, of the
             averaged and unscaled gradients; None where nothing in the plan reads it.
         metrics: what `loss_fn` returns beside the loss, by name, over the global batch: each [], of
             the loss's dtype, detached; nan where nothing was counted.
+        terms: where `weight_fn` is a mapping, the mean of each term over its own items of the global
+            batch, by name: each [], as `loss`; 0 where nothing was counted.
         applied: [], bool: was the optimizer run? False where the update was skipped.
         extras: what transforms add, by name.
     """
 
     loss: Tensor
-    weight: float
+    weight: float | Mapping[str, float]
     grad_norm: Tensor | None = None
     applied: Tensor | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)

@@ -47,7 +47,8 @@ def _summary(plan: Plan) -> list[str]:
         f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         for name, p in plan.model.named_parameters()
     ]
-    return [*slots, f"reduction={plan.reduction}", *optimizers, *parameters]
+    loss = f"reduction={plan.reduction} terms={list(plan.terms)}"
+    return [*slots, loss, *optimizers, *parameters]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

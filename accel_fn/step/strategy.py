@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.state import DistState
+from accel_fn.base.weights import Weight
 from accel_fn.comm.collectives import exchange_failures
 from accel_fn.comm.dtensor import is_sharded, place_of
 from accel_fn.errors import ArgumentTypeError, PeerOutOfMemoryError, message
@@ -68,7 +69,9 @@ class Strategy:
         """Value of `applied` if no function decides about the update."""
         self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
         """Are the gradients of the next update compared over the ranks? Those of the first are."""
-        self.layout = Layout(loss_dtype(self._trained), is_sum=plan.reduction == "sum")
+        self.layout = Layout(
+            loss_dtype(self._trained), is_sum=plan.reduction == "sum", terms=plan.terms
+        )
         """Dtype of losses and metrics, and their names once a batch had items."""
         shares = shares_gradients(state, plan)
         self.parameters = TrainedParameters(plan, shares=shares)
@@ -109,7 +112,7 @@ class Strategy:
                     is_last = index == len(parts) - 1 and not self.retries
                     if is_last:
                         local.close()  # this backward averages the gradients of all
-                    loss, metrics = run_forward(state, plan, self.module, part)
+                    loss, metrics = run_forward(state, plan, self.module, part, weight)
                     if index in (0, leading):
                         self.checks.before_backward(
                             loss, is_first=not index, weighs=index == leading
@@ -129,21 +132,22 @@ class Strategy:
             self.reset()
             self.parameters.explain(error)
             raise
-        report = Report(loss=loss, weight=total, metrics=metrics, extras=mean.extras(plan))
+        report = self.layout.report(loss, total, metrics=metrics, extras=mean.extras(plan))
         return state, grads, report
 
     def forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
         """The mean loss over the global batch, [], without gradients or metrics."""
         parts, weights, failure = microbatches_or_failure(plan, batch)
-        layout = Layout(self.layout.dtype, sizes={}, is_sum=self.layout.is_sum)
+        own = self.layout
+        layout = Layout(own.dtype, sizes={}, is_sum=own.is_sum, terms=own.terms)
         mean = GlobalMean(state, weights, failure, layout=layout, is_forward=True)
         with torch.no_grad():
             parts, weights = self.pad(state, mean, parts, weights)
             for part, weight in zip(parts, weights, strict=True):
-                mean.add(run_forward(state, plan, self.loss_module, part)[0], {}, weight)
+                mean.add(run_forward(state, plan, self.loss_module, part, weight)[0], {}, weight)
             self.settle(state)
         mean.send()
-        return mean.close()[0]
+        return mean.close()[0].sum()
 
     def global_mean(
         self, state: DistState, weights: Weights, failure: Exception | None, stop: bool
@@ -249,12 +253,12 @@ class Strategy:
     def reset(self) -> None:
         """Forget what a step that failed has left behind."""
 
-    def _take(self, state: DistState, weight: float) -> Grads:
+    def _take(self, state: DistState, weight: Weight) -> Grads:
         """The gradients, off the parameters, with the factor that undoes the loss scale."""
         if self.parameters.hooked:
             self.parameters.run_hooks()
         tensors = tuple([parameter.grad for parameter in self._trained])
-        self.checks.after_backward(tensors, weight)
+        self.checks.after_backward(tensors, bool(weight))
         for parameter in self._reachable:
             parameter.grad = None
         if state.scaler is None:
@@ -282,7 +286,8 @@ def describe_backward(state: DistState, plan: Plan) -> str:
     calls = " and ".join(map(describe_with_source, plan.strategy))
     if plan.having("local_gradients") and state.world_size > 1:
         return f"the {plan.reduction} over the rank's own items, by {calls}"
-    mean = f"the {plan.reduction} over the global batch"
+    terms = f"sum of {len(plan.terms)} means" if plan.terms else plan.reduction
+    mean = f"the {terms} over the global batch"
     if state.world_size > 1 or plan.having("acts_alone"):
         return f"{mean}, by {calls or 'nothing: build will refuse this'}"
     if not calls:

@@ -69,6 +69,7 @@ def apply(
         grad_norm=None if norm is None else norm.float(),
         applied=always if accepted is None else accepted,
         metrics=report.metrics,
+        terms=report.terms,
         extras=report.extras,
     )
     scaler = state.scaler

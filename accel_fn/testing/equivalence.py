@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -167,7 +167,7 @@ def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> N
     """Refuse what every plan would be equivalent to."""
     start, end = dict(plan.model.named_parameters()), trace[-1].values
     rule = ""
-    if not any(float(after.report.weight) for after in trace):
+    if not any(weight for after in trace for weight in _weights(after.report).values()):
         rule = "batches must weigh something, got a weight of 0 for each"
     elif all(torch.equal(whole(value), end[name]) for name, value in start.items()):
         rule = (
@@ -197,10 +197,20 @@ def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
     return True
 
 
+def _weights(report: Report) -> dict[str, float]:
+    """The weight of the global batch, or that of each term."""
+    weight = report.weight
+    if isinstance(weight, Mapping):
+        return {f"weight of {name}": each for name, each in weight.items()}
+    return {"weight": weight}
+
+
 def _loss(plan: Plan, batch: Any) -> Tensor:
     with torch.random.fork_rng(devices=[]):
-        loss = plan.loss_fn(plan.model, batch)
-    return (loss if isinstance(loss, Tensor) else loss[0]).detach()
+        found = plan.loss_fn(plan.model, batch)
+    loss = found[0] if isinstance(found, tuple) else found
+    terms = [loss] if isinstance(loss, Tensor) else [*loss.values()]
+    return torch.stack(terms).detach()
 
 
 def _tensors(batch: Any) -> Tensor:
@@ -236,8 +246,8 @@ def _compare(
 
 
 def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -> None:
-    for name in ("loss", "weight", "applied", "grad_norm"):
-        a, b = getattr(expected, name), getattr(found, name)
+    for name, a in _reported(expected).items():
+        b = _reported(found).get(name)
         if a is None or b is None:
             continue
         if math.isnan(float(a)) and math.isnan(float(b)):  # both refuse such a batch
@@ -247,6 +257,13 @@ def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -
                 f"assert_equivalent: plans must report the same, {name} is {float(a):.9g} with "
                 f"plan_a and {float(b):.9g} with plan_b {where}"
             )
+
+
+def _reported(report: Report) -> dict[str, Any]:
+    """The numbers of a report that are compared, by name."""
+    terms = {f"term {name}": each for name, each in report.terms.items()}
+    others = {"applied": report.applied, "grad_norm": report.grad_norm}
+    return {"loss": report.loss, **terms, **_weights(report), **others}
 
 
 def _kinds(tensors: dict[str, Tensor]) -> set[str]:

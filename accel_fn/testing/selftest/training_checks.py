@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from accel_fn.base.split_batch import take_part
 from accel_fn.base.state import DistState, LossScale
-from accel_fn.base.weights import num_labels
+from accel_fn.base.weights import num_labels, weigh
 from accel_fn.comm.dtensor import whole
 from accel_fn.comm.primitives import exchange
 from accel_fn.step.build import build
@@ -152,7 +152,7 @@ def _trained(
     bound = 1e-5 if next(model.parameters()).dtype == exact_dtype(state) else 2e-2
     loss = float(loss_fn(other, batches[0]).detach())
     is_right = abs(float(reports[0].loss) - loss) <= bound * (1 + abs(loss)) and all(
-        float(report.weight) == float(plan.weight_fn(batch))
+        report.weight == weigh(plan.weight_fn, [batch])[0]
         for report, batch in zip(reports, batches, strict=True)
     )
     return flat(model) if is_right else flat(model) * float("nan")

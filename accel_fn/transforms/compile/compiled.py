@@ -107,6 +107,11 @@ class CompileStepSlot(SlotFunction):
                 f'build: compiled(scope="step") must have a world of one, got {state.world_size} ranks, '
                 'whose gradients no graph can average; use scope="loss"'
             )
+        if plan.terms:
+            raise PlanError(
+                'build: compiled(scope="step") must have one mean loss, since its graph can leave out no '
+                f'term, got {" and ".join(plan.terms)}; use scope="loss"'
+            )
         retrying = plan.having("retries")
         others = [each for each in plan.wrap_grad_fn if each not in retrying]
         outside = [*plan.compile_loss, *retrying, *others, *plan.accept]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.base.torch_compile import reason_of, without_clock
+from accel_fn.base.weights import Weight, shares, total_weight
 from accel_fn.errors import LossError
 from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import LossModule, in_contexts, loss_module_of, placed
@@ -72,17 +73,17 @@ class CompiledStep:
         parts, weights = microbatches(plan, batch, with_weightless=True)
         if 0 in weights:  # its gradients are zeros, whatever they are
             return self._stages(state, batch)
-        shares = _shares(state, weights) if len(weights) != 1 else None
+        of_parts = _shares(state, weights) if len(weights) != 1 else None
         if plan.place_batch:
             parts = [placed(state, plan, part) for part in parts]
         if not parts:
             parts = (None,)  # a part without items has a gradient of zero
-        loss, norm, accepted, scale, found = self._call_graph(state, parts, shares)
-        weight = sum(weights)
+        loss, norm, accepted, scale, found = self._call_graph(state, parts, of_parts)
+        weight = total_weight(weights)
         metrics = self._metric_means(state, found, weight, loss)
-        report = Report(
-            loss=loss,
-            weight=weight,
+        report = self._layout.report(
+            loss,
+            weight,
             metrics=metrics,
             grad_norm=norm,
             applied=self._always if accepted is None else accepted,
@@ -94,7 +95,7 @@ class CompiledStep:
         return state.advanced(scaler), report
 
     def _metric_means(
-        self, state: DistState, found: Mapping[str, Tensor] | None, weight: float, loss: Tensor
+        self, state: DistState, found: Mapping[str, Tensor] | None, weight: Weight, loss: Tensor
     ) -> Mapping[str, Tensor]:
         if not found and self._layout.sizes == {}:
             return {}
@@ -140,10 +141,10 @@ class CompiledStep:
 
 def _shares(state: DistState, weights: Weights) -> Tensor:
     """Return the share of each micro-batch in the global mean; zero without one."""
-    total = sum(weights)
-    shares = [weight / total for weight in weights] or [0.0]
+    total = total_weight(weights)
+    every = [shares(weight, total) for weight in weights] or [0.0]
     dtype = torch.float32 if state.device.type == "mps" else torch.float64
-    return torch.tensor(shares, dtype=dtype, device=state.device)
+    return torch.tensor(every, dtype=dtype, device=state.device)
 
 
 def _graph_function(

@@ -93,6 +93,11 @@ class DDPSlot(SlotFunction):
                 "build: wrap_ddp(static_graph=True) must not be combined with accumulate, whose first "
                 "micro-batches DDP does not see; leave out one"
             )
+        if self.keywords.get("static_graph") and plan.terms:
+            raise PlanError(
+                "build: wrap_ddp(static_graph=True) must not be combined with a weight_fn of several terms, "
+                "which a batch may leave out of the graph; leave out static_graph"
+            )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ class only while one of FSDP's own methods is called on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,7 +62,7 @@ class ShardedLoss(nn.Module):
         self._tops.append(top)
         top.register_forward_hook(self.free)
 
-    def forward(self, batch: Any) -> Outcome:
+    def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
         """Return the loss of a batch; for None, a zero that reaches every shard."""
         self._is_empty = batch is None
         if batch is None:
@@ -71,7 +71,7 @@ class ShardedLoss(nn.Module):
         self._call("unshard", self._tops)  # the loss may call any method of the model
         self._is_in_loss = torch.is_grad_enabled()
         try:
-            outcome: Outcome = self.module(batch)
+            outcome: Outcome = self.module(batch, left_out)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise LossError(_BLOCKS_ALONE) from error

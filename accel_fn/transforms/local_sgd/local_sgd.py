@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accel_fn.base.state import DistState
+from accel_fn.base.weights import Weight, shares
 from accel_fn.comm import primitives
 from accel_fn.errors import PlanError, StateError, check_count, message
 from accel_fn.step.global_mean import GlobalMean
@@ -50,8 +51,8 @@ def local_sgd(every: int) -> Transform:
     Raises:
         ValueError: `every` is no integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`; a loss
             scale, `accept` functions, `average` or `check_replicas`, which take all ranks to decide or to be
-            alike; embeddings with sparse gradients beside momentum, which is sparse too. From `save`:
-            between two averages. From the step, a RuntimeError, on every rank: an optimizer that has
+            alike; a `weight_fn` that is a mapping; embeddings with sparse gradients beside momentum, which
+            is sparse too. From `save`: between two averages. From the step, a RuntimeError, on every rank: an optimizer that has
             come to hold state of other parameters on another rank.
 
     Cost: a step two small collectives of a number or two, and none of gradients. An average,
@@ -91,6 +92,11 @@ class LocalSlot(SlotFunction):
             raise PlanError(
                 "build: local_sgd must train on a mean, since ranks do not know the weight of the global "
                 'batch, got reduction="sum"; return the mean over the batch\'s items'
+            )
+        if plan.terms and state.world_size > 1:
+            raise PlanError(
+                "build: local_sgd must train on one mean, by whose items it averages ranks, got "
+                f"{' and '.join(plan.terms)}; return one loss, with one weight_fn, or use wrap_ddp"
             )
         groups = [g for each in plan.optimizers.values() for g in each.param_groups]
         if state.world_size > 1 and any(g.get("momentum") for g in groups):
@@ -166,19 +172,20 @@ class OwnMean(GlobalMean):
 
     is_exact_over_ranks = False
 
-    def share(self, weight: float) -> float:
+    def share(self, weight: Weight) -> Weight:
         """Return the factor that the backward of a micro-batch of this weight starts from."""
-        return weight / self.own_weight if weight else 0.0
+        return shares(weight, self.own_weight)
 
-    def add(self, loss: Tensor, metrics: Metrics, weight: float) -> None:
+    def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
         """Add the losses unscaled, since the total is not known yet."""
         self.add_scaled(loss, metrics, weight)
 
-    def close(self) -> tuple[Tensor, dict[str, Tensor], float]:
+    def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
         """Return mean loss, mean metrics and weight of the global batch; waits for the sums."""
         mean, metrics, total = super().close()
         if not total:
             return mean, metrics, total
+        assert not isinstance(total, tuple)
         sizes = self.layout.sizes or {}
         metrics = {n: each if sizes[n] == 2 else each / total for n, each in metrics.items()}
         return mean / total, metrics, total

@@ -13,10 +13,11 @@ from accel_fn.base.batch import map_tensors, num_samples
 from accel_fn.base.rng import kept_random, key_random
 from accel_fn.base.split_batch import part_sizes, split_rows
 from accel_fn.base.state import DistState
+from accel_fn.base.weights import Weight, shares, total_weight
 from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import loss_of
 from accel_fn.errors import BatchError, LossError, PlanError, message
-from accel_fn.step.global_mean import checked_total, seed_of
+from accel_fn.step.global_mean import checked_total, seed_of, weighed
 from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import loss_module_of, run_forward
 from accel_fn.step.metric_sums import MetricSums, differing_elsewhere
@@ -87,7 +88,7 @@ class VirtualRanks(Strategy):
         for parameter, tensor in zip(self._trained, tensors, strict=True):
             parameter.grad = tensor
         extras = {"stop": stop} if plan.should_stop else {}
-        report = Report(loss=loss, weight=total, metrics=metrics, extras=extras)
+        report = self.layout.report(loss, total, metrics=metrics, extras=extras)
         return state, self._take(state, total), report
 
     def signature(self) -> Mapping[str, Any]:
@@ -95,10 +96,10 @@ class VirtualRanks(Strategy):
         return {"num_virtual_ranks": self.num_virtual_ranks}
 
     def _sum(
-        self, plan: Plan, state: DistState, slices: Sequence[Slice], total: float
+        self, plan: Plan, state: DistState, slices: Sequence[Slice], total: Weight
     ) -> tuple[Tensor, Mapping[str, Tensor], Tensors]:
         """Compute the mean loss, the metrics and the gradients of the global batch."""
-        zero = torch.zeros((), dtype=self.layout.dtype, device=state.device)
+        zero = self.layout.zero(state)
         if not total:
             none = self.layout.means({}, total, zero)
             return zero, none, [torch.zeros_like(each) for each in self._trained]
@@ -143,11 +144,11 @@ class VirtualRanks(Strategy):
         assert vector is not None
         return [vector]
 
-    def _metric_means(self, summed: Tensor | None, total: float) -> Mapping[str, Tensor]:
+    def _metric_means(self, summed: Tensor | None, total: Weight) -> Mapping[str, Tensor]:
         """Return the metrics of the global batch; raise on all ranks if one of them found others."""
         assert summed is not None
         if summed[0]:
-            raise self._differing or differing_elsewhere()
+            raise self._differing or differing_elsewhere(self.layout)
         return self.layout.means(self.layout.unpacked(summed[1:]), total, summed)
 
     def _summed(
@@ -156,7 +157,7 @@ class VirtualRanks(Strategy):
         state: DistState,
         parts: Parts,
         weights: Weights,
-        total: float,
+        total: Weight,
         metrics: MetricSums,
     ) -> Tensors:
         """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
@@ -165,17 +166,17 @@ class VirtualRanks(Strategy):
         leading = [*map(bool, weights), True].index(True)
         for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             part = _in_own_memory(state, part)
-            loss, found = run_forward(state, plan, self.module, part)
+            loss, found = run_forward(state, plan, self.module, part, weight)
             if index in (0, leading):
                 self.checks.before_backward(loss, is_first=not index, weighs=index == leading)
-            part_of_all = weight / total
+            part_of_all = shares(weight, total)
             share = 1.0 if self.layout.is_sum else part_of_all
             self.backward(loss, seed_of(loss, share, state.scaler))
             if not weight:
                 self.zero_gradients()
                 continue
             self._check_dense(plan)
-            term = loss.detach().to(self.layout.dtype) * share
+            term = weighed(loss.detach().to(self.layout.dtype), share)
             mean = term if mean is None else mean + term
             metrics.add(found, part_of_all, term)
         tensors = [mean, *[parameter.grad for parameter in self._trained]]
@@ -185,7 +186,7 @@ class VirtualRanks(Strategy):
 
     def _exchange_slices(
         self, plan: Plan, state: DistState, batch: Any
-    ) -> tuple[Sequence[Slice], float, bool]:
+    ) -> tuple[Sequence[Slice], Weight, bool]:
         """Return this rank's slices, the weight of all slices, and whether any rank requests a stop."""
         failure: Exception | None = self.layout.late
         rows, slices = -1, list[Slice]()
@@ -193,11 +194,12 @@ class VirtualRanks(Strategy):
             rows, slices = self._slice(plan, state, batch)
         except Exception as error:
             failure = error
-        weights = [float("nan")] if failure else [sum(weights) for _, weights in slices]
+        weights = [float("nan")] if failure else [total_weight(each) for _, each in slices]
         stop = any(should_stop() for should_stop in plan.should_stop)
         ranks = primitives.exchange((rows, weights, stop, state.step), state, "step")
         check_same_step([each for _, _, _, each in ranks])
-        total = checked_total(float(sum(each for _, ws, _, _ in ranks for each in ws)), failure)
+        whole = total_weight([each for _, of_slices, _, _ in ranks for each in of_slices])
+        total = checked_total(whole, failure)
         self._check_rows([each for each, _, _, _ in ranks])
         return slices, total, any(each for _, _, each, _ in ranks)
 
