@@ -159,7 +159,7 @@ class GlobalMean:
             self._mean = self._losses()
 
     def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
-        """Means of the loss or its terms and of metrics, and weight of the global batch; waits for the sums."""
+        """Means (of terms, if any) and weight of the global batch, and metrics; waits for the sums."""
         total = self.total()
         if self._state.world_size > 1:
             self._wait()

@@ -36,7 +36,7 @@ class Layout:
         self.is_sum = is_sum
         """Is a loss a sum over its items? Losses are then added as they are."""
         self.terms = terms
-        """The names of the loss's terms, whose means are one tensor, [terms]; none: the loss is one mean, []."""
+        """The names of the loss's terms, whose means are one tensor, [terms]; none: it has one mean, []."""
         self.sizes = sizes
         """The metrics by name: 1 number, or 2, a sum and its count. None: no batch had items yet."""
         self.late: LossError | None = None

@@ -52,8 +52,8 @@ def local_sgd(every: int) -> Transform:
         ValueError: `every` is no integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`; a loss
             scale, `accept` functions, `average` or `check_replicas`, which take all ranks to decide or to be
             alike; a `weight_fn` that is a mapping; embeddings with sparse gradients beside momentum, which
-            is sparse too. From `save`: between two averages. From the step, a RuntimeError, on every rank: an optimizer that has
-            come to hold state of other parameters on another rank.
+            is sparse too. From `save`: between two averages. From the step, a RuntimeError, on every rank:
+            an optimizer that has come to hold state of other parameters on another rank.
 
     Cost: a step two small collectives of a number or two, and none of gradients. An average,
     for every dtype and every 16 million numbers of it, one broadcast and one all-reduce of parameters and
