@@ -18,7 +18,8 @@ SIGNATURES = {
     af.DistState: f"*, {_PLACE}, scaler=None, step=0, seed=0, group=None, watchdog=None",
     af.LossScale: f"*, scale, good_steps, skipped, {_SCALE}",
     af.LossScale.start: f"init_scale=65536.0, *, {_SCALE}, device='cpu'",
-    af.Report: "*, loss, weight, grad_norm=None, applied=None, metrics=<factory>, extras=<factory>",
+    af.Report: "*, loss, weight, grad_norm=None, applied=None, metrics=<factory>, terms=<factory>, "
+    "extras=<factory>",
     af.compose: "*transforms",
     af.build: "state, plan, *, check_loss=True",
     af.Step.__call__: "self, state, batch",
