@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accel_fn.base.batch import num_samples as num_samples
     from accel_fn.base.launch_options import LaunchOptions as LaunchOptions
     from accel_fn.base.launch_options import launch_options as launch_options
+    from accel_fn.base.samples import samples as samples
     from accel_fn.base.state import DistState as DistState
     from accel_fn.base.state import LossScale as LossScale
     from accel_fn.base.weights import num_labels as num_labels
@@ -100,6 +101,7 @@ _MODULES = {
     "step.strategy": ["Strategy"],
     "step.transform": ["Transform", "compose"],
     "comm.reduce": ["reduce_mean", "reduce_sum"],
+    "base.samples": ["samples"],
     "base.state": ["DistState", "LossScale"],
     "step.step": ["Step"],
     "base.weights": ["num_labels"],

@@ -9,25 +9,27 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel_fn.base.mappings import opened
+from accel_fn.base.samples import Samples
 from accel_fn.base.state import DistState
 from accel_fn.errors import BatchError
 
 ATOMS = (str, bytes, int, float, bool, type(None))
+_WEIGHT_FN = "give Plan a weight_fn and accumulate a split for such data"
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply `fn` to every tensor of `tree`; keep all else.
 
-    Tuples, lists and dicts are walked here, several times faster than by torch's pytree,
-    which walks all other registered classes. A `Mapping` of any other class is walked too.
+    Tuples, lists, `samples` and dicts are walked here, several times faster than by torch's
+    pytree, which walks all other registered classes. A `Mapping` of any other class is walked too.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
     kind = type(tree)
     if kind is tuple:
         return tuple([map_tensors(fn, child) for child in tree])
-    if kind is list:
-        return [map_tensors(fn, child) for child in tree]
+    if kind is list or kind is Samples:
+        return kind([map_tensors(fn, child) for child in tree])
     if kind is dict:
         return {key: map_tensors(fn, child) for key, child in tree.items()}
     if kind in ATOMS:
@@ -37,17 +39,32 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree, in pytree order."""
-    if isinstance(tree, Tensor):
+    return _leaves(tree, Tensor)
+
+
+def columns_of(tree: Any) -> list[Tensor | Samples[Any]]:
+    """Return what holds a row a sample: `samples`, whose tensors are inside of rows, and tensors."""
+    return _leaves(tree, (Tensor, Samples))
+
+
+def _leaves(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
+    """Return the parts of a tree that are of these kinds, in pytree order."""
+    if isinstance(tree, kinds):
         return [tree]
     kind = type(tree)
-    if kind is tuple or kind is list:
-        found = []
-        for child in tree:
-            found += [child] if isinstance(child, Tensor) else tensors_of(child)
+    if kind is tuple or kind is list or kind is dict or kind is Samples:
+        found: list[Any] = []
+        for child in tree.values() if kind is dict else tree:
+            found += [child] if isinstance(child, kinds) else _leaves(child, kinds)
         return found
     if kind in ATOMS:
         return []
-    return [leaf for leaf in pytree.tree_leaves(opened(tree)) if isinstance(leaf, Tensor)]
+
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, kinds)
+
+    nodes = pytree.tree_leaves(opened(tree, is_leaf), is_leaf=is_leaf)
+    return [leaf for leaf in nodes if isinstance(leaf, kinds)]
 
 
 def to_device(state: DistState, batch: Any) -> Any:
@@ -67,11 +84,12 @@ def to_device(state: DistState, batch: Any) -> Any:
 def num_samples(batch: Any) -> int:
     """Count the samples of a batch: the leading dimension that all its tensors share.
 
-    0-dim tensors and non-tensors do not count. This is the default
-    `weight_fn` of a plan: every sample weighs the same.
+    Of `samples` the items count, and no tensor inside of them. 0-dim tensors and non-tensors
+    do not count, and None is a batch without samples. This is the default `weight_fn` of a plan:
+    every sample weighs the same.
 
     Args:
-        batch: a tree of tensors, each [num_samples, ...].
+        batch: a tree of tensors, each [num_samples, ...], and of `samples`.
 
     Returns:
         The number of samples, >= 0.
@@ -85,26 +103,48 @@ def num_samples(batch: Any) -> int:
     >>> af.num_samples({"image": torch.zeros(8, 3, 4, 4), "label": torch.zeros(8)})
     8
     """
+    if batch is None:
+        return 0
     count = -1
-    for tensor in tensors_of(batch):
-        if tensor.ndim:
-            size = tensor.size(0)
-            if size != count:
-                if count >= 0:
-                    _refuse_ragged(batch)
-                count = size
+    for column in columns_of(batch):
+        if isinstance(column, Samples):
+            size = len(column)
+        elif column.ndim:
+            size = column.size(0)
+        else:
+            continue
+        if size != count:
+            if count >= 0:
+                _refuse_ragged(batch)
+            count = size
     if count < 0:
         raise BatchError(
             "num_samples: batch must hold a tensor with a leading dimension, "
-            f"got {type(batch).__name__}; register such a class with torch's pytree, or give Plan "
-            "a weight_fn and accumulate a split for such data"
+            f"got {type(batch).__name__}; register such a class with torch's pytree, mark a list "
+            f"of samples by af.samples, or {_WEIGHT_FN}"
         )
     return count
 
 
 def _refuse_ragged(batch: Any) -> None:
-    shapes = [tuple(tensor.shape) for tensor in tensors_of(batch) if tensor.ndim]
     raise BatchError(
         "num_samples: batch must hold tensors of one leading dimension, "
-        f"got shapes {shapes}; give Plan a weight_fn and accumulate a split for such data"
+        f"got shapes {shapes_of(batch)}; mark a list of samples by af.samples, or {_WEIGHT_FN}"
     )
+
+
+def shapes_of(batch: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of all that counts: of tensors with rows, and of `samples` as (length,)."""
+    columns = columns_of(batch)
+    shapes = [(len(c),) if isinstance(c, Samples) else tuple(c.shape) for c in columns]
+    return [shape for shape in shapes if shape]
+
+
+def is_without_rows(batch: Any) -> bool:
+    """Is it None, or does it hold `samples` of which none is left, and no rows beside them?"""
+    if batch is None:
+        return True
+    columns = columns_of(batch)
+    if Samples not in map(type, columns):
+        return False
+    return not any(0 not in shape for shape in shapes_of(batch))

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from accel_fn.base.batch import ATOMS, num_samples, tensors_of
 from accel_fn.base.mappings import node_of
+from accel_fn.base.samples import Samples
 from accel_fn.errors import BatchError
 
 _DEPTH = 3
@@ -72,7 +73,7 @@ class _RowSplit:
             return self._parts_of_tensor(tree)
         if kind in ATOMS:
             return [tree] * len(self.sizes)
-        if (kind is list or kind is tuple) and self._is_column(tree):
+        if kind is Samples or ((kind is list or kind is tuple) and self._is_column(tree)):
             return self._slices(tree)
         node = node_of(tree)
         children, structure = pytree.tree_flatten(node, is_leaf=lambda each: each is not node)
@@ -170,7 +171,7 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
     samples, and always one, so that no part is empty unless the batch is.
 
     Args:
-        batch: a tree of tensors, each [num_samples, ...]. Lists of num_samples
+        batch: a tree of tensors, each [num_samples, ...], and of `samples`. Lists of num_samples
             non-tensors, and tuples of as many strings, are cut with them, and arrays of NumPy;
             0-dim tensors, numbers, strings and other objects without rows go to every part whole.
         num_parts: at most this many parts.

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from accel_fn.base.mappings import opened
 from accel_fn.base.raw_bytes import bytes_of
+from accel_fn.base.samples import Samples
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import (
@@ -36,8 +37,8 @@ def gather(tree: T, state: DistState) -> T:
     them in rank order restores the order of the data set. Numbers of rows
     may differ between ranks, and may be 0.
 
-    Tensors and lists are rows: a tensor holds one along its first dimension, a list one an item. Items may
-    be anything that can be pickled, with tensors of any shape inside. Tuples, named
+    Tensors, lists and `samples` are rows: a tensor holds one along its first dimension, a list one an
+    item. Items may be anything that can be pickled, with tensors of any shape inside. Tuples, named
     tuples, mappings and what is registered with torch's pytree are structure. A pair of
     tensors that torch has collated is a list: pass `tuple(batch)`.
 
@@ -119,7 +120,7 @@ def _typed_like(leaf: Any, joined: Any) -> Any:
 
 
 def _is_list(node: Any) -> bool:
-    return type(node) is list
+    return type(node) is list or type(node) is Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +242,7 @@ def _join(
         whole = torch.cat([next(part).to(device) for part in parts]).view(leaf.dtype)
         num_rows = sum(each.specs[0].shape[0] for each in leaves)
         return whole.view(num_rows, *leaf.shape[1:])
-    items: list[Any] = []
+    items = type(leaf)()
     for each, part in zip(leaves, parts, strict=True):
         tensors = [
             next(part).clone().view(spec.dtype).view(spec.shape)  # copies only these bytes

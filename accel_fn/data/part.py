@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar, cast
 
-from accel_fn.base.batch import tensors_of
+from accel_fn.base.batch import shapes_of
 from accel_fn.base.split_batch import part_sizes, split_rows
 from accel_fn.base.state import DistState, check_state
 from accel_fn.errors import BatchError, message
@@ -23,13 +23,15 @@ def part(tree: T, state: DistState) -> T:
     Law: the parts of the ranks, joined, are the batch; a step over the parts is a step over the batch.
 
     Args:
-        tree: tensors [num_rows, ...], in tuples, lists, dicts, any `Mapping`, and classes that
-            torch's pytree knows. Lists of num_rows non-tensors, tuples of as many strings and
-            arrays of NumPy are cut too; 0-dim tensors, numbers and strings go to every rank whole.
+        tree: tensors [num_rows, ...] and `samples`, in tuples, lists, dicts, any `Mapping`, and
+            classes that torch's pytree knows. Lists of num_rows non-tensors, tuples of as many
+            strings and arrays of NumPy are cut too; 0-dim tensors, numbers and strings go to every
+            rank whole. A plain list of tensors is structure: mark a list of samples by `samples`.
         state: of this rank.
 
     Returns:
-        The same tree: views of its tensors, no copies. In a world of one, `tree` itself.
+        The same tree: views of its tensors, no copies. In a world of one, `tree` itself. None is a
+        batch without rows, and so are its parts.
 
     Raises:
         ValueError: no tensor has rows, two have different numbers of them, or something may hold
@@ -44,7 +46,9 @@ def part(tree: T, state: DistState) -> T:
             [8, 9]])}
     """
     check_state("part", state)
-    shapes = [tuple(tensor.shape) for tensor in tensors_of(tree) if tensor.ndim]
+    if tree is None:
+        return tree
+    shapes = shapes_of(tree)
     counts = {shape[0] for shape in shapes}
     if len(counts) != 1:
         rule, got = "hold tensors of one leading dimension", shapes or type(tree).__name__

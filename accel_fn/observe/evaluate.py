@@ -29,7 +29,7 @@ from accel_fn.errors import (
 )
 from accel_fn.observe.metrics import NOTHING, Totals, added, means, totals_of, widest
 from accel_fn.step.loss_module import Metrics, loss_module_of, run_forward, run_placed
-from accel_fn.step.microbatches import microbatches
+from accel_fn.step.microbatches import cut, microbatches
 from accel_fn.step.optimizer_modes import in_eval_mode
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
@@ -169,7 +169,9 @@ def _measured(
             yield NOTHING
         return
     model = loss_module_of(strategy.loss_module).model
-    parts = plan.split[0](batch) if plan.split else (batch,)
+    parts = cut(plan, batch)
+    if not parts:
+        yield NOTHING
     parts, mine = strategy.pad(state, None, parts, [1] * len(parts))
     for part, is_mine in zip(parts, mine, strict=True):
         found = run_placed(state, plan, lambda placed: metric_fn(model, placed), part)

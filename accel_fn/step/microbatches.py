@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accel_fn.base.batch import tensors_of
+from accel_fn.base.batch import is_without_rows, tensors_of
 from accel_fn.base.out_of_memory import is_memory
 from accel_fn.base.weights import Weight, weigh
 from accel_fn.errors import BatchError, OutOfMemoryError, message
@@ -21,22 +21,24 @@ def microbatches(plan: Plan, batch: Any, *, with_weightless: bool = False) -> tu
     """The micro-batches of positive weight, and their weights; if wanted, first others with samples."""
     # Split and weighed before placement: weights are counted on the host, without waiting for
     # an accelerator, and only one micro-batch at a time is on the device.
-    split = plan.split[0](batch) if plan.split else (batch,)
-    if not isinstance(split, list | tuple):
-        _check_split(split)
-        split = list(split)
+    split = cut(plan, batch)
     weights = weigh(plan.weight_fn, split)
     counted = [each for each in zip(split, weights, strict=True) if each[1]]
     if with_weightless and len(counted) < len(weights):
         # Parameters that they alone reach get a gradient of zeros, as on one rank, not None.
         weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
         counted = [*((part, 0) for part in weightless if _has_samples(part)), *counted]
-    parts = [part for part, _ in counted]
-    if any(part is None for part in parts):
-        # None stands for a rank without items: loss_fn would not be called.
-        repair = "use () where loss_fn needs none"
-        raise BatchError(message("step", "batch", "be a batch", None, repair))
-    return parts, [weight for _, weight in counted]
+    return [part for part, _ in counted], [weight for _, weight in counted]
+
+
+def cut(plan: Plan, batch: Any) -> Parts:
+    """The micro-batches of a batch; those without rows, of which nothing is left to weigh, are left out."""
+    if batch is None:
+        return ()
+    split = plan.split[0](batch) if plan.split else (batch,)
+    if not isinstance(split, list | tuple):
+        _check_split(split)
+    return [part for part in split if not is_without_rows(part)]
 
 
 def _has_samples(part: Any) -> bool:

@@ -80,7 +80,7 @@ def columns(draw, num_rows):
 
 @st.composite
 def items(draw, num_rows):
-    """Draw a list with one item per sample, of any size."""
+    """Draw a list, marked or not, with one item per sample, of any size."""
     counts = draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows))
     make = draw(
         st.sampled_from(
@@ -95,7 +95,7 @@ def items(draw, num_rows):
             ]
         )
     )
-    return [make(count) for count in counts]
+    return draw(st.sampled_from([list, af.samples]))(make(count) for count in counts)
 
 
 def structures(rows, leaves):

@@ -568,17 +568,6 @@ def test_labels_that_are_not_there_are_named(path, batch, text):
         af.num_labels(path)(batch)
 
 
-@pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(2, split=lambda batch: [batch])])
-def test_a_batch_of_nothing_that_weighs_something_is_refused(recipe):
-    """A batch without samples stands for a rank without items, so the loss would not be called."""
-    plan = make_plan(lambda model, batch: ours.mse(model, BATCH), weight_fn=lambda batch: 4)
-    state, step = af.build(af.DistState(), recipe(plan))
-    with pytest.raises(ValueError, match=r"step: batch must be a batch, got None; use \(\)"):
-        step(state, None)
-    _, report = step(state, ())
-    assert report.loss > 0
-
-
 def test_a_batch_that_is_lost_where_it_is_placed_is_refused():
     def forgetful(state, batch):
         batch[0].add_(0)

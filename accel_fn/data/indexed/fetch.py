@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, defau
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from accel_fn.data.borrowed_rng import seed_process
+from accel_fn.data.collate import Collate
 from accel_fn.data.seed_samples import reading
 from accel_fn.data.set_epoch import InEpoch, nested
 from accel_fn.data.workers.progress import Progress
@@ -49,6 +50,7 @@ class Fetcher(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.progress = progress
+        self._collate = Collate(collate_fn)
         self._at_once = _stacks_plainly(collate_fn) and has_rows(dataset)
         self._together = _gives_many(dataset)
         self._inside: InEpoch | None = None  # of the last batch
@@ -113,7 +115,7 @@ class Fetcher(Dataset[Any]):
 
     def _collated(self, samples: Any, numbers: list[Any]) -> Any:
         try:
-            return self.collate_fn(samples)
+            return self._collate(samples, len(numbers))
         except Exception as error:
             error.add_note(f"shard_loader: collate_fn failed on samples {listed(numbers)}")
             raise

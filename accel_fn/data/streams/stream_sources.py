@@ -16,6 +16,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel, open_channel
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
+from accel_fn.data.collate import Collate
 from accel_fn.data.order import Cut, find_by_counting, mix
 from accel_fn.data.same_loader import check_same
 from accel_fn.data.streams.passes import Passes, options_of
@@ -28,7 +29,6 @@ from accel_fn.data.workers.lost_workers import identity
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
 
 SPLITS = ("auto", "round_robin", "workers")
-Collate = Callable[[list[Any]], Any]
 
 
 def stream_source(
@@ -50,7 +50,7 @@ class _StreamSource:
     """A `Source` whose positions are computed if the data set has a length, else found by reading."""
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions, rank: int) -> None:
-        self._collate: Collate = loader.collate_fn
+        self._collate = Collate(loader.collate_fn)
         self._cut = options.cut
         self._num_items = options.num_items
         self._seed = options.seed

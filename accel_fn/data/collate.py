@@ -1,0 +1,103 @@
+"""A user's collate_fn, and the refusal of its lists of samples that are not marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from accel_fn.base.batch import ATOMS, columns_of, tensors_of
+from accel_fn.base.mappings import node_of
+from accel_fn.base.samples import Samples
+from accel_fn.data.borrowed_rng import Generators
+from accel_fn.errors import BatchError
+
+_SHOWN = 3  # tensors that an error lists
+Place = tuple[int, ...]
+"""A path of positions through a batch."""
+
+
+class Collate:
+    """Calls a collate_fn, and refuses a batch of which a step would count tensors' rows for samples."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self._collate_fn = collate_fn
+        # torch's own stacks the samples, so its lists are of fields
+        self._is_checked = collate_fn is not default_collate
+        self._fields: set[Place] = set()
+        """Places of lists that were found to be of fields."""
+
+    def __call__(self, samples: Any, count: int | None = None) -> Any:
+        """Return the batch of some samples; `count` where their number is not their length."""
+        batch = self._collate_fn(samples)
+        if self._is_checked:
+            self._check(batch, samples, len(samples) if count is None else count)
+        return batch
+
+    def _check(self, batch: Any, samples: Any, count: int) -> None:
+        for place, items in _lists(batch):
+            if _may_be_samples(items, count) and place not in self._fields:
+                if self._grows(place, samples, count):
+                    _refuse(items, count)
+                self._fields.add(place)
+
+    def _grows(self, place: Place, samples: Any, count: int) -> bool:
+        """Is the list longer for twice as many samples?
+
+        Without this, `(inputs, labels)` of two packed samples would be taken for two samples.
+        """
+        if not isinstance(samples, list):  # a data set that gives many at once gave a batch
+            return True
+        try:
+            with Generators(0):  # the user's random numbers go on as if nothing had been drawn
+                twice = self._collate_fn([*samples, *samples])
+        except Exception:  # such as a collate_fn that takes fields out of its samples
+            return True
+        return len(dict(_lists(twice)).get(place, ())) == 2 * count
+
+
+def _lists(tree: Any, place: Place = ()) -> Iterator[tuple[Place, list[Any] | tuple[Any, ...]]]:
+    """Yield every list and tuple of a batch, and its place. A named tuple has fields."""
+    kind = type(tree)
+    if isinstance(tree, Tensor | Samples) or kind in ATOMS:
+        return
+    children: Any
+    if kind is list or kind is tuple:
+        yield place, tree
+        children = tree
+    elif kind is dict:
+        children = tree.values()
+    else:
+        node = node_of(tree)
+        children, structure = pytree.tree_flatten(node, is_leaf=lambda each: each is not node)
+        if structure.is_leaf():
+            return
+    for number, child in enumerate(children):
+        if type(child) not in ATOMS:
+            yield from _lists(child, (*place, number))
+
+
+def _may_be_samples(items: list[Any] | tuple[Any, ...], count: int) -> bool:
+    """Are there as many items as samples, which hold tensors that have other numbers of rows?"""
+    if len(items) != count:
+        return False
+    held = [columns_of(item) for item in items if item is not None]
+    if not held or not all(held):
+        return False
+    columns = [column for each in held for column in each]
+    sizes = {column.size(0) for column in columns if isinstance(column, Tensor) and column.ndim}
+    return sizes != {count} and not any(isinstance(column, Samples) for column in columns)
+
+
+def _refuse(items: list[Any] | tuple[Any, ...], count: int) -> NoReturn:
+    shapes = [list(tensor.shape) for tensor in tensors_of(items)]
+    more = ", ..." if len(shapes) > _SHOWN else ""
+    raise BatchError(
+        f"shard_loader: collate_fn must mark a list of samples, got a {type(items).__name__} of "
+        f"{count} items for {count} samples, with tensors of shapes "
+        f"{', '.join(map(str, shapes[:_SHOWN]))}{more}; return af.samples([...]) from collate_fn, "
+        "or a dict if the items are fields"
+    )

@@ -1,0 +1,237 @@
+"""A list of samples that a collate_fn does not mark is refused; collates that change rows are not."""
+
+import multiprocessing
+import random
+import re
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+import accel_fn as af
+from accel_fn.base.samples import Samples
+from accel_fn.data.collate import Collate
+from accel_fn.testing import simulate
+from tests.streams import Counting, Sharded
+
+ALONE = af.DistState()
+REPAIR = "return af.samples([...]) from collate_fn"
+Views = namedtuple("Views", "images labels")
+
+
+def image(number):
+    return torch.full((3, 4 + number % 3, 5), float(number))
+
+
+def rows_of(numbers):
+    return [
+        (image(int(n)), {"boxes": torch.ones(int(n) % 2, 4), "id": torch.tensor(n)})
+        for n in numbers
+    ]
+
+
+def images(rows):
+    return [image for image, _ in rows]
+
+
+def pairs(rows):
+    return list(rows)
+
+
+def columns(rows):
+    return tuple(zip(*rows, strict=True))
+
+
+def column_lists(rows):
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def in_a_dict(rows):
+    return {"size": torch.ones(len(rows)), "inputs": ([image for image, _ in rows], "text")}
+
+
+def some_lost(rows):
+    return [image if number else None for number, (image, _) in enumerate(rows)]
+
+
+def numbers_alone(rows):
+    return [target["id"] for _, target in rows]
+
+
+UNMARKED = [images, pairs, columns, column_lists, in_a_dict, some_lost, numbers_alone]
+
+
+@pytest.mark.parametrize("collate", UNMARKED)
+@pytest.mark.parametrize("num_rows", [2, 4, 5])
+def test_a_list_of_samples_is_refused_unless_it_is_marked(collate, num_rows):
+    with pytest.raises(ValueError, match=re.escape(REPAIR)):
+        Collate(collate)(rows_of(range(num_rows)))
+
+
+def test_a_list_of_one_sample_is_refused():
+    with pytest.raises(ValueError, match="got a list of 1 items for 1 samples"):
+        Collate(images)(rows_of([0]))
+
+
+def test_the_refusal_describes_the_list():
+    text = (
+        "shard_loader: collate_fn must mark a list of samples, got a tuple of 5 items for 5 samples, "
+        "with tensors of shapes [3, 4, 5], [3, 5, 5], [3, 6, 5], ...; return af.samples([...]) from "
+        "collate_fn, or a dict if the items are fields"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        Collate(columns)(rows_of(range(5)))
+
+
+def marked(rows):
+    return tuple(af.samples(column) for column in zip(*rows, strict=True))
+
+
+def marked_pairs(rows):
+    return af.samples(rows)
+
+
+def two_views(rows):
+    """Two views of each row, one below the other."""
+    found = torch.cat([torch.cat([image.mean(1), -image.mean(1)]) for image, _ in rows])
+    return found, torch.arange(len(found))
+
+
+def two_views_with_names(rows):
+    return Views(*two_views(rows))
+
+
+def packed(rows):
+    """All pixels of all images in one row."""
+    pixels = torch.cat([image.flatten() for image, _ in rows])
+    return [pixels, pixels.cumsum(0)]
+
+
+def packed_alone(rows):
+    return (packed(rows)[0],)
+
+
+def left_out(rows):
+    kept = [image.mean((1, 2)) for image, _ in rows[1:]]
+    return torch.stack(kept or [torch.zeros(3)])[: len(kept)], torch.zeros(len(kept))
+
+
+def stacked(rows):
+    return default_collate([(image.mean((1, 2)), image.sum()) for image, _ in rows])
+
+
+def names(rows):
+    return [str(target["id"]) for _, target in rows], ["a"] * len(rows)
+
+
+def nothing(rows):
+    return None
+
+
+ALLOWED = [marked, marked_pairs, two_views, two_views_with_names, packed, packed_alone]
+ALLOWED += [left_out, stacked, names, nothing]
+
+
+@pytest.mark.parametrize("collate", ALLOWED)
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_fields_are_not_refused_where_they_are_as_many_as_samples(collate, num_rows):
+    """With two samples, `(inputs, labels)` of another number of rows looks like two samples."""
+    rows = rows_of(range(num_rows))
+    found, expected = Collate(collate)(rows), collate(rows)
+    assert type(found) is type(expected)
+    assert str(found) == str(expected)
+
+
+def test_fields_are_recognised_once():
+    calls = []
+
+    def collate(rows):
+        calls.append(len(rows))
+        return packed(rows)
+
+    checked = Collate(collate)
+    for num_rows in (3, 2, 2, 2):
+        checked(rows_of(range(num_rows)))
+    assert calls == [3, 2, 4, 2, 2]
+
+
+def test_recognising_fields_draws_no_random_numbers():
+    def collate(rows):
+        pixels, sums = packed(rows)
+        return pixels * (torch.rand(1) + random.random() + np.random.rand()), sums
+
+    def drawn(fn):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        found = [fn(rows_of(range(2)))[0] for _ in range(2)]
+        return [each.tolist() for each in found], float(torch.rand(1)), random.random()
+
+    assert drawn(Collate(collate)) == drawn(collate)
+
+
+def test_a_collate_fn_that_takes_fields_out_of_its_samples_is_refused():
+    """It cannot run again, so nothing shows that its two items are fields."""
+
+    def collate(rows):
+        return packed([(row.pop("image"), None) for row in rows])
+
+    with pytest.raises(ValueError, match="or a dict if the items are fields"):
+        Collate(collate)([{"image": image(number)} for number in range(2)])
+
+
+def batches_of(state, collate, data=range(16), **options):
+    loader = DataLoader(data, batch_size=8, collate_fn=collate, **options)
+    return list(af.shard_loader(loader, state))
+
+
+def images_of(numbers):
+    return images(rows_of(numbers))
+
+
+def marked_of(numbers):
+    return marked(rows_of(numbers))
+
+
+SOURCES = {
+    "index": dict,
+    "sampler": lambda: {"sampler": [*range(16)]},
+    "workers": lambda: {"num_workers": 2, "multiprocessing_context": "fork"},
+    "stream": lambda: {"data": Counting(16)},
+    "stream in workers": lambda: {
+        "data": Counting(16),
+        "num_workers": 2,
+        "multiprocessing_context": multiprocessing.get_context("fork"),
+    },
+    "split stream": lambda: {"data": Sharded([8, 8])},
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_every_source_refuses_an_unmarked_list_and_gives_a_marked_one(source):
+    def run(state):
+        with pytest.raises(ValueError, match=re.escape(REPAIR)):
+            batches_of(state, images_of, **source())
+        return batches_of(state, marked_of, **source())
+
+    found = [part for parts in zip(*simulate(run, world_size=2), strict=True) for part in parts]
+    assert [af.num_samples(part) for part in found] == [4] * 4
+    assert all(type(column) is Samples for part in found for column in part)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}])
+def test_a_data_set_that_gives_many_samples_at_once_is_checked_by_their_numbers(options):
+    class Columns(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, number):
+            raise AssertionError("read alone")
+
+        def __getitems__(self, numbers):
+            return {"images": images_of(numbers)}
+
+    with pytest.raises(ValueError, match="got a list of 8 items for 8 samples"):
+        batches_of(ALONE, lambda columns: columns, Columns(), **options)
