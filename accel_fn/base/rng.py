@@ -46,13 +46,19 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def kept_random(device: torch.device) -> Iterator[None]:
-    """Restore all of them at the end of the context."""
-    with GENERATORS:
-        state = random_state(device)
-        try:
-            yield
-        finally:
-            restore_random(state, device)
+    """Restore all of them at the end of the context; no other simulated rank enters it meanwhile."""
+    with GENERATORS, restored_random(device):
+        yield
+
+
+@contextmanager
+def restored_random(device: torch.device) -> Iterator[None]:
+    """Restore all of them at the end of the context, in which ranks may wait for each other."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        restore_random(state, device)
 
 
 def derive_random(state: DistState) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numbers
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,10 +22,15 @@ Weight = float | tuple[float, ...]
 _EXACT = 2**53
 """Up to here sums of integers over ranks are exact."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
+_SHOWN = 8  # class weights that are printed
 
 
 def num_labels(
-    key_or_path: Key | Sequence[Key], ignore_index: int = -100, *, shift: int = 0
+    key_or_path: Key | Sequence[Key],
+    ignore_index: int = -100,
+    *,
+    shift: int = 0,
+    class_weight: Tensor | Sequence[float] | None = None,
 ) -> WeightFn:
     """Make a `weight_fn` that counts the labels that the loss does not ignore.
 
@@ -36,15 +43,19 @@ def num_labels(
         ignore_index: the label that does not count.
         shift: 1 for losses that compare each output with the next label, and so leave out the
             first label of each row, as transformers' causal language models do; else 0.
+        class_weight: the weight of each class, [num_classes], finite and >= 0, if the loss divides
+            by the sum of the labels' weights: `cross_entropy(..., weight=class_weight)`.
 
     Returns:
         A function of a batch whose labels are an integer tensor of any shape,
-        which gives their number as an `int`.
+        which gives their number as an `int`; with `class_weight`, the sum of their weights as a
+        `float`, added up in float64.
 
     Raises:
         TypeError: the path is empty or holds something else than str and int, or
-            `ignore_index` or `shift` is no integer.
-        ValueError: `shift` is < 0; (when called) the batch has no tensor there.
+            `ignore_index` or `shift` is no integer, or `class_weight` no tensor or sequence of numbers.
+        ValueError: `shift` is < 0, or `class_weight` not 1-d, empty, negative or not finite; (when called)
+            the batch has no tensor there, or a label that has no class weight.
 
     Cost: one read of the labels; on an accelerator, one host synchronisation.
     Labels are counted before `place` moves the batch, so labels that come from
@@ -53,6 +64,8 @@ def num_labels(
     >>> import torch, accel_fn as af
     >>> af.num_labels("labels")({"labels": torch.tensor([[5, 7, -100], [2, -100, -100]])})
     3
+    >>> af.num_labels("labels", class_weight=[1.0, 7.0])({"labels": torch.tensor([0, 1, 1, -100])})
+    15.0
     """
     path = (key_or_path,) if isinstance(key_or_path, str | int) else key_or_path
     if not (isinstance(path, Sequence) and path and all(map(_is_key, path))):
@@ -66,16 +79,61 @@ def num_labels(
         raise ArgumentTypeError(message("num_labels", "shift", "be an integer >= 0", shift))
     if shift < 0:
         raise ArgumentError(message("num_labels", "shift", "be an integer >= 0", shift))
-    shifted = {"shift": shift} if shift else {}
-    return partial(count_labels, path=tuple(path), ignore_index=ignore_index, **shifted)
+    options: dict[str, Any] = {"shift": shift} if shift else {}
+    if class_weight is not None:
+        options["class_weight"] = _class_weights(class_weight)
+    return partial(count_labels, path=tuple(path), ignore_index=ignore_index, **options)
 
 
 def _is_key(key: object) -> bool:
     return isinstance(key, str | int) and not isinstance(key, bool)
 
 
-def count_labels(batch: Any, *, path: tuple[Key, ...], ignore_index: int, shift: int = 0) -> int:
-    """Count the labels at `path` that differ from `ignore_index`, but for the first ones of each row."""
+@dataclass(frozen=True, eq=False)
+class _ClassWeights:
+    """The weight of each class: [num_classes], float64, on the host."""
+
+    values: Tensor
+
+    def __repr__(self) -> str:
+        values = self.values.tolist()
+        if len(values) <= _SHOWN:
+            return repr(values)
+        # Checkpoints compare the text, so other weights must have another one.
+        return f"<{len(values)} weights of checksum {zlib.crc32(repr(values).encode()):08x}>"
+
+
+def _class_weights(given: Any) -> _ClassWeights:
+    rule = "be a 1-d tensor or sequence of finite numbers >= 0"
+    try:
+        found = torch.as_tensor(given).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = type(given).__name__
+        raise ArgumentTypeError(message("num_labels", "class_weight", rule, got)) from error
+    if found.is_complex():
+        raise ArgumentTypeError(message("num_labels", "class_weight", rule, found.dtype))
+    values = found.to("cpu", torch.float64, copy=True)
+    if values.ndim != 1 or not len(values):
+        got = f"shape {list(values.shape)}"
+        raise ArgumentError(message("num_labels", "class_weight", rule, got))
+    wrong = ~(values.isfinite() & (values >= 0))
+    if wrong.any():
+        raise ArgumentError(message("num_labels", "class_weight", rule, values[wrong][0].item()))
+    return _ClassWeights(values)
+
+
+def count_labels(
+    batch: Any,
+    *,
+    path: tuple[Key, ...],
+    ignore_index: int,
+    shift: int = 0,
+    class_weight: _ClassWeights | None = None,
+) -> int | float:
+    """Count the labels at `path` that differ from `ignore_index`, but for the first ones of each row.
+
+    With weights of the classes, add up those of these labels.
+    """
     labels = batch
     for key in path:
         labels = _child(labels, key, path)
@@ -86,7 +144,24 @@ def count_labels(batch: Any, *, path: tuple[Key, ...], ignore_index: int, shift:
         rule = f"lead to labels [num_samples, length, ...] with shift={shift}"
         raise BatchError(message("num_labels", "key_or_path", rule, list(labels.shape)))
     counted = labels[:, shift:] if shift else labels
-    return int(torch.count_nonzero(counted != ignore_index))
+    if class_weight is None:
+        return int(torch.count_nonzero(counted != ignore_index))
+    counted = counted.cpu()  # all that follows would wait for an accelerator
+    return _sum_of_weights(counted[counted != ignore_index], class_weight.values)
+
+
+def _sum_of_weights(labels: Tensor, weights: Tensor) -> float:
+    """Add up the class weights of labels, [num_labels]."""
+    if labels.is_floating_point() or labels.is_complex():
+        rule = "lead to integer labels with class_weight"
+        raise BatchError(message("num_labels", "key_or_path", rule, labels.dtype))
+    outside = labels[(labels < 0) | (labels >= len(weights))]
+    if outside.numel():
+        rule = f"be in 0 .. {len(weights) - 1}, since class_weight has {len(weights)} weights"
+        repair = "give every class a weight, or leave the label out by ignore_index"
+        raise BatchError(message("num_labels", "labels", rule, int(outside[0]), repair))
+    counts = torch.bincount(labels.long(), minlength=len(weights))
+    return float(counts.to(weights.dtype) @ weights)
 
 
 def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:

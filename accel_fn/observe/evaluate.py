@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.batch import num_samples
+from accel_fn.base.rng import restored_random
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.comm import primitives
@@ -50,7 +51,8 @@ def evaluate(
 
     Runs with the step's placement, micro-batches and autocast, without
     gradients. Meanwhile the model is in evaluation mode, and so are optimizers that
-    have train and eval modes, such as schedule-free ones. Ranks add
+    have train and eval modes, such as schedule-free ones. Afterwards the global random generators
+    are as they were, so how often you evaluate does not change training. Ranks add
     up sums and counts, never means, so the result does not depend on how the
     samples are spread over batches and ranks.
 
@@ -100,7 +102,9 @@ def evaluate(
 
     def mine() -> Totals:
         _check_arguments(loader, state, metric_fn)
-        return _totals(step, loader, state, metric_fn, _bar(loader, state, progress))
+        bar = _bar(loader, state, progress)
+        with restored_random(state.device):
+            return _totals(step, loader, state, metric_fn, bar)
 
     totals = all_or_none(mine, state, "evaluate")
     found = means(primitives.exchange(totals, state, "evaluate"))

@@ -17,6 +17,7 @@ import accel_fn as af
 from accel_fn.base.batch import map_tensors
 from accel_fn.base.split_batch import split_batch, take_part
 from accel_fn.errors import BatchError
+from accel_fn.step.plan import describe
 
 Pair = namedtuple("Pair", "inputs names")
 
@@ -336,6 +337,47 @@ def test_labels_are_counted_wherever_they_are(path, batch):
 
 def test_the_ignored_label_is_the_users():
     assert af.num_labels("y", ignore_index=0)({"y": torch.tensor([0, 1, 0, 2])}) == 2
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, np.array])
+def test_labels_are_weighed_by_their_classes(kind):
+    weight_fn = af.num_labels("y", class_weight=kind([0.5, 0.0, 0.1, 7.0]))
+    assert weight_fn({"y": LABELS}) == pytest.approx(7.5, rel=1e-15)
+    assert weight_fn({"y": LABELS.to(torch.int16)[:, :2]}) == 0.0
+    assert weight_fn({"y": torch.tensor([True, False])}) == 0.5
+
+
+def test_later_writes_to_class_weights_change_nothing():
+    given = torch.ones(4, dtype=torch.float64)
+    weight_fn = af.num_labels("y", class_weight=given)
+    given.zero_()
+    assert weight_fn({"y": LABELS}) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        (
+            torch.tensor([0, 2, -100]),
+            "num_labels: labels must be in 0 .. 1, since class_weight has 2 weights, got 2; "
+            "give every class a weight, or leave the label out by ignore_index",
+        ),
+        (torch.tensor([0, -1]), "must be in 0 .. 1, since class_weight has 2 weights, got -1"),
+        (torch.ones(2), r"lead to integer labels with class_weight, got torch.float32"),
+    ],
+)
+def test_a_label_that_has_no_weight_is_refused(labels, text):
+    with pytest.raises(BatchError, match=text):
+        af.num_labels("y", class_weight=[1, 2])({"y": labels})
+
+
+def test_class_weights_print_in_a_plan_and_many_are_told_apart_by_their_checksum():
+    few = af.num_labels("y", class_weight=[1, 2.5])
+    assert describe(few).endswith("ignore_index=-100, class_weight=[1.0, 2.5])")
+    many = [describe(af.num_labels("y", class_weight=[value] * 1000)) for value in (1, 1, 2)]
+    assert many[0] == many[1] != many[2]
+    assert "class_weight=<1000 weights of checksum " in many[0]
+    assert len(many[0]) < 120
 
 
 def test_counts_beyond_float32_are_exact():

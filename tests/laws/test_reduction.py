@@ -340,6 +340,50 @@ def test_shifted_labels_are_counted_without_the_first_of_each_row(world_size, nu
         ours.assert_close(parameters, expected)
 
 
+CLASS_WEIGHT = torch.linspace(0, 3, ours.NUM_CLASSES, dtype=torch.float64)
+
+
+def weighted_loss(model, batch):
+    logits = model(batch["inputs"])[:, batch["shift"] :].flatten(0, 1)
+    labels = batch["labels"][:, batch["shift"] :].flatten()
+    return F.cross_entropy(logits, labels, weight=CLASS_WEIGHT)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+def test_labels_count_as_much_as_their_classes_weigh(world_size, num_microbatches, shift):
+    batch = causal_batch() | {"shift": shift}
+    losses, expected = ours.trained_by_hand(
+        ours.token_model(), [batch] * 2, loss_fn=weighted_loss, optimizer=ours.sgd
+    )
+
+    def run(state):
+        model = ours.token_model()
+        weight_fn = af.num_labels("labels", shift=shift, class_weight=CLASS_WEIGHT)
+        plan = af.Plan(weighted_loss, model, ours.sgd(model.parameters()), weight_fn)
+        recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches))
+        state, step = af.build(state, recipe(plan))
+        rows = torch.arange(6).tensor_split(world_size)[state.rank]
+        mine = {name: batch[name][rows] for name in ("inputs", "labels")} | {"shift": shift}
+        for _ in range(2):
+            state, report = step(state, mine)
+        return float(report.loss), model.state_dict()
+
+    for loss, parameters in simulate(run, world_size=world_size):
+        assert loss == pytest.approx(losses[-1], rel=1e-12)
+        ours.assert_close(parameters, expected)
+
+
+def test_another_shift_is_refused_with_class_weights_too():
+    model = ours.token_model()
+    weight_fn = af.num_labels("labels", class_weight=CLASS_WEIGHT)
+    plan = af.Plan(weighted_loss, model, ours.sgd(model.parameters()), weight_fn)
+    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    with pytest.raises(af.errors.LossError, match="where shift=1 fits"):
+        step(state, causal_batch() | {"shift": 1})
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "shift", "words"),
     [

@@ -4,15 +4,17 @@ import gc
 import io
 import math
 import multiprocessing
+import random
 import sys
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import accel_fn as af
 from accel_fn.data.loader import ShardedLoader
@@ -55,6 +57,65 @@ def test_the_model_is_in_evaluation_mode_for_the_time_being(fails):
     assert set(seen) == {(False, False)}
     assert [module.training for module in model.modules()] == before
     assert state.step == 0
+
+
+class Noisy(Dataset):
+    """Samples whose noise is drawn in the main process."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return (torch.randn(1) + random.random() + float(np.random.rand()),)
+
+
+def drawn():
+    return torch.rand(()).item(), random.random(), np.random.rand()
+
+
+def seed_all():
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("shard", [True, False])
+def test_random_generators_go_on_as_if_nothing_had_been_evaluated(shard, fails):
+    state, step, _ = make(af.DistState())
+    loader = DataLoader(Noisy(), batch_size=4, shuffle=True)
+    loader = af.shard_loader(loader, state) if shard else loader
+
+    def metric_fn(model, batch):
+        drawn()
+        if fails:
+            raise OSError("gone")
+        return {"one": torch.ones(len(batch[0]))}
+
+    seed_all()
+    expected = drawn(), drawn()
+    seed_all()
+    found = [drawn()]
+    with pytest.raises(OSError, match="gone") if fails else nullcontext():
+        af.evaluate(step, loader, state, metric_fn)
+    assert (*found, drawn()) == expected
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_how_often_one_evaluates_does_not_change_training(every):
+    def trained(every):
+        seed_all()
+        state, step, _ = make(af.DistState(), model=nn.Sequential(nn.Linear(1, 4), nn.Dropout()))
+        training, validation = [
+            af.shard_loader(DataLoader(Noisy(), batch_size=size, shuffle=True), state)
+            for size in (2, 3)
+        ]
+        for epoch in training.epochs(2):
+            for batch in epoch:
+                state, _ = step(state, batch)
+                if every and state.step % every == 0:
+                    af.evaluate(step, validation, state)
+        return [each.tolist() for each in step.plan.model.parameters()]
+
+    assert trained(every) == trained(0)
 
 
 @pytest.mark.parametrize("wrap", [lambda loader, state: loader, af.prefetch], ids=["", "prefetch"])

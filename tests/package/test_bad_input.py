@@ -70,6 +70,18 @@ REFUSED = [  # error, text, function, argument values
         lambda value: af.num_labels("labels", ignore_index=value),
         ("pad", None, 1.5, True),
     ),
+    (
+        TypeError,
+        "num_labels: class_weight must be a 1-d tensor or sequence of finite numbers >= 0, got",
+        lambda value: af.num_labels("labels", class_weight=value),
+        ("weights", ["a"], {1.0}, [1j]),
+    ),
+    (
+        ValueError,
+        "num_labels: class_weight must be a 1-d tensor or sequence of finite numbers >= 0, got",
+        lambda value: af.num_labels("labels", class_weight=value),
+        (3.0, [], [[1.0]], torch.ones(2, 2), [1.0, -1.0], [1.0, float("nan")], [float("inf")]),
+    ),
 ]
 CALLS = [
     *[

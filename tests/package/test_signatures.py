@@ -28,7 +28,7 @@ SIGNATURES = {
     af.Step.update: "self, state, grads, report",
     af.explain: "plan, state",
     af.num_samples: "batch",
-    af.num_labels: "key_or_path, ignore_index=-100, *, shift=0",
+    af.num_labels: "key_or_path, ignore_index=-100, *, shift=0, class_weight=None",
     af.shard_loader: "loader, state, *, batch='global', split='auto'",
     ShardedLoader.epochs: "self, num_epochs, *, since=None",
     af.part: "tree, state",
