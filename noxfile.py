@@ -153,7 +153,7 @@ def nightly(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Random programs of users against the loop by hand: `-- --minutes 15 --seed 0`."""
+    """Random programs of users against the loop by hand: `-- --minutes 15 --seed 0 --only KIND`."""
     install(session, "testing", groups=("tests",))
     session.run("python", "-m", "tests.fuzz", *session.posargs, env=ONE_THREAD)
 

@@ -1,93 +1,308 @@
-"""Rows 11, 13, 14 and 16: lost and doubled samples, and random numbers that are equal on all
-ranks."""
+"""Kinds of data: what a sample is, what a collate_fn returns, and where batches come from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
-from tests.field import everywhere, fresh, linear, of_all_ranks, rank, row, shared_folder
-
-
-def _numbers(count: int, **options: Any) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(count)), **options)
-
-
-@row(11)
-def resumed() -> str:
-    """Resume a run that was stopped after three batches of its second epoch."""
-    with shared_folder() as folder:
-        accelerator, loader = _started()
-        list(loader)
-        batches = iter(loader)
-        seen = [next(batches)[0] for _ in range(3)]
-        accelerator.save_state(folder)
-        accelerator, loader = _started()
-        accelerator.load_state(folder)
-        seen += [batch for (batch,) in accelerator.skip_first_batches(loader, 3)]
-    given = of_all_ranks(seen)
-    repeated, missing = len(given) - len(set(given)), 64 - len(set(given))
-    return f"{repeated} of 64 samples repeated, {missing} never seen"
+import accel_fn as af
+from tests.field.catalogue import kind
+from tests.field.program import Case, figures, labels, mse, network, samples, train, train_by_hand
 
 
-def _started() -> tuple[Accelerator, Any]:
-    set_seed(0)
-    accelerator = fresh()
-    _, loader = accelerator.prepare(linear(), _numbers(64, batch_size=4, shuffle=True))
-    return accelerator, loader
+@kind("equal")
+def tuples(case: Case):
+    """A data set of tensors."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+    return (
+        lambda: train_by_hand(network(), mse, loader),
+        lambda state: train(state, case, network(), mse, af.shard_loader(loader, state)),
+    )
 
 
-class OwnOrder(Sampler[int]):
-    """A sampler that draws from the global generator, as a user's own may."""
+@kind("equal")
+def dicts(case: Case):
+    """Samples are dicts with a text, as those of `datasets`."""
+    x, y = samples(case)
+    rows = [{"x": x[i], "y": y[i], "name": f"row {i}"} for i in range(len(x))]
+    loader = DataLoader(rows, batch_size=case.batch_size)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(32).tolist())
+    def loss_fn(model, batch):
+        return F.mse_loss(model(batch["x"]), batch["y"])
 
-    def __len__(self) -> int:
-        return 32
-
-
-@row(13)
-def samplers() -> str:
-    accelerator = fresh(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
-    torch.manual_seed(rank())
-    loader = accelerator.prepare(_numbers(16, batch_size=4, shuffle=True))
-    missing = 16 - len(set(of_all_ranks([batch for (batch,) in loader])))
-    accelerator = fresh()
-    set_seed(0)
-    if accelerator.is_main_process:
-        torch.rand(1)
-    loader = accelerator.prepare(_numbers(32, batch_size=4, sampler=OwnOrder()))
-    given = of_all_ranks([batch for (batch,) in loader])
-    return f"{missing} of 16 samples missing; {len(given) - len(set(given))} of 32 doubled"
+    return (
+        lambda: train_by_hand(network(), loss_fn, loader),
+        lambda state: train(state, case, network(), loss_fn, af.shard_loader(loader, state)),
+    )
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9))
+@kind("equal")
+def views(case: Case):
+    """A collate_fn stacks two views of each image, so that a batch has twice as many rows."""
+    x, _ = samples(case)
+
+    def two_views(rows):
+        return torch.cat([torch.stack(rows), 0.5 * torch.stack(rows)])
+
+    def loss_fn(model, batch):
+        return model(batch).square().mean()
+
+    loader = DataLoader(list(x), batch_size=case.batch_size, collate_fn=two_views)
+    return (
+        lambda: train_by_hand(network(), loss_fn, loader),
+        lambda state: train(state, case, network(), loss_fn, af.shard_loader(loader, state)),
+    )
 
 
-@row(14)
-def gathered() -> str:
-    accelerator = fresh(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
-    loader = accelerator.prepare(_numbers(9, batch_size=2))
-    rest = accelerator.skip_first_batches(loader, 1)
-    kept = sum(len(accelerator.gather_for_metrics(batch)) for (batch,) in rest)
-    stream = accelerator.prepare(DataLoader(Stream(), batch_size=2))
-    streamed = sum(len(accelerator.gather_for_metrics(batch)) for batch in stream)
-    return f"{kept} rows for 5 samples after a skip, {streamed} for 9 of a stream"
+@kind("equal")
+def lists_of_views(case: Case):
+    """A batch is a list of two views, each a tensor of all images."""
+    x, _ = samples(case)
+
+    def two_views(rows):
+        return [torch.stack(rows), 0.5 * torch.stack(rows)]
+
+    def loss_fn(model, batch):
+        first, second = map(model, batch)
+        return (first - 2 * second).square().mean()
+
+    loader = DataLoader(list(x), batch_size=case.batch_size, collate_fn=two_views)
+    return (
+        lambda: train_by_hand(network(), loss_fn, loader),
+        lambda state: train(state, case, network(), loss_fn, af.shard_loader(loader, state)),
+    )
 
 
-@row(16)
-def seeds() -> str:
-    fresh()
-    set_seed(0)
-    first, second = everywhere(F.dropout(torch.ones(64)).tolist())
-    assert first == second
-    return "identical dropout masks and augmentation"
+@kind("equal")
+def packing(case: Case):
+    """A collate_fn packs texts of several lengths into rows of one length."""
+    generator = case.generator()
+    lengths = torch.randint(1, 8, (case.num_samples,), generator=generator).tolist()
+    texts = [torch.randint(0, 6, (length,), generator=generator) for length in lengths]
+
+    def packed(rows):
+        tokens = torch.cat(rows)
+        return {
+            name: F.pad(tokens, (0, -len(tokens) % 5), value=value).view(-1, 5)
+            for name, value in (("tokens", 0), ("labels", -100))
+        }
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+    def language_model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6)).double()
+
+    loader = DataLoader(texts, batch_size=case.batch_size, collate_fn=packed)
+    counted = af.num_labels("labels")
+    return (
+        lambda: train_by_hand(language_model(), loss_fn, loader),
+        lambda state: train(
+            state,
+            case,
+            language_model(),
+            loss_fn,
+            af.shard_loader(loader, state),
+            weight_fn=counted,
+        ),
+    )
+
+
+@kind("equal", world_size=(1, 2), num_samples=(12, 24), batch_size=(6, 8))
+def rows_left_out(case: Case):
+    """A collate_fn leaves out samples without a label, never all of a part."""
+    x, y = samples(case)
+    rows = [(x[i], y[i] if i % 3 else None) for i in range(len(x))]
+
+    def labelled(rows):
+        return default_collate([row for row in rows if row[1] is not None])
+
+    loader = DataLoader(rows, batch_size=case.batch_size, collate_fn=labelled)
+    return (
+        lambda: train_by_hand(network(), mse, loader),
+        lambda state: train(state, case, network(), mse, af.shard_loader(loader, state)),
+    )
+
+
+@kind("refused", r"af\.samples")
+def lists_of_images(case: Case):
+    """A detection collate: images of several sizes, and a dict of boxes for each."""
+    x, _ = samples(case)
+    photos = [
+        # 10 channels: as many as no part has images
+        (row.repeat(10, 2 + i % 3, 1), {"boxes": row.repeat(1 + i % 2, 1)})
+        for i, row in enumerate(x)
+    ]
+
+    def two_lists(rows):
+        return [image for image, _ in rows], [target for _, target in rows]
+
+    def zipped(rows):
+        return tuple(zip(*rows, strict=True))
+
+    def of_samples(rows):
+        return {"images": af.samples(r[0] for r in rows), "targets": af.samples(r[1] for r in rows)}
+
+    def loss_fn(model, batch):
+        images, targets = batch.values() if isinstance(batch, dict) else batch
+        boxes = torch.stack([target["boxes"].mean() for target in targets])
+        return (model(images) - boxes).square().mean()
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Conv2d(10, 2, kernel_size=1).double()
+
+        def forward(self, images):
+            return torch.stack([self.layer(image.unsqueeze(0)).mean() for image in images])
+
+    def loader(collate_fn):
+        return DataLoader(photos, batch_size=case.batch_size, collate_fn=collate_fn)
+
+    def run(state, collate_fn):
+        batches = af.shard_loader(loader(collate_fn), state)
+        return train(state, case, Detector(), loss_fn, batches)
+
+    natural = zipped if case.seed % 2 else two_lists
+    return (
+        lambda: train_by_hand(Detector(), loss_fn, loader(natural)),
+        lambda state: run(state, natural),
+        lambda state: run(state, of_samples),
+    )
+
+
+@kind("equal")
+def samples_left_out(case: Case):
+    """A data set returns None for a sample that it cannot read; a collate_fn may have none left."""
+    x, y = samples(case)
+    readable = [i % 4 != 1 for i in range(case.num_samples)]
+    if case.seed % 2:  # none of a whole batch
+        readable[: case.batch_size] = [False] * case.batch_size
+    rows = [(x[i], y[i]) if readable[i] else None for i in range(case.num_samples)]
+
+    def left(rows):
+        rows = [row for row in rows if row is not None]
+        return default_collate(rows) if rows else None
+
+    def as_samples(rows):
+        return af.samples(rows)
+
+    def loss_fn(model, batch):
+        return mse(model, default_collate(batch) if type(batch[0]) is tuple else batch)
+
+    def loader(collate_fn):
+        return DataLoader(rows, batch_size=case.batch_size, collate_fn=collate_fn)
+
+    def by_hand():
+        model = network()
+        train_by_hand(model, mse, (batch for batch in loader(left) if batch is not None))
+        return figures(model)
+
+    def run(state, collate_fn):
+        model = network()
+        train(state, case, model, loss_fn, af.shard_loader(loader(collate_fn), state))
+        return figures(model)
+
+    return by_hand, lambda state: run(state, left), lambda state: run(state, as_samples)
+
+
+@kind("equal")
+def curriculum(case: Case):
+    """A data set with `set_epoch`, read in the main process or in workers."""
+    x, y = samples(case)
+
+    class Curriculum(Dataset):
+        def __init__(self):
+            self.epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return len(x)
+
+        def __getitem__(self, i):
+            return x[i] * (1 + self.epoch), y[i]
+
+    def by_hand():
+        rows, model = Curriculum(), network()
+        for epoch in range(3):
+            rows.set_epoch(epoch)
+            train_by_hand(model, mse, DataLoader(rows, batch_size=case.batch_size))
+        return figures(model)
+
+    def run(state):
+        # ranks are threads here, which should not fork
+        workers = {"num_workers": 1, "persistent_workers": case.seed % 4 == 1}
+        options = workers if case.world_size == 1 and case.seed % 2 else {}
+        loader = DataLoader(Subset(Curriculum(), range(len(x))), case.batch_size, **options)
+        model = network()
+        batches = (batch for epoch in af.shard_loader(loader, state).epochs(3) for batch in epoch)
+        train(state, case, model, mse, batches)
+        return figures(model)
+
+    return by_hand, run
+
+
+@kind("equal")
+def parts(case: Case):
+    """No loader: every rank makes the whole batch, and takes its part."""
+    batches = [
+        tuple(value.roll(number, 0) for value in samples(case)[: case.batch_size])
+        for number in range(3)
+    ]
+    return (
+        lambda: train_by_hand(network(), mse, batches),
+        lambda state: train(
+            state, case, network(), mse, (af.part(batch, state) for batch in batches)
+        ),
+    )
+
+
+@kind("equal")
+def streams(case: Case):
+    """An IterableDataset."""
+    x, y = samples(case)
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self):
+            return iter(zip(x, y, strict=True))
+
+    loader = DataLoader(Stream(), batch_size=case.batch_size)
+    return (
+        lambda: train_by_hand(network(), mse, loader),
+        lambda state: train(state, case, network(), mse, af.shard_loader(loader, state)),
+    )
+
+
+@kind("equal")
+def masked_labels(case: Case):
+    """Some labels are -100, on some ranks all of them."""
+    x, _ = samples(case)
+    y = labels(case)
+    y[: case.num_samples // 3] = -100
+    loader = DataLoader(TensorDataset(x, y), batch_size=case.num_samples)
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    counted = af.num_labels(1)
+    return (
+        lambda: train_by_hand(network(3), loss_fn, loader),
+        lambda state: train(
+            state, case, network(3), loss_fn, af.shard_loader(loader, state), weight_fn=counted
+        ),
+    )

@@ -18,23 +18,13 @@ def module(name: str, layers: str, *forward: str) -> dict[str, str]:
     return {"prelude": "\n".join(lines), "model": f"{name}()"}
 
 
-ADD_LOSS = """\
-class AddLoss(torch.autograd.Function):
-    forward = staticmethod(lambda ctx, y, loss: y)
-    backward = staticmethod(lambda ctx, grad: (grad, torch.ones_like(grad.sum())))"""
-OWN_BACKWARD = """\
-class Own(torch.autograd.Function):
-    forward = staticmethod(lambda ctx, x, f: (ctx.save_for_backward(x), setattr(ctx, "f", f), f(x))[2])
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad(): ctx.f(x).backward(grad); return x.grad, None"""
 BLOCK = "self.body, self.head = nn.Linear(4, 4), nn.Linear(4, {o})"
-CHECKPOINTED = (
-    "x = {run} if len(x) > 2 else self.body(x)",
-    "return self.head(torch.tanh(x))",
-)
-CHECKPOINT = "torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant={is})"
+
+
+def checkpointed(use_reentrant: bool) -> dict[str, str]:
+    run = f"torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant={use_reentrant})"
+    return module("Block", BLOCK, f"return self.head(torch.tanh({run}))")
+
 
 MODELS: dict[str, dict[str, str]] = {
     "linear": {"model": "nn.Linear(4, {o})"},
@@ -90,8 +80,8 @@ MODELS: dict[str, dict[str, str]] = {
         "self.table = nn.Embedding(6, {o}, sparse=True)",
         "return self.table((x.abs() * 3).long() % 6).mean(1)",
     ),
-    "checkpoint": module("Block", BLOCK, *CHECKPOINTED),
-    "reentrant checkpoint": module("Block", BLOCK, *CHECKPOINTED),
+    "checkpoint": checkpointed(use_reentrant=False),
+    "reentrant checkpoint": checkpointed(use_reentrant=True),
     "own checkpoints": module(
         "Block",
         "self.blocks, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.Linear(4, {o})",
@@ -100,18 +90,7 @@ MODELS: dict[str, dict[str, str]] = {
         "x = run(lambda x: torch.tanh(second(x)), x, use_reentrant=False)",
         "return self.head(x)",
     ),
-    "added loss": module(
-        "Added", BLOCK, "y = self.head(self.body(x))", "return AddLoss.apply(y, y.square().mean())"
-    ),
-    "own backward": module(
-        "Model", BLOCK, "return self.head(Own.apply(x.requires_grad_(), self.body))"
-    ),
 }
-for _name, _is in (("checkpoint", "False"), ("reentrant checkpoint", "True")):
-    _run = CHECKPOINT.replace("{is}", _is)
-    MODELS[_name]["prelude"] = MODELS[_name]["prelude"].replace("{run}", _run)
-MODELS["added loss"]["prelude"] = ADD_LOSS + "\n" + MODELS["added loss"]["prelude"]
-MODELS["own backward"]["prelude"] = OWN_BACKWARD + "\n" + MODELS["own backward"]["prelude"]
 
 OPTIMIZERS = {
     name: {"optimizer": f"torch.optim.{call}"}
@@ -141,10 +120,6 @@ HOOKS = {
     "clamp": {"hooks": f"{FIRST}.register_hook(lambda g: g.clamp(-0.1, 0.1))"},
     "after a gradient": {
         "hooks": f"{FIRST}.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(2), None)[1])"
-    },
-    "step in the backward": {
-        "hooks": f"{FIRST}.register_post_accumulate_grad_hook"
-        "(lambda p: (p.data.sub_(0.1 * p.grad), setattr(p, 'grad', None))[1])"
     },
     "backward": {
         "hooks": "model.register_full_backward_pre_hook(lambda m, g: tuple(2 * each for each in g))"
@@ -225,7 +200,6 @@ BETWEEN = {
     "nothing": {},
     "rate": {"between": 'optimizer.param_groups[0]["lr"] *= 0.5'},
     "values": {"between": "[p.data.mul_(0.5) for p in model.parameters()]"},
-    "hook": {"between": f"{FIRST}.register_hook(lambda g: 2 * g)"},
     "optimizer hook": {
         "between": "optimizer.register_step_pre_hook(lambda o, *_: ([p.grad.mul_(0.5) "
         "for p in model.parameters() if p.grad is not None], None)[1])"

@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 
-from tests.fuzz.programs import Program, fails, verdict
-
 TIMEOUT_S = 60.0
+
+
+class Program(Protocol):
+    """A program that can be judged, shrunk and printed."""
+
+    @property
+    def ingredients(self) -> frozenset[tuple[str, str]]:
+        """What makes it another kind of program than others."""
+
+    def simpler(self) -> Iterable[Self]:
+        """Yield programs that are simpler in one way."""
+
+    def source(self) -> str:
+        """Return the program as a user can run it."""
+
+    def verdict(self) -> str:
+        """Return `equal`, `refused`, `warned`, `undefined` if there is no right result, or a fault."""
+
+
+def fails(result: str) -> bool:
+    return result not in {"equal", "refused", "warned", "undefined"}
+
+
+def shrunk(program: Program, judge: Callable[[Program], str]) -> Program:
+    """Make a failing program simpler for as long as it fails."""
+    for simpler in program.simpler():
+        if fails(judge(simpler)):
+            return shrunk(simpler, judge)
+    return program
+
+
+def printed(program: Program, result: str) -> str:
+    """Return the program as a user can run it, with the fault in its first line."""
+    return f"# {result}\n{program.source()}"
 
 
 class Judge:
@@ -20,7 +54,7 @@ class Judge:
         """Start the process now, before there is a thread that a fork would lose."""
         context = multiprocessing.get_context("fork")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs,))
         self._process.start()
         theirs.close()
         return self
@@ -52,4 +86,4 @@ class Judge:
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
-        connection.send(verdict(connection.recv()))
+        connection.send(connection.recv().verdict())

@@ -1,26 +1,24 @@
-"""Random programs as source, their verdict, and the shortest program that fails in the same way."""
+"""Programs of random choices: their source, their verdict, and simpler programs."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import itertools
-import math
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from accel_fn import DistState
 from accel_fn.errors import AccelError
 from accel_fn.testing import simulate
+from tests.field.catalogue import difference
+from tests.field.program import figures
 from tests.fuzz.choices import FIELDS
-
-Program = dict[str, str]
-"""The name of a choice for every field."""
-
-RTOL = 1e-12
 
 LABEL = "torch.where(x[:, 2] > -0.5, (x[:, :3] * 5).long().sum(1) % 3, -100)"
 TEMPLATE = """\
@@ -81,20 +79,9 @@ PLACES = (
 )
 
 
-def draw(rng: random.Random) -> Program:
-    """Draw a program, mostly of the simplest choices."""
-    program = {}
-    for field, choices in FIELDS.items():
-        names = list(choices)
-        simple = field not in {"world", "sizes", "cut", "seed", "micro-batches", "strategy"}
-        program[field] = names[0] if simple and rng.random() < 0.55 else rng.choice(names)
-    return program
-
-
-def source(program: Program) -> str:
-    """Return the program as a user would write it."""
+def _source(choices: Mapping[str, str]) -> str:
     filled: dict[str, str] = dict.fromkeys((*PLACES, "weight", "more", "start"), "")
-    chosen = [FIELDS[field][name] for field, name in program.items()]
+    chosen = [FIELDS[field][name] for field, name in choices.items()]
     for name, line in itertools.chain.from_iterable(map(dict.items, chosen)):
         joint = {"prelude": "\n", "recipe": "", "hand": "\n        "}.get(name, "")
         filled[name] = joint.join(filter(None, (filled.get(name), line)))
@@ -102,7 +89,7 @@ def source(program: Program) -> str:
         filled["schedule"], filled["advance"] = f"schedule = {filled['start']}", "schedule.step()"
     filled["label"] = LABEL
     filled["between"] = filled["between"] or "pass"
-    batch = FIELDS["batch"][program["batch"]]
+    batch = FIELDS["batch"][choices["batch"]]
     outputs = filled.pop("o", "1")
     text = TEMPLATE
     for place in ("weight", "recipe"):
@@ -113,7 +100,7 @@ def source(program: Program) -> str:
     for name, line in filled.items():
         text = text.replace(f"{{{name}}}", line)
     unneeded = {"        if i == 1: pass"}
-    if program["other"] != "freeze":
+    if choices["other"] != "freeze":
         unneeded.add("        updates = len(losses) + 1")
     lines = text.replace("{o}", outputs).splitlines()
     return "\n".join(each for each in lines if each.strip() and each not in unneeded) + "\n"
@@ -123,114 +110,93 @@ NOT_LINEAR = {"clamp", "optimizer", "one batch"}
 """Hooks and skips of a mean of gradients are not the mean of those of each rank."""
 
 
-def is_fair(program: Program) -> bool:
+def is_fair(program: Mapping[str, str]) -> bool:
     """Does the loop by hand define the result? Documented limits are not faults."""
     sgd = program["optimizer"] in {"sgd", "momentum", "decay", "nesterov", "fused sgd", "groups"}
     linear = program["clip"] == "none" and not {program["hook"], program["skip"]} & NOT_LINEAR
-    is_added = program["model"] == "added loss"
-    # Beside a penalty, no parameter is missed: a hook by hand sees the gradient of the checkpoint apart,
-    # and what changes the forward may add as many nodes to the graph as the checkpoint hides.
-    is_hidden = program["model"] == "reentrant checkpoint" and program["loss"] == "penalty"
-    is_changed = program["hook"] == "clamp" or program["between"] in {"forward hook", "forward"}
     return not (
         (program["strategy"] == "local sgd" and not (sgd and linear))
         or (program["strategy"] == "fsdp" and program["between"] == "assign")
-        or (program["strategy"] == "fsdp" and is_added)
-        or (program["strategy"] == "local sgd" and is_added and program["loss"] != "mean")
-        or (is_hidden and is_changed)
         or (program["model"] == "sparse table" and program["loss"] == "penalty")
         or (program["schedule"] != "none" and program["between"] == "rate")
         or (program["skip"] == "one batch" and program["loss"] not in {"mean", "of one sample"})
     )
 
 
-def verdict(program: Program) -> str:
-    """Return `equal`, `refused`, `undefined` if the loop by hand itself fails, or a description of
-    the fault."""
-    space: dict[str, Any] = {}
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        losses: list[float] = []
-        try:
-            exec(compile(source(program), "<program>", "exec"), space)  # makes models, too
-            expected = tensors(space["by_hand"](losses))
-        except Exception:
-            return "undefined"
-        ends_finite = all(each.isfinite().all() for each in expected.values())
-        if not (ends_finite and all(map(math.isfinite, losses))):
-            return "undefined"
-        world_size = int(program["world"])
-        made = [space["make"]() for _ in range(world_size)]
-        found: list[list[float]] = [[] for _ in made]
-        try:
-            ends = simulate(
-                lambda state: tensors(space["by_library"](state, found[state.rank], made)),
-                world_size=world_size,
-            )
-        except AccelError:
-            return "refused"
-        except Exception as error:
-            first, *_ = [*str(error).strip().splitlines(), ""]
-            return f"{type(error).__name__}: {first[:200]}"
-    differences = (difference(end, expected, found[r], losses) for r, end in enumerate(ends))
-    return next((f"{text} on rank {r}" for r, text in enumerate(differences) if text), "equal")
+@dataclass(frozen=True)
+class ChosenProgram:
+    """A program by the name of a choice for every field."""
+
+    choices: Mapping[str, str]
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> ChosenProgram:
+        """Draw a fair program, mostly of the simplest choices."""
+        while True:
+            chosen = {}
+            for field, choices in FIELDS.items():
+                names = list(choices)
+                simple = field not in {"world", "sizes", "cut", "seed", "micro-batches", "strategy"}
+                chosen[field] = names[0] if simple and rng.random() < 0.55 else rng.choice(names)
+            if is_fair(chosen):
+                return cls(chosen)
+
+    @property
+    def ingredients(self) -> frozenset[tuple[str, str]]:
+        """List the choices that are not the simplest ones, without numbers."""
+        numbers = {"sizes", "seed", "cut"}
+        return frozenset(
+            (field, name)
+            for field, name in self.choices.items()
+            if name != next(iter(FIELDS[field])) and field not in numbers
+        )
+
+    def simpler(self) -> Iterator[ChosenProgram]:
+        """Yield the same program with one choice replaced by a simpler one."""
+        for field, choices in FIELDS.items():
+            names = list(choices)
+            for name in names[: min(names.index(self.choices[field]), 2)]:
+                simpler = {**self.choices, field: name}
+                if is_fair(simpler):
+                    yield ChosenProgram(simpler)
+
+    def source(self) -> str:
+        """Return the program as a user can run it."""
+        return _source(self.choices) + MAIN
+
+    def verdict(self) -> str:
+        """Return `equal`, `refused`, `undefined` if the loop by hand itself fails, or a description of
+        the fault."""
+        space: dict[str, Any] = {}
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            losses: list[float] = []
+            try:
+                exec(
+                    compile(_source(self.choices), "<program>", "exec"), space
+                )  # makes models, too
+                expected = _figures(space["by_hand"](losses), losses)
+            except Exception:
+                return "undefined"
+            if not all(each.isfinite().all() for each in expected.values()):
+                return "undefined"
+            world_size = int(self.choices["world"])
+            made = [space["make"]() for _ in range(world_size)]
+
+            def run(state: DistState) -> dict[str, torch.Tensor]:
+                losses: list[float] = []
+                return _figures(space["by_library"](state, losses, made), losses)
+
+            try:
+                ends = simulate(run, world_size=world_size)
+            except AccelError:
+                return "refused"
+            except Exception as error:
+                first, *_ = [*str(error).strip().splitlines(), ""]
+                return f"{type(error).__name__}: {first[:200]}"
+        off = (difference(end, expected, rank) for rank, end in enumerate(ends))
+        return next(filter(None, off), "equal")
 
 
-def difference(
-    end: Mapping[str, torch.Tensor],
-    expected: Mapping[str, torch.Tensor],
-    found: list[float],
-    losses: list[float],
-) -> str:
-    """Return in what a rank differs from the loop by hand; empty if in nothing."""
-    for name, value in expected.items():
-        largest = float((end[name] - value).abs().max()) if value.numel() else 0.0
-        if not largest <= RTOL * max(1.0, float(value.abs().max())):
-            return f"{name} differs by {largest:.2g}"
-    if len(found) != len(losses):
-        return f"the number of updates differs: {len(found)}, {len(losses)} by hand,"
-    for i, (loss, hand) in enumerate(zip(found, losses, strict=True)):
-        if not abs(loss - hand) <= RTOL * max(1.0, abs(hand)):
-            return f"loss {i} is {loss:.17g}, {hand:.17g} by hand,"
-    return ""
-
-
-def tensors(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return the parameters at the end of a run."""
-    values = {name: value.detach() for name, value in model.named_parameters()}
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-        for name, value in values.items()
-    }
-
-
-def fails(result: str) -> bool:
-    return result not in {"equal", "refused", "undefined"}
-
-
-def shrunk(program: Program, judge: Callable[[Program], str]) -> Program:
-    """Replace choices by the simplest ones wherever the program still fails."""
-    for field, choices in FIELDS.items():
-        names = list(choices)
-        place = names.index(program[field])
-        for name in names[: min(place, 2)]:
-            simpler = {**program, field: name}
-            if is_fair(simpler) and fails(judge(simpler)):
-                program = simpler
-                break
-    return program
-
-
-def ingredients(program: Program) -> frozenset[tuple[str, str]]:
-    """List the choices that are not the simplest ones, without numbers."""
-    numbers = {"sizes", "seed", "cut"}
-    return frozenset(
-        (field, name)
-        for field, name in program.items()
-        if name != next(iter(FIELDS[field])) and field not in numbers
-    )
-
-
-def printed(program: Program, result: str) -> str:
-    """Return the program as a user can run it, with the fault in its first line."""
-    return f"# {result}\n{source(program)}{MAIN}"
+def _figures(model: torch.nn.Module, losses: list[float]) -> dict[str, torch.Tensor]:
+    return figures(model, [torch.tensor(each, dtype=torch.float64) for each in losses])

@@ -2,17 +2,18 @@
 aborts."""
 
 import os
-import random
+import re
 import subprocess
 import sys
 
 import pytest
 
 import accel_fn as af
-from tests.fuzz.__main__ import hunt
+from tests.fuzz.__main__ import draw
 from tests.fuzz.choices import FIELDS
-from tests.fuzz.judge import Judge
-from tests.fuzz.programs import draw, fails, ingredients, printed, shrunk, verdict
+from tests.fuzz.judge import Judge, fails, printed, shrunk
+from tests.fuzz.programs import ChosenProgram
+from tests.processes import ROOT
 
 SIMPLE = {field: next(iter(choices)) for field, choices in FIELDS.items()}
 FAULTS = {("loss", "declared sum")}
@@ -22,24 +23,39 @@ EVERY = [(field, name) for field, choices in FIELDS.items() for name in choices]
 
 @pytest.mark.parametrize(("field", "name"), [each for each in EVERY if each not in FAULTS])
 def test_every_choice_alone_is_a_program_that_equals_the_loop_by_hand_or_is_refused(field, name):
-    assert verdict({**SIMPLE, field: name}) in {"equal", "refused", "undefined"}
+    assert ChosenProgram({**SIMPLE, field: name}).verdict() in {"equal", "refused", "undefined"}
 
 
 @pytest.mark.parametrize(("field", "name"), EVERY)
 def test_a_program_of_one_choice_has_under_forty_lines(field, name):
-    assert len(printed({**SIMPLE, field: name}, "").splitlines()) < 40
+    assert len(printed(ChosenProgram({**SIMPLE, field: name}), "").splitlines()) < 40
 
 
-def test_a_planted_bug_is_found_and_printed_as_a_program_that_shows_it(monkeypatch, capsys):
-    clip = af.clip
-    monkeypatch.setattr(af, "clip", lambda max_norm: clip(2 * max_norm))
-    with Judge() as judge:
-        (found,) = hunt(judge, seed=0, budget_s=60, first=True)
-    assert ingredients(found) == {("clip", "norm")}
-    _, program = capsys.readouterr().out.split("\n# program ")
+PLANT_AND_HUNT = """
+import sys, accel_fn as af
+right = af.clip
+af.clip = lambda max_norm: right(2 * max_norm)
+from tests.fuzz.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_planted_bug_is_found_and_printed_as_a_program_that_shows_it():
+    """In a new process, since a judge's fork would inherit the ranks that were simulated here."""
+    options = ("--first", "--minutes", "2", "--only", "choices")
+    hunted = python(PLANT_AND_HUNT, *options)
+    assert hunted.returncode == 1, hunted.stderr
+    _, program = hunted.stdout.split("\n# program ")
+    assert "[('clip', 'norm')]" in program
     assert "differs by" in program
-    ran = subprocess.run([sys.executable, "-c", printed(found, "")], capture_output=True, text=True)
-    assert len(ran.stdout.splitlines()) == 1 + int(found["world"]), ran.stderr
+    ran = python(program.partition("\n")[2])
+    (world_size,) = re.findall(r"^SIZES, W = .*, (\d)$", program, re.MULTILINE)
+    assert len(ran.stdout.splitlines()) == 1 + int(world_size), ran.stderr
+
+
+def python(program, *options):
+    command = [sys.executable, "-c", program, *options]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -48,17 +64,20 @@ def test_a_planted_bug_is_found_and_printed_as_a_program_that_shows_it(monkeypat
 def test_a_program_that_ends_its_process_is_a_failure_like_any_other(monkeypatch, planted, text):
     monkeypatch.setattr(af, "skip_nonfinite", lambda: planted())
     with Judge() as judge:
-        assert text in judge({**SIMPLE, "skip": "nothing to skip"})
-        assert judge(SIMPLE) == "equal"
+        assert text in judge(ChosenProgram({**SIMPLE, "skip": "nothing to skip"}))
+        assert judge(ChosenProgram(SIMPLE)) == "equal"
 
 
 def test_shrinking_keeps_what_makes_a_program_fail():
-    program = {**SIMPLE, "hook": "clamp", "world": "3", "optimizer": "adamw", "loss": "sum"}
     needed = {"hook": "clamp", "loss": "sum"}
-    found = shrunk(program, lambda each: "bad" if needed.items() <= each.items() else "equal")
-    assert found == {**SIMPLE, **needed}
+    program = ChosenProgram({**SIMPLE, **needed, "world": "3", "optimizer": "adamw"})
+
+    def judge(each):
+        return "bad" if needed.items() <= each.choices.items() else "equal"
+
+    assert shrunk(program, judge) == ChosenProgram({**SIMPLE, **needed})
     assert fails("bad")
 
 
 def test_programs_of_a_number_are_the_same_in_every_run():
-    assert draw(random.Random("0 7")) == draw(random.Random("0 7"))
+    assert draw(7, seed=0) == draw(7, seed=0)

@@ -17,9 +17,9 @@ torch.set_num_threads(1)
 logging.disable()
 from accelerate import Accelerator
 Accelerator(cpu=True)
-from tests import field
-from tests.field import data, gradients, runs, updates
-say(json.dumps(field.measured({num_ranks})))
+from tests.field import accelerate as rows
+from tests.field.accelerate import data, gradients, runs, updates
+say(json.dumps(rows.measured({num_ranks})))
 """
 
 

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 from torch import Tensor, nn
 
-from tests.field import checkpoint, everywhere, fresh, linear, rank, row, shared_folder
+from tests.field.accelerate import checkpoint, everywhere, fresh, linear, rank, row, shared_folder
 
 
 @row(12)

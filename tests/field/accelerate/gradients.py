@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests import reference
 from tests import strategies as ours
-from tests.field import (
+from tests.field.accelerate import (
     everywhere,
     fresh,
     gradient,

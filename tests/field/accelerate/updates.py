@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from tests import strategies as ours
-from tests.field import fresh, linear, row, samples
+from tests.field.accelerate import fresh, linear, row, samples
 
 
 @row(8)

@@ -1,0 +1,183 @@
+"""Kinds of loops: several plans, several phases, and evaluation in between."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import accel_fn as af
+from tests.field.catalogue import kind
+from tests.field.program import (
+    Case,
+    figures,
+    mse,
+    network,
+    recipe,
+    samples,
+    sgd,
+    train,
+    train_by_hand,
+    update,
+)
+
+
+@kind("equal", strategy=("wrap_ddp",))
+def two_losses_in_turn(case: Case):
+    """Two plans over one model and one optimizer; both losses reach all of it."""
+    batch = samples(case)
+
+    def size(model, batch):
+        return model(batch[0]).abs().mean()
+
+    def by_hand():
+        model = network()
+        optimizer = sgd(model)
+        for loss_fn in (mse, size) * 3:
+            update(model, loss_fn(model, batch), optimizer)
+        return figures(model)
+
+    def run(state):
+        model = network()
+        optimizer = sgd(model)
+        steps = []
+        for loss_fn in (mse, size):
+            state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, optimizer)))
+            steps.append(step)
+        for _ in range(3):
+            for step in steps:
+                state, _ = step(state, af.part(batch, state))
+        return figures(model)
+
+    return by_hand, run
+
+
+@kind("equal", strategy=("wrap_ddp",))
+def phases(case: Case):
+    """The head is trained first; then all of the model, by a plan that is built again."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def trained(model, by):
+        model[0].requires_grad_(False)
+        by(model)
+        model[0].requires_grad_(True)
+        by(model)
+        return figures(model)
+
+    return (
+        lambda: trained(network(), lambda model: train_by_hand(model, mse, loader)),
+        lambda state: trained(
+            network(),
+            lambda model: train(state, case, model, mse, af.shard_loader(loader, state)),
+        ),
+    )
+
+
+@kind("equal", num_samples=(12, 24))
+def folds(case: Case):
+    """Cross-validation: a new model and a new plan for each fold."""
+    x, y = samples(case)
+    folds = [DataLoader(TensorDataset(x[i::2], y[i::2]), batch_size=6) for i in range(2)]
+
+    def joined(results):
+        return {
+            f"fold {i}, {name}": v for i, found in enumerate(results) for name, v in found.items()
+        }
+
+    return (
+        lambda: joined(train_by_hand(network(), mse, fold) for fold in folds),
+        lambda state: joined(
+            train(state, case, network(), mse, af.shard_loader(fold, state)) for fold in folds
+        ),
+    )
+
+
+@kind("equal", world_size=(1,))
+def evaluation_in_between(case: Case):
+    """Data are augmented in the main process, and validated after each batch of training."""
+    x, y = samples(case)
+
+    class Augmented(Dataset):
+        def __len__(self):
+            return len(x)
+
+        def __getitem__(self, i):
+            return x[i] + 0.1 * torch.randn(4, dtype=torch.float64), y[i]
+
+    loader = DataLoader(Augmented(), batch_size=case.batch_size)
+
+    def run(state, validates):
+        model = network()
+        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        torch.manual_seed(case.seed)
+        for batch in af.shard_loader(loader, state):
+            state, _ = step(state, batch)
+            if validates:
+                af.evaluate(step, af.shard_loader(loader, state), state)
+        return figures(model)
+
+    return lambda: run(af.DistState(), False), lambda state: run(state, True)
+
+
+@kind("equal", strategy=("wrap_ddp",))
+def gan(case: Case):
+    """Two plans, whose losses use both models."""
+    real, _ = samples(case)
+    noise = real.roll(1, 0)
+
+    def models():
+        torch.manual_seed(0)
+        return nn.Linear(4, 4).double(), network()
+
+    def losses(generator, critic):
+        def of_critic(critic, batch):
+            real, noise = batch
+            fake = generator(noise).detach()
+            return F.softplus(-critic(real)).mean() + F.softplus(critic(fake)).mean()
+
+        def of_generator(generator, noise):
+            return F.softplus(-critic(generator(noise))).mean()
+
+        return of_critic, of_generator
+
+    def both(generator, critic):
+        return {**figures(generator), **{f"critic {n}": v for n, v in figures(critic).items()}}
+
+    def by_hand():
+        generator, critic = models()
+        of_critic, of_generator = losses(generator, critic)
+        optimizers = sgd(generator), sgd(critic)
+        for _ in range(3):
+            update(critic, of_critic(critic, (real, noise)), optimizers[1])
+            update(generator, of_generator(generator, noise), optimizers[0])
+        return both(generator, critic)
+
+    def run(state):
+        generator, critic = models()
+        of_critic, of_generator = losses(generator, critic)
+        wraps = recipe(case)
+        state, train_critic = af.build(state, wraps(af.Plan(of_critic, critic, sgd(critic))))
+        plan = wraps(af.Plan(of_generator, generator, sgd(generator)))
+        state, train_generator = af.build(state, plan)
+        for _ in range(3):
+            state, _ = train_critic(state, af.part((real, noise), state))
+            state, _ = train_generator(state, af.part(noise, state))
+        return both(generator, critic)
+
+    return by_hand, run
+
+
+@kind("equal")
+def epochs(case: Case):
+    """Several epochs of shuffled batches are those of one process."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size, shuffle=True)
+
+    def batches(state):
+        for epoch in af.shard_loader(loader, state).epochs(2):
+            yield from epoch
+
+    return (
+        lambda: train_by_hand(network(), mse, batches(af.DistState(world_size=1))),
+        lambda state: train(state, case, network(), mse, batches(state)),
+    )

@@ -1,0 +1,69 @@
+"""Kinds of models: what a forward writes, and which parts of a model a batch reaches."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import accel_fn as af
+from tests.field.catalogue import kind
+from tests.field.program import Case, figures, samples, sgd, train, train_by_hand
+
+
+@kind("refused", "find_unused_parameters=True", world_size=(2, 3), strategy=("wrap_ddp",))
+def heads_in_turn(case: Case):
+    """Each batch is of one task, and reaches the body and the head of its task."""
+    x, y = samples(case)
+
+    class Tasks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Linear(4, 5).double()
+            self.heads = nn.ModuleList(nn.Linear(5, 1).double() for _ in range(2))
+
+    def loss_fn(model, batch):
+        x, y, task = batch
+        return F.mse_loss(model.heads[int(task)](model.body(x).tanh()), y)
+
+    def run(state, wrap):
+        model = Tasks()
+        plan = af.compose(wrap, af.accumulate(case.k))(af.Plan(loss_fn, model, sgd(model)))
+        state, step = af.build(state, plan)
+        for number in range(4):
+            state, _ = step(state, af.part((x, y, torch.tensor(number % 2)), state))
+        return figures(model)
+
+    def by_hand():
+        model = Tasks()
+        train_by_hand(model, loss_fn, [(x, y, number % 2) for number in range(4)])
+        return figures(model)
+
+    return (
+        by_hand,
+        lambda state: run(state, af.wrap_ddp()),
+        lambda state: run(state, af.wrap_ddp(find_unused_parameters=True)),
+    )
+
+
+@kind("equal")
+def tied_weights(case: Case):
+    """A language model whose embedding and head are one parameter."""
+    tokens = torch.randint(0, 6, (case.num_samples, 5), generator=case.generator())
+    loader = DataLoader(tokens, batch_size=case.batch_size)
+
+    def language_model():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)).double()
+        model[1].weight = model[0].weight
+        return model
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    return (
+        lambda: train_by_hand(language_model(), loss_fn, loader),
+        lambda state: train(state, case, language_model(), loss_fn, af.shard_loader(loader, state)),
+    )

@@ -1,0 +1,95 @@
+"""The parts that programs of the catalogue share: numbers, data, a model, and two training loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import accel_fn as af
+
+
+@dataclass(frozen=True)
+class Case:
+    """The numbers of a program."""
+
+    seed: int = 0
+    world_size: int = 1
+    k: int = 1
+    num_samples: int = 12
+    batch_size: int = 6
+    strategy: str = "wrap_ddp"
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+
+def recipe(case: Case) -> af.Transform:
+    return af.compose(getattr(af, case.strategy)(), af.accumulate(case.k))
+
+
+def samples(case: Case) -> tuple[Tensor, Tensor]:
+    x = torch.randn(case.num_samples, 4, generator=case.generator(), dtype=torch.float64)
+    return x, x.sum(1, keepdim=True).sin() + x[:, :1]
+
+
+def labels(case: Case, num_classes: int = 3) -> Tensor:
+    return torch.randint(0, num_classes, (case.num_samples,), generator=case.generator())
+
+
+def network(num_outputs: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, num_outputs)).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def update(model: nn.Module, loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def train_by_hand(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batches: Iterable[Any]
+) -> dict[str, Tensor]:
+    optimizer = sgd(model)
+    return figures(model, [update(model, loss_fn(model, batch), optimizer) for batch in batches])
+
+
+def train(
+    state: af.DistState,
+    case: Case,
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    batches: Iterable[Any],
+    *,
+    check_loss: bool = True,
+    **options: Any,
+) -> dict[str, Tensor]:
+    plan = recipe(case)(af.Plan(loss_fn, model, sgd(model), **options))
+    state, step = af.build(state, plan, check_loss=check_loss)
+    losses = []
+    for batch in batches:
+        state, report = step(state, batch)
+        losses.append(report.loss)
+    return figures(model, losses)
+
+
+def figures(model: nn.Module, losses: Sequence[Tensor] = ()) -> dict[str, Tensor]:
+    """Return copies of the parameters, whole ones of FSDP's shards, and the losses."""
+    found = {f"loss {number}": loss for number, loss in enumerate(losses)}
+    for name, value in model.named_parameters():
+        found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return {name: value.detach() for name, value in found.items()}

@@ -1,0 +1,31 @@
+"""Each kind of program that people write equals the loop by hand, is refused, or is warned of."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.field import data, loops, losses, models  # noqa: F401
+from tests.field.catalogue import KINDS, FieldProgram
+
+NUM_DRAWS = 3
+
+
+@pytest.mark.parametrize("number", range(NUM_DRAWS))
+@pytest.mark.parametrize("name", KINDS)
+def test_a_program_does_what_is_right_for_its_kind(name, number):
+    drawn = FieldProgram.draw(random.Random(f"{name} {number}"), name)
+    assert drawn.verdict() in {KINDS[name].right, "equal"}, drawn.source()
+
+
+@pytest.mark.parametrize("name", ["data.packing", "losses.frozen_teacher", "loops.gan"])
+def test_a_printed_program_runs_without_the_catalogue(name, tmp_path):
+    text = FieldProgram.draw(random.Random(name), name).source()
+    assert "tests" not in text
+    ran = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    by_hand, *ranks = ran.stdout.splitlines()
+    assert by_hand.startswith("{")
+    assert ranks
