@@ -20,16 +20,16 @@ _WEIGHT_FN = "give Plan a weight_fn and accumulate a split for such data"
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply `fn` to every tensor of `tree`; keep all else.
 
-    Tuples, lists, `samples` and dicts are walked here, several times faster than by torch's
-    pytree, which walks all other registered classes. A `Mapping` of any other class is walked too.
+    Tuples, lists and dicts are walked here, several times faster than by torch's pytree,
+    which walks all other registered classes. A `Mapping` of any other class is walked too.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
     kind = type(tree)
     if kind is tuple:
         return tuple([map_tensors(fn, child) for child in tree])
-    if kind is list or kind is Samples:
-        return kind([map_tensors(fn, child) for child in tree])
+    if kind is list:
+        return [map_tensors(fn, child) for child in tree]
     if kind is dict:
         return {key: map_tensors(fn, child) for key, child in tree.items()}
     if kind in ATOMS:
@@ -52,7 +52,7 @@ def _leaves(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
     if isinstance(tree, kinds):
         return [tree]
     kind = type(tree)
-    if kind is tuple or kind is list or kind is dict or kind is Samples:
+    if kind is tuple or kind is list or kind is dict:
         found: list[Any] = []
         for child in tree.values() if kind is dict else tree:
             found += [child] if isinstance(child, kinds) else _leaves(child, kinds)
@@ -60,11 +60,8 @@ def _leaves(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
     if kind in ATOMS:
         return []
 
-    def is_leaf(node: Any) -> bool:
-        return isinstance(node, kinds)
-
-    nodes = pytree.tree_leaves(opened(tree, is_leaf), is_leaf=is_leaf)
-    return [leaf for leaf in nodes if isinstance(leaf, kinds)]
+    nodes = pytree.tree_leaves(opened(tree), is_leaf=lambda node: isinstance(node, kinds))
+    return [node for node in nodes if isinstance(node, kinds)]
 
 
 def to_device(state: DistState, batch: Any) -> Any:

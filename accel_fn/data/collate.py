@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import default_collate
 
 from accel_fn.base.batch import ATOMS, columns_of, tensors_of
 from accel_fn.base.mappings import node_of
@@ -25,16 +24,13 @@ class Collate:
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
-        # torch's own stacks the samples, so its lists are of fields
-        self._is_checked = collate_fn is not default_collate
         self._fields: set[Place] = set()
         """Places of lists that were found to be of fields."""
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
         """Return the batch of some samples; `count` where their number is not their length."""
         batch = self._collate_fn(samples)
-        if self._is_checked:
-            self._check(batch, samples, len(samples) if count is None else count)
+        self._check(batch, samples, len(samples) if count is None else count)
         return batch
 
     def _check(self, batch: Any, samples: Any, count: int) -> None:
@@ -68,8 +64,6 @@ def _lists(tree: Any, place: Place = ()) -> Iterator[tuple[Place, list[Any] | tu
     if kind is list or kind is tuple:
         yield place, tree
         children = tree
-    elif kind is dict:
-        children = tree.values()
     else:
         node = node_of(tree)
         children, structure = pytree.tree_flatten(node, is_leaf=lambda each: each is not node)
@@ -84,12 +78,15 @@ def _may_be_samples(items: list[Any] | tuple[Any, ...], count: int) -> bool:
     """Are there as many items as samples, which hold tensors that have other numbers of rows?"""
     if len(items) != count:
         return False
-    held = [columns_of(item) for item in items if item is not None]
-    if not held or not all(held):
-        return False
-    columns = [column for each in held for column in each]
+    columns: list[Any] = []
+    for item in items:
+        held = columns_of(item)
+        if not held and item is not None:
+            return False
+        columns += held
     sizes = {column.size(0) for column in columns if isinstance(column, Tensor) and column.ndim}
-    return sizes != {count} and not any(isinstance(column, Samples) for column in columns)
+    is_marked = any(isinstance(column, Samples) for column in columns)
+    return bool(columns) and sizes != {count} and not is_marked
 
 
 def _refuse(items: list[Any] | tuple[Any, ...], count: int) -> NoReturn:

@@ -144,17 +144,27 @@ def test_fields_are_not_refused_where_they_are_as_many_as_samples(collate, num_r
     assert str(found) == str(expected)
 
 
-def test_fields_are_recognised_once():
+def counted(collate, *sizes):
+    """Return of how many rows each call of a collate_fn was, for batches of these sizes."""
     calls = []
 
-    def collate(rows):
+    def counting(rows):
         calls.append(len(rows))
-        return packed(rows)
+        return collate(rows)
 
-    checked = Collate(collate)
-    for num_rows in (3, 2, 2, 2):
-        checked(rows_of(range(num_rows)))
-    assert calls == [3, 2, 4, 2, 2]
+    checked = Collate(counting)
+    for size in sizes:
+        checked(rows_of(range(size)))
+    return calls
+
+
+def test_fields_are_recognised_once():
+    assert counted(packed, 3, 2, 2, 2) == [3, 2, 4, 2, 2]
+
+
+@pytest.mark.parametrize("collate", [marked, marked_pairs, stacked, two_views_with_names, names])
+def test_a_batch_that_is_clear_is_collated_once(collate):
+    assert counted(collate, 2, 2) == [2, 2]
 
 
 def test_recognising_fields_draws_no_random_numbers():

@@ -194,6 +194,41 @@ def test_a_window_of_batches_takes_those_that_are_none_for_nothing():
         ours.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        af.compose(),
+        af.accumulate(3),
+        af.accumulate(3, split=None),
+        af.accumulate(split=lambda b: b),
+    ],
+    ids=["whole", "rows", "window", "own split"],
+)
+def test_a_batch_that_is_none_changes_nothing_on_one_process(recipe):
+    model = detector()
+    plan = af.Plan(detection_loss, model, sgd(model.parameters()), weight_fn=lambda batch: 1)
+    state, step = af.build(af.DistState(), recipe(plan))
+    before = ours.kept_tensors(step)
+    state, report = step(state, None)
+    ours.assert_identical(ours.kept_tensors(step), before)
+    assert (state.step, report.weight, float(report.loss)) == (1, 0, 0.0)
+
+
+@pytest.mark.parametrize("batch", [(af.samples([]), torch.ones(3, 2)), ()], ids=["rows", "nothing"])
+def test_a_batch_is_not_left_out_where_a_loss_has_something_else(batch):
+    """Of unlabelled rows beside no labelled image, or of no batch at all, as in a PINN."""
+    model = nn.Linear(2, 1)
+    plan = af.Plan(
+        lambda model, batch: model(torch.ones(1, 2)).square().mean(),
+        model,
+        sgd(model.parameters()),
+        weight_fn=lambda batch: 1,
+    )
+    state, step = af.build(af.DistState(), plan)
+    _, report = step(state, batch)
+    assert (report.weight, float(report.loss) > 0) == (1, True)
+
+
 def test_virtual_ranks_take_samples():
     recipe = af.compose(af.reproducible(num_virtual_ranks=4), af.accumulate(2))
     worlds = [
