@@ -126,12 +126,20 @@ def names(rows):
     return [str(target["id"]) for _, target in rows], ["a"] * len(rows)
 
 
+def packed_with_names(rows):
+    return packed(rows)[0], [str(target["id"]) for _, target in rows]
+
+
+def without_masks(rows):
+    return torch.zeros(len(rows)), [None] * len(rows)
+
+
 def nothing(rows):
     return None
 
 
 ALLOWED = [marked, marked_pairs, two_views, two_views_with_names, packed, packed_alone]
-ALLOWED += [left_out, stacked, names, nothing]
+ALLOWED += [left_out, stacked, names, packed_with_names, without_masks, nothing]
 
 
 @pytest.mark.parametrize("collate", ALLOWED)
@@ -162,7 +170,11 @@ def test_fields_are_recognised_once():
     assert counted(packed, 3, 2, 2, 2) == [3, 2, 4, 2, 2]
 
 
-@pytest.mark.parametrize("collate", [marked, marked_pairs, stacked, two_views_with_names, names])
+CLEAR = [marked, marked_pairs, stacked, two_views_with_names, names, packed_with_names]
+CLEAR += [without_masks]
+
+
+@pytest.mark.parametrize("collate", CLEAR)
 def test_a_batch_that_is_clear_is_collated_once(collate):
     assert counted(collate, 2, 2) == [2, 2]
 
