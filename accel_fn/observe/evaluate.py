@@ -51,7 +51,9 @@ def evaluate(
 
     Runs with the step's placement, micro-batches and autocast, without
     gradients. Meanwhile the model is in evaluation mode, and so are optimizers that
-    have train and eval modes, such as schedule-free ones. Afterwards the global random generators
+    have train and eval modes, such as schedule-free ones. All ranks evaluate the model that
+    `save_model` would write on the main rank, whose buffers may differ from those of other ranks, such as the
+    running statistics of BatchNorm. Afterwards each rank's own buffers and the global random generators
     are as they were, so how often you evaluate does not change training. Ranks add
     up sums and counts, never means, so the result does not depend on how the
     samples are spread over batches and ranks.
@@ -78,12 +80,14 @@ def evaluate(
     Raises:
         ValueError: on every rank alike: values that are a mean already, of another length
             than the batch, or named otherwise from batch to batch; a loader without a batch,
-            or, in a world of several, one that is not sharded.
-        RuntimeError: on the other ranks, when one fails; names or shapes differ between ranks.
+            or, in a world of several, one that is not sharded; `local_sgd` between two averages.
+        RuntimeError: on the other ranks, when one fails; names or shapes, also of buffers, differ
+            between ranks.
 
     Cost: a forward a micro-batch, no collective and no host synchronisation among them (on MPS,
     which has no float64, one); at the end four small collectives on the host and one
-    host synchronisation.
+    host synchronisation. In a world of several, if the model has buffers in its `state_dict`, before that
+    a copy of these, two small collectives and one broadcast; not with `reproducible`.
 
     Note: sums are kept in float64, or in int64 where values are whole, so whole numbers are exact.
 
@@ -106,7 +110,8 @@ def evaluate(
         with restored_random(state.device):
             return _totals(step, loader, state, metric_fn, bar)
 
-    totals = all_or_none(mine, state, "evaluate")
+    with step.strategy.evaluating(step.plan, state, "evaluate"):
+        totals = all_or_none(mine, state, "evaluate")
     found = means(primitives.exchange(totals, state, "evaluate"))
     return _with_sum(found, step.plan.terms) if metric_fn is None and step.plan.terms else found
 

@@ -116,7 +116,8 @@ class Step(Generic[Batch]):
 
         Runs under the same placement, micro-batches and autocast, in whatever mode the model and
         its optimizers are: call `model.eval()` first where that matters, and `optimizer.eval()` of
-        a schedule-free optimizer. `evaluate` switches both.
+        a schedule-free optimizer. `evaluate` switches both. In evaluation mode (`model.training`
+        is False on every rank), all ranks use the buffers of the main rank, as `evaluate` does.
 
         Args:
             state: as for the step.
@@ -126,7 +127,12 @@ class Step(Generic[Batch]):
             [], float32 or float64 as in the report, on the device; the same on every rank. 0
             where nothing counts.
 
-        Cost: two small collectives in a world of several, and what `wrap_fsdp` gathers.
+        Raises:
+            ValueError: as the step; in evaluation mode, `local_sgd` between two averages.
+            RuntimeError: in evaluation mode, the buffers of ranks differ in shape.
+
+        Cost: two small collectives in a world of several, and what `wrap_fsdp` gathers. In evaluation
+        mode with buffers in the `state_dict`, a copy of these, two more and one broadcast.
         """
         self._check_state(state)
         return self.strategy.forward(self.plan, state, batch)

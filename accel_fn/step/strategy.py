@@ -19,6 +19,7 @@ from accel_fn.step.global_mean import GlobalMean, seed_of
 from accel_fn.step.grads import Grads, global_norm
 from accel_fn.step.graph_checks import GraphChecks, TrainedParameters, shares_gradients
 from accel_fn.step.loss_module import run_forward
+from accel_fn.step.main_buffers import main_buffers
 from accel_fn.step.metric_sums import Layout
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
 from accel_fn.step.plan import Plan, describe_with_source, trained_by
@@ -137,6 +138,18 @@ class Strategy:
 
     def forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
         """The mean loss over the global batch, [], without gradients or metrics."""
+        if plan.model.training:
+            return self._forward(plan, state, batch)
+        with self.evaluating(plan, state, "step.forward"):
+            return self._forward(plan, state, batch)
+
+    def evaluating(
+        self, plan: Plan, state: DistState, function: str
+    ) -> AbstractContextManager[None]:
+        """A context in which the model of every rank is the one that rank 0 would save."""
+        return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)
+
+    def _forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
         parts, weights, failure = microbatches_or_failure(plan, batch)
         own = self.layout
         layout = Layout(own.dtype, sizes={}, is_sum=own.is_sum, terms=own.terms)

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from torch import Tensor, nn
-
 from accel_fn.base.batch import num_samples
+from accel_fn.base.buffers import copied_buffers
 from accel_fn.base.out_of_memory import free_memory, is_memory
 from accel_fn.base.rng import random_state, restore_random
 from accel_fn.base.split_batch import split_batch
@@ -73,7 +72,7 @@ class RetryOnOOM:
     def _run(
         self, grad_fn: GradFn, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
-        buffers = _copied(self._model)
+        buffers = copied_buffers(self._model)
         generators = random_state(state.device)
         while True:
             try:
@@ -90,8 +89,8 @@ class RetryOnOOM:
             # Here, where no traceback holds the tensors of the attempt any more.
             for parameter in self._model.parameters():
                 parameter.grad = None
-            for home, name, buffer, value in buffers:
-                home[name] = buffer.copy_(value)
+            for buffer in buffers:
+                buffer.put_back()
             restore_random(generators, state.device)
             self._halve(state, batch, failures)
 
@@ -113,12 +112,3 @@ class RetryOnOOM:
                 self._split.num_parts,
             )
         free_memory(state)
-
-
-def _copied(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
-    """Return its buffers: their place, their name, the tensor, and a copy of its value."""
-    return [
-        (vars(module)["_buffers"], name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,8 +53,9 @@ def local_sgd(every: int) -> Transform:
         ValueError: `every` is no integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`; a loss
             scale, `accept` functions, `average` or `check_replicas`, which take all ranks to decide or to be
             alike; a `weight_fn` that is a mapping; embeddings with sparse gradients beside momentum, which
-            is sparse too. From `save`: between two averages. From the step, a RuntimeError, on every rank:
-            an optimizer that has come to hold state of other parameters on another rank.
+            is sparse too. From `save`, `evaluate` and, in evaluation mode, `step.forward`: between two
+            averages. From the step, a RuntimeError, on every rank: an optimizer that has come to hold
+            state of other parameters on another rank.
 
     Cost: a step two small collectives of a number or two, and none of gradients. An average,
     for every dtype and every 16 million numbers of it, one broadcast and one all-reduce of parameters and
@@ -155,6 +157,15 @@ class LocalGradients(Strategy):
                 each.has_gradient = [tensor is not None for tensor in grads.tensors]
         return super().prepare(plan, state, grads, report)
 
+    def evaluating(
+        self, plan: Plan, state: DistState, function: str
+    ) -> AbstractContextManager[None]:
+        """Refuse, on every rank, to evaluate models that differ between ranks."""
+        for each in plan.after_update:
+            if isinstance(each, RankAverage):
+                each.check_averaged(function)
+        return super().evaluating(plan, state, function)
+
     def global_mean(
         self, state: DistState, weights: Weights, failure: Exception | None, stop: bool
     ) -> GlobalMean:
@@ -246,11 +257,15 @@ class RankAverage:
         """Refuse, on every rank, to save a state that differs between ranks."""
         # Averaging here would make the run depend on when it is saved; saving every rank's
         # parameters would tie the run to this number of ranks.
+        self.check_averaged("save")
+
+    def check_averaged(self, function: str) -> None:
+        """Refuse, on every rank, to call a function in which ranks are one model."""
         if self._is_apart:
             raise StateError(
-                "save: state must be one at which local_sgd has averaged the ranks, got "
-                f"{self._num_updates % self._every} of {self._every} updates after it; save where their "
-                f"number is a multiple of {self._every}"
+                f"{function}: state must be one at which local_sgd has averaged the ranks, got "
+                f"{self._num_updates % self._every} of {self._every} updates after it; {function} where "
+                f"their number is a multiple of {self._every}"
             )
 
     def state_dict(self) -> dict[str, Any]:

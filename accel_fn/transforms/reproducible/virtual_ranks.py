@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -90,6 +90,12 @@ class VirtualRanks(Strategy):
         extras = {"stop": stop} if plan.should_stop else {}
         report = self.layout.report(loss, total, metrics=metrics, extras=extras)
         return state, self._take(state, total), report
+
+    def evaluating(
+        self, plan: Plan, state: DistState, function: str
+    ) -> AbstractContextManager[None]:
+        """Return no context, since all ranks have the same saved buffers."""
+        return nullcontext()
 
     def signature(self) -> Mapping[str, Any]:
         """Return the settings that decide the bits beside the plan."""
