@@ -18,17 +18,24 @@ from torch.utils.data import (
 
 import accel_fn as af
 from tests.field.catalogue import kind
-from tests.field.program import Case, figures, labels, mse, network, samples, train, train_by_hand
+from tests.field.program import (
+    Case,
+    figures,
+    labels,
+    mse,
+    network,
+    samples,
+    train,
+    train_by_hand,
+    two_loops,
+)
 
 
 @kind("equal")
 def tuples(case: Case):
     """A data set of tensors."""
     loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
-    return (
-        lambda: train_by_hand(network(), mse, loader),
-        lambda state: train(state, case, network(), mse, af.shard_loader(loader, state)),
-    )
+    return two_loops(case, network, mse, loader)
 
 
 @kind("equal")
@@ -41,10 +48,7 @@ def dicts(case: Case):
     def loss_fn(model, batch):
         return F.mse_loss(model(batch["x"]), batch["y"])
 
-    return (
-        lambda: train_by_hand(network(), loss_fn, loader),
-        lambda state: train(state, case, network(), loss_fn, af.shard_loader(loader, state)),
-    )
+    return two_loops(case, network, loss_fn, loader)
 
 
 @kind("equal")
@@ -59,10 +63,7 @@ def views(case: Case):
         return model(batch).square().mean()
 
     loader = DataLoader(list(x), batch_size=case.batch_size, collate_fn=two_views)
-    return (
-        lambda: train_by_hand(network(), loss_fn, loader),
-        lambda state: train(state, case, network(), loss_fn, af.shard_loader(loader, state)),
-    )
+    return two_loops(case, network, loss_fn, loader)
 
 
 @kind("equal")
@@ -78,10 +79,7 @@ def lists_of_views(case: Case):
         return (first - 2 * second).square().mean()
 
     loader = DataLoader(list(x), batch_size=case.batch_size, collate_fn=two_views)
-    return (
-        lambda: train_by_hand(network(), loss_fn, loader),
-        lambda state: train(state, case, network(), loss_fn, af.shard_loader(loader, state)),
-    )
+    return two_loops(case, network, loss_fn, loader)
 
 
 @kind("equal")
@@ -107,16 +105,12 @@ def packing(case: Case):
 
     loader = DataLoader(texts, batch_size=case.batch_size, collate_fn=packed)
     counted = af.num_labels("labels")
-    return (
-        lambda: train_by_hand(language_model(), loss_fn, loader),
-        lambda state: train(
-            state,
-            case,
-            language_model(),
-            loss_fn,
-            af.shard_loader(loader, state),
-            weight_fn=counted,
-        ),
+    return two_loops(
+        case,
+        language_model,
+        loss_fn,
+        loader,
+        weight_fn=counted,
     )
 
 
@@ -130,10 +124,7 @@ def rows_left_out(case: Case):
         return default_collate([row for row in rows if row[1] is not None])
 
     loader = DataLoader(rows, batch_size=case.batch_size, collate_fn=labelled)
-    return (
-        lambda: train_by_hand(network(), mse, loader),
-        lambda state: train(state, case, network(), mse, af.shard_loader(loader, state)),
-    )
+    return two_loops(case, network, mse, loader)
 
 
 @kind("refused", r"af\.samples")
@@ -282,10 +273,7 @@ def streams(case: Case):
             return iter(zip(x, y, strict=True))
 
     loader = DataLoader(Stream(), batch_size=case.batch_size)
-    return (
-        lambda: train_by_hand(network(), mse, loader),
-        lambda state: train(state, case, network(), mse, af.shard_loader(loader, state)),
-    )
+    return two_loops(case, network, mse, loader)
 
 
 @kind("equal")
@@ -300,9 +288,4 @@ def masked_labels(case: Case):
         return F.cross_entropy(model(batch[0]), batch[1])
 
     counted = af.num_labels(1)
-    return (
-        lambda: train_by_hand(network(3), loss_fn, loader),
-        lambda state: train(
-            state, case, network(3), loss_fn, af.shard_loader(loader, state), weight_fn=counted
-        ),
-    )
+    return two_loops(case, lambda: network(3), loss_fn, loader, weight_fn=counted)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,6 +15,7 @@ from tests.field.catalogue import kind
 from tests.field.program import (
     Case,
     figures,
+    labels,
     mse,
     network,
     recipe,
@@ -181,3 +185,141 @@ def epochs(case: Case):
         lambda: train_by_hand(network(), mse, batches(af.DistState(world_size=1))),
         lambda state: train(state, case, network(), mse, batches(state)),
     )
+
+
+@kind("equal")
+def evaluated(case: Case):
+    """The figure of `evaluate` is the mean over all labels of a data set."""
+    x, _ = samples(case)
+    y = labels(case)
+    y[: case.num_samples // 3] = -100
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    loader = DataLoader(TensorDataset(x, y), batch_size=case.batch_size)
+
+    def run(state):
+        model = network(3)
+        plan = recipe(case)(af.Plan(loss_fn, model, sgd(model), weight_fn=af.num_labels(1)))
+        state, step = af.build(state, plan)
+        found = af.evaluate(step, af.shard_loader(loader, state), state)
+        return {"loss": torch.tensor(found["loss"], dtype=torch.float64)}
+
+    return lambda: {"loss": loss_fn(network(3), (x, y)).detach()}, run
+
+
+@kind("equal")
+def resumed(case: Case):
+    """A run is stopped in its second epoch, and goes on from its checkpoint."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def adamw(model):
+        return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def by_hand():
+        model = network()
+        optimizer = adamw(model)
+        for batch in [*loader] * 3:
+            update(model, mse(model, batch), optimizer)
+        return figures(model)
+
+    def run(state, folder, stops_after):
+        model = network()
+        state, step = af.build(state, recipe(case)(af.Plan(mse, model, adamw(model))))
+        batches = af.shard_loader(loader, state)
+        state = af.resume(folder, state, step, extras={"data": batches})
+        for epoch in batches.epochs(3, since=state):
+            for batch in epoch:
+                state, _ = step(state, batch)
+                if state.step == stops_after:
+                    af.save(folder, state, step, extras={"data": batches})
+                    return None
+        return figures(model)
+
+    def twice(state):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = af.broadcast([folder], state)[0]
+            run(state, folder, stops_after=len(loader) + 1)
+            found = run(state, folder, stops_after=None)
+            af.barrier(state)
+        return found
+
+    return by_hand, twice
+
+
+@kind("equal")
+def momentum_teacher(case: Case):
+    """The loop moves a teacher towards the model after each update, as BYOL and DINO do."""
+    x, _ = samples(case)
+    loader = DataLoader(TensorDataset(x), batch_size=case.batch_size)
+
+    def trained(model, teacher, steps):
+        for each in steps:
+            each()
+            with torch.no_grad():
+                new = figures(model)
+                for name, value in teacher.named_parameters():
+                    value.lerp_(new[name], 0.1)
+        return {**figures(model), **{f"teacher {n}": v for n, v in figures(teacher).items()}}
+
+    def made():
+        model = network(3)
+        teacher = copy.deepcopy(model).requires_grad_(False)
+
+        def loss_fn(model, batch):
+            return F.mse_loss(model(batch[0] + 0.1), 2 * teacher(batch[0]))
+
+        return model, teacher, loss_fn
+
+    def by_hand():
+        model, teacher, loss_fn = made()
+        optimizer = sgd(model)
+        steps = (
+            lambda batch=batch: update(model, loss_fn(model, batch), optimizer) for batch in loader
+        )
+        return trained(model, teacher, steps)
+
+    def run(state):
+        model, teacher, loss_fn = made()
+        state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, sgd(model))))
+        batches = af.shard_loader(loader, state)
+        return trained(
+            model, teacher, (lambda batch=batch: step(state, batch) for batch in batches)
+        )
+
+    return by_hand, run
+
+
+@kind("equal")
+def rate_by_hand(case: Case):
+    """The loop lowers the learning rate itself, and trains the head by another optimizer."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def optimizers(model):
+        return {
+            "body": torch.optim.AdamW(model[0].parameters(), lr=0.05),
+            "head": torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9),
+        }
+
+    def by_hand():
+        model = network()
+        both = optimizers(model)
+        for batch in loader:
+            model.zero_grad()
+            mse(model, batch).backward()
+            for each in both.values():
+                each.step()
+            both["body"].param_groups[0]["lr"] *= 0.5
+        return figures(model)
+
+    def run(state):
+        model = network()
+        both = optimizers(model)
+        state, step = af.build(state, recipe(case)(af.Plan(mse, model, both)))
+        for batch in af.shard_loader(loader, state):
+            state, _ = step(state, batch)
+            both["body"].param_groups[0]["lr"] *= 0.5
+        return figures(model)
+
+    return by_hand, run

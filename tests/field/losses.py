@@ -22,6 +22,7 @@ from tests.field.program import (
     sgd,
     train,
     train_by_hand,
+    two_loops,
 )
 
 NOT_A_MEAN = "neither a mean nor a sum"
@@ -141,10 +142,7 @@ def frozen_teacher(case: Case):
     def loss_fn(model, batch):
         return F.mse_loss(model(batch[0]).log_softmax(1), 2 * teacher(batch[0]))
 
-    return (
-        lambda: train_by_hand(network(3), loss_fn, loader),
-        lambda state: train(state, case, network(3), loss_fn, af.shard_loader(loader, state)),
-    )
+    return two_loops(case, lambda: network(3), loss_fn, loader)
 
 
 @kind("equal", strategy=("wrap_ddp",))
@@ -158,10 +156,7 @@ def slope(case: Case):
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         return (slope - x).square().mean() + model(x).square().mean()
 
-    return (
-        lambda: train_by_hand(network(), loss_fn, loader),
-        lambda state: train(state, case, network(), loss_fn, af.shard_loader(loader, state)),
-    )
+    return two_loops(case, network, loss_fn, loader)
 
 
 @kind("equal", strategy=("wrap_ddp",))
@@ -172,10 +167,7 @@ def penalty(case: Case):
     def loss_fn(model, batch):
         return mse(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
 
-    return (
-        lambda: train_by_hand(network(), loss_fn, loader),
-        lambda state: train(state, case, network(), loss_fn, af.shard_loader(loader, state)),
-    )
+    return two_loops(case, network, loss_fn, loader)
 
 
 @kind("equal")
@@ -190,9 +182,16 @@ def label_smoothing(case: Case):
         return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
 
     counted = af.num_labels(1)
-    return (
-        lambda: train_by_hand(network(3), loss_fn, loader),
-        lambda state: train(
-            state, case, network(3), loss_fn, af.shard_loader(loader, state), weight_fn=counted
-        ),
-    )
+    return two_loops(case, lambda: network(3), loss_fn, loader, weight_fn=counted)
+
+
+@kind("refused", "reduction='sum'", k=(2, 3))
+def sums(case: Case):
+    """A sum over the samples, divided by a constant."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def loss_fn(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1], reduction="sum") / case.batch_size
+
+    _, repaired = two_loops(case, network, loss_fn, loader, reduction="sum")
+    return *two_loops(case, network, loss_fn, loader), repaired

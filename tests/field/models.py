@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from tests.field.catalogue import kind
-from tests.field.program import Case, figures, samples, sgd, train, train_by_hand
+from tests.field.program import (
+    Case,
+    figures,
+    mse,
+    network,
+    samples,
+    sgd,
+    train_by_hand,
+    two_loops,
+)
 
 
 @kind("refused", "find_unused_parameters=True", world_size=(2, 3), strategy=("wrap_ddp",))
@@ -63,7 +72,21 @@ def tied_weights(case: Case):
     def loss_fn(model, batch):
         return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
-    return (
-        lambda: train_by_hand(language_model(), loss_fn, loader),
-        lambda state: train(state, case, language_model(), loss_fn, af.shard_loader(loader, state)),
-    )
+    return two_loops(case, language_model, loss_fn, loader)
+
+
+@kind("equal", strategy=("wrap_ddp",))
+def adapters(case: Case):
+    """A frozen model with a small adapter, whose parameters alone the optimizer holds."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = network().requires_grad_(False)
+            self.down, self.up = nn.Linear(4, 2).double(), nn.Linear(2, 1).double()
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    return two_loops(case, Adapted, mse, loader)

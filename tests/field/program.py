@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import accel_fn as af
 
@@ -85,6 +86,22 @@ def train(
         state, report = step(state, batch)
         losses.append(report.loss)
     return figures(model, losses)
+
+
+def two_loops(
+    case: Case,
+    make_model: Callable[[], nn.Module],
+    loss_fn: Callable[[Any, Any], Any],
+    loader: DataLoader[Any],
+    **options: Any,
+) -> tuple[Callable[[], Any], Callable[[af.DistState], Any]]:
+    """Return the loop by hand and the one with steps, over the batches of a loader."""
+    return (
+        lambda: train_by_hand(make_model(), loss_fn, loader),
+        lambda state: train(
+            state, case, make_model(), loss_fn, af.shard_loader(loader, state), **options
+        ),
+    )
 
 
 def figures(model: nn.Module, losses: Sequence[Tensor] = ()) -> dict[str, Tensor]:
