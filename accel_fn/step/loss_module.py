@@ -61,9 +61,9 @@ class LossModule(nn.Module):
         sparse = [each.weight for each in sparse_tables(self.model).values()]
         # DDP has no zeros for a sparse gradient, so tables count as used in either case.
         reached = self.model.parameters() if self.idle is None else [self.idle, *sparse]
-        # `wrap_fsdp` has a zero of its own, and here only what is unsharded can be added up.
+        # `wrap_fsdp` adds up gradients of what is unsharded alone.
         whole = [each for each in reached if each.requires_grad and not is_sharded(each)]
-        zeros = [_empty_zero(each, sparse) for each in whole]
+        zeros = [_empty_zero(each, sparse) for each in whole] or [torch.zeros(())]
         return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum()
 
     def _of_terms(self, found: Any, metrics: Any, left_out: Sequence[str]) -> Outcome:
@@ -72,7 +72,7 @@ class LossModule(nn.Module):
             # Marked as metrics are, beside a loss whose backward reaches what that of other ranks does.
             terms = [*filter(is_mean, found.values() if isinstance(found, Mapping) else [found])]
             loss = sum(terms, self._zero())
-            return loss.expand(len(self.terms)), {"": broken}
+            return torch.stack([loss] * len(self.terms)), {"": broken}
         terms = [found[name] for name in self.terms]
         if left_out and torch.is_grad_enabled():
             weighing = [found[name] for name in self.terms if name not in left_out]

@@ -138,7 +138,7 @@ class VirtualRanks(Strategy):
         """Return the metrics of this rank's slices, after a mark of whether they differ; may be empty."""
         layout = self.layout
         self._differing = layout.settle(state, metrics)
-        if not layout.sizes:
+        if not layout.sizes and not layout.terms:
             # no other rank sums metrics, so all raise in the next step
             layout.late = self._differing
             return []
