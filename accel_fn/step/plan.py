@@ -146,7 +146,7 @@ class Plan(Generic[Batch]):
     @property
     def terms(self) -> tuple[str, ...]:
         """The names of the loss's terms; none where it is one mean."""
-        return tuple(self.weight_fn) if isinstance(self.weight_fn, Mapping) else ()
+        return tuple(self.weight_fn) if isinstance(self.weight_fn, dict) else ()
 
     def _weight_fns(self) -> list[WeightFn]:
         given = self.weight_fn

@@ -15,6 +15,7 @@ import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests import reference
 from tests import strategies as ours
+from tests.laws.test_scaling import scaled
 from tests.processes import launch
 
 NUM_PLACES = 3
@@ -46,7 +47,7 @@ def sums(model, batch):
     entropy = F.binary_cross_entropy_with_logits(
         logits, (inputs[..., 0] > 0).to(logits), reduction="none"
     )
-    return (entropy * is_labelled).sum(), 2 * ((boxes - inputs[..., 1]).abs() * has_box).sum()
+    return (entropy * is_labelled).sum(), 2 * ((boxes - inputs[..., 1]).square() * has_box).sum()
 
 
 def terms(model, batch):
@@ -210,6 +211,16 @@ def test_mixed_precision_trains_a_loss_without_a_term(with_amp):
         assert all(report.applied for report in reports)
         found = {name: value.double() for name, value in model.state_dict().items()}
         ours.assert_close(found, expected, rtol=0.05, atol=0.05)  # half precision has 3 digits
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_scale_changes_no_bit(world_size):
+    expected, _ = simulate(lambda s: trained(s, af.wrap_ddp()), world_size=world_size)[0]
+    for model, reports in simulate(
+        lambda s: trained(s, af.wrap_ddp(), scaled(1024.0)), world_size=world_size
+    ):
+        assert all(report.applied for report in reports)
+        ours.assert_identical(model.state_dict(), expected.state_dict())
 
 
 def test_a_compiled_loss_leaves_out_a_term_without_items():

@@ -19,13 +19,10 @@ def plan(loss_fn=terms, weight_fn=WEIGHTS, **options):
     return af.Plan(loss_fn, model, ours.sgd(model.parameters()), weight_fn, **options)
 
 
-def trained(state, loss_fn, *transforms, weight_fn=WEIGHTS, num_batches=1):
-    """Train on equal parts, three samples on each rank."""
-    recipe = af.compose(*transforms) if transforms else af.wrap_ddp()
-    state, step = af.build(state, recipe(plan(loss_fn, weight_fn)))
-    for _ in range(num_batches):
-        state, report = step(state, a_batch([1, 0, 2], [0, 1, 1]))
-    return report
+def trained(state, loss_fn, *transforms, weight_fn=WEIGHTS):
+    """Train on one batch of four samples a rank; return the report."""
+    state, step = af.build(state, af.compose(*transforms)(plan(loss_fn, weight_fn)))
+    return step(state, a_batch([1, 0, 2, 0], [0, 1, 1, 0]))[1]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +72,23 @@ def test_a_weight_is_refused_by_the_name_of_its_term():
     text = re.escape("Plan: weight_fn['box'] must return a finite count >= 0, got -1")
     with pytest.raises(BatchError, match=text):
         trained(af.DistState(), terms, weight_fn={**WEIGHTS, "box": lambda batch: -1})
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.reproducible(2)])
+def test_a_batch_that_one_rank_cannot_count_is_refused_on_all(wrap):
+    texts = {}
+
+    def run(state):
+        def boxes(batch):
+            return -1 if state.rank else batch[2].sum()
+
+        with pytest.raises(BatchError) as raised:
+            trained(state, terms, wrap, weight_fn={**WEIGHTS, "box": boxes})
+        texts[state.rank] = str(raised.value)
+
+    simulate(run, world_size=2)
+    assert "must return a finite count" in texts[1]
+    assert "must be countable on every rank" in texts[0]
 
 
 class Output(dict):
