@@ -176,9 +176,9 @@ def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:
 
 def weigh(weight_fn: WeightFn | Mapping[str, WeightFn], batches: Sequence[Any]) -> Sequence[Weight]:
     """Return the checked weight of each batch: finite ints or floats >= 0, from any kind of number."""
-    if isinstance(weight_fn, Mapping):
-        return [_weights(weight_fn, batch) for batch in batches]
-    return [_weight(weight_fn, batch) for batch in batches]
+    if callable(weight_fn):
+        return [_weight(weight_fn, batch) for batch in batches]
+    return [_weights(weight_fn, batch) for batch in batches]
 
 
 def _weights(weight_fns: Mapping[str, WeightFn], batch: Any) -> Weight:
@@ -188,10 +188,12 @@ def _weights(weight_fns: Mapping[str, WeightFn], batch: Any) -> Weight:
 
 def total_weight(weights: Sequence[Weight]) -> Weight:
     """Add up weights, term by term."""
+    plain = [each for each in weights if not isinstance(each, tuple)]
+    if len(plain) == len(weights):
+        return sum(plain)
     terms = [each for each in weights if isinstance(each, tuple)]
-    plain = sum([each for each in weights if not isinstance(each, tuple)])
     # A plain one is 0, or the NaN of a rank that cannot count its batch.
-    return tuple([sum(each) + plain for each in zip(*terms, strict=True)]) if terms else plain
+    return tuple([sum([*each, *plain]) for each in zip(*terms, strict=True)])
 
 
 def shares(weight: Weight, total: Weight, factor: int = 1) -> Weight:
