@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -43,15 +42,12 @@ class InEpoch:
         self._readers = [(each, shared[key]) for key, each in distinct.items()]
         # In one order in all passes: two that share several readers would wait for each other.
         self._locks = [shared[key].lock for key in sorted(shared)]
-        self._held = ExitStack()
         self._is_set = False
 
     def __enter__(self) -> None:
-        if not self._readers:
-            return
-        with ExitStack() as held:
-            for lock in self._locks:
-                held.enter_context(lock)
+        for lock in self._locks:
+            lock.acquire()
+        try:
             for reader, shared in self._readers:
                 if self.epoch is None:
                     shared.epoch = None  # the loop may have set any epoch
@@ -59,10 +55,13 @@ class InEpoch:
                     reader.set_epoch(self.epoch)
                     shared.epoch = self.epoch
             self._is_set = True
-            self._held = held.pop_all()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        for lock in self._locks:
+            lock.release()
 
 
 def _shared_of(key: int) -> _Shared:

@@ -220,3 +220,19 @@ def test_an_error_of_set_epoch_reaches_the_loop_and_other_epochs_go_on(options):
     assert caught.value.__notes__ == ["shard_loader: batch 0 of epoch 1"]
     assert seen(third) == [2]
     del caught  # it holds the frame of this test, and so the workers
+
+
+def test_another_thread_reads_on_after_an_error_of_set_epoch():
+    data, inside = Broken(), []
+    failing = InEpoch([data], 1)
+    with pytest.raises(OSError, match="the images of epoch 1 are gone"), failing:
+        pass
+
+    def read():
+        with InEpoch([data], 2):
+            inside.append(data.epoch)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert inside == [2]
