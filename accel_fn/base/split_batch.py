@@ -190,6 +190,8 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
     >>> [len(part) for part in split_batch(torch.zeros(10, 3), 4)]
     [3, 3, 2, 2]
     """
+    if num_parts == 1:  # what has no common leading dimension need not be cut
+        return [batch]
     num_rows = num_samples(batch)
     return split_rows(batch, part_sizes(num_rows, max(1, min(num_parts, num_rows))))
 

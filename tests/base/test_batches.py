@@ -97,6 +97,13 @@ def test_settings_go_to_every_part(settings):
     assert [part["settings"] for part in parts] == [settings, settings]
 
 
+def test_rows_of_several_numbers_stay_together_where_nothing_is_cut():
+    batch = (torch.zeros(4), torch.zeros(6))
+    assert split_batch(batch, 1) == [batch]
+    with pytest.raises(BatchError, match="hold tensors of one leading dimension"):
+        split_batch(batch, 2)
+
+
 @pytest.mark.parametrize("num_samples", [2, 3])
 def test_as_many_tuples_as_texts_in_each_and_samples_are_refused_where_they_are_cut(num_samples):
     """Torch's collate makes each tuple a field; a user's own collate may make each one a sample."""

@@ -195,3 +195,28 @@ def sums(case: Case):
 
     _, repaired = two_loops(case, network, loss_fn, loader, reduction="sum")
     return *two_loops(case, network, loss_fn, loader), repaired
+
+
+@kind("equal", k=(1,))
+def two_sources(case: Case):
+    """Semi-supervised: each batch has labelled rows, and twice as many without labels."""
+    x, y = samples(case)
+    batches = [(x, y, torch.cat([x.flip(1), 2 * x]).roll(shift, 0)) for shift in range(3)]
+
+    def terms(model, batch):
+        x, y, others = batch
+        with torch.no_grad():
+            guess = model(others)
+        noisy = model(others + 0.1)
+        return {"labelled": F.mse_loss(model(x), y), "others": (noisy - guess).abs().mean()}
+
+    def by_hand(model, batch):
+        return sum(terms(model, batch).values())
+
+    counted = {"labelled": lambda batch: len(batch[0]), "others": lambda batch: len(batch[2])}
+
+    def run(state):
+        parts = ((*af.part((x, y), state), af.part(others, state)) for x, y, others in batches)
+        return train(state, case, network(), terms, parts, weight_fn=counted)
+
+    return lambda: train_by_hand(network(), by_hand, batches), run
