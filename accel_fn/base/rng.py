@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from accel_fn.base.state import DistState
 
@@ -31,6 +32,15 @@ def random_state(device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         state["device"] = torch.get_device_module(device).get_rng_state(device)
     return state
+
+
+def is_same_random(state: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Are these two states of all generators the same?"""
+    pairs = zip(tree_leaves(state), tree_leaves(other), strict=True)
+    return all(
+        torch.equal(each, its) if isinstance(each, torch.Tensor) else each == its
+        for each, its in pairs
+    )
 
 
 def restore_random(state: dict[str, Any], device: torch.device) -> None:

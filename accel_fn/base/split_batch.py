@@ -92,6 +92,9 @@ class _RowSplit:
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             self._refuse("hold dense tensors where it is cut", f"a {kind} one", _SPLIT)
+        return self._strided(tensor)
+
+    def _strided(self, tensor: Tensor) -> Sequence[Tensor]:
         return torch.split_with_sizes(tensor, self.sizes)
 
     def _is_column(self, items: Sequence[Any]) -> bool:
@@ -199,3 +202,18 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
 def take_part(batch: Any, index: int, num_parts: int) -> Any:
     """Return part `index` of `num_parts` consecutive parts; it is empty if samples are fewer."""
     return split_rows(batch, part_sizes(num_samples(batch), num_parts))[index]
+
+
+def interleaved_parts(batch: Any, num_parts: int) -> Sequence[Any]:
+    """Cut a batch into `num_parts` parts, each of every `num_parts`-th sample. Errors as `split_batch`."""
+    return _InterleavedSplit(part_sizes(num_samples(batch), num_parts), "step").parts_of(batch)
+
+
+class _InterleavedSplit(_RowSplit):
+    """A cut that takes rows in turn."""
+
+    def _slices(self, rows: Any) -> list[Any]:
+        return [rows[first :: len(self.sizes)] for first in range(len(self.sizes))]
+
+    def _strided(self, tensor: Tensor) -> Sequence[Tensor]:
+        return self._slices(tensor)

@@ -49,6 +49,8 @@ class Running(Protocol):
     """Has every rank as many micro-batches?"""
     is_exact_over_ranks: bool
     """Are gradients averaged over all ranks?"""
+    calls_collectives: bool
+    """Has the loss called one?"""
 
 
 class _Training(threading.local):
@@ -95,6 +97,7 @@ def inexact(
     running = _running()
     if running is None:
         return ""
+    running.calls_collectives = True
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     has_graph = any(map(in_graph, tensors))
     if (joins_rows or has_graph) and running.num_microbatches > 1:

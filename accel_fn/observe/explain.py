@@ -41,7 +41,7 @@ def explain(plan: Plan | Step, state: DistState) -> str:
       update     SGD(lr=0.1), 2 parameter tensors, 5 numbers
     """
     if isinstance(plan, Step):
-        checked = f"\n  {'check':<10} the loss {plan.first_batch.verdict}"
+        checked = f"\n  {'check':<10} the loss {plan.checks.loss.verdict}"
         text = plan_text(plan.plan, state) + checked
     else:
         text = plan_text(plan, state)

@@ -11,7 +11,7 @@ from torch import nn
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, check_flag, message
-from accel_fn.step.first_batch import FirstBatch
+from accel_fn.step.checks.first_batches import FirstBatches
 from accel_fn.step.loss_module import LossModule
 from accel_fn.step.plan import Batch, Plan, SlotFunction, Stateful, slot_names
 from accel_fn.step.plan_checks import check_parameters, check_plan, check_precision
@@ -74,8 +74,8 @@ def build(
     plan = all_or_none(partial(with_stateful, plan, built), state, "build")
     stages = Stages(plan, strategy)
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
-    first = FirstBatch(built, plan, strategy, check_loss=check_loss)
-    return built, Step(plan, strategy, stages, run, built, first)
+    checks = FirstBatches(built, plan, strategy, check_loss=check_loss)
+    return built, Step(plan, strategy, stages, run, built, checks)
 
 
 def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:

@@ -32,6 +32,7 @@ class GlobalMean:
     is_exact_over_ranks = True
     """May a loss hold a collective that a gradient goes through?"""
     is_split_alike = False
+    calls_collectives = False
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from accel_fn.base.state import DistState
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import PlanError
-from accel_fn.step.graph_checks import check_hooks, shares_gradients
+from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.plan import Plan, SlotFunction, describe
 
 _SINGLE = ("place_model", "shard_model", "compile_loss", "compile_step", "strategy", "split")

@@ -11,7 +11,7 @@ from torch import Tensor
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm.primitives import check_joined
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, message
-from accel_fn.step.first_batch import FirstBatch
+from accel_fn.step.checks.first_batches import FirstBatches
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Batch, GradFn, Plan, StepFn
 from accel_fn.step.report import Report
@@ -76,8 +76,8 @@ class Step(Generic[Batch]):
     stages: Stages
     _run: StepFn
     _built_with: DistState
-    first_batch: FirstBatch
-    """The check of the loss on the first batch, with its verdict."""
+    checks: FirstBatches
+    """The checks of the first batches, with what they have found about the loss."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Notes of saving and loading about this run; a step does not read them."""
 
@@ -104,9 +104,9 @@ class Step(Generic[Batch]):
         input of the optimizer is compared.
         """
         self._check_state(state)
-        if self.first_batch.is_due:
-            self.first_batch.look(state, batch)
+        self.checks.begin(state, batch)
         state, report = self._run(state, batch)
+        self.checks.end(state)
         for after_update in self.plan.after_update:
             state = after_update(state, report)
         return state, report
@@ -152,9 +152,9 @@ class Step(Generic[Batch]):
         copy of the gradients, since the next backward reuses the memory of these.
         """
         self._check_state(state)
-        if self.first_batch.is_due:
-            self.first_batch.look(state, batch)
+        self.checks.begin(state, batch)
         state, grads, report = self.stages.gradients(state, batch)
+        self.checks.end(state)
         return state, grads if self.plan.wrap_grad_fn else _cloned(state, grads), report
 
     def update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from operator import call, eq
+from functools import partial
+from operator import call
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +16,10 @@ from accel_fn.base.weights import Weight
 from accel_fn.comm.collectives import exchange_failures
 from accel_fn.comm.dtensor import is_sharded, place_of
 from accel_fn.errors import ArgumentTypeError, PeerOutOfMemoryError, message
+from accel_fn.step.checks.graph import GraphChecks
+from accel_fn.step.checks.parameters import TrainedParameters
 from accel_fn.step.global_mean import GlobalMean, seed_of
 from accel_fn.step.grads import Grads, global_norm
-from accel_fn.step.graph_checks import GraphChecks, TrainedParameters, shares_gradients
 from accel_fn.step.loss_module import run_forward
 from accel_fn.step.main_buffers import main_buffers
 from accel_fn.step.metric_sums import Layout
@@ -25,7 +27,7 @@ from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
 from accel_fn.step.plan import Plan, describe_with_source, trained_by
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import check_same_gradients
-from accel_fn.step.torch_internals import num_nodes_made, run_backward
+from accel_fn.step.torch_internals import run_backward
 from accel_fn.step.update import Prepared, apply, prepare
 
 _NOTHING = nullcontext()
@@ -46,8 +48,6 @@ class Strategy:
     """Does a rank with fewer micro-batches than others run some of theirs?"""
     settles: bool = False
     """Do ranks compare what they have run, before they add up losses?"""
-    probes: bool = True
-    """May a graph be run backward more than once, to see in the first step what custom Functions do?"""
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
@@ -62,10 +62,6 @@ class Strategy:
         self._reachable = self.trainable()
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
         self._trained = plan.trained()
-        self._unmarked = self._marks = [-1] * len(self._reachable)
-        """The number of writes to the gradient of each reachable parameter; -1 without a gradient."""
-        self._num_nodes = 0
-        """The number of nodes that this thread had made before the next loss."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
         self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
@@ -74,14 +70,9 @@ class Strategy:
             loss_dtype(self._trained), is_sum=plan.reduction == "sum", terms=plan.terms
         )
         """Dtype of losses and metrics, and their names once a batch had items."""
-        shares = shares_gradients(state, plan)
-        self.parameters = TrainedParameters(plan, shares=shares)
+        self.parameters = TrainedParameters(plan)
         self.checks = GraphChecks(
-            plan,
-            self._reachable,
-            finds_unused=self.finds_unused,
-            probes=self.probes and not plan.compile_loss,
-            shares=shares,
+            plan, self._reachable, finds_unused=self.finds_unused, is_main=state.is_main
         )
 
     def trainable(self) -> Sequence[nn.Parameter]:
@@ -93,7 +84,6 @@ class Strategy:
     ) -> tuple[DistState, Grads, Report]:
         """Forward and backward of every micro-batch, to the exact mean over the global batch."""
         try:
-            self._marks, self._num_nodes = self._unmarked, num_nodes_made()
             for parameter in self._reachable:
                 parameter.grad = None
             stop = any(map(call, plan.should_stop))
@@ -106,6 +96,7 @@ class Strategy:
             idle = () if any(weights) or (parts and self.pads) else (None,)
             parts, weights = (*parts, *idle), (*weights, *[0] * len(idle))
             leading = [*map(bool, weights), True].index(True)
+            outputs = self.checks.watched(partial(run_forward, state, plan, self.module))
             with ExitStack() as local:
                 if len(parts) > 1 or self.retries:
                     local.enter_context(self.no_sync())
@@ -113,11 +104,7 @@ class Strategy:
                     is_last = index == len(parts) - 1 and not self.retries
                     if is_last:
                         local.close()  # this backward averages the gradients of all
-                    loss, metrics = run_forward(state, plan, self.module, part, weight)
-                    if index in (0, leading):
-                        self.checks.before_backward(
-                            loss, is_first=not index, weighs=index == leading
-                        )
+                    loss, metrics = outputs(part, weight)
                     mean.add(loss.detach(), metrics, weight)
                     if is_last and not self.settles:
                         mean.send()  # beside the last backward
@@ -185,30 +172,14 @@ class Strategy:
         """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""
         # Into these parameters alone: the generator's step of a GAN leaves `.grad` of the
         # discriminator as it is, so no `zero_grad` is needed anywhere.
-        num_nodes = num_nodes_made() - self._num_nodes
-        if num_nodes not in self.checks.sizes:
-            self.checks.search(loss, num_nodes)
         run_backward(loss, seed, self._reachable)
-        self._num_nodes = num_nodes_made()
-        marks = [-1 if each.grad is None else each.grad._version for each in self._reachable]
-        missed = [*map(eq, marks, self._marks)]
-        self._marks = marks
-        if any(missed):
-            self.checks.check_left_out(loss, missed)
-            if self.waits_for_all():
-                self.checks.check_reaches_all(loss)
-
-    def waits_for_all(self) -> bool:
-        """Do other ranks wait for a gradient of every parameter from this backward?"""
-        return False
 
     def zero_gradients(self) -> None:
         """Keep zeros of what micro-batches of weight 0 have reached, whatever 0 times theirs is."""
         for parameter in self._reachable:
             if parameter.grad is not None:
                 grad = parameter.grad
-                # By `data`, so that it does not count as a write by the next backward.
-                (grad._values() if grad.is_sparse else grad).data.zero_()
+                (grad._values() if grad.is_sparse else grad).zero_()
 
     def vote(self, state: DistState, failure: str = "") -> None:
         """Raise on every rank if memory ran out on one, before any rank averages gradients."""
@@ -268,10 +239,8 @@ class Strategy:
 
     def _take(self, state: DistState, weight: Weight) -> Grads:
         """The gradients, off the parameters, with the factor that undoes the loss scale."""
-        if self.parameters.hooked:
-            self.parameters.run_hooks()
         tensors = tuple([parameter.grad for parameter in self._trained])
-        self.checks.after_backward(tensors, bool(weight))
+        self.checks.check_gradients(tensors, bool(weight))
         for parameter in self._reachable:
             parameter.grad = None
         if state.scaler is None:

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _hooks
 
 _TORCH = torch.__path__[0]
-num_nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""Return how many nodes of graphs this thread has made. Cost: below a microsecond."""
 _WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 

@@ -22,6 +22,8 @@ from tests import strategies as ours
 from tests.compilers import compiles
 from tests.stacks import CHOICES, LAYERS, Block, is_in, stack
 
+pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
+
 
 class Noisy(nn.Module):
     """A block with dropout, and running statistics that its output depends on."""

@@ -19,6 +19,12 @@ from tests import strategies as ours
 from tests.laws.test_scaling import scaled
 from tests.stacks import batches as fixed_batches
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers"),
+    pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean"),
+]
+
+
 FULL = {
     "accelerator": lambda: torch.OutOfMemoryError("Tried to allocate 20.00 MiB"),
     "host": lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."),

@@ -144,15 +144,15 @@ def test_a_batch_that_cannot_be_compared_is_followed_by_others():
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
         state, step = af.build(state, af.wrap_ddp()(plan))
         state, _ = step(state, ours.rows(BATCH, 0, 5))
-        assert step.first_batch.verdict.startswith("could not be compared")
+        assert step.checks.loss.verdict.startswith("could not be compared")
         with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
             step(state, ours.rows(BATCH, 0, 4))
 
     simulate(run, world_size=2)
 
 
-def test_a_half_without_items_says_nothing():
-    """Its mean is that of nothing; the comparison waits for a batch with items in both halves."""
+def test_parts_without_items_are_left_out():
+    """Their mean is that of nothing; the comparison waits for a batch with items in two parts."""
 
     def loss_fn(model, batch):
         labels = batch[1][:, 0] > 0
@@ -161,7 +161,7 @@ def test_a_half_without_items_says_nothing():
     inputs = torch.ones(4, 3, dtype=torch.float64)
     batches = [
         (inputs, torch.tensor(counts, dtype=torch.float64)[:, None])
-        for counts in ([1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0, 1])
+        for counts in ([1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0])
     ]
     model = ours.regression_model()
     plan = af.Plan(
@@ -171,12 +171,12 @@ def test_a_half_without_items_says_nothing():
     for batch in batches:
         state, _ = step(state, batch)
         if batch is not batches[-1]:
-            assert "half of each batch weighs nothing" in step.first_batch.verdict
-    assert "is a mean" in step.first_batch.verdict
+            assert "all but one part of each batch weigh nothing" in step.checks.loss.verdict
+    assert "is a mean over the items of batch 3" in step.checks.loss.verdict
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), CUT)
-def test_what_is_neither_is_not_refused(recipe, world_size):
+def test_what_is_neither_is_warned_of_on_the_main_rank(recipe, world_size):
     """A loss over pairs of samples is such a case; a line of `explain` reports it."""
 
     def loss_fn(model, batch):
@@ -191,8 +191,12 @@ def test_what_is_neither_is_not_refused(recipe, world_size):
         step(state, parts[state.rank][0])
         return af.explain(step, state).splitlines()[-1]
 
-    for line in simulate(run, world_size=world_size):
-        assert "check      the loss is neither a mean nor a sum over the items of a batch" in line
+    words = r"step: loss_fn should return the mean .* got one in batch 1 that is neither a mean nor"
+    with pytest.warns(UserWarning, match=words) as warned:
+        lines = simulate(run, world_size=world_size)
+    assert [each.filename for each in warned] == [__file__]
+    for line in lines:
+        assert "check      the loss is neither a mean nor a sum over the items of batch 1" in line
 
 
 @pytest.mark.parametrize("loss_fn", [ours.mse, summed])
@@ -225,18 +229,22 @@ def test_a_list_is_a_batch_or_holds_microbatches(recipe, batch):
     plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
     state, step = af.build(af.DistState(), recipe(plan))
     step(state, batch)
-    assert step.first_batch.verdict.startswith("is a mean over the items")
+    assert step.checks.loss.verdict.startswith("is a mean over the items")
 
 
-def test_the_comparison_is_made_once():
+def test_batches_1_2_10_and_100_are_compared():
     calls = []
 
     def loss_fn(model, batch):
         calls.append(len(batch[0]))
         return ours.mse(model, batch)
 
-    trained([[BATCH, BATCH]], af.accumulate(2), loss_fn)
-    assert calls == [8, 4, 4, 4, 4, 4, 4]
+    trained([[BATCH] * 101], af.accumulate(2), loss_fn)
+    compared, steps = [8, 4, 4, 3, 3, 2, 4, 4, 8], [4, 4]
+    with_comparison = [
+        compared + steps if number in (1, 2, 10, 100) else steps for number in range(1, 102)
+    ]
+    assert calls == [size for sizes in with_comparison for size in sizes]
 
 
 class Marked(nn.Module):
@@ -258,6 +266,7 @@ class Marked(nn.Module):
         return self.layer(self.dropout(inputs))
 
 
+@pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
 def test_the_comparison_leaves_no_trace():
     seen = []
 
@@ -271,7 +280,7 @@ def test_the_comparison_leaves_no_trace():
         seen.append(report.loss)
         assert (model.count, float(model.calls), model.training) == (2, 2.0, True)
         assert not model.dropout.training
-        assert ("a mean" in step.first_batch.verdict) is check_loss
+        assert ("a mean" in step.checks.loss.verdict) is check_loss
         return model.state_dict(), torch.rand(3)
 
     with_check, without = run(True), run(False)
@@ -291,12 +300,12 @@ def test_a_comparison_that_fails_is_left_to_the_step():
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
         state, step = af.build(state, af.wrap_ddp()(plan))
         step(state, ours.dealt_evenly([BATCH], 2)[state.rank][0])
-        return step.first_batch.verdict
+        return step.checks.loss.verdict
 
     assert (
         simulate(run, world_size=2)
         == [
-            "could not be compared with that of its halves: ValueError in a forward in evaluation mode"
+            "could not be compared with those of its parts: ValueError in a forward in evaluation mode"
         ]
         * 2
     )

@@ -18,6 +18,12 @@ from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
 from tests.laws.test_scaling import scaled
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers"),
+    pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean"),
+]
+
+
 WORLDS = (1, 2, 4, 8)
 
 

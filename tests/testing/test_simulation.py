@@ -320,6 +320,7 @@ def test_plans_that_train_another_model_are_distinguished():
         assert_equivalent(plan, af.clip(1e-3)(plan), BATCHES)
 
 
+@pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean")
 def test_plans_that_weigh_a_masked_loss_by_samples_are_distinguished():
     """The common mistake is a mean of means over tokens."""
     model = ours.token_model()

@@ -25,6 +25,8 @@ from tests.stacks import (
     train,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
+
 
 @pytest.mark.parametrize("blocks", [blocks for blocks, _ in CHOICES], ids=str)
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -19,6 +19,8 @@ from tests.stacks import (
     weights_after,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
+
 
 def warmed_up(model, optimizer):
     """Train a few steps before the model is sharded."""
@@ -172,6 +174,7 @@ def test_frozen_parameters_stay_as_they_are():
     assert_trains_as_alone(af.wrap_fsdp(), before=freeze)
 
 
+@pytest.mark.filterwarnings("ignore:step. loss_fn should reach what is trained")
 def test_another_model_in_the_loss_keeps_its_gradients():
     def run(state):
         critic = nn.Linear(1, 1).double()

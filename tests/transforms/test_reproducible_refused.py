@@ -84,6 +84,7 @@ def test_a_model_that_is_such_a_layer_is_refused():
     )
 
 
+@pytest.mark.filterwarnings("ignore:step. model should be in training mode")
 def test_one_that_was_frozen_and_is_not_any_more_is_named_by_the_step_on_all_ranks():
     """The layer may have changed on one rank only."""
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -15,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, PlanError, message
+from accel_fn.step.checks.graph import not_reached
 from accel_fn.step.grads import Grads
-from accel_fn.step.graph_checks import put_hooks_back, take_hooks
 from accel_fn.step.loss_module import loss_module_of
 from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.report import Report
@@ -123,6 +124,17 @@ def make_ddp(
     return DDP(state, module, plan, inner, **options)
 
 
+class _Turn:
+    """Which of the strategies over the same parameters has run the last backward."""
+
+    last = 0
+    """Its id."""
+
+
+_TURNS: WeakValueDictionary[int, _Turn] = WeakValueDictionary()
+"""By the id of a parameter, which its strategies keep alive: plans over one model may take turns."""
+
+
 class DDP(Strategy):
     """Replicas whose gradients DistributedDataParallel averages in the last backward."""
 
@@ -147,14 +159,15 @@ class DDP(Strategy):
         options = {"gradient_as_bucket_view": True, **ddp_options}
         if state.device.type == "cpu":
             options.setdefault("bucket_cap_mb", 100)
-        self.probes = not options.get("static_graph")  # whose first backward must be a real one
         self.finds_unused = bool(options.get("find_unused_parameters"))
         if self.finds_unused:
             loss_module_of(module).idle = nn.Parameter(torch.zeros((), device=state.device))
         self._options = {"process_group": state.group, **options}
         self._comm_hook = comm_hook and _comm_hook(comm_hook, state.group)
         self._is_unfinished = False
-        """Has a step failed? DDP refuses a forward after a backward that did not reach its end."""
+        """Is DDP to begin anew? It refuses a forward after a backward that did not reach its end."""
+        turn = _Turn()
+        self._turns = {_TURNS.setdefault(id(each), turn) for each in plan.model.parameters()}
         self.ddp = self._wrapped(module, **self._options)
         super().__init__(state, self.ddp, plan, inner)
         self.loss_module = module
@@ -163,6 +176,11 @@ class DDP(Strategy):
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
         """Return the traits; with retries, DDP's collectives come before the first forward."""
+        for turn in self._turns:
+            if turn.last != id(self):
+                # DDP takes parameters that another plan's backward has reached for used in its own.
+                self._is_unfinished |= self.finds_unused and turn.last != 0
+                turn.last = id(self)
         if self._is_unfinished:
             self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             options = {**self._options, "init_sync": False}
@@ -179,12 +197,6 @@ class DDP(Strategy):
         except BaseException:
             self._is_unfinished = not self.retries  # their backward is under no_sync
             raise
-
-    def waits_for_all(self) -> bool:
-        """Return whether DDP averages in this backward, and is to find no parameter unused."""
-        ddp = self.ddp
-        may_miss = ddp.find_unused_parameters or ddp.static_graph
-        return ddp.require_backward_grad_sync and not may_miss
 
     def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """The loss in DDP, with its buckets laid out."""
@@ -206,6 +218,13 @@ class DDP(Strategy):
         if self.retries:
             loss, _ = self.ddp(None)
             self.backward(loss, loss.new_zeros(()))
+            return
+        try:
+            self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            named = self.loss_module.named_parameters()
+            missed = [name for name, each in named if each.requires_grad and each.grad is None]
+            raise not_reached([each.removeprefix("model.") for each in missed]) from error
 
 
 def _fix_buckets(ddp: DistributedDataParallel) -> None:
@@ -217,13 +236,8 @@ def _fix_buckets(ddp: DistributedDataParallel) -> None:
     """
     if ddp.static_graph or ddp.find_unused_parameters:
         return  # laid out once, and the first backward of a static graph must be a real one
-    # Hooks of parameters see gradients of batches alone: one with a memory would keep these zeros.
-    hooked = take_hooks(ddp.parameters())
-    try:
-        loss, _ = ddp(None)
-        loss.backward(torch.zeros_like(loss))
-    finally:
-        put_hooks_back(hooked)
+    loss, _ = ddp(None)
+    loss.backward(torch.zeros_like(loss))
     ddp.zero_grad(set_to_none=True)
 
 

@@ -163,7 +163,6 @@ class FSDP(Strategy):
 
     pads = True
     settles = True
-    probes = False  # a backward reshards what it has reached
 
     def __init__(
         self,

@@ -28,7 +28,9 @@ def check_shardable(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
         other, elsewhere = holders.setdefault(parameter, (name, holder))
         alike = parameter.dtype == first.dtype or not parameter.requires_grad
         rules = {
-            "hold parameters whole; build once": not is_sharded(parameter),
+            "hold parameters whole; build once, with one loss_fn that chooses by the batch": not is_sharded(
+                parameter
+            ),
             "tie parameters within a block, or outside of all; name other blocks": elsewhere
             == holder,
             "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from accel_fn.base.weights import Weight, shares, total_weight
 from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import loss_of
 from accel_fn.errors import BatchError, LossError, PlanError, message
+from accel_fn.step.checks.first_batches import saved_buffers
 from accel_fn.step.global_mean import checked_total, seed_of, weighed
 from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import loss_module_of, run_forward
@@ -24,9 +26,7 @@ from accel_fn.step.metric_sums import MetricSums, differing_elsewhere
 from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
-from accel_fn.step.same_on_all_ranks import fingerprints
 from accel_fn.step.strategy import Strategy
-from accel_fn.step.torch_internals import num_nodes_made
 from accel_fn.transforms.reproducible.failures_of_ranks import (
     check_same_step,
     run_or_raise_on_all,
@@ -52,6 +52,7 @@ class VirtualRanks(Strategy):
     """
 
     is_exact_over_ranks = is_split_alike = True
+    calls_collectives = False
 
     def __init__(
         self,
@@ -168,13 +169,9 @@ class VirtualRanks(Strategy):
     ) -> Tensors:
         """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
         mean: Tensor | None = None
-        self._marks, self._num_nodes = self._unmarked, num_nodes_made()
-        leading = [*map(bool, weights), True].index(True)
-        for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-            part = _in_own_memory(state, part)
-            loss, found = run_forward(state, plan, self.module, part, weight)
-            if index in (0, leading):
-                self.checks.before_backward(loss, is_first=not index, weighs=index == leading)
+        outputs = self.checks.watched(partial(run_forward, state, plan, self.module))
+        for part, weight in zip(parts, weights, strict=True):
+            loss, found = outputs(_in_own_memory(state, part), weight)
             part_of_all = shares(weight, total)
             share = 1.0 if self.layout.is_sum else part_of_all
             self.backward(loss, seed_of(loss, share, state.scaler))
@@ -247,9 +244,9 @@ class VirtualRanks(Strategy):
         if not self._is_watched:
             yield
             return
-        before = _saved_buffers(plan.model)
+        before = saved_buffers(plan.model)
         yield
-        after = _saved_buffers(plan.model)
+        after = saved_buffers(plan.model)
         changed = [name for name, bits in after.items() if before.get(name) != bits]
         every = primitives.exchange(changed, state, "step")
         name = next((each for names in every for each in names), "")
@@ -259,17 +256,6 @@ class VirtualRanks(Strategy):
                 f"that of other samples, got {name}; give it persistent=False where it does not count"
             )
         self._is_watched = False
-
-
-def _saved_buffers(model: nn.Module) -> dict[str, int]:
-    """Return a checksum of each buffer that is saved with the model, by name."""
-    trained = dict(model.named_parameters(remove_duplicate=False))
-    found = {
-        name: value
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and name not in trained
-    }
-    return dict(zip(found, fingerprints(list(found.values())), strict=True)) if found else {}
 
 
 def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:

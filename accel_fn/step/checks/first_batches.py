@@ -1,0 +1,124 @@
+"""Checks of a few batches of a step, before and after them; other steps are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn.base.batch import tensors_of
+from accel_fn.base.state import DistState
+from accel_fn.comm import primitives
+from accel_fn.step.checks.loss import LossCheck, is_cut
+from accel_fn.step.checks.parameters import check_hooks, shares_gradients
+from accel_fn.step.checks.warn import warn_user
+from accel_fn.step.plan import Plan
+from accel_fn.step.same_on_all_ranks import fingerprints
+from accel_fn.step.strategy import Strategy
+
+_LOOKS = frozenset({1, 2, 10, 100})
+"""Some faults show only later: two tensors that a second graph shares, a loss whose halves agree at first."""
+
+
+class FirstBatches:
+    """Looks at batches 1, 2, 10 and 100 of a step. In all others it looks at the model's mode."""
+
+    def __init__(
+        self, state: DistState, plan: Plan, strategy: Strategy, *, check_loss: bool
+    ) -> None:
+        self.loss = LossCheck(state, plan, strategy, check_loss=check_loss)
+        self._plan = plan
+        self._model = plan.model
+        self._strategy = strategy
+        self._num_batches = 0
+        self._has_warned = False
+        """Has it warned of a model in evaluation mode?"""
+        self._buffers: Mapping[str, int] = {}
+        """Checksums of buffers before the first batch, until they are compared with those after it."""
+
+    def begin(self, state: DistState, batch: Any) -> None:
+        """Look at the model's mode, and if a look is due at all else, before the batch is run."""
+        self._num_batches += 1
+        if not (self._model.training or self._has_warned):
+            self._warn_of_evaluation_mode(state)
+        if self._num_batches in _LOOKS or self.loss.is_due:
+            self._look(state, batch)
+
+    def end(self, state: DistState) -> None:
+        """Warn of buffers that the forwards of the first batch have written."""
+        if self._buffers:
+            self._compare_buffers(state)
+
+    def _warn_of_evaluation_mode(self, state: DistState) -> None:
+        self._has_warned = True
+        if state.is_main:
+            warn_user(
+                "step: model should be in training mode, got a "
+                f"{type(self._model).__name__} in evaluation mode: dropout and batch statistics are off; "
+                "call model.train() before the step"
+            )
+
+    def _look(self, state: DistState, batch: Any) -> None:
+        if shares_gradients(state, self._plan):
+            check_hooks("step", self._plan)
+        if self._num_batches == 1:
+            if state.world_size > 1:
+                _warn_of_equal_batches(state, batch)
+            if is_cut(state, self._plan):
+                self._buffers = saved_buffers(self._model)
+        self.loss.look(state, batch, self._num_batches)
+        self._strategy.checks.is_due = True
+
+    def _compare_buffers(self, state: DistState) -> None:
+        """Warn of buffers that depend on how the first batch was cut."""
+        before, after = self._buffers, saved_buffers(self._model)
+        self._buffers = {}
+        written = {name: bits for name, bits in after.items() if before.get(name) != bits}
+        counted = bool(self._plan.split)
+        every = primitives.exchange(written, state, "step")
+        names = [
+            name
+            for name in dict.fromkeys(name for each in every for name in each)
+            if counted or any(each.get(name) != every[0].get(name) for each in every)
+        ]
+        if names and state.is_main:
+            warn_user(
+                "step: model should write the same to its buffers however a batch is cut, got "
+                f"{', '.join(names[:3])}, written in the forward of each rank and micro-batch by its own "
+                "rows; add up over ranks with reduce_sum there, leave out accumulate, or write them in "
+                "the loop"
+            )
+
+
+def _warn_of_equal_batches(state: DistState, batch: Any) -> None:
+    """Warn if all ranks have the same rows: each then does all the work."""
+    mine: list[int] = []
+    tensors = [each for each in tensors_of(batch) if each.numel()]
+    if all(each.layout is torch.strided and not each.is_nested for each in tensors):
+        mine = fingerprints([each.detach().contiguous() for each in tensors]) if tensors else []
+    shapes = [tuple(each.shape) for each in tensors]
+    every = primitives.exchange((shapes, mine), state, "step")
+    if mine and all(each == every[0] for each in every) and state.is_main:
+        warn_user(
+            "step: batch should be this rank's part of the global batch, got the same rows on all "
+            f"{state.world_size} ranks, each of which does all the work; give the DataLoader to "
+            "shard_loader, or cut the batch by part"
+        )
+
+
+_STATISTICS = (nn.modules.batchnorm._NormBase,)
+"""Layers whose running statistics depend on the cut, as torch's users know, and as the docs state."""
+
+
+def saved_buffers(model: nn.Module) -> dict[str, int]:
+    """Return a checksum of each buffer that is saved with the model, by name, but for running statistics."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, _STATISTICS):
+            continue
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                found[name] = buffer.detach().contiguous()
+    return dict(zip(found, fingerprints([*found.values()]), strict=True)) if found else {}

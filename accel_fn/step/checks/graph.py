@@ -1,0 +1,159 @@
+"""Checks of the graph of a loss: what its backward would miss without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet, ref
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from accel_fn.base.batch import tensors_of
+from accel_fn.base.weights import Weight
+from accel_fn.errors import LossError, PlanError
+from accel_fn.step.checks.parameters import no_graph, replaced
+from accel_fn.step.checks.warn import warn_user
+from accel_fn.step.loss_module import Outcome
+from accel_fn.step.plan import Plan
+
+Forward = Callable[[Any, Weight], Outcome]
+"""The forward of a micro-batch of this weight."""
+_BUILT: WeakSet[GraphChecks] = WeakSet()
+"""Those of every step in this process: the loss of a GAN's one half reaches the other half."""
+
+
+class GraphChecks:
+    """Looks at the graphs of a few steps. Every other step pays for a look at its gradients."""
+
+    def __init__(
+        self, plan: Plan, reachable: Sequence[nn.Parameter], *, finds_unused: bool, is_main: bool
+    ) -> None:
+        self.is_due = True
+        """Does the next step look at the graphs of its losses?"""
+        self._plan = plan
+        self._reachable = reachable
+        self._trained = plan.trained()
+        self._known = {*map(id, reachable), *map(id, plan.model.parameters())}
+        self._finds_unused = finds_unused
+        """May a loss miss parameters?"""
+        self._is_main = is_main
+        self._others: list[ref[Tensor]] = []
+        """Leaves of the graphs so far that are no parameters, and that no batch held."""
+        self._seen: set[tuple[bool, ...]] = set()
+        """Which gradients were missing in steps that were right."""
+        _BUILT.add(self)
+
+    def watched(self, outputs: Forward) -> Forward:
+        """Return the forward of a micro-batch; if a look is due, with a look at the graph of its loss."""
+        if not self.is_due:
+            return outputs
+        self.is_due = False
+        is_first = True
+
+        def looked(part: Any, weight: Weight) -> Outcome:
+            nonlocal is_first
+            loss, metrics = outputs(part, weight)
+            if part is not None:
+                self._check_graph(loss, part, is_first=is_first)
+                is_first = False
+            return loss, metrics
+
+        return looked
+
+    def _check_graph(self, loss: Tensor, part: Any, *, is_first: bool) -> None:
+        if not loss.requires_grad:
+            raise no_graph()
+        if is_first and any(parameter.grad is not None for parameter in self._reachable):
+            raise LossError(
+                "step: loss_fn must leave .grad of the model's parameters alone, got one that writes "
+                "it (backward, or autograd.grad by hand), which no other rank would see; return the loss"
+            )
+        nodes = nodes_of(loss)
+        if any(node.name().endswith("CheckpointFunctionBackward") for node in nodes):
+            raise LossError(
+                "step: loss_fn must not use torch.utils.checkpoint with use_reentrant=True, which "
+                "hides parameters from the step's backward, got a graph with it; use "
+                "use_reentrant=False, or checkpoint_activations()"
+            )
+        leaves = [each for each in map(_leaf, nodes) if each is not None]
+        others = [each for each in leaves if id(each) not in self._known]
+        if others:
+            for name, parameter in self._plan.model.named_parameters():
+                if any(parameter is each for each in others):
+                    raise replaced(name)
+            if self._is_main:
+                self._warn_of_others(others, part)
+
+    def _warn_of_others(self, leaves: Sequence[Tensor], part: Any) -> None:
+        """Warn once of leaves that get no gradient from this step, nor from that of another plan."""
+        known = {each for checks in _BUILT for each in checks._known}
+        known |= {*map(id, tensors_of(part))}
+        others = [each for each in leaves if id(each) not in known]
+        before = {id(each) for each in (other() for other in self._others) if each is not None}
+        # A tensor that the loss makes anew for every batch, such as the points of a penalty, is no
+        # parameter.
+        wrong = [each for each in others if isinstance(each, nn.Parameter) or id(each) in before]
+        self._others += map(ref, others)
+        if wrong:
+            self._known |= {*map(id, wrong)}
+            shapes = [list(each.shape) for each in wrong[:3]]
+            warn_user(
+                "step: loss_fn should reach what is trained by the model given to it, got "
+                f"{len(wrong)} other tensors that require a gradient and get none, of shapes {shapes}; "
+                "join the modules in one nn.ModuleDict, or call requires_grad_(False) on what is not "
+                "trained, such as a teacher"
+            )
+
+    def check_gradients(self, grads: Sequence[Tensor | None], weighs: bool) -> None:
+        """Check the gradients of a step: the loss may miss some parameters, not all."""
+        if not weighs:
+            return
+        missing = tuple([grad is None for grad in grads])
+        if True in missing and missing not in self._seen:
+            self.check_reached()
+            self._seen.add(missing)
+
+    def check_reached(self) -> None:
+        """Refuse a loss that misses the model, or misses parameters that DDP waits for."""
+        named = self._plan.model.named_parameters()
+        missed = {n: p for n, p in named if p.requires_grad and p.grad is None}
+        for name, parameter in missed.items():
+            if id(parameter) not in self._known:
+                raise replaced(name)
+        nothing = all(parameter.grad is None for parameter in self._trained)
+        if nothing or (missed and not self._finds_unused):
+            for name, parameter in missed.items():
+                if parameter._post_accumulate_grad_hooks:
+                    raise PlanError(
+                        "step: model must have no post-accumulate-grad hooks that clear all gradients, "
+                        f"got one on {name}; let the optimizer step after the backward"
+                    )
+            raise not_reached([*missed])
+
+
+def not_reached(names: Sequence[str]) -> LossError:
+    """The error for a loss whose backward leaves these parameters out."""
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return LossError(
+        f"step: loss_fn must reach the model's parameters by the model given to it, got no gradient "
+        f"for {some or 'some in the last micro-batch'}; no functional_call on copies, freeze what is not "
+        "used, or wrap_ddp(find_unused_parameters=True)"
+    )
+
+
+def nodes_of(loss: Tensor) -> list[Node]:
+    """The nodes of the graph of a loss."""
+    ahead = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = {*ahead}
+    while ahead:
+        following = {node for node, _ in ahead.pop().next_functions if node is not None}
+        ahead += following - seen
+        seen |= following
+    return [*seen]
+
+
+def _leaf(node: Node) -> Tensor | None:
+    """The leaf whose gradient a node accumulates, if it does."""
+    variable: Tensor | None = getattr(node, "variable", None)
+    return variable

@@ -1,0 +1,125 @@
+"""Checks that a step's parameters are still those of `build`, and that no hook sees shares of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from accel_fn.base.state import DistState
+from accel_fn.errors import LossError, PlanError
+from accel_fn.step.plan import Plan
+
+_REPAIR = "build again, or train all from the start and freeze(names, until=...) those"
+
+
+class TrainedParameters:
+    """The optimizers' parameters as `build` found them: a step gives gradients for no others."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.known: set[int] | None = None
+        """The ids of the trained parameters, if the strategy refuses replaced ones; else None."""
+        self._optimizers = [*plan.optimizers.values()]
+        lists = [group["params"] for each in self._optimizers for group in each.param_groups]
+        self._lists = [(each, len(each)) for each in lists]
+        self._given = [p for each in lists for p in each]
+        self._frozen = [p for p in self._given if not p.requires_grad]
+        self._required = {id(p) for p in plan.model.parameters() if p.requires_grad}
+        self._found = {*map(id, plan.model.parameters())}
+
+    def check(self) -> None:
+        """Refuse parameters that were added since `build`, which would not be trained.
+
+        Cost: a look at each group, and at each parameter that was frozen.
+        """
+        if self.known is not None:
+            self._check_known(self.known)
+        lists = [group["params"] for each in self._optimizers for group in each.param_groups]
+        if len(lists) != len(self._lists):
+            self._compare(lists)
+        for now, (then, length) in zip(lists, self._lists, strict=False):
+            if now is not then or len(now) != length:
+                self._compare(lists)
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                named = self._plan.model.named_parameters()
+                name = next((name for name, each in named if each is parameter), "one")
+                raise PlanError(
+                    "step: parameters that required no gradient in build must not require one, got "
+                    f"{name}; {_REPAIR}"
+                )
+
+    def _compare(self, lists: Sequence[Sequence[nn.Parameter]]) -> None:
+        now = [p for each in lists for p in each]
+        if [*map(id, now)] != [*map(id, self._given)]:
+            got = "others" if len(now) == len(self._given) else len(now)
+            raise PlanError(
+                f"step: optimizer must hold the {len(self._given)} parameters that build found in it, "
+                f"got {got}; {_REPAIR}"
+            )
+
+    def _check_known(self, known: Collection[int]) -> None:
+        for name, parameter in self._plan.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise PlanError(
+                    f"step: model must hold the parameters that build sharded, got another {name}; "
+                    "write to the old one, or build again"
+                )
+
+    def explain(self, error: BaseException) -> None:
+        """Raise a clearer error if a forward or backward failed for a reason that is known here."""
+        if not isinstance(error, RuntimeError):
+            return
+        if "does not require grad and does not have a grad_fn" in str(error):
+            raise no_graph() from error
+        if "does not currently support double backward" in str(error):
+            raise LossError(
+                "step: compiled must have a loss_fn without gradients of gradients, got one that calls "
+                "torch.autograd.grad with create_graph=True; call torch.func.grad, or leave out compiled"
+            ) from error
+        for name, parameter in self._plan.model.named_parameters():
+            if not parameter.requires_grad and id(parameter) in self._required:
+                raise PlanError(
+                    "step: parameters that required a gradient in build must still do so, got "
+                    f"{name}; build again, or freeze those"
+                ) from error
+            if id(parameter) not in self._found:
+                raise replaced(name) from error
+
+
+def no_graph() -> LossError:
+    """The error for a loss without a graph."""
+    return LossError(
+        "step: loss_fn must return a loss with a graph, got one that requires no gradient; "
+        "leave out detach() and no_grad()"
+    )
+
+
+def replaced(name: str) -> PlanError:
+    """The error for a parameter of the model that another one has replaced since `build`."""
+    return PlanError(
+        f"step: model must hold the parameters that build found, got another {name}; write to the "
+        "old one, or build again"
+    )
+
+
+def shares_gradients(state: DistState, plan: Plan) -> bool:
+    """Return whether a backward of a step may give another gradient than that of the global batch."""
+    averages = state.world_size > 1 and not plan.having("local_gradients")
+    return averages or bool(plan.split or plan.having("virtual_ranks"))
+
+
+def check_hooks(function: str, plan: Plan) -> None:
+    """Refuse hooks of parameters, which would see the gradient of each rank and micro-batch."""
+    for name, parameter in plan.model.named_parameters():
+        is_late = parameter._post_accumulate_grad_hooks or hasattr(
+            parameter, "_in_backward_optimizers"
+        )
+        if is_late or parameter._backward_hooks:
+            raise PlanError(
+                f"{function}: model must have no hooks on parameters with several ranks or micro-batches, "
+                f"whose gradients they see one by one, got one on {name}; clip by clip() or clip_value(), "
+                "change gradients by a function in Plan.gradients, and let the optimizer step after the "
+                "backward"
+            )

@@ -1,0 +1,19 @@
+"""Warnings at the line of the user's program that called the library."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+
+
+def warn_user(text: str) -> None:
+    """Warn at the innermost line that is neither the library's nor torch's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
