@@ -97,11 +97,14 @@ class Step(Generic[Batch]):
                 for one.
 
         Warns:
-            UserWarning: in the first step, the model is in evaluation mode.
+            UserWarning: once, on the main rank: the model is in evaluation mode, all ranks have the
+                same batch, the forward writes buffers that depend on the cut of a batch, the loss
+                reaches tensors outside of the model, or is neither a mean nor a sum.
 
-        Cost: the sum of its transforms', and in the first step what `build` says of `check_loss`. No
-        host synchronisation of its own but for one in the first update of several ranks, where the
-        input of the optimizer is compared.
+        Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss,
+        and what `build` says of `check_loss`; in the first one a read of the batch and the buffers, and
+        three small collectives. No host synchronisation of its own in the others, but for one in the
+        first update of several ranks, where the input of the optimizer is compared.
         """
         self._check_state(state)
         self.checks.begin(state, batch)

@@ -240,7 +240,7 @@ def test_batches_1_2_10_and_100_are_compared():
         return ours.mse(model, batch)
 
     trained([[BATCH] * 101], af.accumulate(2), loss_fn)
-    compared, steps = [8, 4, 4, 3, 3, 2, 4, 4, 8], [4, 4]
+    compared, steps = [8, 4, 4, 4, 4, 3, 3, 2, 8], [4, 4]
     with_comparison = [
         compared + steps if number in (1, 2, 10, 100) else steps for number in range(1, 102)
     ]

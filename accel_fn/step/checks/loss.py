@@ -167,7 +167,7 @@ class LossCheck:
         """Measure losses and weights of a batch and its parts, without a trace in the model."""
         plan, strategy = self._plan, self._strategy
         strategy.parameters.check()
-        cuts = [split_batch(part, 2), split_batch(part, 3), interleaved_parts(part, 2)][:num_cuts]
+        cuts = [split_batch(part, 2), interleaved_parts(part, 2), split_batch(part, 3)][:num_cuts]
         parts = [part, *[each for cut in cuts for each in cut], part]
         watch = _Watch()
         num_collectives = _num_collectives(state, plan)
@@ -310,8 +310,8 @@ def is_cut(state: DistState, plan: Plan) -> bool:
 
 
 def _num_cuts(num_rows: int) -> int:
-    """The number of different cuts of so many rows: in halves, in thirds, and in turn."""
-    return min(num_rows - 1, 3)
+    """The number of cuts of so many rows: in halves, then in turn and in thirds of at least two rows each."""
+    return 1 + (num_rows >= 4) + (num_rows >= 6)
 
 
 def _num_collectives(state: DistState, plan: Plan) -> int:
