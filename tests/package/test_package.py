@@ -179,6 +179,9 @@ KEPT = {
     "testing/simulation.py _lost": "ranks of simulations that failed",
     "testing/simulation.py _exiting": "whether this process ends",
     "testing/seed_turns.py _rank": "which simulated rank a thread is, while it is",
+    "step/checks/graph.py _BUILT": "the parameters of all steps, which a loss of another one may reach",
+    "step/checks/warn.py _LIBRARIES": "where accel_fn and torch are",
+    "transforms/ddp/ddp.py _TURNS": "which of the plans over a model has run the last backward",
     "comm/differentiable.py TRAINING": "which loss a thread computes, while it does",
 }
 FIXED_WHEN_MADE = {

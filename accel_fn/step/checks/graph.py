@@ -31,6 +31,8 @@ class GraphChecks:
     ) -> None:
         self.is_due = True
         """Does the next step look at the graphs of its losses?"""
+        self._is_first = True
+        """Has no micro-batch of that step had its backward yet?"""
         self._plan = plan
         self._reachable = reachable
         self._trained = plan.trained()
@@ -48,23 +50,21 @@ class GraphChecks:
         """Return the forward of a micro-batch; if a look is due, with a look at the graph of its loss."""
         if not self.is_due:
             return outputs
-        self.is_due = False
-        is_first = True
+        self.is_due, self._is_first = False, True
 
         def looked(part: Any, weight: Weight) -> Outcome:
-            nonlocal is_first
             loss, metrics = outputs(part, weight)
             if part is not None:
-                self._check_graph(loss, part, is_first=is_first)
-                is_first = False
+                self._check_graph(loss, part)
+                self._is_first = False
             return loss, metrics
 
         return looked
 
-    def _check_graph(self, loss: Tensor, part: Any, *, is_first: bool) -> None:
+    def _check_graph(self, loss: Tensor, part: Any) -> None:
         if not loss.requires_grad:
             raise no_graph()
-        if is_first and any(parameter.grad is not None for parameter in self._reachable):
+        if self._is_first and any(parameter.grad is not None for parameter in self._reachable):
             raise LossError(
                 "step: loss_fn must leave .grad of the model's parameters alone, got one that writes "
                 "it (backward, or autograd.grad by hand), which no other rank would see; return the loss"

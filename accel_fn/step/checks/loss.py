@@ -1,4 +1,4 @@
-"""Check of the reduction of a loss: is that of a batch the mean, or the sum, of those of its parts?"""
+"""Check of the reduction: a loss is compared with the mean, and the sum, of those of parts of its batch."""
 
 from __future__ import annotations
 
@@ -152,9 +152,11 @@ class LossCheck:
 
     def _part(self, state: DistState, batch: Any) -> tuple[Any, int]:
         """A few samples for this rank, None where there are no two, and how often all ranks cut theirs."""
-        whole, num_rows = _counted(self._plan, batch)
+        whole, num_rows = self._counted(batch)
         # All ranks run as many forwards: FSDP unshards in each, and a loss may hold collectives.
         rows = primitives.exchange(num_rows, state, "step")
+        if min(rows) < 0:
+            return None, 0
         if max(rows) < 2:
             num_rows = sum(rows)
             return (_joined(whole, state), _num_cuts(num_rows)) if num_rows > 1 else (None, 0)
@@ -163,10 +165,24 @@ class LossCheck:
             part = broadcast(part, state, source=[each > 1 for each in rows].index(True))
         return part, _num_cuts(min(each for each in rows if each > 1))
 
+    def _counted(self, batch: Any) -> tuple[Any, int]:
+        """The batch, and its number of samples: 0 if they cannot be counted, -1 if the step will raise."""
+        try:
+            self._strategy.parameters.check()
+        except Exception:
+            return None, -1
+        try:
+            # Not by the plan's split, which the user may have written to be called once per batch.
+            # A list is one batch, as torch's collate makes it of pairs, unless it holds micro-batches.
+            is_window = bool(self._plan.having("takes_windows"))
+            whole = batch[0] if is_window and type(batch) is list else batch
+            return whole, 0 if whole is None else num_samples(whole)
+        except Exception:  # the step refuses the batch, on all ranks alike
+            return None, 0
+
     def _run(self, state: DistState, part: Any, num_cuts: int) -> Measured:
         """Measure losses and weights of a batch and its parts, without a trace in the model."""
         plan, strategy = self._plan, self._strategy
-        strategy.parameters.check()
         cuts = [split_batch(part, 2), interleaved_parts(part, 2), split_batch(part, 3)][:num_cuts]
         parts = [part, *[each for cut in cuts for each in cut], part]
         watch = _Watch()
@@ -319,18 +335,6 @@ def _num_collectives(state: DistState, plan: Plan) -> int:
     if state.group is None or plan.having("shards"):
         return 0
     return int(state.group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-
-
-def _counted(plan: Plan, batch: Any) -> tuple[Any, int]:
-    """The batch, and its number of samples: 0 if they cannot be counted."""
-    # Not by the plan's split, which the user may have written to be called once per batch.
-    try:
-        # A list is one batch, as torch's collate makes it of pairs, unless it holds micro-batches.
-        is_window = bool(plan.having("takes_windows"))
-        whole = batch[0] if is_window and type(batch) is list else batch
-        return whole, num_samples(whole)
-    except Exception:  # the step refuses the batch, on all ranks alike
-        return None, 0
 
 
 def _joined(batch: Any, state: DistState) -> Any:
