@@ -26,7 +26,7 @@ DDP, FSDP = "transforms/ddp/ddp.py", "transforms/fsdp/fsdp.py"
 ADVANCE, AVERAGE = "transforms/schedule/advance.py", "transforms/average.py"
 ORDER, SOURCE = "data/order.py", "data/indexed/indexed_source.py"
 WORLDS, SCALING = f"{LAWS}worlds.py", f"{LAWS}scaling.py"
-SHARE = "return weight * self._num_ranks / total if total else 0.0"
+SHARE = "return shares(weight, total, self._num_ranks)"
 FINITE = "finite = None if state.scaler is None else torch.isfinite(grads.norm())"
 
 MUTANTS = [
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "the reported loss counts its micro-batches alike",
         MEAN,
-        "self.add_scaled(loss, metrics, weight / (self.total() or 1))",
+        "self.add_scaled(loss, metrics, shares(weight, self.total()))",
         "self.add_scaled(loss, metrics, 0.5)",
         f"{LAWS}accumulation.py",
     ),
