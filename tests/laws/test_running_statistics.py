@@ -13,7 +13,10 @@ from accel_fn.comm import primitives
 from accel_fn.testing import simulate
 
 # newer versions of torch have another name for it, older ones not
-pytestmark = pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers"),
+]
 
 WRAPS = {
     "ddp": af.wrap_ddp(),
