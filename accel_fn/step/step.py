@@ -86,7 +86,8 @@ class Step(Generic[Batch]):
 
         Args:
             state: from `build` or the last step.
-            batch: a tree of tensors, each [num_samples, ...]; may be empty, or weigh nothing.
+            batch: a tree of tensors, each [num_samples, ...], and of `samples`; may be empty or None, or
+                weigh nothing.
 
         Returns:
             The state with `step` one further, and the report.
@@ -98,7 +99,7 @@ class Step(Generic[Batch]):
 
         Warns:
             UserWarning: once, on the main rank: the model is in evaluation mode, all ranks have the
-                same batch, the forward writes buffers that depend on the cut of a batch, the loss
+                same batch, or the first batch is None on all, the forward writes buffers that depend on the cut of a batch, the loss
                 reaches tensors outside of the model, or is neither a mean nor a sum.
 
         Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss,
@@ -109,7 +110,7 @@ class Step(Generic[Batch]):
         self._check_state(state)
         self.checks.begin(state, batch)
         state, report = self._run(state, batch)
-        self.checks.end(state)
+        self.checks.end(state, batch, report)
         for after_update in self.plan.after_update:
             state = after_update(state, report)
         return state, report
@@ -157,7 +158,7 @@ class Step(Generic[Batch]):
         self._check_state(state)
         self.checks.begin(state, batch)
         state, grads, report = self.stages.gradients(state, batch)
-        self.checks.end(state)
+        self.checks.end(state, batch, report)
         return state, grads if self.plan.wrap_grad_fn else _cloned(state, grads), report
 
     def update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:

@@ -164,6 +164,7 @@ def test_workers_and_prefetching_hand_over_samples(num_workers):
     )
 
 
+@pytest.mark.filterwarnings("ignore:step. batch should hold samples on some rank")
 @given(
     lost=st.sets(st.integers(0, NUM_IMAGES - 1)),
     collate=st.sampled_from(COLLATES),
@@ -209,9 +210,29 @@ def test_a_batch_that_is_none_changes_nothing_on_one_process(recipe):
     plan = af.Plan(detection_loss, model, sgd(model.parameters()), weight_fn=lambda batch: 1)
     state, step = af.build(af.DistState(), recipe(plan))
     before = ours.kept_tensors(step)
-    state, report = step(state, None)
+    with pytest.warns(
+        UserWarning, match=r"got None, so nothing was trained; where .* use \(\)"
+    ) as found:
+        state, report = step(state, None)
+    assert found[0].filename == __file__
     ours.assert_identical(ours.kept_tensors(step), before)
     assert (state.step, report.weight, float(report.loss)) == (1, 0, 0.0)
+    step(state, None)  # it warns once
+
+
+def test_losses_of_single_samples_on_each_rank_are_compared():
+    """Images are joined for it, not their channels."""
+
+    def run(state):
+        model = detector()
+        plan = af.Plan(
+            lambda model, batch: errors(model, batch).sum(), model, sgd(model.parameters())
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        with pytest.raises(ValueError, match=r"loss_fn must return the mean .*, got a sum"):
+            step(state, columns([Images()[state.rank]]))
+
+    simulate(run, world_size=2)
 
 
 @pytest.mark.parametrize("batch", [(af.samples([]), torch.ones(3, 2)), ()], ids=["rows", "nothing"])

@@ -15,6 +15,7 @@ from accel_fn.step.checks.loss import LossCheck, is_cut
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.plan import Plan
+from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import fingerprints
 from accel_fn.step.strategy import Strategy
 
@@ -46,10 +47,12 @@ class FirstBatches:
         if self._num_batches in _LOOKS or self.loss.is_due:
             self._look(state, batch)
 
-    def end(self, state: DistState) -> None:
-        """Warn of buffers that the forwards of the first batch have written."""
+    def end(self, state: DistState, batch: Any, report: Report) -> None:
+        """Warn of buffers that the forwards of the first batch have written, and of a batch of nothing."""
         if self._buffers:
             self._compare_buffers(state)
+        if batch is None and self._num_batches == 1 and state.is_main:
+            _warn_of_nothing(report)
 
     def _warn_of_evaluation_mode(self, state: DistState) -> None:
         self._has_warned = True
@@ -90,6 +93,16 @@ class FirstBatches:
                 "rows; add up over ranks with reduce_sum there, leave out accumulate, or write them in "
                 "the loop"
             )
+
+
+def _warn_of_nothing(report: Report) -> None:
+    """Warn if no rank has a sample in the first step: a loss that needs no batch was not called."""
+    weight = report.weight
+    if not (any(weight.values()) if isinstance(weight, Mapping) else weight):
+        warn_user(
+            "step: batch should hold samples on some rank in the first step, got None, so nothing was "
+            "trained; where loss_fn needs no batch, use () and a weight_fn"
+        )
 
 
 def _warn_of_equal_batches(state: DistState, batch: Any) -> None:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from accel_fn.base.batch import num_samples, tensors_of
 from accel_fn.base.rng import is_same_random, random_state, restore_random
+from accel_fn.base.samples import Samples
 from accel_fn.base.split_batch import interleaved_parts, split_batch
 from accel_fn.base.state import DistState
 from accel_fn.base.torch_compile import uncompiled
@@ -338,8 +339,12 @@ def _num_collectives(state: DistState, plan: Plan) -> int:
 
 
 def _joined(batch: Any, state: DistState) -> Any:
-    """The rows of all ranks; a list that holds tensors is no row, as where a batch is cut."""
-    leaves, form = pytree.tree_flatten(batch, lambda x: type(x) is list and not tensors_of(x))
+    """The rows of all ranks; a list that holds tensors is no row, unless it is marked by `samples`."""
+
+    def is_column(node: Any) -> bool:
+        return type(node) is Samples or (type(node) is list and not tensors_of(node))
+
+    leaves, form = pytree.tree_flatten(batch, is_column)
     return pytree.tree_unflatten([*gather(tuple(leaves), state)], form)
 
 
