@@ -384,6 +384,20 @@ def test_labels_count_as_much_as_their_classes_weigh(world_size, num_microbatche
         ours.assert_close(parameters, expected)
 
 
+def test_a_loss_over_one_label_a_sample_is_compared():
+    """Such labels have no first one in a row, which another `shift` would leave out."""
+    labels = torch.tensor([0, 1, 2, -100, 0, -100, 1, 2])
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    model = nn.Linear(3, 3).double()
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), weight_fn=af.num_labels(1))
+    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
+        step(state, (INPUTS, labels))
+
+
 def test_another_shift_is_refused_with_class_weights_too():
     model = ours.token_model()
     weight_fn = af.num_labels("labels", class_weight=CLASS_WEIGHT)

@@ -115,6 +115,7 @@ def test_buffers_that_a_forward_writes_are_warned_of_where_batches_are_cut(
     [
         (af.compose(), 1, {}),
         (af.wrap_ddp(), 2, {"reduces": True}),
+        (af.compose(af.wrap_ddp(), af.accumulate(1)), 2, {"reduces": True}),
         (af.wrap_ddp(), 2, {"persistent": False}),
     ],
 )

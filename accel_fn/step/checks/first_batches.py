@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accel_fn.base.batch import tensors_of
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.step.checks.loss import LossCheck, is_cut
+from accel_fn.step.checks.loss import LossCheck, is_cut, is_split
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.plan import Plan
@@ -79,7 +79,7 @@ class FirstBatches:
         before, after = self._buffers, saved_buffers(self._model)
         self._buffers = {}
         written = {name: bits for name, bits in after.items() if before.get(name) != bits}
-        counted = bool(self._plan.split)
+        counted = is_split(self._plan)
         every = primitives.exchange(written, state, "step")
         names = [
             name

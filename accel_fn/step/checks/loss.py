@@ -23,7 +23,7 @@ from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.differentiable import loss_of
 from accel_fn.comm.gather import gather
-from accel_fn.errors import AccelError, LossError
+from accel_fn.errors import AccelError, BatchError, LossError
 from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.loss_module import run_forward
 from accel_fn.step.plan import Plan
@@ -224,17 +224,16 @@ class LossCheck:
     ) -> list[Cut]:
         """One cut, term by term, without the parts that have no items."""
         plan, found = self._plan, []
-        shifted_fn = _shifted(plan)
         weights = weigh(plan.weight_fn, parts)
-        shifted = weights if shifted_fn is None else weigh(shifted_fn, parts)
+        shifted = _shifted(plan, parts)
         for place, term in enumerate(plan.terms or ("",)):
             rows = [
                 (loss[place], _of_term(weight, place), _of_term(other, place))
-                for loss, weight, other in zip(losses, weights, shifted, strict=True)
+                for loss, weight, other in zip(losses, weights, shifted or weights, strict=True)
             ]
             columns = list(zip(*[row for row in rows if row[1] and isfinite(row[0])], strict=True))
             if columns:
-                others = columns[2] if shifted_fn else None
+                others = columns[2] if shifted else None
                 found.append(Cut(term, whole[place], columns[0], columns[1], others))
         return found
 
@@ -322,8 +321,12 @@ def _cuts_rows(split: Any) -> bool:
 
 def is_cut(state: DistState, plan: Plan) -> bool:
     """Is a batch computed in parts, over ranks or one after another?"""
-    in_one = [getattr(each, "keywords", {}).get("num_parts") == 1 for each in plan.split]
-    return state.world_size > 1 or not all(in_one) or bool(plan.having("virtual_ranks"))
+    return state.world_size > 1 or is_split(plan) or bool(plan.having("virtual_ranks"))
+
+
+def is_split(plan: Plan) -> bool:
+    """Does a rank compute its batch in parts, one after another?"""
+    return any(getattr(each, "keywords", {}).get("num_parts") != 1 for each in plan.split)
 
 
 def _num_cuts(num_rows: int) -> int:
@@ -369,12 +372,16 @@ def _listed(batches: Sequence[int]) -> str:
     return f"batches {', '.join(first)} and {last}" if first else f"batch {last}"
 
 
-def _shifted(plan: Plan) -> Any:
-    """A `num_labels` that leaves out the first label of each row, or does not; None for another weight_fn."""
+def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
+    """The weights that `num_labels` of the other shift gives; None without such labels."""
     weight_fn = plan.weight_fn
     if not isinstance(weight_fn, partial) or weight_fn.func is not count_labels:
         return None
-    return partial(count_labels, **{**weight_fn.keywords, "shift": _other_shift(plan)})
+    other = partial(count_labels, **{**weight_fn.keywords, "shift": _other_shift(plan)})
+    try:
+        return weigh(other, parts)
+    except BatchError:  # one label a sample: no row has a first one
+        return None
 
 
 def _other_shift(plan: Plan) -> int:
