@@ -480,3 +480,127 @@ def test_a_model_that_was_left_in_evaluation_mode_is_warned_of_once():
     with pytest.warns(UserWarning, match="model should be in training mode, got a Sequential in"):
         state, _ = step(state, BATCH)
     step(state, BATCH)  # warnings are errors in tests
+
+
+def stepped(loss_fn, recipe, parts, num_steps=1, **options):
+    """Return the last line of `explain` after some steps over the same batch, of each rank."""
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
+        state, step = af.build(state, recipe(plan))
+        for _ in range(num_steps):
+            state, _ = step(state, parts[state.rank][0])
+        return af.explain(step, state).splitlines()[-1]
+
+    return simulate(run, world_size=len(parts))
+
+
+def test_a_loss_whose_parts_agree_in_the_first_batch_alone_is_warned_of_in_the_second():
+    calls = []
+
+    def loss_fn(model, batch):
+        loss = ours.mse(model, batch)
+        calls.append(torch.is_grad_enabled())
+        return loss.sqrt() if sum(calls) > 1 else loss
+
+    with pytest.warns(UserWarning, match="got one in batch 2 that is neither a mean nor a sum"):
+        (line,) = stepped(loss_fn, af.accumulate(2), [[BATCH]], num_steps=2)
+    assert "neither a mean nor a sum over the items of batch 2" in line
+
+
+STATE = r"step: loss_fn should return the same loss for the same batch, got .*: it keeps state, or"
+
+
+@pytest.mark.parametrize("recipe", [af.accumulate(2), af.reproducible(1)])
+def test_a_loss_that_keeps_state_is_warned_of_and_not_judged(recipe):
+    past = []
+
+    def loss_fn(model, batch):
+        past.append(len(batch[0]))
+        return summed(model, batch) + sum(past)
+
+    with pytest.warns(UserWarning, match=STATE) as warned:
+        (line,) = stepped(loss_fn, recipe, [[BATCH]], num_steps=3)
+    assert len(warned) == 1
+    assert "the loss differs from run to run" in line
+
+
+def test_a_loss_with_a_generator_of_its_own_is_warned_of():
+    generator = torch.Generator().manual_seed(0)
+
+    def loss_fn(model, batch):
+        noise = torch.randn(batch[0].shape, generator=generator, dtype=torch.float64)
+        return ours.mse(model, (batch[0] + noise, batch[1]))
+
+    with pytest.warns(UserWarning, match=STATE):
+        stepped(loss_fn, af.accumulate(2), [[BATCH]])
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), CUT)
+def test_a_loss_that_draws_from_a_global_generator_is_not_judged(recipe, world_size):
+    def loss_fn(model, batch):
+        return ours.mse(model, (batch[0] + torch.randn(batch[0].shape).double(), batch[1]))
+
+    for line in stepped(loss_fn, recipe, ours.dealt_evenly([BATCH], world_size), num_steps=2):
+        assert "the loss draws random numbers, so it cannot be compared" in line
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=str)
+def test_a_loss_of_the_whole_batch_by_collectives_is_not_warned_of(wrap):
+    def run(state):
+        def loss_fn(model, batch):
+            outputs = af.gather(model(batch[0]), state)
+            return (outputs - outputs.T).square().sum() + 1.0
+
+        model = ours.regression_model()
+        state, step = af.build(state, wrap(af.Plan(loss_fn, model, ours.sgd(model.parameters()))))
+        step(state, ours.dealt_evenly([BATCH], 2)[state.rank][0])
+        return af.explain(step, state).splitlines()[-1]
+
+    for line in simulate(run, world_size=2):
+        assert line.endswith("the loss is of the whole batch: it calls collectives")
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_batch_in_one_part_is_not_compared(num_microbatches):
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(len(batch[0]))
+        return ours.mse(model, batch)
+
+    stepped(loss_fn, af.accumulate(num_microbatches), [[BATCH]])
+    assert (len(calls) == 1) is (num_microbatches == 1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (
+            lambda model, batch: ours.mse(model, batch).sqrt(),
+            "neither.*of the term 'bad' parts give",
+        ),
+        (summed, "neither.*of the term 'bad' parts give"),
+    ],
+)
+def test_each_term_is_compared(bad, words):
+    def loss_fn(model, batch):
+        return {"good": ours.mse(model, batch), "bad": bad(model, batch)}
+
+    weight_fn = dict.fromkeys(("good", "bad"), af.num_samples)
+    with pytest.warns(UserWarning, match=words):
+        stepped(loss_fn, af.accumulate(2), [[BATCH]], weight_fn=weight_fn)
+
+
+def test_terms_that_are_all_sums_are_refused():
+    def loss_fn(model, batch):
+        return {"a": summed(model, batch), "b": 2 * summed(model, batch)}
+
+    with pytest.raises(af.errors.LossError, match=r"must return the mean over .* got a sum"):
+        stepped(
+            loss_fn,
+            af.accumulate(2),
+            [[BATCH]],
+            weight_fn=dict.fromkeys(("a", "b"), af.num_samples),
+        )

@@ -151,3 +151,91 @@ def uneven_batches():
         for _ in range(3)
     ]
     return batches, [[2, 5]] * 3
+
+
+class Heads(nn.Module):
+    """A body and two heads; each task reaches one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 1), nn.Linear(5, 1)
+        self.double()
+
+
+TASKS = (
+    lambda model, x: (model.first(model.body(x).tanh()) - x[:, :1]).square().mean(),
+    lambda model, x: model.second(model.body(x).tanh()).abs().mean(),
+)
+ROWS = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3).sin()
+
+
+def tasks_in_turn(state, recipe, order, again=()):
+    """Train the tasks of `order`, each by a plan of its own; build those of `again` anew before."""
+    model = Heads()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    plans = [recipe(af.Plan(task, model, optimizer)) for task in TASKS]
+    steps = [af.build(state, plan)[1] for plan in plans]
+    for number, task in enumerate(order):
+        if number in again:
+            state, steps[task] = af.build(state, plans[task])
+        state, _ = steps[task](state, af.part(ROWS, state))
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("order", "again"),
+    [((0, 1) * 3, ()), ((0, 0, 1, 1, 0), ()), ((0, 0, 1, 1), (2,)), ((0, 1, 0, 1), (2, 3))],
+    ids=str,
+)
+def test_plans_in_turn_over_one_model_reach_other_parts_of_it(
+    order, again, world_size, num_microbatches
+):
+    (expected,) = simulate(
+        lambda state: tasks_in_turn(state, af.compose(), order, again), world_size=1
+    )
+    wrap = af.wrap_ddp(find_unused_parameters=True)
+    recipe = af.compose(wrap, af.accumulate(num_microbatches))
+    found = simulate(
+        lambda state: tasks_in_turn(state, recipe, order, again), world_size=world_size
+    )
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=0, atol=1e-12)
+
+
+def test_modules_that_share_a_part_train_in_turn():
+    """Each plan has a model of its own around the part."""
+
+    def run(state, recipe):
+        heads = Heads()
+        halves = [
+            nn.ModuleDict({"body": heads.body, "head": each, "unused": nn.Linear(1, 1).double()})
+            for each in (heads.first, heads.second)
+        ]
+        loss = lambda model, x: model["head"](model["body"](x)).square().mean()
+        steps = []
+        for half in halves:
+            optimizer = torch.optim.SGD(half.parameters(), lr=0.1)
+            steps.append(af.build(state, recipe(af.Plan(loss, half, optimizer)))[1])
+        for step in steps * 2:
+            state, _ = step(state, af.part(ROWS, state))
+        return torch.cat([each.detach().flatten() for each in heads.parameters()])
+
+    (expected,) = simulate(lambda state: run(state, af.compose()), world_size=1)
+    wrap = af.wrap_ddp(find_unused_parameters=True)
+    for found in simulate(lambda state: run(state, wrap), world_size=2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_second_plan_over_shards_is_refused_with_the_form_that_works():
+    def run(state):
+        model = Heads()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second = (af.wrap_fsdp()(af.Plan(task, model, optimizer)) for task in TASKS)
+        state, _ = af.build(state, first)
+        with pytest.raises(ValueError, match="build once, with one loss_fn that chooses by the"):
+            af.build(state, second)
+
+    simulate(run, world_size=2)

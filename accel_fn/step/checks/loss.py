@@ -188,13 +188,14 @@ class LossCheck:
         parts = [part, *[each for cut in cuts for each in cut], part]
         watch = _Watch()
         num_collectives = _num_collectives(state, plan)
+        weight = (1,) * len(plan.terms) or 1
         losses, draws = [], False
         before = _Snapshot(plan.model, state)
         with torch.no_grad(), uncompiled(), loss_of(watch):
             for each in parts:
                 try:
                     plan.model.eval()
-                    loss = run_forward(state, plan, strategy.loss_module, each, 1)[0]
+                    loss = run_forward(state, plan, strategy.loss_module, each, weight)[0]
                     draws = draws or before.has_drawn()
                 finally:
                     before.restore()
