@@ -128,7 +128,7 @@ class GlobalMean:
         if not factor:
             return
         if isinstance(factor, tuple):
-            self._mean.add_(weighed(loss, factor))
+            self._mean.add_(weighed(loss.to(self._mean.dtype), factor))
         else:
             self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor)
         if metrics or self._metrics.found:
@@ -154,9 +154,9 @@ class GlobalMean:
             # the next step.
             self._failure, self._sums[self._num_terms] = error, 1
             layout.late = None if self._sums.is_cpu else error
-        terms = layout.vector(self._metrics.found or {}, self._sums, is_wrong=error is not None)
-        if terms:
-            self._sums = torch.cat([self._sums, *terms])
+        sums = layout.vector(self._metrics.found or {}, self._sums, is_wrong=error is not None)
+        if sums:
+            self._sums = torch.cat([self._sums, *sums])
             self._mean = self._losses()
 
     def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:

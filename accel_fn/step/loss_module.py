@@ -74,7 +74,7 @@ class LossModule(nn.Module):
             loss = sum(terms, self._zero())
             return torch.stack([loss] * len(self.terms)), {"": broken}
         terms = [found[name] for name in self.terms]
-        if left_out and torch.is_grad_enabled():
+        if left_out:
             weighing = [found[name] for name in self.terms if name not in left_out]
             leave_out([found[name] for name in left_out], weighing)
             if not all(found[name].requires_grad for name in left_out):
@@ -195,7 +195,7 @@ def _run_terms(
     weights = weight if isinstance(weight, tuple) else (weight,) * len(plan.terms)
     left_out = [name for name, each in zip(plan.terms, weights, strict=True) if not each]
     part, contexts = placed(state, plan, part), plan.forward_contexts
-    if left_out:
+    if left_out and torch.is_grad_enabled():
         # A compiled graph has one backward for all terms, which none can be left out of.
         with uncompiled():
             call = partial(module, left_out=left_out)

@@ -132,21 +132,21 @@ class MetricSums:
         """Count a micro-batch, in the dtype and on the device of `like`."""
         # Metrics beside several terms are no means: `LossModule` marks those that are.
         factor = 1.0 if isinstance(factor, tuple) else factor
-        terms = {}
+        sums = {}
         for name, value in metrics.items():
             if isinstance(value, str):
                 self.wrong = self.wrong or f"step: loss_fn must {value}"
             elif isinstance(value, tuple):
-                terms[name] = torch.stack([each.to(like) for each in value])
+                sums[name] = torch.stack([each.to(like) for each in value])
             else:
-                terms[name] = value.to(like).reshape(1) * factor
+                sums[name] = value.to(like).reshape(1) * factor
         if self.found is None:
-            self.found = terms
-        elif sizes_of(terms) != sizes_of(self.found):
-            words = _differing(sizes_of(self.found), sizes_of(terms))
+            self.found = sums
+        elif sizes_of(sums) != sizes_of(self.found):
+            words = _differing(sizes_of(self.found), sizes_of(sums))
             self.wrong = self.wrong or f"{words}; {_REPAIR}"
         else:
-            self.found = {name: each + terms[name] for name, each in self.found.items()}
+            self.found = {name: each + sums[name] for name, each in self.found.items()}
 
     def differ_from(self, layout: Layout) -> bool:
         """Are they others than those of the first batch?"""

@@ -213,6 +213,21 @@ def test_mixed_precision_trains_a_loss_without_a_term(with_amp):
         ours.assert_close(found, expected, rtol=0.05, atol=0.05)  # half precision has 3 digits
 
 
+def test_terms_in_half_precision_are_added_up_in_full():
+    def halved(model, batch):
+        return {name: each.bfloat16() for name, each in terms(model, batch).items()}
+
+    recipe = (af.accumulate(3),)
+    found = [a_batch([3, 2, 1], [1, 3, 3])]
+    _, (report,) = trained(af.DistState(), *recipe, found=found, loss_fn=halved)
+    parts = [ours.rows(found[0], row, row + 1) for row in range(3)]
+    for index, (name, mean) in enumerate(report.terms.items(), 1):
+        counts = [part[index].sum() for part in parts]
+        by_part = [halved(Detector(), part)[name].detach().double() for part in parts]
+        expected = sum(n * each for n, each in zip(counts, by_part, strict=True)) / sum(counts)
+        torch.testing.assert_close(mean, expected, **ours.EXACT)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loss_scale_changes_no_bit(world_size):
     expected, _ = simulate(lambda s: trained(s, af.wrap_ddp()), world_size=world_size)[0]
