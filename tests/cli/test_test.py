@@ -15,8 +15,7 @@ from accel_fn.base import weights
 from accel_fn.cli.test import merge
 from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.step import grads as grads_module
-from accel_fn.step import strategy as strategy_module
-from accel_fn.step import update
+from accel_fn.step import metric_sums, update
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.strategy import Strategy
 from accel_fn.testing import simulate
@@ -96,6 +95,7 @@ def test_shards_whose_gradients_are_added_up_roughly_are_found(monkeypatch):
     assert broken() == {"shards train as one"}
 
 
+@pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean")
 def test_labels_that_count_though_they_are_ignored_are_found(monkeypatch):
     def all_labels(batch, *, path, ignore_index):
         return batch["labels"].numel()
@@ -125,7 +125,7 @@ def test_a_report_that_is_not_of_the_global_batch_is_found(monkeypatch, name):
     def off(**fields):
         return af.Report(**{**fields, name: fields[name] * 2})
 
-    monkeypatch.setattr(strategy_module, "Report", off)
+    monkeypatch.setattr(metric_sums, "Report", off)
     assert broken() >= TRAINING - {"training through shard_loader is training through the loader"}
 
 

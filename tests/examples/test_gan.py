@@ -83,8 +83,10 @@ def test_noise_of_a_sample_is_its_own() -> None:
 
 def test_generator_step_leaves_the_discriminator_alone() -> None:
     generator, discriminator = gan.Network(16, 64), gan.Network(64, 1)
-    loss_fn = partial(gan.generator_loss, discriminator=discriminator)
-    state, step = af.build(af.DistState(), af.Plan(loss_fn, generator, gan.adam(generator)))
+    g_loss = partial(gan.generator_loss, discriminator=discriminator)
+    d_loss = partial(gan.discriminator_loss, generator=generator)
+    state, step = af.build(af.DistState(), af.Plan(g_loss, generator, gan.adam(generator)))
+    _other = af.build(af.DistState(), af.Plan(d_loss, discriminator, gan.adam(discriminator)))
     before = [parameter.detach().clone() for parameter in discriminator.parameters()]
     batch = (torch.rand(6, 64), torch.arange(6), torch.randn(6, 16))
     _, report = step(state, batch)
