@@ -84,7 +84,12 @@ def _number(name: str, rule: str, read: Callable[[str], T]) -> T | None:
         raise ArgumentError(message("launch_options", name, rule, text)) from None
 
 
+_DEFAULTS = {"mixed_precision": "no autocast", "num_microbatches": "1 micro-batch", "wrap": "ddp"}
+
+
 def source_of(option: str) -> str:
-    """Describe, for `explain`, where a setting that the script leaves to the launch comes from."""
+    """Describe, for `explain`, what the launch sets for an option that the script leaves to it."""
     given = getattr(launch_options(), option)
-    return "the launch sets nothing" if given is None else f"{given} from the launch"
+    if given is not None:
+        return f"{given} from the launch"
+    return f"{_DEFAULTS[option]} since the launch sets no --{option.replace('_', '-')}"

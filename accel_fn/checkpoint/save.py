@@ -27,7 +27,7 @@ from accel_fn.checkpoint.lock import FolderLock
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import check_count, check_flag
-from accel_fn.observe.explain import plan_text
+from accel_fn.observe.explain import explain
 from accel_fn.step.contents import (
     Contents,
     contents_of,
@@ -210,7 +210,7 @@ def _head(state: DistState, steps: Mapping[str, Step], contents: Contents) -> Ma
         torch=str(torch.__version__),
         plans=contents.plans,
         tied=contents.tied,
-        explained={name: plan_text(each.plan, state) for name, each in steps.items()},
+        explained={name: explain(each.plan, state) for name, each in steps.items()},
         entries=to_entries(contents.tensors),
         files={},
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,7 +72,7 @@ def explain_target(
     """
     from accel_fn.base.state import DistState
     from accel_fn.launcher.processes.environment import settings_variables
-    from accel_fn.observe.explain import explain as print_phases
+    from accel_fn.observe.explain import explain as explain_plan
     from accel_fn.observe.explain import phases
 
     settings = resolve_settings({}, config_file).settings
@@ -83,7 +86,23 @@ def explain_target(
         found = {"num_processes": num_processes, "device": str(state.device)}
         print_json({**found, "phases": phases(plan, state)})
     else:
-        print_phases(plan, state)
+        text = explain_plan(plan, state)
+        print(_wrapped(text) if sys.stdout.isatty() else text)
+
+
+def _wrapped(text: str) -> str:
+    """Wrap lines at words for a terminal; they hang below where their text starts."""
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(
+            line,
+            columns,
+            subsequent_indent=" " * 13,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    )
 
 
 def _device(name: str | None) -> torch.device:

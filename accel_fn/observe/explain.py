@@ -1,13 +1,12 @@
-"""explain: print a plan as the step that it will be, phase by phase."""
+"""explain: a plan as the step that it will be, phase by phase."""
 
 from __future__ import annotations
 
-import shutil
-import sys
-import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_fn.base.state import DistState
@@ -15,22 +14,26 @@ from accel_fn.step.plan import Plan, describe, describe_with_source, trained_by
 from accel_fn.step.step import Step
 from accel_fn.step.strategy import describe_backward
 
+_NO_SETTINGS = ("params", "param_names", "initial_lr")
+"""Entries of an optimizer's groups that a user does not choose for a group."""
+
 
 def explain(plan: Plan | Step, state: DistState) -> str:
-    """Print, on the main rank, what one step of this plan will do, phase by phase.
+    """Describe what one step of this plan will do, phase by phase.
 
     Args:
-        plan: any plan, and nothing is built; or a step, for which a last line prints what its first
-            batch has shown of the loss.
+        plan: any plan, and nothing is built; or a step, for which a last line shows what its first
+            batches have shown of the loss.
         state: number of ranks, and device.
 
     Returns:
-        The text, on every rank.
+        A text of several lines, to be printed on the main rank.
 
     Cost: nothing is run.
 
     >>> import accel_fn as af
-    >>> text = af.explain(af.clip(1.0)(af.Plan(loss_fn, model, optimizer)), af.DistState())
+    >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
+    >>> print(af.explain(plan, af.DistState()))
     one step on 1 rank, cpu
       split      the whole batch of the rank
       weigh      num_samples
@@ -40,36 +43,11 @@ def explain(plan: Plan | Step, state: DistState) -> str:
       gradients  clip(1.0)
       update     SGD(lr=0.1), 2 parameter tensors, 5 numbers
     """
+    described = phases(plan.plan if isinstance(plan, Step) else plan, state)
     if isinstance(plan, Step):
-        checked = f"\n  {'check':<10} the loss {plan.checks.loss.verdict}"
-        text = plan_text(plan.plan, state) + checked
-    else:
-        text = plan_text(plan, state)
-    if state.is_main:
-        print(_wrapped(text) if sys.stdout.isatty() else text)
-    return text
-
-
-def _wrapped(text: str) -> str:
-    """Wrap lines at words for a terminal; they hang below where their text starts."""
-    columns = shutil.get_terminal_size().columns
-    return "\n".join(
-        textwrap.fill(
-            line,
-            columns,
-            subsequent_indent=" " * 13,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in text.splitlines()
-    )
-
-
-def plan_text(plan: Plan, state: DistState) -> str:
-    """Return the text of `explain`."""
-    lines = [f"one step on {_ranks(state)}, {state.device}"]
-    lines += [f"  {phase:<10} {text}" for phase, text in phases(plan, state).items()]
-    return "\n".join(lines)
+        described["check"] = f"the loss {plan.checks.loss.verdict}"
+    lines = [f"  {phase:<10} {text}" for phase, text in described.items()]
+    return "\n".join([f"one step on {_ranks(state)}, {state.device}", *lines])
 
 
 def phases(plan: Plan, state: DistState) -> dict[str, str]:
@@ -134,4 +112,31 @@ def _optimizer(optimizer: Optimizer) -> str:
     rates = sorted({float(rate) for rate in given if rate is not None})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
     numbers = sum(p.numel() for p in trained)
-    return f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers"
+    return (
+        f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers"
+        f"{_groups(optimizer)}"
+    )
+
+
+def _groups(optimizer: Optimizer) -> str:
+    """The settings in which groups differ, and how many trained tensors have each."""
+    groups = [
+        {name: _setting(value) for name, value in group.items() if name not in _NO_SETTINGS}
+        for group in optimizer.param_groups
+    ]
+    differing = [name for name in groups[0] if len({group.get(name) for group in groups}) > 1]
+    counts: Counter[str] = Counter()
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        text = " and ".join(f"{name} {settings.get(name)}" for name in differing)
+        counts[text] += sum(p.requires_grad for p in group["params"])
+    listed = ", ".join(f"{text}: {_tensors(count)}" for text, count in counts.items())
+    return f" ({listed})" if differing else ""
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count} tensors"
+
+
+def _setting(value: Any) -> str:
+    is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    return f"{float(value):g}" if is_number else str(value)

@@ -31,9 +31,8 @@ def make_plan():
     return af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def explained(recipe, capsys):
+def explained(recipe):
     text = af.explain(recipe(make_plan()), af.DistState())
-    assert capsys.readouterr().out == text + "\n"
     return {line.split()[0]: line.split(maxsplit=1)[1] for line in text.splitlines()}
 
 
@@ -74,9 +73,9 @@ def test_a_variable_that_cannot_be_is_refused(said, name, value, rule):
         af.launch_options()
 
 
-def test_the_precision_of_the_launch_is_that_of_with_amp(said, capsys):
+def test_the_precision_of_the_launch_is_that_of_with_amp(said):
     said(PRECISION, "bf16")
-    phases = explained(af.with_amp(), capsys)
+    phases = explained(af.with_amp())
     assert phases["forward"].endswith("under with_amp(), bf16 from the launch")
     assert "start" not in phases
 
@@ -86,15 +85,15 @@ def test_the_precision_of_the_launch_is_that_of_with_amp(said, capsys):
     [
         ("fsdp", "make_fsdp", "fsdp from the launch"),
         ("ddp", "make_ddp", "ddp from the launch"),
-        (None, "make_ddp", "the launch sets nothing"),
+        (None, "make_ddp", "ddp since the launch sets no --wrap"),
     ],
 )
-def test_replicas_or_shards_are_what_the_launch_says(said, capsys, value, strategy, source):
+def test_replicas_or_shards_are_what_the_launch_says(said, value, strategy, source):
     if value is not None:
         said(WRAP, value)
     (slot,) = af.wrap()(make_plan()).strategy
     assert slot.func.__name__ == strategy
-    line = explained(af.wrap(), capsys)["backward"]
+    line = explained(af.wrap())["backward"]
     assert line == f"the mean over the global batch; wrap(), {source}, has nothing to do"
 
 
@@ -116,12 +115,10 @@ def test_shards_from_the_launch_are_refused_where_wrap_fsdp_is(said):
         af.build(af.DistState(), af.wrap()(plan))
 
 
-def test_float16_from_the_launch_scales_the_loss_as_with_amp_does(said, capsys):
+def test_float16_from_the_launch_scales_the_loss_as_with_amp_does(said):
     said(PRECISION, "fp16")
     recipe = af.with_amp(init_scale=1024.0)
-    assert (
-        "with_amp(init_scale=1024.0), fp16 from the launch" in explained(recipe, capsys)["forward"]
-    )
+    assert "with_amp(init_scale=1024.0), fp16 from the launch" in explained(recipe)["forward"]
     state, _ = af.build(af.DistState(), recipe(make_plan()))
     assert state.scaler.scale == 1024.0
 
@@ -130,30 +127,32 @@ def test_float16_from_the_launch_scales_the_loss_as_with_amp_does(said, capsys):
     ("value", "line"),
     [
         ("no", "with_amp(), no from the launch"),
-        (None, "with_amp(), the launch sets nothing"),
+        (None, "with_amp(), no autocast since the launch sets no --mixed-precision"),
     ],
 )
-def test_without_a_precision_there_is_no_autocast_and_explain_shows_it(said, capsys, value, line):
+def test_without_a_precision_there_is_no_autocast_and_explain_shows_it(said, value, line):
     if value:
         said(PRECISION, value)
     plan = af.with_amp()(make_plan())
     assert plan.forward_contexts == ()
-    assert explained(af.with_amp(), capsys)["start"] == line
+    assert explained(af.with_amp())["start"] == line
 
 
-def test_the_number_of_the_launch_is_that_of_accumulate(said, capsys):
+def test_the_number_of_the_launch_is_that_of_accumulate(said):
     said(NUMBER, "3")
     line = "accumulate(), 3 from the launch"
-    assert explained(af.accumulate(), capsys)["split"] == line
+    assert explained(af.accumulate())["split"] == line
     line = "accumulate(split=None), 3 from the launch"
-    assert explained(af.accumulate(split=None), capsys)["split"] == line
+    assert explained(af.accumulate(split=None))["split"] == line
 
 
-def test_without_a_number_the_batch_stays_whole_and_explain_shows_it(said, capsys):
+def test_without_a_number_the_batch_stays_whole_and_explain_shows_it(said):
     assert af.accumulate()(make_plan()).split == ()
-    phases = explained(af.accumulate(), capsys)
+    phases = explained(af.accumulate())
     assert phases["split"] == "the whole batch of the rank"
-    assert phases["start"] == "accumulate(), the launch sets nothing"
+    assert phases["start"] == (
+        "accumulate(), 1 micro-batch since the launch sets no --num-microbatches"
+    )
 
 
 @given(batches=strategies.batches())
@@ -164,17 +163,17 @@ def test_with_a_launch_that_sets_nothing_both_are_the_identity_to_the_bit(batche
     ours.assert_identical(actual, expected)
 
 
-def test_an_argument_wins_over_the_launch(said, capsys):
+def test_an_argument_wins_over_the_launch(said):
     said(PRECISION, "fp16")
     said(NUMBER, "3")
-    phases = explained(af.compose(af.with_amp("bf16"), af.accumulate(2)), capsys)
+    phases = explained(af.compose(af.with_amp("bf16"), af.accumulate(2)))
     assert phases["forward"].endswith("under with_amp('bf16')")
     assert phases["split"] == "accumulate(2)"
 
 
-def test_a_split_of_ones_own_is_not_the_launchs(said, capsys):
+def test_a_split_of_ones_own_is_not_the_launchs(said):
     said(NUMBER, "3")
-    assert explained(af.accumulate(split=list), capsys)["split"] == "list"
+    assert explained(af.accumulate(split=list))["split"] == "list"
 
 
 def test_two_precisions_are_refused_from_any_source(said):

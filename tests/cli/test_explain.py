@@ -96,9 +96,10 @@ _SAID = [
     "  backward   the mean over the global batch, by wrap(), fsdp from the launch",
 ]
 _UNSAID = [
-    "  start      with_amp(), the launch sets nothing, then accumulate(), the launch sets nothing",
+    "  start      with_amp(), no autocast since the launch sets no --mixed-precision, "
+    "then accumulate(), 1 micro-batch since the launch sets no --num-microbatches",
     "  forward    loss_fn(Linear, batch)",
-    "  backward   the mean over the global batch, by wrap(), the launch sets nothing",
+    "  backward   the mean over the global batch, by wrap(), ddp since the launch sets no --wrap",
 ]
 
 

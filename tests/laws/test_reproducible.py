@@ -422,7 +422,7 @@ def test_a_device_draws_by_slot_too_and_its_generator_is_afterwards_where_it_was
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_explain_shows_it(world_size, capsys):
+def test_explain_shows_it(world_size):
     plan = af.Plan(ours.mse, (model := Net()), torch.optim.AdamW(model.parameters()))
     recipe = af.compose(af.reproducible(4), af.accumulate(2))
     text = af.explain(recipe(plan), af.DistState(world_size=world_size))

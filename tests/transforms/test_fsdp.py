@@ -259,7 +259,7 @@ def test_in_a_world_of_one_nothing_is_sharded():
     ],
     ids=str,
 )
-def test_explain_describes_a_world_of_one(options, told, capsys):
+def test_explain_describes_a_world_of_one(options, told):
     plan = ours.plan(model=stack())
     text = af.explain(af.wrap_fsdp(**options)(plan), af.DistState())
     assert f"backward   {told}" in text

@@ -55,7 +55,7 @@ class Manifest:
     tied: Mapping[str, str]
     """Names of parameters that are another's, and that other's name."""
     explained: Mapping[str, str]
-    """Each step as `explain` prints it."""
+    """Each step as `explain` describes it."""
     entries: Mapping[str, Entry]
     files: Mapping[str, FileMark]
 

@@ -1,0 +1,50 @@
+"""explain returns a text of what a step does; the phases themselves are tested beside what fills
+them."""
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from tests import strategies as ours
+
+
+def explained(*groups, **options):
+    plan = af.Plan(ours.mse, nn.Linear(3, 1), torch.optim.AdamW(groups, **options))
+    return af.explain(plan, af.DistState())
+
+
+def weights(count):
+    return [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+
+
+def test_it_prints_nothing(capsys):
+    assert explained({"params": weights(1)}).startswith("one step on 1 rank, cpu\n")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_groups_of_the_optimizer_are_shown_by_the_settings_in_which_they_differ():
+    groups = [
+        {"params": weights(12), "weight_decay": 0.1},
+        {"params": weights(1), "weight_decay": 0},
+    ]
+    line = "AdamW(lr=0.001), 13 parameter tensors, 26 numbers (weight_decay 0.1: 12 tensors, "
+    assert explained(*groups).endswith(f"{line}weight_decay 0: 1 tensor)")
+
+
+def test_groups_of_equal_settings_are_one_and_frozen_tensors_are_not_counted():
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    rates = [
+        {"params": [*weights(2), frozen], "lr": 0.5},
+        {"params": weights(1), "lr": torch.tensor(0.25), "betas": (0.5, 0.9)},
+        {"params": weights(3), "lr": 0.5},
+    ]
+    assert explained(*rates).endswith(
+        "(lr 0.5 and betas (0.9, 0.999): 5 tensors, lr 0.25 and betas (0.5, 0.9): 1 tensor)"
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_that_do_not_differ_are_not_shown(groups):
+    parts = [{"params": weights(2)} for _ in range(groups)]
+    assert explained(*parts).endswith(f"{2 * groups} parameter tensors, {4 * groups} numbers")
