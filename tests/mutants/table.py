@@ -101,6 +101,20 @@ MUTANTS = [
         f"{LAWS}accumulation.py",
     ),
     Mutant(
+        "terms share the denominator of the first one",
+        "base/weights.py",
+        "return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])",
+        "return tuple([part * factor / total[0] if part else 0.0 for part, whole in pairs])",
+        f"{LAWS}several_terms.py",
+    ),
+    Mutant(
+        "a term without items adds the gradient of its 0/0",
+        "step/loss_terms.py",
+        "node.register_hook(_zeros)",
+        "node.name()",
+        f"{LAWS}several_terms.py",
+    ),
+    Mutant(
         "what .grad held before counts",
         STRATEGY,
         "            for parameter in self._reachable:\n                parameter.grad = None",
