@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accel_fn.base.batch import num_samples as num_samples
     from accel_fn.base.launch_options import LaunchOptions as LaunchOptions
     from accel_fn.base.launch_options import launch_options as launch_options
+    from accel_fn.base.rng import seed_all as seed_all
     from accel_fn.base.samples import samples as samples
     from accel_fn.base.state import DistState as DistState
     from accel_fn.base.state import LossScale as LossScale
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
     from accel_fn.checkpoint.save import save as save
     from accel_fn.checkpoint.weights.save_load_model import load_model as load_model
     from accel_fn.checkpoint.weights.save_load_model import save_model as save_model
+    from accel_fn.comm.collectives import any_rank as any_rank
     from accel_fn.comm.collectives import barrier as barrier
     from accel_fn.comm.collectives import broadcast as broadcast
-    from accel_fn.comm.collectives import on_main as on_main
     from accel_fn.comm.gather import gather as gather
+    from accel_fn.comm.main_rank import main_first as main_first
+    from accel_fn.comm.main_rank import on_main as on_main
+    from accel_fn.comm.main_rank import on_main_only as on_main_only
+    from accel_fn.comm.main_rank import print_on_main as print_on_main
     from accel_fn.comm.reduce import reduce_mean as reduce_mean
     from accel_fn.comm.reduce import reduce_sum as reduce_sum
     from accel_fn.comm.world import distributed as distributed
@@ -87,7 +92,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "base.batch": ["num_samples"],
-    "comm.collectives": ["barrier", "broadcast", "on_main"],
+    "base.rng": ["seed_all"],
+    "comm.collectives": ["any_rank", "barrier", "broadcast"],
+    "comm.main_rank": ["main_first", "on_main", "on_main_only", "print_on_main"],
     "errors": ["AccelError"],
     "observe.estimate_memory": ["MemoryEstimate", "estimate_memory"],
     "observe.evaluate": ["evaluate"],

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, check_state
+from accel_fn.errors import check_flag
 
 GENERATORS = threading.RLock()
 """Held while they are seeded and restored: simulated ranks are threads that share them."""
@@ -74,6 +75,39 @@ def restored_random(device: torch.device) -> Iterator[None]:
 def derive_random(state: DistState) -> None:
     """Seed all of them from (seed, rank, step): for a rank that the saved run did not have."""
     _seed(f"accel_fn {state.seed} {state.rank} {state.step}", state.device)
+
+
+def seed_all(state: DistState, *, per_rank: bool = True) -> None:
+    """Seed Python's, NumPy's and torch's generators, on the host and the device.
+
+    The seeds come from `state.seed`, the rank's place in `state.data` and `state.step`. With one seed
+    on all ranks (`torch.manual_seed(0)`), each rank would draw the same dropout masks for different
+    rows. Call it before `resume`: a checkpoint holds the generators of every rank, so a resumed run
+    draws what the run would have drawn.
+
+    Args:
+        state: of this rank.
+        per_rank: False: the same seed on every rank, for draws that ranks share, such as the order of
+            your own data or the parameters of a model without `wrap_ddp` or `wrap_fsdp`. (With
+            these, all ranks start from the parameters of rank 0.)
+
+    Raises:
+        TypeError: `per_rank` is not True or False.
+
+    Cost: some microseconds; no collective.
+
+    >>> import torch, accel_fn as af
+    >>> state = af.DistState(seed=7)
+    >>> af.seed_all(state)
+    >>> drawn = torch.rand(3)
+    >>> af.seed_all(state)
+    >>> bool((torch.rand(3) == drawn).all())
+    True
+    """
+    check_state("seed_all", state)
+    check_flag("seed_all", "per_rank", per_rank)
+    place = state.data.rank if per_rank else "all"
+    _seed(f"accel_fn seed_all {state.seed} {place} {state.step}", state.device)
 
 
 def key_random(state: DistState, slot: int) -> None:

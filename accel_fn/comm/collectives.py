@@ -1,13 +1,14 @@
-"""Collectives on trees of values: broadcast, barrier, on_main; and failures of one rank, on all."""
+"""Collectives on trees of values: broadcast, barrier, any_rank; and failures of one rank, on all."""
 
 from __future__ import annotations
 
+import math
 import pickle
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -25,16 +26,16 @@ from accel_fn.comm.differentiable import (
 )
 from accel_fn.errors import (
     ArgumentError,
-    ArgumentTypeError,
     BatchError,
     PeerError,
-    WorldError,
     check_alike,
     check_count,
+    check_flag,
     message,
 )
 
 T = TypeVar("T")
+_NO_FLAG = -1
 
 
 @eager
@@ -158,70 +159,43 @@ def barrier(state: DistState) -> None:
 
 
 @eager
-def on_main(fn: Callable[[], T], state: DistState) -> T:
-    """Run `fn` on the main rank alone; return its result, or raise its exception, on all ranks.
+def any_rank(flag: bool | np.bool_ | Tensor, state: DistState) -> bool:
+    """Is the flag set on any rank? The same answer on every rank.
 
-    For work that must happen once, such as a download. No rank hangs if it fails.
+    For what one rank notices and all must act on: a time limit, a file that asks for a stop, a loss
+    that one rank finds too high.
 
     Args:
-        fn: takes no arguments; its result or exception is pickled for the other ranks.
+        flag: of this rank: True or False, NumPy's or a tensor's too.
         state: of this rank.
 
     Returns:
-        The result of `fn`, on every rank.
+        True on all ranks if the flag is set on one of them.
 
     Raises:
-        BaseException: the exception of `fn`, on every rank; if it cannot be
-            pickled, a `RuntimeError` with its traceback on the other ranks.
-        TypeError: `fn` cannot be called.
-        RuntimeError: `fn` cannot be called on another rank.
+        TypeError: the flag is neither True nor False.
+        RuntimeError: the flag of another rank is neither.
 
-    Cost: two small collectives, and the time of `fn` on all ranks.
+    Cost: one small collective on the host; a flag on a device is waited for.
 
     >>> import accel_fn as af
-    >>> af.on_main(lambda: 6 * 7, af.DistState())
-    42
+    >>> af.any_rank(False, af.DistState())
+    False
     """
-    check_state("on_main", state)
-    failures: list[BaseException] = []
-
-    def called() -> tuple[str, Any]:
-        _check_callable(fn)
-        if not state.is_main:
-            return "", None
-        try:
-            return _picklable("result", fn())
-        except BaseException as error:
-            failures.append(error)
-            return _picklable("error", error)
-
-    if state.world_size == 1:
-        _check_callable(fn)
-        return fn()
-    kind, value = agreed(called, state, "on_main")[0]
-    if failures:
-        raise failures.pop()
-    if kind == "error":
-        raise value
-    return cast("T", value)
-
-
-def _check_callable(fn: object) -> None:
-    if not callable(fn):
-        raise ArgumentTypeError(message("on_main", "fn", "be a function", fn))
-
-
-def _picklable(kind: str, value: Any) -> tuple[str, Any]:
-    """Return both if the value survives pickling, else an error that shows it."""
-    try:
-        pickle.loads(pickle.dumps(value))
-        return kind, value
-    except Exception as reason:
-        shown = "".join(traceback.format_exception(value)) if kind == "error" else repr(value)
-        error = WorldError(
-            f"on_main: fn must return or raise what can be pickled ({reason}), got {shown}"
-        )
-        return "error", error
+    check_state("any_rank", state)
+    value: Any = flag
+    if isinstance(flag, Tensor | np.bool_) and math.prod(flag.shape) == 1:
+        value = flag.item()
+    is_flag = isinstance(value, bool)
+    # An error of one rank travels as a third value, so that the others do not wait for it.
+    every = [value]
+    if state.world_size > 1:
+        every = primitives.exchange_number(int(value) if is_flag else _NO_FLAG, state, "any_rank")
+    check_flag("any_rank", "flag", value)
+    if _NO_FLAG in every:
+        where = every.index(_NO_FLAG)
+        raise PeerError(f"any_rank: failed on rank {where}: its flag is neither True nor False")
+    return any(every)
 
 
 def all_or_none(fn: Callable[[], T], state: DistState, function: str) -> T:
@@ -267,6 +241,14 @@ def agreed(
         if verdict is not None:
             raise PeerError(f"{function}: failed on rank {rank}: {verdict}")
     return [value for value, _ in every]
+
+
+def send_failure(error: BaseException, state: DistState, function: str) -> None:
+    """Raise a PeerError on the ranks that are in `agreed`; this rank has raised an error of its own.
+
+    Cost: two small collectives on the host.
+    """
+    primitives.exchange((None, repr(error)), state, function)
 
 
 def exchange_failures(state: DistState, failure: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 import re
 from functools import partial
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -272,6 +272,11 @@ CALLS = {
     "broadcast": lambda state: af.broadcast(state, ONE),
     "on_main": lambda state: af.on_main(state, ONE),
     "barrier": lambda state: af.barrier(ONE),
+    "any_rank": lambda state: af.any_rank(state, ONE),
+    "main_first": lambda state: af.main_first(ONE).__enter__(),
+    "print_on_main": lambda state: af.print_on_main("a", state=ONE),
+    "on_main_only": lambda state: af.on_main_only(state, ONE),
+    "seed_all": lambda state: af.seed_all(ONE),
 }
 
 
@@ -299,56 +304,6 @@ def test_a_broadcast_needs_a_rank_of_this_world():
         af.broadcast(1, ALONE, source=1)
 
 
-def test_what_main_runs_can_be_called_in_a_world_of_one_too():
-    with pytest.raises(TypeError, match="on_main: fn must be a function, got 3"):
-        af.on_main(3, ALONE)
-
-
-def test_main_alone_runs_and_all_get_what_it_gives():
-    ran = []
-
-    def run(state):
-        def job():
-            ran.append(state.rank)
-            return {"folder": "runs/1"}
-
-        return af.on_main(job, state)
-
-    assert simulate(run, world_size=3) == [{"folder": "runs/1"}] * 3
-    assert ran == [0]
-
-
-def test_main_alone_raises_and_all_get_what_it_raised():
-    def run(state):
-        with pytest.raises(FileNotFoundError, match="no data"):
-            af.on_main(lambda: Path("/no data").read_text(), state)
-        return state.rank
-
-    assert simulate(run, world_size=3) == [0, 1, 2]
-
-
-class UnpicklableError(Exception):
-    """An error that pickle cannot restore from its arguments."""
-
-    def __init__(self, first, second):
-        super().__init__(first)
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_what_cannot_be_pickled_is_reported_on_all_ranks(world_size):
-    def failing():
-        raise UnpicklableError("a", "b")
-
-    def run(state):
-        kind = UnpicklableError if state.is_main else RuntimeError
-        with pytest.raises(kind, match="a"):
-            af.on_main(failing, state)
-        with pytest.raises(RuntimeError, match="fn must return or raise what can be pickled"):
-            af.on_main(lambda: lambda: 1, state)
-
-    simulate(run, world_size=world_size)
-
-
 TREE = {"rows": torch.arange(4), "names": ["a"], "number": 3}
 
 
@@ -361,7 +316,6 @@ def test_a_world_of_one_gets_its_own_value(function):
 
 def test_a_world_of_one_waits_for_nobody():
     af.barrier(ALONE)
-    assert af.on_main(lambda: 5, ALONE) == 5
 
 
 def test_a_barrier_waits_for_all():
@@ -379,3 +333,30 @@ def test_a_barrier_waits_for_all():
         return len(came)
 
     assert simulate(run, world_size=3) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [((False, False, False), False), ((False, True, False), True), ((True, True, True), True)],
+)
+@pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor], ids=lambda kind: kind.__name__)
+def test_a_flag_of_one_rank_is_seen_on_all(flags, expected, kind):
+    found = simulate(lambda state: af.any_rank(kind(flags[state.rank]), state), world_size=3)
+    assert [(type(each), each) for each in found] == [(bool, expected)] * 3
+    assert af.any_rank(kind(flags[1]), ALONE) is flags[1]
+
+
+@pytest.mark.parametrize("flag", [1, None, "yes", torch.ones(2).bool(), torch.ones(())], ids=repr)
+def test_what_is_no_flag_is_refused_on_all_ranks(flag):
+    def run(state):
+        error = TypeError if state.is_main else PeerError
+        text = (
+            "flag must be True or False, got" if state.is_main else "failed on rank 0: its flag is"
+        )
+        with pytest.raises(error, match=f"^any_rank: {text}"):
+            af.any_rank(flag if state.is_main else True, state)
+        return af.reduce_sum(1, state)
+
+    assert simulate(run, world_size=2) == [2, 2]
+    with pytest.raises(TypeError, match="any_rank: flag must be True or False"):
+        af.any_rank(flag, ALONE)

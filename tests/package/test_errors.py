@@ -66,7 +66,7 @@ def test_every_error_that_is_raised_on_purpose_is_ours():
             found.add("cli/*.py click" if name.startswith("click.") else f"{file} {name}")
     again = {"comm/channel.py failure.kind", "checkpoint/weights/export.py type(error)"}
     again |= {
-        "comm/collectives.py failures.pop",
+        "comm/main_rank.py failures.pop",
         "errors.py error",
         "testing/simulation.py ending.error",
     }

@@ -38,6 +38,11 @@ SIGNATURES = {
     af.broadcast: "tree, state, *, source=0",
     af.barrier: "state",
     af.on_main: "fn, state",
+    af.main_first: "state, *, local=False",
+    af.print_on_main: "*values, state, sep=' ', end='\\n', file=None, flush=False",
+    af.on_main_only: "logger, state",
+    af.any_rank: "flag, state",
+    af.seed_all: "state, *, per_rank=True",
     testing.simulate: "fn, *, world_size, timeout_s=10.0, seed=0",
 }
 
