@@ -99,7 +99,7 @@ class Step(Generic[Batch]):
 
         Warns:
             UserWarning: once, on the main rank: the model is in evaluation mode, all ranks have the
-                same batch, or None first, the forward writes buffers that depend on the cut of a
+                same batch, or None ten times, the forward writes buffers that depend on the cut of a
                 batch, the loss reaches tensors outside of the model, or is neither a mean nor a sum.
 
         Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss,

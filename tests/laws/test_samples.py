@@ -1,5 +1,7 @@
 """Law: `samples`, images of several sizes, train as the loop by hand on any world and in any cut."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -164,7 +166,6 @@ def test_workers_and_prefetching_hand_over_samples(num_workers):
     )
 
 
-@pytest.mark.filterwarnings("ignore:step. batch should hold samples on some rank")
 @given(
     lost=st.sets(st.integers(0, NUM_IMAGES - 1)),
     collate=st.sampled_from(COLLATES),
@@ -210,14 +211,33 @@ def test_a_batch_that_is_none_changes_nothing_on_one_process(recipe):
     plan = af.Plan(detection_loss, model, sgd(model.parameters()), weight_fn=lambda batch: 1)
     state, step = af.build(af.DistState(), recipe(plan))
     before = ours.kept_tensors(step)
-    with pytest.warns(
-        UserWarning, match=r"got None, so nothing was trained; where .* use \(\)"
-    ) as found:
-        state, report = step(state, None)
-    assert found[0].filename == __file__
+    state, report = step(state, None)
     ours.assert_identical(ours.kept_tensors(step), before)
     assert (state.step, report.weight, float(report.loss)) == (1, 0, 0.0)
-    step(state, None)  # it warns once
+
+
+@pytest.mark.parametrize(("world_size", "with_samples"), [(1, []), (2, []), (2, [1]), (1, [0])])
+def test_a_loop_that_gives_none_forever_is_warned_of_once(world_size, with_samples):
+    """A loss that needs no batch is never called; samples that cannot be read end some day."""
+    image = columns([Images()[0]])
+
+    def run(state):
+        model = detector()
+        plan = af.Plan(detection_loss, model, sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        for number in range(12):
+            has_samples = state.rank in with_samples and (world_size == 2 or number == 5)
+            state, _ = step(state, image if has_samples else None)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        simulate(run, world_size=world_size)
+    text = (
+        "step: batch should hold samples, got None in the first 10 steps, so loss_fn was not called; "
+        "if it needs no batch, use () and a weight_fn"
+    )
+    expected = [] if with_samples else [(text, __file__)]
+    assert [(str(each.message), each.filename) for each in found] == expected
 
 
 def test_losses_of_single_samples_on_each_rank_are_compared():

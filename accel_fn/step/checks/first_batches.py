@@ -22,6 +22,9 @@ from accel_fn.step.strategy import Strategy
 _LOOKS = (1, 2, 10, 100)
 """Some faults show only later: two tensors that a second graph shares, a loss whose halves agree at first."""
 
+_MOST_NONE = 10
+"""So many batches may be None, because their samples could not be read."""
+
 
 class FirstBatches:
     """Looks at batches 1, 2, 10 and 100 of a step. In all others it looks at the model's mode."""
@@ -34,6 +37,8 @@ class FirstBatches:
         self._model = plan.model
         self._strategy = strategy
         self._num_batches = 0
+        self._num_none = 0
+        """The number of batches that were None on this rank."""
         self._has_warned = False
         """Has it warned of a model in evaluation mode?"""
         self._buffers: Mapping[str, int] = {}
@@ -48,11 +53,13 @@ class FirstBatches:
             self._look(state, batch)
 
     def end(self, state: DistState, batch: Any, report: Report) -> None:
-        """Warn of buffers that the forwards of the first batch have written, and of a batch of nothing."""
+        """Warn of buffers that the forwards of the first batch have written, and of batches of nothing."""
         if self._buffers:
             self._compare_buffers(state)
-        if batch is None and self._num_batches == 1 and state.is_main:
-            _warn_of_nothing(report)
+        if batch is None:
+            self._num_none += 1
+            if self._num_none == self._num_batches == _MOST_NONE and state.is_main:
+                _warn_of_nothing(report)
 
     def _warn_of_evaluation_mode(self, state: DistState) -> None:
         self._has_warned = True
@@ -96,12 +103,12 @@ class FirstBatches:
 
 
 def _warn_of_nothing(report: Report) -> None:
-    """Warn if no rank has a sample in the first step: a loss that needs no batch was not called."""
+    """Warn if no rank had a sample: a loss that needs no batch was not called."""
     weight = report.weight
     if not (any(weight.values()) if isinstance(weight, Mapping) else weight):
         warn_user(
-            "step: batch should hold samples on some rank in the first step, got None, so nothing was "
-            "trained; where loss_fn needs no batch, use () and a weight_fn"
+            f"step: batch should hold samples, got None in the first {_MOST_NONE} steps, so loss_fn was not "
+            "called; if it needs no batch, use () and a weight_fn"
         )
 
 
