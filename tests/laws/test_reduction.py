@@ -1,6 +1,7 @@
 """A loss is the mean or the sum over its items, as the plan says; the first step compares."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -604,3 +605,15 @@ def test_terms_that_are_all_sums_are_refused():
             [[BATCH]],
             weight_fn=dict.fromkeys(("a", "b"), af.num_samples),
         )
+
+
+def test_a_cut_with_a_part_that_is_not_finite_is_left_out():
+    """The spread of one row is not a number; thirds and every second row have more of them."""
+
+    def loss_fn(model, batch):
+        outputs = model(batch[0])
+        unknown = outputs.new_tensor(math.nan if len(outputs) == 3 else 0.0)
+        return ours.mse(model, batch) + unknown
+
+    (line,) = stepped(loss_fn, af.accumulate(2), [[BATCH]])
+    assert "is a mean over the items of batch 1" in line

@@ -153,7 +153,7 @@ class LossCheck:
 
     def _part(self, state: DistState, batch: Any) -> tuple[Any, int]:
         """A few samples for this rank, None where there are no two, and how often all ranks cut theirs."""
-        whole, num_rows = self._counted(batch)
+        whole, part, num_rows = self._counted(batch)
         # All ranks run as many forwards: FSDP unshards in each, and a loss may hold collectives.
         rows = primitives.exchange(num_rows, state, "step")
         if min(rows) < 0:
@@ -161,25 +161,26 @@ class LossCheck:
         if max(rows) < 2:
             num_rows = sum(rows)
             return (_joined(whole, state), _num_cuts(num_rows)) if num_rows > 1 else (None, 0)
-        part = None if num_rows < 2 else split_batch(whole, max(1, num_rows // _NUM_SAMPLES))[0]
         if min(rows) < 2:
             part = broadcast(part, state, source=[each > 1 for each in rows].index(True))
         return part, _num_cuts(min(each for each in rows if each > 1))
 
-    def _counted(self, batch: Any) -> tuple[Any, int]:
-        """The batch, and its number of samples: 0 if they cannot be counted, -1 if the step will raise."""
+    def _counted(self, batch: Any) -> tuple[Any, Any, int]:
+        """The batch, a few of its samples, and their number: 0 if unknown, -1 if the step will raise."""
         try:
             self._strategy.parameters.check()
         except Exception:
-            return None, -1
+            return None, None, -1
         try:
             # Not by the plan's split, which the user may have written to be called once per batch.
             # A list is one batch, as torch's collate makes it of pairs, unless it holds micro-batches.
             is_window = bool(self._plan.having("takes_windows"))
             whole = batch[0] if is_window and type(batch) is list else batch
-            return whole, 0 if whole is None else num_samples(whole)
-        except Exception:  # the step refuses the batch, on all ranks alike
-            return None, 0
+            num_rows = 0 if whole is None else num_samples(whole)
+            part = split_batch(whole, max(1, num_rows // _NUM_SAMPLES))[0] if num_rows > 1 else None
+            return whole, part, num_rows
+        except Exception:  # the step refuses the batch, or its rows cannot be cut
+            return None, None, 0
 
     def _run(self, state: DistState, part: Any, num_cuts: int) -> Measured:
         """Measure losses and weights of a batch and its parts, without a trace in the model."""
@@ -223,7 +224,7 @@ class LossCheck:
     def _cut(
         self, whole: Sequence[float], losses: Sequence[Sequence[float]], parts: Sequence[Any]
     ) -> list[Cut]:
-        """One cut, term by term, without the parts that have no items."""
+        """One cut, term by term, of the parts that have items; none where one of them is not finite."""
         plan, found = self._plan, []
         weights = weigh(plan.weight_fn, parts)
         shifted = _shifted(plan, parts)
@@ -232,8 +233,8 @@ class LossCheck:
                 (loss[place], _of_term(weight, place), _of_term(other, place))
                 for loss, weight, other in zip(losses, weights, shifted or weights, strict=True)
             ]
-            columns = list(zip(*[row for row in rows if row[1] and isfinite(row[0])], strict=True))
-            if columns:
+            columns = list(zip(*[row for row in rows if row[1]], strict=True))
+            if columns and all(map(isfinite, columns[0])):
                 others = columns[2] if shifted else None
                 found.append(Cut(term, whole[place], columns[0], columns[1], others))
         return found
