@@ -24,7 +24,8 @@ class DelayedRead:
         held = torch.empty_like(value, device="cpu", pin_memory=True)
         held.copy_(value, non_blocking=True)
         event = torch.Event(value.device)
-        event.record()
+        # The default is a stream of the current device, which may be another than the value's.
+        event.record(torch.accelerator.current_stream(value.device))
         self._pending = held, event
         return known
 

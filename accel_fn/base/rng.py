@@ -179,4 +179,5 @@ def _seed(key: str, device: torch.device) -> None:
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number % 2**63)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(number % 2**63)
+        with torch.accelerator.device_index(device.index):  # `manual_seed` seeds the current one
+            torch.get_device_module(device).manual_seed(number % 2**63)

@@ -47,14 +47,17 @@ def init(
 
     Reads the variables that `accel-fn launch`, torchrun and others set (RANK,
     WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK with LOCAL_WORLD_SIZE; without
-    these two, one process per machine), else those of Slurm's srun and of Open MPI;
+    these two, one process per machine), else those of Slurm's srun and of Open MPI, else the
+    world that the script joined by itself through torch.distributed, as under `mp.spawn`;
     joins the group of processes, and leaves it at exit.
     Without any of them it is one process on one device. Calling it again gives
     a second state over a group of its own.
 
     Args:
         device: default: the launch's, else this rank's accelerator (CUDA,
-            MPS, XPU, ...), or the CPU where there is none.
+            MPS, XPU, ...), or the CPU where there is none. An accelerator without an index is that
+            of the local rank, the only one that the process sees, or, in a world that the script
+            joined by itself, the current one.
         backend: of torch.distributed, for that device; default: the usual one.
             Gloo is always there too, for tensors on the host.
         timeout_s: how long to wait for the world, and for any collective later; after that, each rank
@@ -131,11 +134,13 @@ def _join(
     check_positive("init", "timeout_s", timeout_s)
     check_count("init", "seed", seed, minimum=0)
     backends.check_backend("init", backend)
-    launch = read_launch(os.environ) or _current_launch()
+    joined = _joined_world(os.environ)
+    launch = joined or read_launch(os.environ)
     device = device or os.environ.get("ACCEL_FN_DEVICE") or None
     if launch is None:
         return DistState(device=pick_device(device, 0, 1, 1), seed=seed)
-    place = pick_device(device, launch.local_rank, launch.local_world_size, launch.world_size)
+    local_rank = None if joined else launch.local_rank
+    place = pick_device(device, local_rank, launch.local_world_size, launch.world_size)
     group, watchdog = None, None
     if launch.world_size > 1:
         group, watchdog = join_world(
@@ -159,17 +164,24 @@ def _join(
     )
 
 
-def _current_launch() -> Launch | None:
-    """Return the world that the script joined by itself, through torch.distributed."""
+def _joined_world(environment: Mapping[str, str]) -> Launch | None:
+    """Return the world that the script joined by itself, as under `mp.spawn`, where no launcher has."""
     world = backends.current_world()
-    return None if world is None else Launch(*world, 0, 1, "", 0, False)
+    if world is None or _is_launched(environment) or read_task(environment) is not None:
+        return None
+    return Launch(*world, 0, 1, "", 0, False)
+
+
+def _is_launched(environment: Mapping[str, str]) -> bool:
+    """Has a launcher set a place in the world? An address alone may be the script's own."""
+    return any(environment.get(name) for name in ("RANK", "WORLD_SIZE", *_LOCAL))
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
     """Return the launcher's variables, checked; None if there are none."""
     names = (*_NEEDED, *_LOCAL)
     given = {name: environment[name] for name in names if environment.get(name)}
-    if not given.keys() & {"RANK", "WORLD_SIZE", *_LOCAL}:
+    if not _is_launched(environment):
         given = {**_from_cluster(environment), **given}
     if not given:
         return None
@@ -238,9 +250,15 @@ def _check_launch(launch: Launch) -> None:
 
 
 def pick_device(
-    device: torch.device | str | None, local_rank: int, local_world_size: int, world_size: int
+    device: torch.device | str | None,
+    local_rank: int | None,
+    local_world_size: int,
+    world_size: int,
 ) -> torch.device:
-    """Return the device of a local rank; it becomes the current one of its kind."""
+    """Return the device of a local rank; it becomes the current one of its kind.
+
+    Without a local rank it is the current one: a script that joined its world by itself has set it.
+    """
     device = device_of("init", device) if device is not None else _default_kind(world_size)
     if device.type in ("cpu", "meta"):
         return device
@@ -252,6 +270,12 @@ def pick_device(
         )
     count = torch.accelerator.device_count()
     index = device.index
+    if index is None and local_rank is None:
+        index = torch.accelerator.current_device_index()
+    if index is None and count == 1:
+        # Clusters often show each process its own device alone (`srun --gpus-per-task=1`, Ray);
+        # where processes do share one, NCCL refuses it.
+        index = 0
     if index is None:
         if local_world_size > count:
             raise WorldError(

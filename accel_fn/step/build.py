@@ -46,8 +46,9 @@ def build(
 
     Raises:
         ValueError: on every rank alike, transforms that cannot be combined, an optimizer
-            over other parameters than the model's, nothing to train, or several ranks and
-            no strategy that shares the step among them.
+            over other parameters than the model's, nothing to train, a model on the CPU where the
+            state has an accelerator and nothing places it there, or several ranks and no strategy
+            that shares the step among them.
         RuntimeError: ranks build different plans.
 
     Cost: in a world of several, four small collectives, and what transforms do: those that train

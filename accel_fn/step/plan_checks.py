@@ -27,6 +27,7 @@ def check_plan(state: DistState, plan: Plan) -> None:
     check_parameters(plan)
     _check_optimizers(plan)
     _check_world(state, plan)
+    _check_device(state, plan)
     if shares_gradients(state, plan):
         check_hooks("build", plan)
     for each in plan.entries():
@@ -136,6 +137,17 @@ def _check_world(state: DistState, plan: Plan) -> None:
         )
     if not plan.having("local_gradients"):
         check_row_norms(plan.model)
+
+
+def _check_device(state: DistState, plan: Plan) -> None:
+    """Refuse an accelerator that nothing would use: the model would be trained on the host."""
+    if state.device.type == "cpu" or plan.place_model or plan.shard_model or plan.having("shards"):
+        return
+    if all(each.is_cpu for each in plan.model.parameters()):
+        raise PlanError(
+            f"build: model must be on {state.device}, the device of the state, got all parameters on the "
+            'CPU; add place(), or train there with init(device="cpu")'
+        )
 
 
 def check_row_norms(model: nn.Module) -> None:

@@ -85,7 +85,8 @@ def apply_update(
 
     A fused optimizer takes factor and verdict into its kernel, as torch's own
     GradScaler hands them over; any other, and one whose step is listened to, gets
-    one multiply in place, and the host waits for the verdict.
+    one multiply in place, and the host waits for the verdict. It waits for both where
+    parameters are on the host.
 
     Args:
         optimizer: its step is called as the user would, hooks and all.
@@ -93,10 +94,10 @@ def apply_update(
         grads: used up: their tensors may be overwritten.
         ok: [], bool, or None where nothing is checked.
     """
-    factor = grads.factor
-    if factor is not None and factor.is_cpu and factor.item() == 1.0:
-        factor = None  # nothing to apply, and the host knows it without waiting
+    factor = _open_factor(grads)
     fused = (factor is not None or ok is not None) and takes_factor(optimizer)
+    if fused:
+        factor, ok = _where_read(factor, parameters), _where_read(ok, parameters)
     try:
         for parameter, tensor in zip(parameters, grads.tensors, strict=True):
             parameter.grad = tensor
@@ -118,6 +119,20 @@ def apply_update(
         if fused:
             vars(optimizer).pop("grad_scale", None)
             vars(optimizer).pop("found_inf", None)
+
+
+def _open_factor(grads: Grads) -> Tensor | None:
+    """Return the factor, or None where the host knows, without waiting, that it is one."""
+    factor = grads.factor
+    return None if factor is not None and factor.is_cpu and factor.item() == 1.0 else factor
+
+
+def _where_read(value: Tensor | None, parameters: Sequence[Tensor]) -> Tensor | None:
+    """Move a value to the host if a fused kernel reads it there, for parameters that are offloaded."""
+    # torch would copy it without waiting, and its kernel on the host would read what is there yet.
+    if value is None or value.is_cpu or not any(each.is_cpu for each in parameters):
+        return value
+    return value.cpu()
 
 
 def takes_factor(optimizer: Optimizer) -> bool:

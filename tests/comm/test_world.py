@@ -136,6 +136,7 @@ def machine(monkeypatch):
             ("current_accelerator", lambda: torch.device(kind)),
             ("device_count", lambda: count),
             ("set_device_index", current.append),
+            ("current_device_index", lambda: 1),
         ):
             monkeypatch.setattr(torch.accelerator, name, value)
         return current
@@ -154,6 +155,19 @@ def test_a_rank_takes_the_device_of_its_local_rank_unless_it_is_given_another(
     device = pick_device(asked, 2, 4, 8)
     assert device == torch.device(expected)
     assert current == ([] if device.index is None else [device.index])
+
+
+def test_the_only_visible_device_is_taken_whatever_the_local_rank(machine):
+    current = machine("cuda", 1)
+    assert pick_device(None, 2, 4, 8) == torch.device("cuda:0")
+    assert current == [0]
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("cuda", 1), ("cuda:3", 3)])
+def test_a_script_that_joined_its_world_keeps_its_current_device(machine, asked, expected):
+    current = machine("cuda", 4)
+    assert pick_device(asked, None, 1, 4) == torch.device("cuda", expected)
+    assert current == [expected]
 
 
 @pytest.mark.parametrize(
@@ -385,6 +399,29 @@ def test_a_world_that_the_script_has_joined_itself_is_taken_over():
         """,
         expect=["taken 1", "taken 1"],
     )
+
+
+def test_a_world_that_mp_spawn_started_is_taken_over(tmp_path):
+    script = tmp_path / "spawned.py"
+    script.write_text(
+        """
+import os, sys
+import torch.distributed as dist, torch.multiprocessing as mp
+import accel_fn as af
+
+def train(rank, port):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", port
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    state = af.init(device="cpu", timeout_s=30)
+    assert (state.rank, state.world_size) == (rank, 2)
+    assert af.reduce_sum(rank, state) == 1
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(sys.argv[1],), nprocs=2)
+"""
+    )
+    subprocess.run([sys.executable, script, str(free_port())], check=True, timeout=120)
 
 
 def test_a_state_is_a_value():

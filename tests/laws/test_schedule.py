@@ -9,6 +9,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import accel_fn as af
@@ -333,8 +334,17 @@ def test_a_rate_is_on_the_device_where_that_knows_first_whether_updates_are_made
     state, optimizer, recipe, kind, make_scheduler
 ):
     plan = recipe(ours.plan(optimizer=optimizer))
+    for group in plan.optimizer.param_groups:
+        group["params"] = [nn.Parameter(each.detach().to(state.device)) for each in group["params"]]
     made = begun(state, plan, by=make_scheduler(plan.optimizer))
     assert type(made) is kind
+
+
+def test_a_rate_is_on_the_host_where_the_parameters_are():
+    """A kernel on the host, of offloaded parameters, reads a rate before it arrives there."""
+    plan = ours.plan(optimizer=fused)
+    state = af.DistState(device="meta", scaler=SCALE)
+    assert type(begun(state, plan, by=exponential(plan.optimizer))) is Schedule
 
 
 LATE = {name: each for name, each in SCHEDULERS.items() if name != "one cycle"}

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
-from accel_fn.step.plan import Plan, Stateful, UpdateFn
+from accel_fn.step.plan import Plan, Stateful, UpdateFn, trained_by
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import takes_factor
 from accel_fn.transforms.schedule.advance import (
@@ -65,7 +65,8 @@ def schedule(
     Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also
     where updates may be skipped: the learning rate is then a tensor on the device, chosen there
     between that of an update made and that of one skipped. (Other values that a scheduler
-    changes, such as OneCycleLR's momentum, then follow a skip one update late.)
+    changes, such as OneCycleLR's momentum, then follow a skip one update late.) With parameters on
+    the host (`wrap_fsdp(offload=True)`) the host waits, as for the update itself.
 
     >>> import accel_fn as af
     >>> af.schedule(lambda num_updates: 0.5**num_updates)(af.Plan(loss_fn, model, optimizer))
@@ -147,7 +148,9 @@ def scheduled(
         else:
             advance = Advance(by if isinstance(by, LRScheduler) else LambdaLR(each, _checked(by)))
         always = plan.always_applies(state)
-        if not always and state.device.type != "cpu" and takes_factor(each):
+        # A kernel on the host, of offloaded parameters, would read a rate of the device too early.
+        on_host = any(parameter.is_cpu for parameter in trained_by(each))
+        if not (always or on_host or state.device.type == "cpu") and takes_factor(each):
             made[name] = DeviceSchedule.in_plan(plan, advance, state.device, DelayedRead())
         else:
             made[name] = Schedule(advance, always=always)

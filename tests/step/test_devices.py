@@ -1,0 +1,39 @@
+"""Devices of a plan: an accelerator that nothing would use is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import accel_fn as af
+
+
+def plan_on(device):
+    model = nn.Linear(2, 1, device=device)
+
+    def loss_fn(model, batch):
+        return F.mse_loss(model(batch), batch.sum(1, keepdim=True))
+
+    return af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("recipe", [af.compose(), af.wrap_ddp(), af.accumulate(2)], ids=str)
+def test_a_model_that_nothing_moves_to_the_accelerator_is_refused(recipe):
+    with pytest.raises(
+        ValueError,
+        match=r"^build: model must be on cuda:1, the device of the state, got all parameters on the "
+        r'CPU; add place\(\), or train there with init\(device="cpu"\)$',
+    ):
+        af.build(af.DistState(device="cuda:1"), recipe(plan_on("cpu")))
+
+
+def test_a_model_that_the_user_has_moved_needs_no_place():
+    """Meta tensors take the place of an accelerator's: nothing runs."""
+    state, _ = af.build(af.DistState(device="meta"), plan_on("meta"))
+    assert state.device == torch.device("meta")
+
+
+def test_a_state_on_the_cpu_needs_no_place():
+    state, step = af.build(af.DistState(), plan_on("cpu"))
+    state, report = step(state, torch.ones(4, 2))
+    assert report.loss.isfinite()
