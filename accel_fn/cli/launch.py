@@ -80,6 +80,12 @@ _FEW, _LATER = 4, "(at the start)"
 )
 @click.option("--log-dir", type=_FOLDER, help="Write the output of each rank to files in it.")
 @click.option("--tee", is_flag=True, default=None, help="Print it, too, each line with its rank.")
+@click.option(
+    "--full-traceback",
+    is_flag=True,
+    default=None,
+    help="Show frames of accel_fn and torch in the traceback of an error.",
+)
 @config_option()
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program.")

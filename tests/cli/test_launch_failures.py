@@ -4,11 +4,13 @@ failure."""
 import os
 import re
 import signal
+import sys
 
 import pytest
 
-from tests.cli.commands import run_python
+from tests.cli.commands import run_python, surroundings
 from tests.cli.launchers import gone, is_running, until
+from tests.cli.terminal import Terminal
 
 _SCRIPT = """
 import os, signal, sys, time
@@ -263,3 +265,88 @@ def test_a_failed_rank_that_hangs_prints_its_error_and_is_killed(tmp_path):
     first, *_, last = done.stderr.strip().splitlines()
     assert first == "rank 3 has failed and is slow to end"
     assert last == "ZeroDivisionError: division by zero"
+
+
+# -- frames of accel_fn and torch
+
+_TRAIN = """
+import sys
+import torch
+import accel_fn as af
+
+def hook(kind, error, frames):
+    count = 0
+    while frames is not None:
+        frames, count = frames.tb_next, count + 1
+    print("hook", kind.__name__, count)
+
+if "hook" in sys.argv:
+    sys.excepthook = hook
+
+def loss_fn(model, batch):
+    inputs = batch[:, :3] if state.rank == 1 or state.world_size == 1 else batch
+    return model(inputs).mean()
+
+state = af.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state, step = af.build(state, af.wrap_ddp()(af.Plan(loss_fn, model, optimizer)))
+step(state, torch.rand(2, 4) + state.rank)
+"""
+_FOLDED = [
+    r"Traceback \(most recent call last\):",
+    r'  File ".*/script.py", line \d+, in <module>',
+    r"  \[\d\d? frames of accel_fn and torch; --full-traceback shows them\]",
+    r'  File ".*/script.py", line \d+, in loss_fn',
+    r"  \[2 frames of torch; --full-traceback shows them\]",
+    r'  File ".*/torch/nn/modules/linear.py", line \d+, in forward',
+    r"rank \d \(\S+, pid \d+\)",
+    r"RuntimeError: mat1 and mat2 shapes cannot be multiplied \(2x3 and 4x1\)",
+]
+
+
+def last_frames(text):
+    """The report of the cause without lines of code."""
+    lines = [line for line in text.rstrip().splitlines() if not line.startswith("    ")]
+    return lines[lines.index("Traceback (most recent call last):") :]
+
+
+def matches(lines, patterns):
+    return len(lines) == len(patterns) and all(map(re.fullmatch, patterns, lines))
+
+
+def test_an_error_in_the_loss_shows_the_users_frames_and_the_innermost(launchers, tmp_path):
+    """The other rank, which lost its peer, stands above."""
+    ended = launchers.run(tmp_path, "-n", 2, "--cpu", "script.py", script=_TRAIN)
+    assert ended.exit_code == 1
+    assert matches(last_frames(ended.stderr), _FOLDED), ended.stderr
+    assert "rank 1" in ended.last_lines[-2]
+    assert re.match(r"accel-fn launch: 2 of 2 ranks failed\nrank 0 \(.*\): ", ended.stderr)
+
+
+def test_a_terminal_shows_the_same_and_the_users_own_hook_gets_every_frame(tmp_path):
+    (tmp_path / "script.py").write_text(_TRAIN)
+    command = [sys.executable, "-m", "accel_fn.cli", "launch", "--cpu", "script.py", "hook"]
+    with Terminal(command, tmp_path, surroundings(tmp_path)) as screen:
+        assert screen.end() == 1
+    assert matches(last_frames(screen.text), _FOLDED), screen.text
+    (count,) = re.findall(r"^hook RuntimeError (\d+)$", screen.text, re.M)
+    assert int(count) > 10
+
+
+@pytest.mark.parametrize(
+    "requested", ["by a flag", pytest.param("by a variable", marks=pytest.mark.slow)]
+)
+def test_every_frame_is_shown_on_request(launchers, tmp_path, requested):
+    is_flag = requested == "by a flag"
+    flags = ["--full-traceback"] if is_flag else []
+    variables = {} if is_flag else {"ACCEL_FN_FULL_TRACEBACK": "1"}
+    ended = launchers.run(tmp_path, *flags, "--cpu", "script.py", script=_TRAIN, **variables)
+    assert ended.stderr.count('\n  File "') > 10
+    assert "frames of" not in ended.stderr
+
+
+def test_a_long_error_of_many_lines_comes_last_and_whole(launchers, tmp_path):
+    text = "\n".join(f"{'x' * 500} {number}" for number in range(20))
+    ended = launchers.run(tmp_path, "script.py", script=f"raise ValueError({text!r})")
+    assert ended.stderr.endswith(f"\nValueError: {text}\n")

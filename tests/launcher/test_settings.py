@@ -38,6 +38,7 @@ WRONG = [
     ("log_dir", "", "be a path"),
     ("log_dir", 3, "be a path"),
     ("tee", 2, "be true or false"),
+    ("full_traceback", "all", "be true or false"),
     ("threads_per_process", 0, "be an integer >= 1"),
 ]
 

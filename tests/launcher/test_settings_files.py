@@ -122,6 +122,7 @@ VALUES = {
     "timeout_s": st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
     "log_dir": st.none() | PATHS,
     "tee": st.booleans(),
+    "full_traceback": st.booleans(),
     "threads_per_process": st.none() | COUNTS,
 }
 

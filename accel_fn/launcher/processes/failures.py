@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fn.launcher.processes import worker
-from accel_fn.launcher.processes.traceback_lines import place_in_traceback, place_of_wait
+from accel_fn.launcher.processes.traceback_lines import fold, place_in_traceback, place_of_wait
 
 _SHOWN, _WIDTH = 8, 120
 
@@ -185,7 +185,7 @@ def _kind(failure: Failure) -> int:
     return 0 if failure.signal_name in _CRASHES else 2
 
 
-def report(failures: Sequence[Failure], world_size: int) -> str:
+def report(failures: Sequence[Failure], world_size: int, *, full_traceback: bool) -> str:
     """A line for each other rank, then the cause: its traceback, its rank, its exception.
 
     A rank that was stopped is listed only if it waited for the others.
@@ -200,5 +200,6 @@ def report(failures: Sequence[Failure], world_size: int) -> str:
         num_failed = 1 + sum(not each.stopped for each in others)
         head = f"accel-fn launch: {num_failed} of {world_size} ranks failed"
         lines = [head, *lines, ""]
-    lines += [*first.stack.splitlines(), first.process, first.last_line]
+    stack = first.stack if full_traceback else fold(first.stack)
+    lines += [*stack.splitlines(), first.process, first.last_line]
     return "\n".join(lines) + "\n"

@@ -31,6 +31,7 @@ from accel_fn.launcher.processes.agent import Agent, RankFolders
 from accel_fn.launcher.processes.environment import ROLE
 from accel_fn.launcher.processes.failures import Failure, cause, report
 from accel_fn.launcher.processes.reaper import Reaper
+from accel_fn.launcher.settings.settings import Settings
 
 _MEET_WITHIN_S = 600
 
@@ -76,13 +77,13 @@ def run(plan: LaunchPlan) -> tuple[int, str]:
         reaper,
     )
     try:
-        return _wait(agent, handler, machines, may_restart=settings.max_restarts > 0)
+        return _wait(agent, handler, machines, settings)
     finally:
         reaper.finish()
 
 
 def _wait(
-    agent: Agent, handler: RendezvousHandler, machines: Machines, *, may_restart: bool
+    agent: Agent, handler: RendezvousHandler, machines: Machines, settings: Settings
 ) -> tuple[int, str]:
     """Run the agent to its end; return the exit code and the report."""
     before = signal.signal(signal.SIGUSR1, agent.forward_signal)  # Slurm sends it before its limit
@@ -92,7 +93,7 @@ def _wait(
         _logger.warning(
             "stopped by %s", "Ctrl-C" if stop.sigval is signal.SIGINT else stop.sigval.name
         )
-        if isinstance(handler, StoreRendezvous) and not may_restart:
+        if isinstance(handler, StoreRendezvous) and not settings.max_restarts:
             handler.leave()
         return 128 + stop.sigval, ""
     except RendezvousError as error:
@@ -111,7 +112,8 @@ def _wait(
     if all(each.stopped for each in failures):
         _logger.warning("stopped: another machine has ended")
         return 1, ""
-    return cause(failures).exit_status, report(failures, machines.num_processes)
+    text = report(failures, machines.num_processes, full_traceback=settings.full_traceback)
+    return cause(failures).exit_status, text
 
 
 def _handler(machines: Machines, run_id: str) -> RendezvousHandler:

@@ -1,9 +1,10 @@
-"""The line of the user's code that a rank was at, from its traceback or its stack dump."""
+"""The lines of the user's code in a rank's traceback or stack dump."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import NamedTuple
 from accel_fn.comm.watchdog.hang_report import is_in_python
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
+_FRAME_AND_CODE = r'^  File ".+", line \d+, in .+(?:\n    .*|\n  \[Previous line .*)*'
+_FRAMES = re.compile(rf"(?:{_FRAME_AND_CODE}(?:\n|\Z))+", re.MULTILINE)
 
 
 class _Frame(NamedTuple):
@@ -37,6 +40,25 @@ def place_of_wait(dump: str) -> str:
     if not frames or _is_users(frames[0]):
         return ""
     return next((str(each) for each in frames if _is_users(each)), "")
+
+
+def fold(stack: str) -> str:
+    """Fold frames of accel_fn and torch to a line, except the innermost frame of each traceback."""
+    return _FRAMES.sub(_fold, stack)
+
+
+def _fold(frames: re.Match[str]) -> str:
+    *outer, innermost = re.findall(_FRAME_AND_CODE, frames[0], re.MULTILINE)
+    lines: list[str] = []
+    for is_users, group in itertools.groupby(outer, lambda text: _is_users(*_frames(text))):
+        run = list(group)
+        libraries = [Path(each).name for each in _libraries() if f'"{each}' in "".join(run)]
+        if is_users or not libraries or len(run) == 1:
+            lines += run
+        else:
+            count = f"{len(run)} frames of {' and '.join(libraries)}"
+            lines.append(f"  [{count}; --full-traceback shows them]")
+    return "\n".join([*lines, innermost, ""])
 
 
 def _frames(stack: str, *, reverse: bool = False) -> Iterator[_Frame]:

@@ -114,6 +114,9 @@ class Settings(BaseModel):
         None, description="folder for each rank's output"
     )
     tee: bool = Field(False, description="show what goes to log_dir on the screen too")
+    full_traceback: bool = Field(
+        False, description="show frames of accel_fn and torch in the traceback of an error"
+    )
     threads_per_process: Integer | None = Field(
         None, ge=1, description="CPU threads of each process; none: the cores, divided"
     )
@@ -174,7 +177,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("machine_rank", "max_restarts"), "be an integer >= 0"),
         "main_process_ip": "be a host name or an IP address, without a port",
         "main_process_port": "be an integer in 0 .. 65535",
-        **dict.fromkeys(("cpu", "tee"), "be true or false"),
+        **dict.fromkeys(("cpu", "tee", "full_traceback"), "be true or false"),
         "gpu_ids": "be 'all' or indices of devices, each once, such as 0,1",
         "mixed_precision": "be one of no, fp16, bf16",
         "wrap": "be one of ddp, fsdp",
