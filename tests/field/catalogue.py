@@ -76,7 +76,9 @@ def kind(right: str, repair: str = "", **numbers: Sequence[Any]) -> Callable[[An
 
 
 def named(prefix: str) -> list[str]:
-    """List the kinds whose name, with or without its group, begins with a prefix."""
+    """List the kind of this name, or those whose name, with or without its group, begins so."""
+    if prefix in KINDS:
+        return [prefix]
     return [name for name in KINDS if name.startswith(prefix) or f".{prefix}" in name]
 
 

@@ -58,6 +58,47 @@ def two_losses_in_turn(case: Case):
 
 
 @kind("equal", strategy=("wrap_ddp",))
+def a_head_each(case: Case):
+    """Two plans over one model, whose losses reach the body and a head each."""
+    batch = samples(case)
+
+    class Tasks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Linear(4, 5).double()
+            self.one, self.two = nn.Linear(5, 1).double(), nn.Linear(5, 1).double()
+
+    def first(model, batch):
+        return F.mse_loss(model.one(model.body(batch[0]).tanh()), batch[1])
+
+    def second(model, batch):
+        return model.two(model.body(batch[0]).tanh()).abs().mean()
+
+    def by_hand():
+        model = Tasks()
+        optimizer = sgd(model)
+        for loss_fn in (first, second) * 3:
+            update(model, loss_fn(model, batch), optimizer)
+        return figures(model)
+
+    def run(state):
+        model = Tasks()
+        optimizer = sgd(model)
+        wraps = af.compose(af.wrap_ddp(find_unused_parameters=True), af.accumulate(case.k))
+        steps = []
+        for loss_fn in (first, second):
+            state, step = af.build(state, wraps(af.Plan(loss_fn, model, optimizer)))
+            steps.append(step)
+        for _ in range(3):
+            for step in steps:
+                state, _ = step(state, af.part(batch, state))
+        return figures(model)
+
+    return by_hand, run
+
+
+@kind("equal", strategy=("wrap_ddp",))
 def phases(case: Case):
     """The head is trained first; then all of the model, by a plan that is built again."""
     loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
@@ -122,6 +163,42 @@ def evaluation_in_between(case: Case):
         return figures(model)
 
     return lambda: run(af.DistState(), False), lambda state: run(state, True)
+
+
+@kind("warned", "shard_loader", world_size=(2, 3))
+def unsharded(case: Case):
+    """Every rank trains on the whole batch, since nobody sharded the loader."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+    return (
+        lambda: train_by_hand(network(), mse, loader),
+        lambda state: train(state, case, network(), mse, loader),
+        lambda state: train(state, case, network(), mse, af.shard_loader(loader, state)),
+    )
+
+
+@kind("warned", "model.train()")
+def left_in_evaluation_mode(case: Case):
+    """The loop validates by hand after a batch, and forgets to switch the model back."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def run(state, is_switched_back):
+        model = network()
+        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        batches = af.shard_loader(loader, state)
+        for batch in batches:
+            state, _ = step(state, batch)
+            model.eval()
+            step.forward(state, batch)
+            if is_switched_back:
+                model.train()
+        return figures(model)
+
+    def by_hand():
+        model = network()
+        train_by_hand(model, mse, loader)
+        return figures(model)
+
+    return by_hand, lambda state: run(state, False), lambda state: run(state, True)
 
 
 @kind("equal", strategy=("wrap_ddp",))
@@ -321,5 +398,58 @@ def rate_by_hand(case: Case):
             state, _ = step(state, batch)
             both["body"].param_groups[0]["lr"] *= 0.5
         return figures(model)
+
+    return by_hand, run
+
+
+@kind("equal")
+def habits(case: Case):
+    """The loop clears gradients and steps the optimizer too; its loss closes over the model."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def run(state):
+        model = network()
+        optimizer = sgd(model)
+
+        def loss_fn(_, batch):
+            return mse(model, batch)
+
+        state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, optimizer)))
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            optimizer.zero_grad()
+            state, report = step(state, batch)
+            optimizer.step()
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return lambda: train_by_hand(network(), mse, loader), run
+
+
+@kind("equal", strategy=("wrap_ddp",))
+def averaged(case: Case):
+    """An exponential moving average of the parameters is evaluated."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def by_hand():
+        model = network()
+        average, optimizer = copy.deepcopy(model), sgd(model)
+        for number, batch in enumerate(loader):
+            update(model, mse(model, batch), optimizer)
+            with torch.no_grad():
+                for mean, new in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(new, 0.1 if number else 1.0)
+        return {**figures(average), "loss": mse(average, samples(case)).detach()}
+
+    def run(state):
+        model = network()
+        plan = af.average(0.9)(recipe(case)(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(state, plan)
+        batches = af.shard_loader(loader, state)
+        for batch in batches:
+            state, _ = step(state, batch)
+        with af.use_average(step):
+            loss = af.evaluate(step, batches, state)["loss"]
+            return {**figures(model), "loss": torch.tensor(loss, dtype=torch.float64)}
 
     return by_hand, run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +24,60 @@ from tests.field.program import (
     train,
     train_by_hand,
     two_loops,
+    update,
 )
 
-NOT_A_MEAN = "neither a mean nor a sum"
-WHOLE = {"k": (1,), "world_size": (2, 3)}
-"""A loss with collectives is of the whole batch, so nothing is accumulated."""
+OF_ALL_ROWS = "gather the rows"
+
+
+@kind("warned", "class_weight=")
+def class_weights(case: Case):
+    """cross_entropy divides by the sum of the weights of the labels."""
+    x, _ = samples(case)
+    weight = torch.tensor([1.0, 7.0, 0.5]).double()
+    loader = DataLoader(TensorDataset(x, labels(case)), batch_size=case.batch_size)
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weight)
+
+    def run(state, **options):
+        return train(state, case, network(3), loss_fn, af.shard_loader(loader, state), **options)
+
+    return (
+        lambda: train_by_hand(network(3), loss_fn, loader),
+        run,
+        lambda state: run(state, weight_fn=af.num_labels(1, class_weight=weight)),
+    )
+
+
+@kind("warned", "a mapping for several")
+def two_denominators(case: Case):
+    """A detection loss: classes are a mean over labels, boxes one over the samples that have one."""
+    x, y = samples(case)
+    classes = labels(case)
+    classes[::4] = -100
+    has_box = x[:, 0] > 0.3
+    loader = DataLoader(TensorDataset(x, classes, y, has_box), batch_size=case.batch_size)
+
+    def terms(model, batch):
+        out = model(batch[0])
+        boxes = (out[:, 3:] - batch[2]).abs()[batch[3]]
+        return {"cls": F.cross_entropy(out[:, :3], batch[1]), "box": boxes.mean()}
+
+    def loss_fn(model, batch):
+        found = terms(model, batch)
+        return found["cls"] + (found["box"] if batch[3].any() else 0)
+
+    def run(state, loss_fn, weight_fn):
+        batches = af.shard_loader(loader, state)
+        return train(state, case, network(4), loss_fn, batches, weight_fn=weight_fn)
+
+    counted = {"cls": af.num_labels(1), "box": lambda batch: batch[3].sum()}
+    return (
+        lambda: train_by_hand(network(4), loss_fn, loader),
+        lambda state: run(state, loss_fn, counted["cls"]),
+        lambda state: run(state, terms, counted),
+    )
 
 
 @kind("equal")
@@ -58,27 +108,204 @@ def terms(case: Case):
     )
 
 
-@kind("equal", **WHOLE)
-def gathered(case: Case):
-    """The same loss against the rows of all ranks."""
+@kind("warned", OF_ALL_ROWS)
+def rmse(case: Case):
+    """The root of a mean: the repaired loss is that of the whole batch."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def loss_fn(model, batch):
+        return mse(model, batch).sqrt()
+
+    def run(state, case, loss_fn):
+        return train(state, case, network(), loss_fn, af.shard_loader(loader, state))
+
+    def of_all_ranks(state):
+        def loss_fn(model, batch):
+            return af.reduce_mean(mse(model, batch), state, weight=len(batch[0])).sqrt()
+
+        return run(state, replace(case, k=1), loss_fn)
+
+    return (
+        lambda: train_by_hand(network(), loss_fn, loader),
+        lambda state: run(state, case, loss_fn),
+        of_all_ranks,
+    )
+
+
+@kind("warned", OF_ALL_ROWS)
+def dice(case: Case):
+    """A ratio of sums over the batch: the repaired loss adds up over the ranks."""
+    x, _ = samples(case)
+    loader = DataLoader(TensorDataset(x, (x[:, :2] > 0).double()), batch_size=case.batch_size)
+
+    def sums(model, batch):
+        p = model(batch[0]).sigmoid()
+        return (p * batch[1]).sum(), p.sum() + batch[1].sum()
+
+    def loss_fn(model, batch):
+        both, each = sums(model, batch)
+        return 1 - 2 * both / each
+
+    def run(state, case, loss_fn):
+        return train(state, case, network(2), loss_fn, af.shard_loader(loader, state))
+
+    def of_all_ranks(state):
+        def loss_fn(model, batch):
+            both, each = af.reduce_sum(sums(model, batch), state)
+            return 1 - 2 * both / each
+
+        return run(state, replace(case, k=1), loss_fn)
+
+    return (
+        lambda: train_by_hand(network(2), loss_fn, loader),
+        lambda state: run(state, case, loss_fn),
+        of_all_ranks,
+    )
+
+
+@kind("warned", OF_ALL_ROWS)
+def contrastive(case: Case):
+    """Each row is compared with those of its batch, or, in the repaired loss, of all ranks."""
     x, _ = samples(case)
     loader = DataLoader(TensorDataset(x, x.roll(1, 1)), batch_size=case.batch_size)
 
-    def by_hand(model, batch):
+    def loss_fn(model, batch):
         first, second = (F.normalize(model(view)) for view in batch)
         return F.cross_entropy(first @ second.T, torch.arange(len(first)))
 
-    def run(state):
+    def run(state, case, loss_fn):
+        return train(state, case, network(3), loss_fn, af.shard_loader(loader, state))
+
+    def of_all_ranks(state):
         def loss_fn(model, batch):
             first, second = (F.normalize(model(view)) for view in batch)
             start = sum(af.gather([len(first)], state)[: state.rank])
-            return F.cross_entropy(
-                first @ af.gather(second, state).T, start + torch.arange(len(first))
-            )
+            every = af.gather(second, state)
+            return F.cross_entropy(first @ every.T, start + torch.arange(len(first)))
 
-        return train(state, case, network(3), loss_fn, af.shard_loader(loader, state))
+        return run(state, replace(case, k=1), loss_fn)
 
-    return lambda: train_by_hand(network(3), by_hand, loader), run
+    return (
+        lambda: train_by_hand(network(3), loss_fn, loader),
+        lambda state: run(state, case, loss_fn),
+        of_all_ranks,
+    )
+
+
+@kind("refused", "leave out accumulate", k=(2, 3))
+def gathered_in_parts(case: Case):
+    """Rows are gathered for a loss that is accumulated."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def run(state, case):
+        def loss_fn(model, batch):
+            out = model(batch[0])
+            return (out - af.gather(out, state).mean()).square().mean()
+
+        return train(state, case, network(), loss_fn, af.shard_loader(loader, state))
+
+    def by_hand(model, batch):
+        out = model(batch[0])
+        return (out - out.mean()).square().mean()
+
+    return (
+        lambda: train_by_hand(network(), by_hand, loader),
+        lambda state: run(state, case),
+        lambda state: run(state, replace(case, k=1)),
+    )
+
+
+@kind("equal")
+def accuracy(case: Case):
+    """The loss returns a metric, which the report has for the global batch."""
+    x, _ = samples(case)
+    y = labels(case)
+    y[::3] = -100
+    loader = DataLoader(TensorDataset(x, y), batch_size=case.batch_size)
+
+    def loss_fn(model, batch):
+        out, counts = model(batch[0]), batch[1] != -100
+        right = (out.argmax(1) == batch[1])[counts].double().mean()
+        return F.cross_entropy(out, batch[1]), {"accuracy": right}
+
+    def by_hand():
+        model = network(3)
+        optimizer = sgd(model)
+        found = {}
+        for number, batch in enumerate(loader):
+            loss, metrics = loss_fn(model, batch)
+            update(model, loss, optimizer)
+            found[f"accuracy {number}"] = metrics["accuracy"]
+        return found
+
+    def run(state):
+        model = network(3)
+        plan = af.Plan(loss_fn, model, sgd(model), weight_fn=af.num_labels(1))
+        state, step = af.build(state, recipe(case)(plan))
+        found = {}
+        for number, batch in enumerate(af.shard_loader(loader, state)):
+            state, report = step(state, batch)
+            found[f"accuracy {number}"] = report.metrics["accuracy"]
+        return found
+
+    return by_hand, run
+
+
+@kind("warned", OF_ALL_ROWS)
+def policy_gradient(case: Case):
+    """Ratios are 1 in the first batch, where normalised advantages sum to 0 in each part."""
+    x, _ = samples(case)
+    reward = x.sum(1)
+    old = network()(x).detach().squeeze(1)
+
+    def loss_fn(model, batch):
+        x, reward, old = batch
+        advantage = (reward - reward.mean()) / (reward.std(correction=0) + 1e-8)
+        return -(advantage * (model(x).squeeze(1) - old).exp()).mean()
+
+    def given(model, batch):
+        x, advantage, old = batch
+        return -(advantage * (model(x).squeeze(1) - old).exp()).mean()
+
+    advantage = (reward - reward.mean()) / (reward.std(correction=0) + 1e-8)
+
+    def run(state, loss_fn, third):
+        batches = (af.part((x, third, old), state) for _ in range(4))
+        return train(state, case, network(), loss_fn, batches)
+
+    return (
+        lambda: train_by_hand(network(), loss_fn, [(x, reward, old)] * 4),
+        lambda state: run(state, loss_fn, reward),
+        lambda state: run(state, given, advantage),
+    )
+
+
+@kind("warned", "check_loss=False")
+def state_by_row(case: Case):
+    """The loss keeps a hidden state of each row from batch to batch."""
+    text = torch.randn(4, case.num_samples, 4, generator=case.generator(), dtype=torch.float64)
+    batches = [(x, torch.arange(case.num_samples)) for x in text]
+
+    def stateful_loss():
+        hidden = torch.zeros(case.num_samples, 4).double()
+
+        def loss_fn(model, batch):
+            x, rows = batch
+            out = model(x + hidden[rows]).tanh()
+            hidden[rows] = out.detach()
+            return F.mse_loss(out, x)
+
+        return loss_fn
+
+    def run(state, **options):
+        given = (af.part(batch, state) for batch in batches)
+        return train(state, case, network(4), stateful_loss(), given, **options)
+
+    return (
+        lambda: train_by_hand(network(4), stateful_loss(), batches),
+        run,
+        lambda state: run(state, check_loss=False),
+    )
 
 
 @kind("equal", world_size=(1,), k=(1,))
@@ -97,6 +324,44 @@ def noise(case: Case):
     return (
         lambda: train_by_hand(seeded(), loss_fn, batches),
         lambda state: train(state, case, seeded(), loss_fn, batches),
+    )
+
+
+@kind("warned", "ModuleDict")
+def parameters_in_a_closure(case: Case):
+    """The loss has class centres, which an optimizer of the user's own trains."""
+    x, _ = samples(case)
+    loader = DataLoader(TensorDataset(x, labels(case)), batch_size=case.batch_size)
+
+    def whole():
+        centres = nn.Linear(3, 3, bias=False).double()
+        nn.init.eye_(centres.weight)
+        return nn.ModuleDict({"net": network(3), "centres": centres})
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model["centres"](model["net"](batch[0])), batch[1])
+
+    def in_a_closure(state):
+        model = whole()
+        centres, own = model["centres"], sgd(model["centres"])
+
+        def loss_fn(net, batch):
+            return F.cross_entropy(centres(net(batch[0])), batch[1])
+
+        plan = recipe(case)(af.Plan(loss_fn, model["net"], sgd(model["net"])))
+        state, step = af.build(state, plan)
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            own.zero_grad()
+            state, report = step(state, batch)
+            own.step()
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return (
+        lambda: train_by_hand(whole(), loss_fn, loader),
+        in_a_closure,
+        lambda state: train(state, case, whole(), loss_fn, af.shard_loader(loader, state)),
     )
 
 
@@ -183,6 +448,22 @@ def label_smoothing(case: Case):
 
     counted = af.num_labels(1)
     return two_loops(case, lambda: network(3), loss_fn, loader, weight_fn=counted)
+
+
+@kind("warned", "weight_fn")
+def sample_weights(case: Case):
+    """A weighted mean, which divides by the sum of the samples' weights."""
+    x, y = samples(case)
+    weights = 10 ** x[:, 1:2]
+    loader = DataLoader(TensorDataset(x, y, weights), batch_size=case.batch_size)
+
+    def loss_fn(model, batch):
+        x, y, weights = batch
+        return ((model(x) - y).square() * weights).sum() / weights.sum()
+
+    counted = {"weight_fn": lambda batch: batch[2].sum()}
+    _, repaired = two_loops(case, network, loss_fn, loader, **counted)
+    return *two_loops(case, network, loss_fn, loader), repaired
 
 
 @kind("refused", "reduction='sum'", k=(2, 3))

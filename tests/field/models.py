@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,11 +17,91 @@ from tests.field.program import (
     figures,
     mse,
     network,
+    recipe,
     samples,
     sgd,
+    train,
     train_by_hand,
     two_loops,
 )
+
+
+@kind("equal", k=(1,), num_samples=(24,), batch_size=(6, 8))
+def batch_norm(case: Case):
+    """The figure of `evaluate` is that of the weights that are saved."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def normalised():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+
+    def run(state):
+        model = normalised()
+        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        batches = af.shard_loader(loader, state)
+        for batch in batches:
+            state, _ = step(state, batch)
+        loss = af.evaluate(step, batches, state)["loss"]
+        with tempfile.TemporaryDirectory() as folder:
+            folder = af.broadcast([folder], state)[0]
+            if state.is_main or case.strategy == "wrap_fsdp":
+                af.save_model(model, folder)
+            af.barrier(state)
+            saved = normalised().eval()
+            af.load_model(saved, folder)
+            af.barrier(state)
+        right = mse(saved, samples(case)).detach()
+        return {"error of evaluate": torch.tensor(loss, dtype=torch.float64) - right}
+
+    return lambda: {"error of evaluate": torch.zeros((), dtype=torch.float64)}, run
+
+
+@kind("warned", "reduce_sum", strategy=("wrap_ddp",))
+def codebook(case: Case):
+    """The forward moves a codebook in buffers by an average over the batch."""
+    x, _ = samples(case)
+
+    class Quantizer(nn.Module):
+        def __init__(self, state=None):
+            super().__init__()
+            torch.manual_seed(2)
+            self.encoder, self.state = nn.Linear(4, 3).double(), state
+            self.register_buffer("codes", torch.randn(5, 3).double())
+            self.register_buffer("counts", torch.ones(5).double())
+            self.register_buffer("sums", self.codes.clone())
+
+        def forward(self, x):
+            z = self.encoder(x)
+            nearest = torch.cdist(z.detach(), self.codes).argmin(1)
+            chosen = self.codes[nearest]
+            if self.training:
+                hot = F.one_hot(nearest, 5).double()
+                found = hot.sum(0), hot.T @ z.detach()
+                if self.state is not None:
+                    found = af.reduce_sum(found, self.state)
+                self.counts.mul_(0.9).add_(found[0], alpha=0.1)
+                self.sums.mul_(0.9).add_(found[1], alpha=0.1)
+                self.codes.copy_(self.sums / self.counts[:, None])
+            return (z - chosen).square().mean()
+
+    def loss_fn(model, batch):
+        return model(batch)
+
+    def run(state, case, model):
+        return {
+            **train(state, case, model, loss_fn, (af.part(x, state) for _ in range(3))),
+            "codes": model.codes,
+        }
+
+    def by_hand():
+        model = Quantizer()
+        return {**train_by_hand(model, loss_fn, [x] * 3), "codes": model.codes}
+
+    return (
+        by_hand,
+        lambda state: run(state, case, Quantizer()),
+        lambda state: run(state, replace(case, k=1), Quantizer(state)),
+    )
 
 
 @kind("refused", "find_unused_parameters=True", world_size=(2, 3), strategy=("wrap_ddp",))

@@ -1,6 +1,7 @@
 """Each kind of program that people write equals the loop by hand, is refused, or is warned of."""
 
 import random
+import re
 import subprocess
 import sys
 
@@ -19,13 +20,11 @@ def test_a_program_does_what_is_right_for_its_kind(name, number):
     assert drawn.verdict() in {KINDS[name].right, "equal"}, drawn.source()
 
 
-@pytest.mark.parametrize("name", ["data.packing", "losses.frozen_teacher", "loops.gan"])
+@pytest.mark.parametrize("name", ["losses.frozen_teacher", "loops.gan"])
 def test_a_printed_program_runs_without_the_catalogue(name, tmp_path):
     text = FieldProgram.draw(random.Random(name), name).source()
     assert "tests" not in text
-    ran = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    by_hand, *ranks = ran.stdout.splitlines()
-    assert by_hand.startswith("{")
-    assert ranks
+    command = [sys.executable, "-u", "-c", text]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    by_hand, with_steps = re.findall(r"^(\{|\[)", ran.stdout, re.MULTILINE)
+    assert (by_hand, with_steps) == ("{", "["), ran.stderr
