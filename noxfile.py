@@ -26,7 +26,7 @@ IN_PARALLEL = (
     "--dist=loadfile",
     "--no-loadscope-reorder",  # files of few tests, which are long ones, would come last
 )
-EVERYTHING = ("testing", "examples", "cli", "checkpoint", "float8")
+EVERYTHING = ("testing", "examples", "float8")
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -62,7 +62,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict on the package."""
-    install(session, "testing", "cli", "checkpoint", groups=("types",))
+    install(session, "testing", groups=("types",))
     session.run("mypy")
 
 
@@ -168,7 +168,7 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, with warnings as errors; its examples are run by the tests."""
-    install(session, "testing", "cli", "checkpoint", groups=("docs",))
+    install(session, "testing", groups=("docs",))
     session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
     session.log(f"open {Path('docs/_build/index.html').resolve().as_uri()}")
 
@@ -176,7 +176,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def pages(session: nox.Session) -> None:
     """Open every page of the documentation in headless Chromium (Debian: apt-get install chromium)."""
-    install(session, "testing", "cli", "checkpoint", groups=("docs", "pages"))
+    install(session, "testing", groups=("docs", "pages"))
     session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
     session.run("python", "-m", "tests.docs.pages", "docs/_build", "runs/pages", *session.posargs)
 
@@ -192,7 +192,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Ratios to the hand-written loop and to the peers, side by side: `-- --write` updates docs."""
-    install(session, "cli", "checkpoint", groups=("bench",))
+    install(session, groups=("bench",))
     session.run("python", "-m", "tests.benchmarks", *session.posargs, env=ONE_THREAD)
 
 

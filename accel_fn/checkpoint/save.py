@@ -17,7 +17,7 @@ from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint.background import Background, finish_writing
 from accel_fn.checkpoint.draft import Draft, tidy
-from accel_fn.checkpoint.format.hashing import check_hashing, hash_of, memory_of, sync
+from accel_fn.checkpoint.format.hashing import hash_of, memory_of, sync
 from accel_fn.checkpoint.format.manifest import Manifest
 from accel_fn.checkpoint.format.names import COMMON, file_of
 from accel_fn.checkpoint.format.plain_data import to_plain
@@ -96,7 +96,6 @@ def save(
     steps, extras = named_steps(step), {} if extras is None else extras
 
     def check() -> None:
-        check_hashing("save")
         for name, count in (("keep", keep), ("keep_every", keep_every)):
             if count is not None:
                 check_count("save", name, count)

@@ -11,20 +11,13 @@ from types import FrameType
 
 
 def main() -> None:
-    """Run the command line. Its libraries are the extra `cli`."""
+    """Run the command line."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # by a shell's `&`
     if sys.argv[1:2] and not ignored:
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)
         _find_temporary_folder()
-    try:
-        from accel_fn.cli.app import app
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("accel_fn"):
-            raise
-        sys.exit(
-            f"accel-fn: the command line needs {error.name}, which is not installed; "
-            'in a clone of accel_fn: pip install ".[cli]"'
-        )
+    from accel_fn.cli.app import app
+
     app(prog_name="accel-fn")
 
 

@@ -47,7 +47,7 @@ def collect(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """
     parts: dict[str, Callable[[], Any]] = {
         "versions": _versions,
-        "extras": _extras,
+        "requirements": _requirements,
         "torch": probe_torch,
         "processor": _processor,
         "memory": _memory,
@@ -81,17 +81,17 @@ def version(distribution: str) -> str | None:
         return None
 
 
-def _extras() -> dict[str, dict[str, str | None]]:
-    """The requirements of each extra, with the installed versions."""
+def _requirements() -> dict[str, dict[str, str | None]]:
+    """The requirements of the package and of each extra, with the installed versions."""
     try:
         lines = metadata.requires("accel-fn") or []
     except metadata.PackageNotFoundError:
         return {}
     found: dict[str, dict[str, str | None]] = {}
     for line in lines:
-        match = re.match(r"([\w.-]+).*;.*\bextra\s*==\s*['\"]([\w-]+)['\"]", line)
-        if match and match[2] != "all":  # it repeats the others
-            found.setdefault(match[2], {})[match[1]] = version(match[1])
+        [(name, extra)] = re.findall(r"^([\w.-]+)(?:.*\bextra\s*==\s*['\"]([\w-]+))?", line)
+        if extra != "all":  # it repeats the others
+            found.setdefault(extra or "accel-fn", {})[name] = version(name)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
     BatchError,
-    ExtraError,
     LossError,
     message,
 )
@@ -71,7 +69,7 @@ def evaluate(
             and shapes are the same for every batch. Default: the plan's loss over its weights, as "loss"
             (the mean of an item, also where `reduction` is "sum"; where `weight_fn` is a mapping,
             each term by its name, and their sum), and the metrics that `loss_fn` returns beside it.
-        progress: a bar on the main rank. Default: where there is a terminal and tqdm.
+        progress: a bar on the main rank. Default: where there is a terminal.
 
     Returns:
         The mean of every metric, on all ranks: a float, or a tensor in float64 on the host where
@@ -240,12 +238,7 @@ def _bar(
     loader: Iterable[Any], state: DistState, progress: bool | None
 ) -> AbstractContextManager[Any]:
     """Progress display of an evaluation: tqdm's bar, or nothing."""
-    found = importlib.util.find_spec("tqdm") is not None
-    if progress and not found:
-        raise ExtraError(
-            "evaluate: tqdm must be installed for progress=True; pip install tqdm", name="tqdm"
-        )
-    wanted = sys.stderr.isatty() and found if progress is None else progress
+    wanted = sys.stderr.isatty() if progress is None else progress
     if not wanted or not state.is_main:
         return nullcontext()
     from tqdm import tqdm

@@ -7,7 +7,6 @@ from typing import Any
 from accel_fn.base.launch_options import launch_options, source_of
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.transforms.ddp.ddp import wrap_ddp
-from accel_fn.transforms.fsdp.fsdp import wrap_fsdp
 
 
 @transform
@@ -32,6 +31,11 @@ def wrap() -> Transform:
     >>> af.wrap()(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap()])
     """
-    made: Any = wrap_fsdp() if launch_options().wrap == "fsdp" else wrap_ddp()
+    made: Any = wrap_ddp()
+    if launch_options().wrap == "fsdp":
+        # torch's FSDP takes half a second to import, which replicas need not wait for
+        from accel_fn.transforms.fsdp.fsdp import wrap_fsdp
+
+        made = wrap_fsdp()
     (slot,) = made.apply.slots["strategy"]
     return fill(strategy=slot.with_source(source_of("wrap")))

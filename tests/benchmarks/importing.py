@@ -21,10 +21,8 @@ import accel_fn
 {names}
 print((time.process_time() - start) * 1e3)
 """
-_NAMES = (
-    # `launch` needs an extra
-    "for name in {*accel_fn.__all__} - {'launch'}: getattr(accel_fn, name)"
-)
+_NAMES = "for name in {*accel_fn.__all__} - {'wrap_fsdp'}: getattr(accel_fn, name)"
+_FSDP = "accel_fn.wrap_fsdp"
 _ALONE = "import sys, accel_fn; print('torch' in sys.modules)"
 TARGET_MS = 20.0
 
@@ -35,20 +33,25 @@ class ImportCost:
 
     package_ms: float
     names_ms: float
+    fsdp_ms: float
     brings_torch: bool
 
 
 def measure_import(rounds: int) -> ImportCost:
-    codes = {"package": _TIMED.format(names=""), "names": _TIMED.format(names=_NAMES)}
+    names = {"package": "", "names": _NAMES, "fsdp": _FSDP}
+    codes = {name: _TIMED.format(names=each) for name, each in names.items()}
     times: dict[str, list[float]] = {name: [] for name in codes}
     with tempfile.TemporaryDirectory() as folder:
         install_copy(Path(folder))
-        run(codes["names"], folder)  # the first run reads the files from the disk
+        for code in codes.values():  # the first run reads the files from the disk
+            run(code, folder)
         for _ in range(rounds):
             for name, code in codes.items():
                 times[name].append(float(run(code, folder)))
         medians = {name: statistics.median(values) for name, values in times.items()}
-        return ImportCost(medians["package"], medians["names"], run(_ALONE, folder) == "True")
+        return ImportCost(
+            medians["package"], medians["names"], medians["fsdp"], run(_ALONE, folder) == "True"
+        )
 
 
 def install_copy(folder: Path) -> None:

@@ -332,16 +332,6 @@ def test_arguments_of_other_types_are_refused(tmp_path, function):
         function(bag(1), tmp_path / "file")
 
 
-@pytest.mark.parametrize("function", [save_model, load_model])
-def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, function):
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(
-        ModuleNotFoundError,
-        match=r'must be installed; in a clone of accel_fn: pip install "\.\[che',
-    ):
-        function(bag(1), tmp_path)
-
-
 # -- several names for one tensor
 
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 import accel_fn as af
 from tests import strategies as ours
-from tests.cli.commands import run_python
 
 
 def build(model):
@@ -159,15 +158,3 @@ def test_what_safetensors_cannot_hold_is_one_line(launchers, tmp_path):
         "got torch.complex128 for 'waves'\n"
     )
     assert not (tmp_path / "weights").exists()
-
-
-@pytest.mark.slow
-def test_a_library_that_is_missing_is_one_line(folder, tmp_path):
-    script = "import sys; sys.modules['safetensors.torch'] = None; sys.argv[0] = 'accel-fn'; "
-    script += "from accel_fn.cli import main; main()"
-    done = run_python(tmp_path, "-c", script, "export", "run/step_00000002", "weights")
-    assert done.returncode == 1
-    assert done.stderr == (
-        "Error: export: safetensors.torch must be installed; "
-        'in a clone of accel_fn: pip install ".[checkpoint]"\n'
-    )

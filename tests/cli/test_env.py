@@ -35,8 +35,8 @@ def test_versions_are_those_that_are_installed(report):
     assert report["versions"] == {
         name: metadata.version(name) for name in ("accel-fn", "torch", "numpy")
     }
-    assert report["extras"]["cli"]["click"] == metadata.version("click")
-    assert set(report["extras"]) == {"checkpoint", "cli", "examples", "float8", "testing"}
+    assert report["requirements"]["accel-fn"]["click"] == metadata.version("click")
+    assert set(report["requirements"]) == {"accel-fn", "examples", "float8", "testing"}
 
 
 def test_the_report_has_what_torch_collects(report):
@@ -102,15 +102,15 @@ def test_a_part_that_cannot_be_found_out_is_its_error(monkeypatch):
 
 def test_the_report_is_printed_in_80_columns_with_hanging_indents():
     report = {
-        "extras": {"cli": {f"package{number}": "1.0" for number in range(9)}},
+        "requirements": {"examples": {f"package{number}": "1.0" for number in range(9)}},
         "memory": {"total": 3 * 2**30},
         "topology": "     GPU0\nGPU0  X",
         "network_interfaces": [],
         "variables": {"OMP_NUM_THREADS": "1"},
     }
     lines = list(_lines(report))
-    assert lines[0] == "extras"
-    assert lines[1].splitlines()[0].startswith("  cli                          package0 1.0, ")
+    assert lines[0] == "requirements"
+    assert lines[1].splitlines()[0].startswith("  examples                     package0 1.0, ")
     assert lines[1].splitlines()[1].startswith(" " * 31 + "package")
     assert max(map(len, "\n".join(lines).splitlines())) <= 80
     assert "  total                        3.00 GiB" in lines

@@ -5,15 +5,13 @@ import math
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 
 from accel_fn.checkpoint.weights.save_load_model import load_model, save_model
-
-safetensors = pytest.importorskip("safetensors.torch")
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.float8_e5m2]
 limits = st.integers(1, 400)
@@ -91,9 +89,7 @@ def contents(folder):
 def test_no_file_is_above_the_limit_unless_it_holds_one_tensor(model, limit):
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, folder, limit)
-        files = {
-            path.name: safetensors.load_file(path) for path in Path(folder).glob("*.safetensors")
-        }
+        files = {path.name: load_file(path) for path in Path(folder).glob("*.safetensors")}
         sizes = {name: sum(t.nbytes for t in held.values()) for name, held in files.items()}
         assert all(
             size <= limit or len(files[name]) == 1

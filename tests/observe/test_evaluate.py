@@ -580,16 +580,6 @@ def test_no_batch_makes_the_host_wait(metric_fn):
     assert reads(2) == reads(9) > 0
 
 
-def test_a_bar_without_tqdm_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    state, step, loader = make(af.DistState())
-    with pytest.raises(
-        af.errors.ExtraError, match=r"evaluate: tqdm must be installed.*pip install tqdm"
-    ):
-        af.evaluate(step, loader, state, progress=True)
-    assert af.evaluate(step, loader, state, ones) == {"one": 1.0}
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -10,7 +10,7 @@ from pathlib import Path
 import accel_fn
 from accel_fn import errors, testing
 
-EXTRAS = ("click", "hypothesis", "safetensors", "torchao", "xxhash")
+EXTRAS = ("hypothesis", "torchao")
 
 
 def main(extras):

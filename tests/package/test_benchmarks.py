@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.benchmarks.importing import ImportCost
 from tests.benchmarks.jobs import JOBS, JOBS_OF_TWO
 from tests.benchmarks.report import render_page
 from tests.benchmarks.results import Row, Table
@@ -66,6 +67,8 @@ def test_folded_tables_of_the_page_have_titles_of_their_own():
         Table(name, (*peers, Row("accel_fn")), 0.0) for name in ("tiny, plain", "middle, plain")
     ]
     data = [Table("data, a batch", (Row(base), Row("accel_fn")), 0.0) for base in ("torch", "1 ms")]
-    page = render_page([*steps, *data], None, rounds=1, commit="abc")
+    imported = ImportCost(0.4, 70.0, 600.0, brings_torch=False)
+    page = render_page([*steps, *data], imported, rounds=1, commit="abc")
     titles = re.findall(r"<summary>(.*)</summary>", page)
-    assert titles == ["Data (1.0 is torch)", "Data (1.0 is 1 ms)", "Targets"]
+    assert titles == ["Data (1.0 is torch)", "Data (1.0 is 1 ms)", "Import"]
+    assert "missed" not in page

@@ -273,7 +273,7 @@ HEAVY = (
 
 @cache
 def is_heavy(module):
-    """Is it torch, a library of an extra, or a module that imports one at its top?"""
+    """Is it torch, a library that takes its time, or a module that imports one at its top?"""
     root, _, rest = module.partition(".")
     if root != "accel_fn":
         return root in HEAVY
@@ -293,7 +293,7 @@ def imported_at_the_top(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_stand_at_the_top_of_a_module(path):
-    """An import inside a function is lazy on purpose, for torch or a library of an extra."""
+    """An import inside a function is lazy on purpose, for torch or another library that takes its time."""
     inside = [
         (node.lineno, name)
         for function in ast.walk(parsed(path))

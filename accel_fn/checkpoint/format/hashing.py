@@ -14,10 +14,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
+import xxhash
 from torch import Tensor
 
 from accel_fn.base.raw_bytes import bytes_of
-from accel_fn.checkpoint.extra import extra
 from accel_fn.errors import CheckpointError
 
 _BLOCK = 1 << 24
@@ -35,25 +35,13 @@ class FileMark:
     hash: str
 
 
-def check_hashing(function: str) -> None:
-    with extra(function):
-        import xxhash  # noqa: F401
-
-
-def _hash(data: bytes | memoryview = b"") -> Any:
-    """Start an XXH3-128: it reads memory faster than a disk does; for damage, not against forgery."""
-    import xxhash
-
-    return xxhash.xxh3_128(data)
-
-
 def hash_of(data: bytes | memoryview) -> str:
-    return str(_hash(data).hexdigest())
+    return xxhash.xxh3_128(data).hexdigest()
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileMark:
     """Write a new file, wait until it is on the disk, and return its mark."""
-    size, digests, running = 0, [], _hash()
+    size, digests, running = 0, [], xxhash.xxh3_128()
     with path.open("xb", buffering=0) as file:
         for part in parts:
             view = memoryview(part).cast("B")
@@ -125,13 +113,13 @@ class _Buffers(threading.local):
 
 
 def _digest(file: int, start: int, buffer: memoryview) -> bytes:
-    running = _hash()
+    running = xxhash.xxh3_128()
     for place in range(start, start + _BLOCK, _PIECE):
         done = read_into(buffer, file, place)
         running.update(buffer[:done])
         if done < _PIECE:
             break
-    return running.digest()  # type: ignore[no-any-return]
+    return running.digest()
 
 
 def read_into(buffer: memoryview, file: int, start: int) -> int:

@@ -8,10 +8,10 @@ from functools import cache
 from itertools import pairwise
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from accel_fn.base.unwrap import unwrapped
-from accel_fn.checkpoint.extra import extra
 from accel_fn.comm.dtensor import local
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 from accel_fn.step.ties import is_expanded, split_tied, view_key
@@ -84,8 +84,6 @@ def _refusal(function: str, rule: str, name: str, found: object) -> ArgumentErro
 
 @cache
 def _has_code(dtype: torch.dtype, *, is_number: bool) -> bool:
-    with extra("save_model"):
-        from safetensors.torch import save
     try:
         save({"": torch.empty(() if is_number else 0, dtype=dtype)})
     except Exception:  # the class depends on the version

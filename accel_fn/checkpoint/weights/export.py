@@ -15,7 +15,7 @@ from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.weights.entries import Entries, check_dense, check_storable
 from accel_fn.checkpoint.weights.files import write_set
-from accel_fn.errors import ArgumentError, CheckpointError, ExtraError, message
+from accel_fn.errors import ArgumentError, CheckpointError, message
 from accel_fn.step.contents import place_of, under
 
 
@@ -68,5 +68,5 @@ def _named_export() -> Iterator[None]:
     """Name `export` in errors of what `load` reads and `save_model` checks."""
     try:
         yield
-    except (ArgumentError, CheckpointError, ExtraError) as error:
+    except (ArgumentError, CheckpointError) as error:
         raise type(error)(f"export: {str(error).partition(': ')[2]}") from None

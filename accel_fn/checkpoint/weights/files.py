@@ -15,9 +15,10 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from accel_fn.checkpoint.extra import extra
 from accel_fn.checkpoint.format.hashing import sync
 from accel_fn.checkpoint.weights.entries import Entries
 from accel_fn.errors import CheckpointWriteError
@@ -78,9 +79,6 @@ def _spare(name: str, token: str) -> str:
 
 
 def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
-    with extra("save_model"):
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
     held = {
         key: entries.tensors[key].as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
         for key in keys

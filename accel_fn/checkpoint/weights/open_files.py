@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, cast
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from accel_fn.checkpoint.extra import extra
 from accel_fn.checkpoint.weights.files import INDEX, SINGLE, TIED
 from accel_fn.errors import ArgumentError
 
@@ -99,8 +99,6 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _open(folder: Path, name: str, stack: ExitStack) -> Any:
-    with extra("load_model"):
-        from safetensors import SafetensorError, safe_open
     path = _inside(folder, name)
     try:
         return stack.enter_context(safe_open(path, framework="pt"))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import DistState
-from accel_fn.checkpoint.extra import extra
 from accel_fn.checkpoint.weights.entries import (
     Entries,
     check_storable,
@@ -65,7 +64,6 @@ def save_model(
         ValueError: `max_shard_size` is no size, or the model holds something that is no dense
             tensor with values, or two tensors that share a part of their memory.
         OSError: the files cannot be written; what was there stays.
-        ModuleNotFoundError: safetensors is missing.
 
     Cost: one write of the model, and a wait for the disk; on the host, a copy of one shard if the model
     is on an accelerator, and of its non-contiguous tensors otherwise.
@@ -78,8 +76,6 @@ def save_model(
     """
     limit = parse_size("save_model", max_shard_size)
     path = _path("save_model", folder)
-    with extra("save_model"):
-        import safetensors.torch  # noqa: F401
     entries = read_entries("save_model", model)
     check_storable(entries)
     sharded = next(filter(is_sharded, entries.tensors.values()), None)
@@ -107,7 +103,6 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: files and model differ (the message lists where), a file is missing or broken, or
             an index is not to be trusted. The model is as it was.
-        ModuleNotFoundError: safetensors is missing.
 
     Cost: one read of the files, mapped, one tensor at a time.
 
@@ -128,8 +123,6 @@ def matching_set(
     model: nn.Module, folder: str | os.PathLike[str]
 ) -> Iterator[tuple[Entries, Stored]]:
     path = _path("load_model", folder)
-    with extra("load_model"):
-        import safetensors.torch  # noqa: F401
     entries = read_entries("load_model", model)
     check_writable(model, entries)
     with ExitStack() as stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never, TypeVar
 
-from accel_fn.errors import ArgumentTypeError, ExtraError, message
+from accel_fn.errors import ArgumentTypeError, message
 
 T = TypeVar("T")
 
@@ -59,7 +59,6 @@ def launch(
         RuntimeError: a rank was killed or exited, or this process is itself a rank.
         ValueError: an argument is outside its range.
         TypeError: `fn` is no function, an argument cannot be pickled, or is none of these.
-        ModuleNotFoundError: the extra `cli` is not installed.
 
     Cost: starts the interpreters, which import torch if `fn` uses it; arguments and
     results are written to a temporary folder and read once.
@@ -76,15 +75,8 @@ def launch(
     for name, value in dict[str, object](others).items():
         rule, repair = "be an argument of launch", f"for fn, write kwargs={{{name!r}: ...}}"
         raise ArgumentTypeError(message("launch", name, rule, value, repair))
-    try:
-        from accel_fn.launcher.function.call import call
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("accel_fn"):
-            raise
-        raise ExtraError(
-            f'launch: {error.name} must be installed; in a clone of accel_fn: pip install ".[cli]"',
-            name=error.name,
-        ) from None
+    from accel_fn.launcher.function.call import call
+
     return call(
         fn,
         args,
