@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from accel_fn import errors as errors
     from accel_fn import testing as testing
     from accel_fn.base.batch import num_samples as num_samples
+    from accel_fn.base.batch import to_device as to_device
     from accel_fn.base.launch_options import LaunchOptions as LaunchOptions
     from accel_fn.base.launch_options import launch_options as launch_options
     from accel_fn.base.rng import seed_all as seed_all
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from accel_fn.checkpoint.save import save as save
     from accel_fn.checkpoint.weights.save_load_model import load_model as load_model
     from accel_fn.checkpoint.weights.save_load_model import save_model as save_model
+    from accel_fn.checkpoint.weights.whole_state_dict import whole_state_dict as whole_state_dict
     from accel_fn.comm.collectives import any_rank as any_rank
     from accel_fn.comm.collectives import barrier as barrier
     from accel_fn.comm.collectives import broadcast as broadcast
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
     from accel_fn.comm.main_rank import on_main as on_main
     from accel_fn.comm.main_rank import on_main_only as on_main_only
     from accel_fn.comm.main_rank import print_on_main as print_on_main
+    from accel_fn.comm.reduce import reduce_max as reduce_max
     from accel_fn.comm.reduce import reduce_mean as reduce_mean
+    from accel_fn.comm.reduce import reduce_min as reduce_min
     from accel_fn.comm.reduce import reduce_sum as reduce_sum
     from accel_fn.comm.world import distributed as distributed
     from accel_fn.comm.world import init as init
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     from accel_fn.observe.estimate_memory import estimate_memory as estimate_memory
     from accel_fn.observe.evaluate import evaluate as evaluate
     from accel_fn.observe.explain import explain as explain
+    from accel_fn.step.autocast import autocast as autocast
     from accel_fn.step.build import build as build
     from accel_fn.step.grads import Grads as Grads
     from accel_fn.step.plan import GradFn as GradFn
@@ -70,6 +75,7 @@ if TYPE_CHECKING:
     from accel_fn.transforms.activation_checkpointing import (
         checkpoint_activations as checkpoint_activations,
     )
+    from accel_fn.transforms.amp.amp import compute_dtype as compute_dtype
     from accel_fn.transforms.amp.amp import with_amp as with_amp
     from accel_fn.transforms.average import average as average
     from accel_fn.transforms.average import use_average as use_average
@@ -91,7 +97,7 @@ if TYPE_CHECKING:
     from accel_fn.transforms.wrap import wrap as wrap
 
 _MODULES = {
-    "base.batch": ["num_samples"],
+    "base.batch": ["num_samples", "to_device"],
     "base.rng": ["seed_all"],
     "comm.collectives": ["any_rank", "barrier", "broadcast"],
     "comm.main_rank": ["main_first", "on_main", "on_main_only", "print_on_main"],
@@ -102,12 +108,13 @@ _MODULES = {
     "comm.gather": ["gather"],
     "step.grads": ["Grads"],
     "base.launch_options": ["LaunchOptions", "launch_options"],
+    "step.autocast": ["autocast"],
     "step.build": ["build"],
     "step.plan": ["GradFn", "Plan", "SlotFunction", "Stateful"],
     "step.report": ["Report"],
     "step.strategy": ["Strategy"],
     "step.transform": ["Transform", "compose"],
-    "comm.reduce": ["reduce_mean", "reduce_sum"],
+    "comm.reduce": ["reduce_max", "reduce_mean", "reduce_min", "reduce_sum"],
     "base.samples": ["samples"],
     "base.state": ["DistState", "LossScale"],
     "step.step": ["Step"],
@@ -120,6 +127,7 @@ _MODULES = {
     "checkpoint.resume": ["resume"],
     "checkpoint.save": ["save"],
     "checkpoint.weights.save_load_model": ["load_model", "save_model"],
+    "checkpoint.weights.whole_state_dict": ["whole_state_dict"],
     "data.loader": ["Epoch", "ShardedLoader"],
     "data.part": ["part"],
     "data.plan_batches": ["plan_batches"],
@@ -129,7 +137,7 @@ _MODULES = {
     "data.window": ["window"],
     "launcher.function.launch": ["launch"],
     "transforms.accumulate.accumulate": ["accumulate"],
-    "transforms.amp.amp": ["with_amp"],
+    "transforms.amp.amp": ["compute_dtype", "with_amp"],
     "transforms.average": ["average", "use_average"],
     "transforms.activation_checkpointing": ["checkpoint_activations"],
     "transforms.clip": ["clip", "clip_value"],

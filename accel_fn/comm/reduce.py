@@ -1,10 +1,11 @@
-"""reduce_sum and reduce_mean: reduce the trees of all ranks to one."""
+"""reduce_sum, reduce_mean, reduce_max and reduce_min: reduce the trees of all ranks to one."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from accel_fn.base.batch import tensors_of
 from accel_fn.base.mappings import opened
+from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import agreed
@@ -40,6 +42,7 @@ _SUMMED_AS = {
     torch.float8_e5m2fnuz: torch.float32,
 }
 """By dtype, for those that backends refuse, or sum as if they were another."""
+_ALIKE = "must have one structure, and one shape and dtype a leaf, on every rank"
 
 
 @eager
@@ -119,6 +122,93 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
     return cast("T", _reduced(tree, state, "reduce_mean", _kind_of_mean, weight, _shares))
 
 
+@eager
+def reduce_max(tree: T, state: DistState) -> T:
+    """Take the largest value over the ranks, leaf by leaf and element by element, on all ranks.
+
+    NaN on any rank is NaN on all. No gradient goes through it: detach tensors in a loss.
+
+    Args:
+        tree: a tree of dense real tensors of one shape and dtype on all ranks, and of numbers.
+        state: of this rank.
+
+    Returns:
+        The same tree of largest values: new tensors, and Python numbers for numbers. In a world of
+        one, `tree` itself.
+
+    Raises:
+        ValueError: before any data moves: structures, shapes or dtypes differ, on every rank
+            alike; or this rank's tree holds something else, or a tensor with a graph.
+        RuntimeError: another rank's tree holds such a thing.
+
+    Cost: two small collectives for the check, by which numbers travel too, then one all-gather a
+    tensor, with memory for the tensors of all ranks.
+
+    >>> import accel_fn as af
+    >>> af.reduce_max({"seconds": 0.25, "tokens": 512}, af.DistState())
+    {'seconds': 0.25, 'tokens': 512}
+    """
+    return cast("T", _extreme(tree, state, "reduce_max", max, torch.maximum))
+
+
+@eager
+def reduce_min(tree: T, state: DistState) -> T:
+    """Take the smallest value over the ranks, as `reduce_max` takes the largest.
+
+    Args:
+        tree: as for `reduce_max`.
+        state: of this rank.
+
+    Returns:
+        The same tree of smallest values.
+
+    Raises:
+        ValueError: as `reduce_max`.
+        RuntimeError: as `reduce_max`.
+
+    Cost: as `reduce_max`.
+
+    >>> import accel_fn as af
+    >>> af.reduce_min(3, af.DistState())
+    3
+    """
+    return cast("T", _extreme(tree, state, "reduce_min", min, torch.minimum))
+
+
+def _extreme(
+    tree: Any,
+    state: DistState,
+    function: str,
+    of_numbers: Callable[[Sequence[Any]], Any],
+    of_tensors: Callable[[Tensor, Tensor], Tensor],
+) -> Any:
+    """Pick one of the ranks' values of each leaf, element by element."""
+    check_state(function, state)
+    leaves, structure = pytree.tree_flatten(opened(tree))
+
+    def described() -> tuple[tuple[str, list[str]], list[float]]:
+        form = str(structure), [_kind_of_extreme(leaf, function) for leaf in leaves]
+        return form, _numbers_in(leaves)
+
+    if state.world_size == 1:
+        described()
+        return tree
+    forms, values = zip(*agreed(described, state, function, leaves), strict=True)
+    check_alike(forms, f"{function}: tree {_ALIKE}", error=BatchError)
+    columns = zip(*values, strict=True)
+    found = list[Any]()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            sent = _share_of(leaf.to(state.device), 1)
+            parts = primitives.all_gather(bytes_of(sent), state, function)
+            ranks = [part.view(sent.dtype).view(sent.shape) for part in parts]
+            found.append(reduce(of_tensors, ranks).to(leaf.dtype))
+        else:
+            column = next(columns)
+            found.append(next((each for each in column if each != each), of_numbers(column)))
+    return pytree.tree_unflatten(found, structure)
+
+
 def _reduced(
     tree: Any,
     state: DistState,
@@ -134,17 +224,11 @@ def _reduced(
     def described() -> tuple[float, tuple[str, list[str]], list[float], list[bool]]:
         form = str(structure), [kind_of(leaf) for leaf in leaves]
         refuse_inexact(function, problem)
-        values = [
-            float(leaf) if isinstance(leaf, float) else int(leaf)
-            for leaf in leaves
-            if not isinstance(leaf, Tensor)
-        ]
-        return _number(weight), form, values, [in_graph(leaf) for leaf in leaves]
+        return _number(weight), form, _numbers_in(leaves), [in_graph(leaf) for leaf in leaves]
 
     every = agreed(described, state, function, leaves)
     weights, forms, values, graphs = zip(*every, strict=True)
-    rule = "must have one structure, and one shape and dtype a leaf, on every rank"
-    check_alike(forms, f"{function}: tree {rule}", error=BatchError)
+    check_alike(forms, f"{function}: tree {_ALIKE}", error=BatchError)
     shares = shares_of(weights)
     columns = zip(*values, strict=True)
     totals = list[Any]()
@@ -198,6 +282,34 @@ def _kind_of_mean(leaf: Any) -> str:
         rule = "hold numbers and floating-point tensors"
         raise BatchError(message("reduce_mean", "tree", rule, leaf))
     return _kind_of_tensor(leaf)
+
+
+def _kind_of_extreme(leaf: Any, function: str) -> str:
+    """Return the same for a largest or smallest value."""
+    if isinstance(leaf, int | float):
+        return "float" if isinstance(leaf, float) else "int"
+    # The sums of uint64 wrap around as they should in int64, whose order is another.
+    if not (
+        _is_plain(leaf)
+        and leaf.layout is torch.strided
+        and not leaf.is_complex()
+        and leaf.dtype != torch.uint64
+    ):
+        rule = "hold real numbers and dense tensors of real numbers, none of uint64"
+        raise BatchError(message(function, "tree", rule, leaf))
+    if in_graph(leaf):
+        got = f"a tensor {list(leaf.shape)} that requires grad"
+        repair = "detach it, no gradient goes through a largest or smallest value"
+        raise BatchError(f"{function}: tree must hold no tensor with a graph, got {got}; {repair}")
+    return _kind_of_tensor(leaf)
+
+
+def _numbers_in(leaves: Sequence[Any]) -> list[float]:
+    return [
+        float(leaf) if isinstance(leaf, float) else int(leaf)
+        for leaf in leaves
+        if not isinstance(leaf, Tensor)
+    ]
 
 
 def _is_plain(leaf: Any) -> bool:

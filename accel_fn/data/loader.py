@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 from typing_extensions import TypeVar
 
 from accel_fn.base.state import DistState
@@ -76,8 +77,14 @@ class ShardedLoader(Generic[Batch]):
     `epochs` gives one shuffled pass after the other.
     """
 
-    def __init__(self, source: Source[Batch]) -> None:
+    def __init__(self, source: Source[Batch], loader: DataLoader[Any]) -> None:
         self._source = source
+        self._loader = loader
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """The `DataLoader` that was split, with its data set, batch size and `collate_fn`."""
+        return self._loader
 
     def __len__(self) -> int:
         """Batches of an epoch, on every rank alike."""

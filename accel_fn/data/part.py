@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from accel_fn.base.batch import shapes_of
+from torch.utils import _pytree as pytree
+
+from accel_fn.base.batch import shapes_of, tensors_of
+from accel_fn.base.mappings import opened
+from accel_fn.base.samples import Samples
 from accel_fn.base.split_batch import part_sizes, split_rows
 from accel_fn.base.state import DistState, check_state
 from accel_fn.errors import BatchError, message
@@ -27,6 +31,7 @@ def part(tree: T, state: DistState) -> T:
             classes that torch's pytree knows. Lists of num_rows non-tensors, tuples of as many
             strings and arrays of NumPy are cut too; 0-dim tensors, numbers and strings go to every
             rank whole. A plain list of tensors is structure: mark a list of samples by `samples`.
+            Where no tensor has rows, the items of each list are its rows: prompts, file names.
         state: of this rank.
 
     Returns:
@@ -34,8 +39,8 @@ def part(tree: T, state: DistState) -> T:
         batch without rows, and so are its parts.
 
     Raises:
-        ValueError: no tensor has rows, two have different numbers of them, or something may hold
-            rows or not, such as a list of as many numbers as rows.
+        ValueError: nothing has rows, two tensors or lists have different numbers of them, or something
+            may hold rows or not, such as a list of as many numbers as the rows of a tensor.
 
     Cost: no read of the data, and no message.
 
@@ -44,14 +49,40 @@ def part(tree: T, state: DistState) -> T:
     >>> af.part({"tokens": tokens}, af.DistState(rank=1, world_size=2))
     {'tokens': tensor([[6, 7],
             [8, 9]])}
+    >>> af.part({"prompts": ["a", "b", "c"], "tokens": 20}, af.DistState(rank=0, world_size=2))
+    {'prompts': ['a', 'b'], 'tokens': 20}
     """
     check_state("part", state)
     if tree is None:
         return tree
-    shapes = shapes_of(tree)
+    rows = tree if shapes_of(tree) else _marked(tree)
+    shapes = shapes_of(rows)
     counts = {shape[0] for shape in shapes}
     if len(counts) != 1:
-        rule, got = "hold tensors of one leading dimension", shapes or type(tree).__name__
+        rule, got = "hold tensors or lists of one length", shapes or type(tree).__name__
         raise BatchError(message("part", "tree", rule, got))
+    if state.data.world_size == 1:
+        return tree
     sizes = part_sizes(counts.pop(), state.data.world_size)
-    return cast("T", split_rows(tree, sizes, "part")[state.data.rank])
+    found = split_rows(rows, sizes, "part")[state.data.rank]
+    return cast("T", found if rows is tree else _unmarked(found))
+
+
+def _marked(tree: Any) -> Any:
+    """Mark the lists without tensors as samples, for a tree in which no tensor has rows."""
+    return pytree.tree_map_only(
+        list,
+        Samples,
+        opened(tree),
+        is_leaf=_is_list,
+    )
+
+
+def _unmarked(tree: Any) -> Any:
+    return pytree.tree_map_only(
+        Samples, list, opened(tree), is_leaf=lambda each: isinstance(each, Samples)
+    )
+
+
+def _is_list(node: Any) -> bool:
+    return type(node) is list and not tensors_of(node)

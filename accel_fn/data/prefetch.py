@@ -74,7 +74,7 @@ def prefetch(
     """
     ahead = _Ahead(check_count("prefetch", "depth", depth), state.device, state.world_size > 1)
     if isinstance(loader, ShardedLoader):
-        return ShardedLoader(PrefetchedSource(loader._source, ahead))
+        return ShardedLoader(PrefetchedSource(loader._source, ahead), loader.loader)
     if isinstance(loader, Epoch):
         return replace(loader, loader=prefetch(loader.loader, state, depth))
     if not isinstance(loader, Iterable):

@@ -83,11 +83,11 @@ def shard_loader(
         rule = "be one of " + ", ".join(map(repr, SPLITS))
         raise ArgumentError(message("shard_loader", "split", rule, split))
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return ShardedLoader(stream_source(loader, state, batch=batch, split=split))
+        return ShardedLoader(stream_source(loader, state, batch=batch, split=split), loader)
     order, channel = _agreed(loader, state, batch, split)
     if isinstance(order, Order):
-        return ShardedLoader(IndexedSource(loader, order, state.rank))
-    return ShardedLoader(SamplerSource(loader, order, state, channel))
+        return ShardedLoader(IndexedSource(loader, order, state.rank), loader)
+    return ShardedLoader(SamplerSource(loader, order, state, channel), loader)
 
 
 def _agreed(

@@ -56,7 +56,7 @@ def window(
     """
     k = check_count("window", "k", k)
     if isinstance(loader, ShardedLoader):
-        return ShardedLoader(WindowedSource(loader._source, k))
+        return ShardedLoader(WindowedSource(loader._source, k), loader.loader)
     if not isinstance(loader, Iterable):
         rule = "be a loader, or anything else that can be iterated"
         raise ArgumentTypeError(message("window", "loader", rule, type(loader).__name__))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from accel_fn.base.batch import to_device
@@ -26,9 +28,14 @@ def place() -> Transform:
     >>> af.place()(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, place_model=[place()], place_batch=[place()])
     """
-    return fill(place_model=SlotFunction(move_to_device), place_batch=SlotFunction(to_device))
+    return fill(place_model=SlotFunction(move_to_device), place_batch=SlotFunction(move_batch))
 
 
 def move_to_device(state: DistState, model: nn.Module) -> nn.Module:
     """The model on the state's device: the same parameters, moved in place."""
     return model.to(state.device)
+
+
+def move_batch(state: DistState, batch: Any) -> Any:
+    """The batch on the state's device."""
+    return to_device(batch, state)

@@ -1,5 +1,6 @@
 """Collectives return the same on all ranks, and all ranks raise where their arguments differ."""
 
+import math
 import re
 from functools import partial
 
@@ -124,6 +125,94 @@ def test_sparse_sums_are_sums():
         lambda state: af.reduce_sum(torch.eye(2).to_sparse(), state), world_size=2
     ):
         assert found.to_dense().tolist() == [[2, 0], [0, 2]]
+
+
+EXTREMES = {af.reduce_max: (max, torch.amax), af.reduce_min: (min, torch.amin)}
+NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False))
+ROWS = st.lists(st.floats(width=32), min_size=3, max_size=3)
+
+
+@pytest.mark.parametrize("function", EXTREMES, ids=lambda fn: fn.__name__)
+@given(data=st.data(), world_size=st.integers(2, 3))
+def test_the_largest_and_the_smallest_are_those_of_the_stacked_ranks(function, data, world_size):
+    of_numbers, of_tensors = EXTREMES[function]
+    kinds = st.one_of(st.integers(), st.floats(allow_nan=False)).map(type)
+    kind = data.draw(kinds)
+    numbers = [data.draw(NUMBERS.filter(lambda x: type(x) is kind)) for _ in range(world_size)]
+    rows = torch.tensor([data.draw(ROWS) for _ in range(world_size)], dtype=torch.float64)
+
+    def run(state):
+        return function({"number": numbers[state.rank], "row": rows[state.rank]}, state)
+
+    for found in simulate(run, world_size=world_size):
+        assert (type(found["number"]), found["number"]) == (kind, of_numbers(numbers))
+        torch.testing.assert_close(
+            found["row"], of_tensors(rows, 0), rtol=0, atol=0, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("function", EXTREMES, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_number_that_is_none_is_the_largest_and_the_smallest(function, culprit):
+    found = simulate(
+        lambda state: function(math.nan if state.rank == culprit else 1.0, state), world_size=3
+    )
+    assert all(map(math.isnan, found))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [each for each in DTYPES if not each.is_complex and each != torch.uint64],
+    ids=str,
+)
+def test_tensors_of_every_real_dtype_have_a_largest_and_a_smallest(dtype):
+    rows = torch.tensor([[1, 0, 2], [0, 0, 3], [1, 0, 1]]).to(dtype)
+
+    def run(state):
+        mine = rows[state.rank]
+        return af.reduce_max(mine, state), af.reduce_min(mine, state), af.reduce_max(mine[0], state)
+
+    for found in simulate(run, world_size=3):
+        assert {each.dtype for each in found} == {dtype}
+        expected = [[1, 0, 3], [0, 0, 1], 1]
+        assert [each.tolist() for each in found] == [
+            torch.tensor(each).to(dtype).tolist() for each in expected
+        ]
+
+
+@pytest.mark.parametrize("function", EXTREMES, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        ("word", "hold real numbers and dense tensors of real numbers, none of uint64, got 'word'"),
+        (torch.ones(1, dtype=torch.complex64), "hold real numbers and dense tensors"),
+        (torch.ones(1, dtype=torch.uint64), "none of uint64"),
+        (torch.eye(2).to_sparse(), "hold real numbers and dense tensors"),
+        (
+            torch.ones(2, requires_grad=True),
+            r"hold no tensor with a graph, got a tensor \[2\] that requires grad; detach it",
+        ),
+    ],
+    ids=["text", "complex", "uint64", "sparse", "graph"],
+)
+def test_what_has_no_order_is_refused_on_all_ranks(function, leaf, text):
+    def run(state):
+        error = PeerError if state.rank else ValueError
+        with pytest.raises(error, match=f"{function.__name__}: tree must .*{text}"):
+            function(1.0 if state.rank else leaf, state)
+        return af.reduce_sum(1, state)
+
+    assert simulate(run, world_size=2) == [2, 2]
+    with pytest.raises(ValueError, match=f"{function.__name__}: tree must .*{text}"):
+        function(leaf, ALONE)
+
+
+def test_a_largest_value_of_unlike_trees_is_refused_on_all_ranks():
+    def run(state):
+        with pytest.raises(ValueError, match=r"^reduce_max: tree must have one structure"):
+            af.reduce_max(torch.ones(1 + state.rank), state)
+
+    simulate(run, world_size=2)
 
 
 def test_a_sum_leaves_its_argument_alone():
@@ -269,6 +358,8 @@ CALLS = {
     "gather": lambda state: af.gather(state, ONE),
     "reduce_sum": lambda state: af.reduce_sum(state, ONE),
     "reduce_mean": lambda state: af.reduce_mean(state, ONE),
+    "reduce_max": lambda state: af.reduce_max(state, ONE),
+    "to_device": lambda state: af.to_device(state, ONE),
     "broadcast": lambda state: af.broadcast(state, ONE),
     "on_main": lambda state: af.on_main(state, ONE),
     "barrier": lambda state: af.barrier(ONE),
@@ -304,11 +395,13 @@ def test_a_broadcast_needs_a_rank_of_this_world():
         af.broadcast(1, ALONE, source=1)
 
 
-TREE = {"rows": torch.arange(4), "names": ["a"], "number": 3}
+TREE = {"rows": torch.arange(4), "number": 3}
 
 
 @pytest.mark.parametrize(
-    "function", [af.reduce_sum, af.reduce_mean, af.broadcast], ids=lambda fn: fn.__name__
+    "function",
+    [af.reduce_sum, af.reduce_mean, af.reduce_max, af.broadcast],
+    ids=lambda fn: fn.__name__,
 )
 def test_a_world_of_one_gets_its_own_value(function):
     assert function(TREE, ALONE) is TREE

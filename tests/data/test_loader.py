@@ -394,3 +394,11 @@ def test_training_code_may_use_any_data_set():
     data = TensorDataset(torch.arange(6), torch.zeros(6, 2))
     loader = af.shard_loader(DataLoader(data, batch_size=4), af.DistState(rank=1, world_size=2))
     assert [batch[0].tolist() for batch in loader] == [[2, 3], [5]]
+
+
+def test_the_loader_that_was_split_is_at_hand():
+    loader = of(12)
+    sharded = af.shard_loader(loader, af.DistState())
+    assert sharded.loader is loader
+    assert af.window(sharded, 2).loader is loader
+    assert af.prefetch(sharded, af.DistState()).loader is loader

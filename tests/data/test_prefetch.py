@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from accel_fn.transforms.place import to_device
 from tests import strategies as ours
 from tests.reading_ahead import (
     HERE,
@@ -104,7 +103,7 @@ def test_batches_are_moved_to_the_device():
         ("meta", ["a", "b"]),
         ("meta", ["c"]),
     ]
-    assert to_device(state, found[0])["x"] is found[0]["x"]  # `place` has nothing left to copy
+    assert af.to_device(found[0], state)["x"] is found[0]["x"]  # `place` has nothing left to copy
 
 
 def test_on_a_cpu_nothing_is_copied():
@@ -225,7 +224,7 @@ def test_batches_come_on_cuda_as_they_are(options):
     for _ in range(2):
         for found, expected in zip(af.prefetch(loader, state), loader, strict=True):
             assert found[0].device == torch.empty(0, device=state.device).device
-            assert to_device(state, found[0]) is found[0]
+            assert af.to_device(found[0], state) is found[0]
             assert found[0].tolist() == expected[0].tolist()
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from accel_fn.base.launch_options import launch_options, source_of
 from accel_fn.base.state import DistState, LossScale
-from accel_fn.errors import ArgumentError, PlanError, message
-from accel_fn.step.plan import SlotFunction
+from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
+from accel_fn.step.plan import Plan, SlotFunction
+from accel_fn.step.step import Step
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.transforms.amp.float8 import Float8Slot, in_float8, torchao
 
@@ -103,6 +104,41 @@ def with_amp(
         torchao()  # refuse its absence here, not in build
         slots["forward_contexts"] = (slots["forward_contexts"], Float8Slot(in_float8))
     return fill(**slots)
+
+
+def compute_dtype(plan: Plan | Step) -> torch.dtype:
+    """Find the dtype that a plan's forwards compute in, for parts of yours that should match.
+
+    Frozen encoders and teachers take less memory in it: `encoder.to(af.compute_dtype(plan))`.
+
+    Args:
+        plan: a plan, or the step that was built from it.
+
+    Returns:
+        The dtype of `with_amp`, which is `torch.bfloat16` for "fp8", else the `param_dtype` of
+        `wrap_fsdp`, else that of the model's first floating-point parameter.
+
+    Raises:
+        TypeError: `plan` is neither a plan nor a step.
+
+    Cost: none of the device.
+
+    >>> import accel_fn as af
+    >>> plan = af.Plan(loss_fn, model, optimizer)
+    >>> af.compute_dtype(plan), af.compute_dtype(af.with_amp("bf16")(plan))
+    (torch.float32, torch.bfloat16)
+    """
+    plan = plan.plan if isinstance(plan, Step) else plan
+    if not isinstance(plan, Plan):
+        rule, got = "be a Plan or a Step", type(plan).__name__
+        raise ArgumentTypeError(message("compute_dtype", "plan", rule, got))
+    for each in plan.forward_contexts:
+        if isinstance(each, SlotFunction) and each.func is autocast:
+            return cast("torch.dtype", each.keywords["dtype"])
+    settings = [each.keywords for each in plan.strategy if isinstance(each, SlotFunction)]
+    sharded = [each["param_dtype"] for each in settings if each.get("param_dtype") is not None]
+    own = [each.dtype for each in plan.model.parameters() if each.is_floating_point()]
+    return next(iter([*sharded, *own]), torch.get_default_dtype())
 
 
 def without_autocast(state: DistState) -> DistState:
