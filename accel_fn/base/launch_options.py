@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 from accel_fn.errors import ArgumentError, check_count, check_positive, message
 
 T = TypeVar("T")
-Precision = Literal["no", "fp16", "bf16"]
+Precision = Literal["no", "fp16", "bf16", "fp8"]
 Wrapper = Literal["ddp", "fsdp"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint.argument_checks import check_call
-from accel_fn.checkpoint.format.names import steps_in
+from accel_fn.checkpoint.format.names import name_of, steps_in
 from accel_fn.checkpoint.load import load
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.step.contents import named_steps
 from accel_fn.step.step import Step
+
+_LOG = logging.getLogger(__name__)
 
 
 def resume(
@@ -26,7 +29,8 @@ def resume(
     """Load the newest checkpoint of a folder; return the state itself if there is none.
 
     Called on every rank, of a world of any size. Rank 0 looks for checkpoints, so all ranks
-    load, or none. The next line of a program is `loader.epochs(num_epochs, since=state)`: of a
+    load, or none. The main rank logs the checkpoint and its step, as a warning, which Python
+    shows by default. The next line of a program is `loader.epochs(num_epochs, since=state)`: of a
     run that has finished, it yields no epoch and logs that.
 
     Args:
@@ -59,4 +63,10 @@ def resume(
     check_call("resume", state, folder, steps, given)
     found = all_or_none(lambda: steps_in(Path(folder)), state, "resume")
     is_there = bool(exchange(found, state, "resume")[0])
-    return load(folder, state, step, extras=extras) if is_there else state
+    if not is_there:
+        return state
+    loaded = load(folder, state, step, extras=extras)
+    if state.is_main:
+        path = Path(folder) / name_of(loaded.step)
+        _LOG.warning("the run resumes at step %d, from %s", loaded.step, path)
+    return loaded

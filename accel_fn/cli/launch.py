@@ -69,7 +69,7 @@ _FEW, _LATER = 4, "(at the start)"
 )
 @click.option(
     "--mixed-precision",
-    type=click.Choice(["no", "fp16", "bf16"]),
+    type=click.Choice(["no", "fp16", "bf16", "fp8"]),
     help="What with_amp() without an argument does.",
 )
 @click.option("--num-microbatches", type=int, help="What accumulate() without an argument does.")

@@ -56,8 +56,8 @@ def test_options_that_a_launch_sets_are_read(said):
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        (PRECISION, "fp8", 'be "no", "fp16" or "bf16", got \'fp8\''),
-        (PRECISION, "BF16", 'be "no", "fp16" or "bf16", got \'BF16\''),
+        (PRECISION, "fp4", 'be "no", "fp16", "bf16" or "fp8", got \'fp4\''),
+        (PRECISION, "BF16", 'be "no", "fp16", "bf16" or "fp8", got \'BF16\''),
         (WRAP, "FSDP", 'be "ddp" or "fsdp", got \'FSDP\''),
         (NUMBER, "0", "be an integer >= 1, got '0'"),
         (NUMBER, "2.0", "be an integer >= 1, got '2.0'"),

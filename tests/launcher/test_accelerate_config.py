@@ -43,7 +43,7 @@ USED = {
     "deepspeed_file": TWO,
     "megatron_lm": {**TWO, "num_processes": 4, "mixed_precision": "bf16", "num_microbatches": 2},
     "xla": {**TWO, "num_processes": 8, "mixed_precision": "no"},
-    "fp8_dynamo": TWO,
+    "fp8_dynamo": {**TWO, "mixed_precision": "fp8"},
 }
 IN_SCRIPT = {
     "fsdp": "fsdp_transformer_layer_cls_to_wrap is wrap_fsdp(blocks=[BertLayer])",
@@ -51,7 +51,7 @@ IN_SCRIPT = {
     "zero_stage is wrap_fsdp(reshard_after_forward=False)",
     "megatron_lm": "megatron_lm_gradient_clipping is clip(1.0), "
     "megatron_lm_recompute_activations is checkpoint_activations()",
-    "fp8_dynamo": 'mixed_precision fp8 is with_amp("fp8"), dynamo_backend is compiled()',
+    "fp8_dynamo": "dynamo_backend is compiled()",
 }
 LEFT_OUT = {
     "multi_cpu_mpirun": "mpirun_config (mpirun_hostfile)",
@@ -129,7 +129,6 @@ def test_what_has_no_counterpart_is_named_in_one_warning(name):
             "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_use_fullgraph: true}",
             "dynamo_backend is compiled(), dynamo_use_fullgraph is compiled(fullgraph=True)",
         ),
-        ("mixed_precision: fp8\nfp8_config: {backend: AO}", "mixed_precision fp8 is with_amp("),
     ],
 )
 def test_the_warning_names_the_counterpart_in_the_script(tmp_path, lines, shown):

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 import accel_fn as af
 from accel_fn.testing import simulate
+from accel_fn.transforms.amp.float8 import Float8Slot
 from tests import strategies as ours
 from tests.compilers import compiles
 from tests.laws.test_reproducible import fingerprint
@@ -165,6 +166,14 @@ def test_missing_torchao_is_an_error_that_names_its_extra(monkeypatch):
 def test_explain_names_the_precision():
     plan = af.with_amp("fp8")(ours.plan(model=make_model(), optimizer=ours.adamw, loss_fn=loss_fn))
     assert "forward_contexts=[with_amp('fp8'), with_amp('fp8')]" in repr(plan)
+
+
+def test_the_launch_can_choose_it(monkeypatch):
+    monkeypatch.setenv("ACCEL_FN_MIXED_PRECISION", "fp8")
+    plan = af.with_amp()(ours.plan(model=make_model(), optimizer=ours.adamw, loss_fn=loss_fn))
+    text = af.explain(plan, af.DistState())
+    assert "forward    loss_fn(Sequential, batch) under with_amp(), fp8 from the launch\n" in text
+    assert any(isinstance(each, Float8Slot) for each in plan.forward_contexts)
 
 
 def test_evaluation_is_in_float8_too_and_copies_of_a_plan_do_not_meet():

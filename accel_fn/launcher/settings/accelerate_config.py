@@ -134,7 +134,7 @@ def _precision(given: Mapping[str, Given]) -> Given | None:
     found, old = given.get("mixed_precision"), given.get("fp16")
     if found is None and old is not None:
         return old.becomes("fp16" if old.value else "no")
-    return None if found is not None and found.value == "fp8" else found
+    return found
 
 
 def _microbatches(
@@ -152,8 +152,6 @@ def _outside(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterat
     """Entries outside of the sections that are no settings here."""
     if kind.value in _OTHER_TYPES:
         yield "", f"distributed_type {kind.value}", True
-    if given.get("mixed_precision", kind).value == "fp8":
-        yield "", "mixed_precision fp8", True
     if "enable_cpu_affinity" in given and not on_cpu:
         yield "", "enable_cpu_affinity", given["enable_cpu_affinity"].value
     for name in _OTHERS:

@@ -91,7 +91,6 @@ _IN_SCRIPT: Mapping[str, str] = MappingProxyType(
         "gradient_clipping": "clip({})",
         "megatron_lm_gradient_clipping": "clip({})",
         "megatron_lm_recompute_activations": "checkpoint_activations()",
-        "mixed_precision fp8": 'with_amp("fp8")',
         "backend=ao": "",
         "interval=1": "",
         "dynamo_backend=inductor": "compiled()",

@@ -89,7 +89,7 @@ class Settings(BaseModel):
     gpu_ids: Annotated[tuple[Index, ...] | None, BeforeValidator(_indices)] = Field(
         None, description="accelerators to use, by index"
     )
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = Field(
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = Field(
         None, description="what with_amp() without an argument does"
     )
     num_microbatches: Integer | None = Field(
@@ -179,7 +179,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "main_process_port": "be an integer in 0 .. 65535",
         **dict.fromkeys(("cpu", "tee", "full_traceback"), "be true or false"),
         "gpu_ids": "be 'all' or indices of devices, each once, such as 0,1",
-        "mixed_precision": "be one of no, fp16, bf16",
+        "mixed_precision": "be one of no, fp16, bf16, fp8",
         "wrap": "be one of ddp, fsdp",
         "rdzv_backend": "be one of static, c10d, etcd-v2",
         "timeout_s": "be a finite number > 0",

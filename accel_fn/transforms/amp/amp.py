@@ -102,7 +102,8 @@ def with_amp(
         slots["init_state"] = SlotFunction(scale_loss, **settings).with_source(source)
     if precision == "fp8":
         torchao()  # refuse its absence here, not in build
-        slots["forward_contexts"] = (slots["forward_contexts"], Float8Slot(in_float8))
+        in_slot = Float8Slot(in_float8).with_source(source)
+        slots["forward_contexts"] = (slots["forward_contexts"], in_slot)
     return fill(**slots)
 
 
