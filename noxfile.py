@@ -89,6 +89,17 @@ def slow(session: nox.Session) -> None:
 
 
 @nox.session
+def sim(session: nox.Session) -> None:
+    """Tests on a simulated accelerator, also those marked gpu that it can run; builds C++ at first."""
+    install(session, *EVERYTHING, groups=("tests",))
+    marked = [
+        str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text()
+    ]
+    some = (f"--numprocesses={WORKERS}", "--dist=worksteal", "-m", "gpu", "tests/sim", *marked)
+    session.run("pytest", *some, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def examples(session: nox.Session) -> None:
     """The tests of the examples, slow ones too."""
     install(session, *EVERYTHING, groups=("tests",))
