@@ -20,7 +20,8 @@ from accel_fn.base.unguarded import Unguarded
 from accel_fn.errors import PlanError
 
 MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
-_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes whose graphs on CUDA write into the same memory at every run."""
 _NAMES = {"MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT"}
 """Guards that a name still refers to the same module, class or function."""
 _OURS = re.compile(r"G\['(?!__import_(?!(torch|accel_fn)(_dot_|')))")
@@ -156,7 +157,7 @@ def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
     """Copy the outputs of `call`: the next run of a CUDA graph overwrites them."""
-    if mode not in _CUDA_GRAPHS:
+    if mode not in CUDA_GRAPHS:
         return call
 
     def kept(*inputs: Any) -> Any:

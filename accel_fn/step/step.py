@@ -152,14 +152,15 @@ class Step(Generic[Batch]):
             The state, the gradients with their factor open, and a report
             without `applied`.
 
-        Cost: as the step up to the optimizer; in a world of several also one
-        copy of the gradients, since the next backward reuses the memory of these.
+        Cost: as the step up to the optimizer; in a world of several, or with CUDA graphs, also
+        one copy of the gradients, since the next backward reuses the memory of these.
         """
         self._check_state(state)
         self.checks.begin(state, batch)
         state, grads, report = self.stages.gradients(state, batch)
         self.checks.end(state, batch, report)
-        return state, grads if self.plan.wrap_grad_fn else _cloned(state, grads), report
+        kept = grads if self.plan.wrap_grad_fn else _cloned(state, self.plan, grads)
+        return state, kept, report
 
     def update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
         """Transform the gradients, run the optimizer and `after_update`; count one batch.
@@ -230,19 +231,21 @@ def _wrapped(plan: Plan, strategy: Strategy) -> GradFn:
     for wrap in retrying:  # innermost: these do the same batch again, and keep no gradients
         grad_fn = wrap(grad_fn)
     if others:
-        grad_fn = partial(_kept, grad_fn)
+        grad_fn = partial(_kept, plan, grad_fn)
     for wrap in others:
         grad_fn = wrap(grad_fn)
     return grad_fn
 
 
-def _kept(grad_fn: GradFn, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
+def _kept(
+    plan: Plan, grad_fn: GradFn, state: DistState, batch: Any
+) -> tuple[DistState, Grads, Report]:
     state, grads, report = grad_fn(state, batch)
-    return state, _cloned(state, grads), report
+    return state, _cloned(state, plan, grads), report
 
 
-def _cloned(state: DistState, grads: Grads) -> Grads:
-    """Gradients that the next backward does not overwrite: DDP's live in its buckets."""
-    if state.world_size == 1:
+def _cloned(state: DistState, plan: Plan, grads: Grads) -> Grads:
+    """Gradients that no later backward overwrites, as it does in DDP's buckets and in CUDA graphs."""
+    if state.world_size == 1 and not plan.having("cuda_graphs"):
         return grads
     return replace(grads, tensors=tuple([None if t is None else t.clone() for t in grads.tensors]))

@@ -264,6 +264,49 @@ def test_more_graphs_than_torch_keeps_are_an_error():
             step(state, make_batches(5)[0])
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("scope", ["loss", "blocks"])
+@pytest.mark.parametrize(
+    "adding", [af.accumulate(2), af.accumulate("auto"), af.reproducible(2)], ids=str
+)
+def test_cuda_graphs_are_refused_where_gradients_of_several_runs_are_added_up(adding, scope, mode):
+    plan = af.compose(af.place(), af.compiled(scope=scope, mode=mode), adding)(make_plan())
+    text = (
+        rf"^build: compiled\(mode='{mode}'\) must have one backward a step, since the next run of a CUDA "
+        rf"graph overwrites gradients, got {re.escape(str(adding))}; use "
+        r'mode="max-autotune-no-cudagraphs", or scope="step"$'
+    )
+    with pytest.raises(ValueError, match=text):
+        af.build(af.DistState(device="cuda"), plan)
+
+
+@pytest.mark.parametrize(
+    ("device", "recipe"),
+    [
+        ("cuda", af.compiled(mode="reduce-overhead")),
+        ("cuda", af.compose(af.compiled(mode="reduce-overhead"), af.accumulate(1, split="rows"))),
+        ("cuda", af.compose(af.compiled(mode="max-autotune-no-cudagraphs"), af.accumulate(2))),
+        ("cpu", af.compose(af.compiled(mode="reduce-overhead"), af.accumulate(2))),
+    ],
+)
+def test_modes_are_taken_where_no_cuda_graph_overwrites_a_gradient(device, recipe):
+    plan = recipe(make_plan())
+    [slot] = plan.compile_loss
+    slot.validate(af.DistState(device=device), plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, for its graphs")
+def test_gradients_of_a_cuda_graph_are_kept_by_the_next_run():
+    recipe = af.compose(af.place(), af.compiled(mode="reduce-overhead"))
+    state, step = af.build(af.init(), recipe(make_plan()))
+    for batch in make_batches(4)[:1] * 3:  # the third run replays the graph
+        state, grads, _ = step.grads(state, batch)
+    kept = [each.clone() for each in grads.tensors]
+    step.grads(state, tuple(2 * each for each in batch))
+    torch.testing.assert_close(list(grads.tensors), kept, rtol=0, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs CUDA, where counts may be elsewhere"

@@ -14,6 +14,7 @@ from torch import nn
 from accel_fn.base.blocks import repeated
 from accel_fn.base.state import DistState
 from accel_fn.base.torch_compile import (
+    CUDA_GRAPHS,
     MODES,
     check_compiler,
     compile_function,
@@ -60,7 +61,8 @@ def compiled(
     Raises:
         ValueError: an argument is unknown (TypeError too where it is of another type). In
             `build`: no compiler on this machine, no repeated blocks, an optimizer or a plan that
-            does not fit into a graph.
+            does not fit into a graph; on CUDA, a mode of CUDA graphs with micro-batches or
+            `reproducible`, unless the scope is "step".
 
     Law: the identity, to rounding. The loss draws other random numbers.
 
@@ -94,7 +96,21 @@ class CompileSlot(SlotFunction):
     def traits(self) -> frozenset[str]:  # type: ignore[override]
         """Name the kind of its graphs: `checkpoint_activations` needs a break in them."""
         full = {"full_graph"} if self.keywords["fullgraph"] else set[str]()
-        return frozenset({"torch_compile", *full})
+        in_place = {"cuda_graphs"} if self.keywords["mode"] in CUDA_GRAPHS else set[str]()
+        return frozenset({"torch_compile", *full, *in_place})
+
+    def validate(self, state: DistState, plan: Plan) -> None:
+        """Refuse CUDA graphs where gradients outlive a run: the next one would overwrite them."""
+        if state.device.type != "cuda" or "cuda_graphs" not in self.traits:
+            return
+        cuts = [each for each in plan.split if getattr(each, "keywords", {}).get("num_parts") != 1]
+        adding = [*cuts, *plan.having("virtual_ranks")]
+        if adding:
+            raise PlanError(
+                f"build: compiled(mode={self.keywords['mode']!r}) must have one backward a step, since the "
+                f"next run of a CUDA graph overwrites gradients, got {describe(adding[0])}; use "
+                'mode="max-autotune-no-cudagraphs", or scope="step"'
+            )
 
 
 class CompileStepSlot(SlotFunction):
