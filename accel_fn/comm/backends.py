@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, WorldError, message
 
 
@@ -35,6 +36,13 @@ def has_backend(device: torch.device) -> bool:
     """Is there a backend for such devices? For MPS torch names Gloo, which does not support it."""
     name = dist.Backend.default_device_backend_map.get(device.type, "")
     return device.type in dist.Backend.backend_capability.get(name, ())
+
+
+def sums_sparse(state: DistState) -> bool:
+    """Can the backend of the state's device sum sparse tensors? NCCL cannot."""
+    if state.group is None or state.device.type == "cpu":
+        return True
+    return bool(state.group._get_backend(state.device).name() != dist.Backend.NCCL)
 
 
 def current_world() -> tuple[int, int] | None:

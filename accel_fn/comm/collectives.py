@@ -24,6 +24,7 @@ from accel_fn.comm.differentiable import (
     refuse_inexact,
     with_gradients,
 )
+from accel_fn.comm.unpickle import unpickled
 from accel_fn.errors import (
     ArgumentError,
     BatchError,
@@ -82,7 +83,7 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     every = agreed(checked, state, "broadcast", leaves)
     rule = "broadcast: source must be the same on every rank"
     check_alike([each for each, _ in every], rule, error=ArgumentError)
-    sent, structure = pytree.tree_flatten(opened(pickle.loads(every[source][1])))
+    sent, structure = pytree.tree_flatten(opened(unpickled(every[source][1], state.device)))
     in_graphs = []
     for place, hole in enumerate(sent):
         if isinstance(hole, _Hole):

@@ -222,7 +222,8 @@ class _Call:
         primitives.exchange_number(len(gradients), self.state, self.function)
         found = []
         for place, gradient in enumerate(gradients):
-            total = gradient.resolve_conj().clone(memory_format=torch.contiguous_format)
+            there = gradient.to(self.state.device)  # the leaf may be on the host on some ranks
+            total = there.resolve_conj().clone(memory_format=torch.contiguous_format)
             real = torch.view_as_real(total) if total.is_complex() else total
             primitives.start_sum(real, self.state, self.function).wait()
             found.append(self.own_part(place, total))

@@ -29,7 +29,7 @@ def on_main(fn: Callable[[], T], state: DistState) -> T:
         state: of this rank.
 
     Returns:
-        The result of `fn`, on every rank.
+        The result of `fn`, on every rank; its tensors on an accelerator go to the device of each.
 
     Raises:
         BaseException: the exception of `fn`, on every rank; if it cannot be

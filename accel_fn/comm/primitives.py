@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import Axis, DistState
+from accel_fn.comm.unpickle import unpickled
 from accel_fn.errors import StateError, WorldError
 
 if TYPE_CHECKING:
@@ -244,7 +245,8 @@ def exchange(value: Any, state: DistState, function: str, leaves: Sequence[Any] 
         padded[: len(data)] = data
         parts = _all_gather(padded, state, function)
     return [
-        pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
+        unpickled(part[:size].numpy().tobytes(), state.device)
+        for part, size in zip(parts, sizes, strict=True)
     ]
 
 

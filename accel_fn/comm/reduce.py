@@ -60,8 +60,8 @@ def reduce_sum(tree: T, state: DistState) -> T:
         state: of this rank.
 
     Returns:
-        The same tree of sums: new tensors, and Python numbers for numbers.
-        In a world of one, `tree` itself.
+        The same tree of sums: new tensors, each on the device of this rank's leaf, and Python numbers
+        for numbers. In a world of one, `tree` itself.
 
     Raises:
         ValueError: before any data moves: structures, shapes or dtypes differ, on every
@@ -99,8 +99,8 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
             whatever its values.
 
     Returns:
-        The same tree of means: new tensors, and floats for numbers. In a
-        world of one, `tree` itself.
+        The same tree of means: new tensors, each on the device of this rank's leaf, and floats for
+        numbers. In a world of one, `tree` itself.
 
     Raises:
         ValueError: on every rank alike: structures, shapes or dtypes differ, a weight is
@@ -236,7 +236,7 @@ def _reduced(
         if isinstance(leaf, Tensor):
             total = _share_of(leaf.to(state.device), shares[state.rank])
             primitives.start_sum(total, state, function).wait()
-            totals.append(total.to(leaf.dtype))
+            totals.append(total.to(leaf.device, leaf.dtype))
         else:
             pairs = zip(shares, next(columns), strict=True)
             totals.append(sum(share * value for share, value in pairs if share))

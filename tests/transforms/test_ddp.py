@@ -239,3 +239,30 @@ def test_a_second_plan_over_shards_is_refused_with_the_form_that_works():
             af.build(state, second)
 
     simulate(run, world_size=2)
+
+
+class NCCLGroup:
+    """Names NCCL for every device, as the group of a launch on CUDA does."""
+
+    def _get_backend(self, device):
+        return self
+
+    def name(self):
+        return "nccl"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_embeddings_with_sparse_gradients_are_refused_over_nccl_alone(device):
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+    plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    [slot] = af.wrap_ddp()(plan).strategy
+    state = af.DistState(world_size=2, device=device, group=NCCLGroup())
+    text = (
+        "build: wrap_ddp's model must have dense gradients on NCCL, which sums no others, got '0'; "
+        "use sparse=False"
+    )
+    if device == "cpu":
+        slot.validate(state, plan)
+    else:
+        with pytest.raises(ValueError, match=text):
+            slot.validate(state, plan)

@@ -15,10 +15,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_fn.base.state import DistState
+from accel_fn.comm.backends import sums_sparse
 from accel_fn.errors import ArgumentError, PlanError, message
 from accel_fn.step.checks.graph import not_reached
 from accel_fn.step.grads import Grads
-from accel_fn.step.loss_module import loss_module_of
+from accel_fn.step.loss_module import loss_module_of, sparse_tables
 from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
@@ -99,6 +100,10 @@ class DDPSlot(SlotFunction):
                 "build: wrap_ddp(static_graph=True) must not be combined with a weight_fn of several terms, "
                 "which a batch may leave out of the graph; leave out static_graph"
             )
+        tables = sparse_tables(plan.model)
+        if tables and not sums_sparse(state):
+            rule, repair = "have dense gradients on NCCL, which sums no others", "use sparse=False"
+            raise PlanError(message("build", "wrap_ddp's model", rule, next(iter(tables)), repair))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
