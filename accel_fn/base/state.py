@@ -145,6 +145,9 @@ class Watchdog(Protocol):
     def begin_step(self, number: int) -> None:
         """Record the start of a step."""
 
+    def end_step(self) -> None:
+        """Record the end of a step."""
+
     def diagnose(self, error: BaseException, function: str) -> None:
         """Abort if an error is a time-out; raise if it means that a rank is gone."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.distributed as dist
 
-from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentError, WorldError, message
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def check_backend(function: str, backend: str | None) -> None:
@@ -38,11 +42,11 @@ def has_backend(device: torch.device) -> bool:
     return device.type in dist.Backend.backend_capability.get(name, ())
 
 
-def sums_sparse(state: DistState) -> bool:
-    """Can the backend of the state's device sum sparse tensors? NCCL cannot."""
-    if state.group is None or state.device.type == "cpu":
-        return True
-    return bool(state.group._get_backend(state.device).name() != dist.Backend.NCCL)
+def nccl_of(group: ProcessGroup) -> Any:
+    """Return the NCCL backend of a group; None where no device uses it."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    nccl = next((each for each in backends if each.name() == dist.Backend.NCCL), None)
+    return getattr(nccl, "wrapped_pg", nccl)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
 
 
 def current_world() -> tuple[int, int] | None:

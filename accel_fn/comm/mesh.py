@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel_fn.base.state import DistState
+from accel_fn.comm.backends import nccl_of
 from accel_fn.comm.primitives import broadcast, group_of
 
 _TIMEOUT_S = 30.0
@@ -48,7 +49,13 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
         return _MeshByHand(kind, state.rank, ranks, _groups_by_hand(state, group, ranks))
     if replicate == 1:
         return DeviceMesh.from_group(group, kind, mesh_dim_names=tuple(names))
-    return init_device_mesh(kind, tuple(ranks.shape), mesh_dim_names=tuple(names))
+    mesh = init_device_mesh(kind, tuple(ranks.shape), mesh_dim_names=tuple(names))
+    nccl = nccl_of(group)
+    for part in mesh.get_all_groups() if nccl is not None else ():
+        nccl_of(part)._set_default_timeout(
+            nccl.options._timeout
+        )  # torch gives them its own default
+    return mesh
 
 
 def _is_known(group: ProcessGroup) -> bool:

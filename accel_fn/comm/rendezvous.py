@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accel_fn.base.state import Watchdog
-from accel_fn.comm.backends import current_world
+from accel_fn.comm.backends import current_world, nccl_of
 from accel_fn.comm.watchdog.store_log import StoreLog
-from accel_fn.comm.watchdog.watchdog import StoreWatchdog
+from accel_fn.comm.watchdog.watchdog import StoreWatchdog, ending_error
 from accel_fn.errors import WorldError, WorldTimeoutError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _SETTLE_S, _TRY_AGAIN_S, _ANSWER_S = 0.05, 0.1, 1.0
+_LATER_S = 60.0
 _LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
 
 
@@ -59,12 +60,17 @@ def join_world(
         )
         group = dist.group.WORLD
     assert group is not None
+    nccl = nccl_of(group)
+    if nccl is not None:
+        # NCCL ends a process without a report, so the watchdog must come first.
+        nccl._set_default_timeout(timedelta(seconds=timeout_s + _LATER_S))
     watchdog = StoreWatchdog(
         _store_log(group),
         rank=rank,
         world_size=world_size,
         timeout_s=timeout_s,
         libraries=_LIBRARIES,
+        times_steps=nccl is not None,
     )
     watchdog.start()
     return group, watchdog
@@ -92,7 +98,12 @@ def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
     if dist.is_initialized() and (
         group is dist.group.WORLD or group in dist.distributed_c10d._world.pg_map
     ):
-        dist.destroy_process_group(group)
+        fails = ending_error() is not None or (watchdog is not None and watchdog.has_lost_rank)
+        if fails and nccl_of(group) is not None:
+            # Destroying waits for kernels that are queued, whose peers may never come.
+            dist.distributed_c10d._abort_process_group(group)
+        else:
+            dist.destroy_process_group(group)
         time.sleep(_SETTLE_S)
 
 

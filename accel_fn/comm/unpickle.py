@@ -32,4 +32,4 @@ class _Unpickler(pickle.Unpickler):
     def _placed(self, storage: Any, location: str) -> Any:
         if location == "cpu":
             return storage
-        return torch.serialization.default_restore_location(storage, self._device)
+        return torch.serialization.default_restore_location(storage, self._device)  # type: ignore[no-untyped-call]

@@ -33,11 +33,15 @@ class Stages:
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         """Run all of a step but `after_update`."""
         plan, strategy = self.plan, self.strategy
-        state, grads, report = self.gradients(state, batch)
-        return strategy.apply(plan, state, strategy.prepare(plan, state, grads, report))
+        try:
+            state, grads, report = self.gradients(state, batch)
+            return strategy.apply(plan, state, strategy.prepare(plan, state, grads, report))
+        finally:
+            if state.watchdog is not None:
+                state.watchdog.end_step()
 
     def gradients(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
-        """Gradients of the global batch. The watchdog sees the collectives that DDP starts in it."""
+        """Begin a step: the gradients of the global batch, with the collectives that DDP starts in it."""
         if state.watchdog is None:
             return self.grad_fn(state, batch)
         state.watchdog.begin_step(state.step + 1)
@@ -157,7 +161,11 @@ class Step(Generic[Batch]):
         """
         self._check_state(state)
         self.checks.begin(state, batch)
-        state, grads, report = self.stages.gradients(state, batch)
+        try:
+            state, grads, report = self.stages.gradients(state, batch)
+        finally:
+            if state.watchdog is not None:
+                state.watchdog.end_step()
         self.checks.end(state, batch, report)
         kept = grads if self.plan.wrap_grad_fn else _cloned(state, self.plan, grads)
         return state, kept, report

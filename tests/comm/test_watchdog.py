@@ -39,9 +39,11 @@ class CountingStore:
         return getattr(self.store, name)
 
 
-def make_watchdog(log=None, *, rank=0, timeout_s=60.0):
+def make_watchdog(log=None, *, rank=0, timeout_s=60.0, **options):
     log = log or StoreLog(HashStore(), None)
-    return StoreWatchdog(log, rank=rank, world_size=2, timeout_s=timeout_s, libraries=LIBRARIES)
+    return StoreWatchdog(
+        log, rank=rank, world_size=2, timeout_s=timeout_s, libraries=LIBRARIES, **options
+    )
 
 
 def here():
@@ -118,6 +120,49 @@ def test_a_step_is_noted_by_number_and_the_users_line():
     place = here()
     watchdog.begin_step(7)
     assert left_by(watchdog, log) == f"has left; last step 7, at {place}; no collective"
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Record the reasons of a watchdog that would end this process."""
+    reasons = []
+    monkeypatch.setattr(
+        StoreWatchdog, "_end", lambda self, reason, error=None: reasons.append(reason)
+    )
+    return reasons
+
+
+@pytest.mark.parametrize(
+    ("times_steps", "ended", "expected"),
+    [
+        (True, False, ["step has waited for longer than timeout_s=60"]),
+        (True, True, []),
+        (False, False, []),
+    ],
+)
+def test_a_step_that_does_not_end_hangs_where_the_host_does_not_wait_for_collectives(
+    ends, times_steps, ended, expected
+):
+    watchdog = make_watchdog(times_steps=times_steps)
+    watchdog.begin_step(7)
+    if ended:
+        watchdog.end_step()
+    watchdog._look_once(time.monotonic() + 59)
+    assert not ends
+    watchdog._look_once(time.monotonic() + 61)
+    assert [each for each in ends if each.startswith("step")] == expected
+
+
+def test_a_step_that_compiles_may_take_longer_than_the_timeout(ends):
+    watchdog = make_watchdog(times_steps=True)
+    watchdog.begin_step(7)
+
+    def backend(graph, inputs):
+        watchdog._look_once(time.monotonic() + 61)
+        return graph.forward
+
+    torch.compile(lambda values: values + 1, backend=backend)(torch.ones(2))
+    assert not ends
 
 
 def test_a_rank_that_leaves_by_an_error_names_it():

@@ -424,6 +424,48 @@ if __name__ == "__main__":
     subprocess.run([sys.executable, script, str(free_port())], check=True, timeout=120)
 
 
+NCCL = """
+import torch, torch.distributed as dist, accel_fn as af
+from accel_fn.comm import rendezvous
+from tests import strategies as ours
+
+class NCCL:
+    '''NCCL as far as a rendezvous uses it.'''
+
+    def _set_default_timeout(self, timeout):
+        say("a time-out of", timeout.total_seconds())
+
+rendezvous.nccl_of = lambda group: NCCL()
+for place, name in ((dist.distributed_c10d, "_abort_process_group"), (dist, "destroy_process_group")):
+    leave = getattr(place, name)
+    setattr(place, name, lambda group, leave=leave: (say(leave.__name__), leave(group)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "call"), [("pass", "destroy_process_group"), ("raise OSError", "_abort_process_group")]
+)
+def test_nccl_has_a_later_timeout_and_is_left_by_abort_after_an_error(end, call):
+    """Where NCCL runs, destroying a group waits for kernels that a failed peer never joins."""
+    launch(
+        NCCL
+        + f"""
+try:
+    with af.distributed(device="cpu", timeout_s=30) as state:
+        model = ours.regression_model()
+        state, step = af.build(state, af.wrap_ddp()(af.Plan(ours.mse, model, ours.sgd(model.parameters()))))
+        batch = torch.ones(4, 3).double(), torch.ones(4, 1).double()
+        state, _ = step(state, batch)
+        step.grads(state, batch)
+        assert state.watchdog._step_began is None
+        {end}
+except OSError:
+    pass
+""",
+        expect=["a time-out of 90.0", call] * 2,
+    )
+
+
 def test_a_state_is_a_value():
     state = af.DistState(rank=1, world_size=2, seed=3, step=7)
     assert state == af.DistState(rank=1, world_size=2, seed=3, step=7)

@@ -244,6 +244,8 @@ def test_a_second_plan_over_shards_is_refused_with_the_form_that_works():
 class NCCLGroup:
     """Names NCCL for every device, as the group of a launch on CUDA does."""
 
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
+
     def _get_backend(self, device):
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,20 @@ from accel_fn.comm.watchdog.store_log import Entry
 _PYTHON = f"{os.path.dirname(os.__file__)}{os.sep}"
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _NUM_CALLS, _NUM_TENSORS, _NUM_LINES = 30, 4, 12
+_COMPILING = (f"_dynamo{os.sep}convert_frame.py", f"_inductor{os.sep}compile_fx.py")
 _PHASES = {"run_forward": "forward", "run_backward": "backward", "apply_update": "update"}
 
 
 def is_in_python(file: str) -> bool:
     """Is this file of the standard library?"""
     return file.startswith((_PYTHON, "<frozen ")) and not _INSTALLED.search(file)
+
+
+def is_compiling() -> bool:
+    """Does any thread of this process compile for `torch.compile` right now?"""
+    stacks = map(traceback.walk_stack, sys._current_frames().values())
+    files = (frame.f_code.co_filename for stack in stacks for frame, _ in stack)
+    return any(file.endswith(_COMPILING) for file in files)
 
 
 class Place(NamedTuple):

@@ -15,6 +15,7 @@ from accel_fn.comm.watchdog.hang_report import (
     Collective,
     Place,
     Stack,
+    is_compiling,
     list_ranks,
     place_of,
     shapes_of,
@@ -45,6 +46,7 @@ class StoreWatchdog:
         world_size: int,
         timeout_s: float,
         libraries: Sequence[str],
+        times_steps: bool = False,
     ) -> None:
         self._log = log
         self._rank = rank
@@ -58,6 +60,9 @@ class StoreWatchdog:
         self._last: Collective | None = None
         self._step: tuple[int, Place | None] | None = None
         self._waits: dict[int, tuple[float, Collective]] = {}
+        self._times_steps = times_steps
+        """Is a step that lasts longer than the timeout one that hangs, as where a device runs collectives?"""
+        self._step_began: float | None = None
         self._stopped = threading.Event()
         self._diagnosing = threading.Lock()
         self._thread = threading.Thread(target=self._look, name="accel_fn watchdog", daemon=True)
@@ -108,6 +113,11 @@ class StoreWatchdog:
         """Record that a step begins."""
         self._seen = time.monotonic()
         self._step = number, place_of(sys._getframe(1), self._libraries)
+        self._step_began = self._seen if self._times_steps else None
+
+    def end_step(self) -> None:
+        """Record that the step has returned or raised."""
+        self._step_began = None
 
     def diagnose(self, error: BaseException, function: str) -> None:
         """Abort if a Gloo error is a time-out; raise a WorldError if it means that a rank is gone."""
@@ -140,6 +150,10 @@ class StoreWatchdog:
         for since, collective in list(self._waits.values()):
             if now - since > self._timeout_s + self._period_s:
                 self._request_abort(collective.function)
+        began = self._step_began
+        # A compiler may take longer than any collective.
+        if began and now - began > self._timeout_s + self._period_s and not is_compiling():
+            self._request_abort("step")
         if now - self._seen > self._timeout_s / 2 and self._log.is_abort_requested():
             self._end(_ABORTED)
 
@@ -204,9 +218,13 @@ class Waiting:
             self._watchdog.end_wait()
 
 
-def _reason() -> str:
+def ending_error() -> BaseException | None:
     """Return the error that this process ends with, if any."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return sys.exc_info()[1] or getattr(sys, "last_value", None)
+
+
+def _reason() -> str:
+    error = ending_error()
     if error is None:
         return ""
     first = str(error).partition("\n")[0][:200]

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_fn.base.state import DistState
-from accel_fn.comm.backends import sums_sparse
+from accel_fn.comm.backends import nccl_of
 from accel_fn.errors import ArgumentError, PlanError, message
 from accel_fn.step.checks.graph import not_reached
 from accel_fn.step.grads import Grads
@@ -101,7 +101,8 @@ class DDPSlot(SlotFunction):
                 "which a batch may leave out of the graph; leave out static_graph"
             )
         tables = sparse_tables(plan.model)
-        if tables and not sums_sparse(state):
+        group = None if state.device.type == "cpu" else state.group
+        if tables and group is not None and nccl_of(group) is not None:
             rule, repair = "have dense gradients on NCCL, which sums no others", "use sparse=False"
             raise PlanError(message("build", "wrap_ddp's model", rule, next(iter(tables)), repair))
 
