@@ -171,7 +171,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Plant known bugs one by one and write who notices each to docs: `-- --minutes 30 --only NAME`."""
+    """Plant known bugs one by one and write what notices each to docs: `-- --minutes 30 --only NAME`."""
     install(session, *EVERYTHING, groups=("tests",))
     session.run("python", "-m", "tests.mutants", *session.posargs, env=ONE_THREAD)
 

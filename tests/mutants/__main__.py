@@ -8,6 +8,7 @@ import importlib
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,8 +25,8 @@ from tests.mutants.table import MUTANTS, Mutant
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "mutants.md"
 FENCES = ("<!-- table: python -m tests.mutants -->\n", "<!-- end of table -->\n")
-DETECTORS = ("build", "assert_equivalent", "accel-fn test", "tests")
-TIMEOUT_S = 400
+DETECTORS = ("build", "assert_equivalent", "accel-fn test", "tests", "fuzz")
+TIMEOUT_S = 600
 HEAVY = (
     "hypothesis",
     "torch",
@@ -75,6 +76,7 @@ def plant_all(chosen: list[Mutant], jobs: int, deadline: float) -> dict[str, dic
                 process.kill()
                 process.join()
                 results[mutant.name] = found = received(ours)
+                found["fuzz"] &= bool(mutant.kind)
                 shutil.copy(ROOT / "accel_fn" / mutant.file, copy / "accel_fn" / mutant.file)
                 copies.append(copy)
                 del running[copy]
@@ -96,12 +98,16 @@ def copy_to(folder: Path) -> Path:
     return folder
 
 
-def start(mutant: Mutant, copy: Path) -> tuple[BaseProcess, Connection]:
-    """Plant a bug in a copy, and start a process that sends the result of each detector."""
+def plant(mutant: Mutant, copy: Path) -> None:
     file = copy / "accel_fn" / mutant.file
     text = file.read_text(encoding="utf-8")
     assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} holds it otherwise"
     file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+
+
+def start(mutant: Mutant, copy: Path) -> tuple[BaseProcess, Connection]:
+    """Plant a bug in a copy, and start a process that sends the result of each detector."""
+    plant(mutant, copy)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=detect, args=(mutant, copy, theirs), daemon=False)
@@ -140,8 +146,17 @@ def detect(mutant: Mutant, copy: Path, theirs: Connection) -> None:
     imported = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     some = ("-q", "-x", "-p", "no:cacheprovider", *imported, *mutant.tests.split())
     theirs.send({"tests": pytest.main(list(some)) == pytest.ExitCode.TESTS_FAILED})
+    theirs.send({"fuzz": bool(mutant.kind) and is_found_by_fuzzing(mutant.kind, copy)})
     theirs.close()
     os._exit(0)
+
+
+def is_found_by_fuzzing(kind: str, copy: Path) -> bool:
+    """Does the fuzzer of a copy find a bug in two minutes of programs of a kind?"""
+    command = [sys.executable, "-m", "tests.fuzz", "--only", kind, "--minutes", "2", "--first"]
+    env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=copy, env=env)
+    return ran.returncode == 1 and "# program" in ran.stdout
 
 
 def write(results: dict[str, dict[str, bool]], users: dict[str, str]) -> None:

@@ -18,10 +18,13 @@ class Mutant:
     new: str
     tests: str
     """Arguments of pytest for the tests that notice the bug soonest."""
+    kind: str = ""
+    """The kind of program that people write, in the fuzzer's words, whose results it makes wrong."""
 
 
 STRATEGY, MEAN, UPDATE = "step/strategy.py", "step/global_mean.py", "step/update.py"
 GRADS, STATE = "step/grads.py", "base/state.py"
+LOSS_CHECK = "step/checks/loss.py"
 DDP, FSDP = "transforms/ddp/ddp.py", "transforms/fsdp/fsdp.py"
 ADVANCE, AVERAGE = "transforms/schedule/advance.py", "transforms/average.py"
 ORDER, SOURCE = "data/order.py", "data/indexed/indexed_source.py"
@@ -106,6 +109,7 @@ MUTANTS = [
         "return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])",
         "return tuple([part * factor / total[0] if part else 0.0 for part, whole in pairs])",
         f"{LAWS}several_terms.py",
+        kind="losses.terms",
     ),
     Mutant(
         "a term without items adds the gradient of its 0/0",
@@ -436,5 +440,109 @@ MUTANTS = [
         "[*weights, *[0] * lacking]",
         "[*weights, *[1] * lacking]",
         f"{LAWS}fsdp.py",
+    ),
+    Mutant(
+        "each rank evaluates with buffers of its own",
+        STRATEGY,
+        "return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)",
+        "return _NOTHING",
+        f"{LAWS}running_statistics.py",
+        kind="models.batch_norm",
+    ),
+    Mutant(
+        "a list of images is counted by their channels",
+        "base/batch.py",
+        "return _leaves(tree, (Tensor, Samples))",
+        "return _leaves(tree, (Tensor,))",
+        f"{LAWS}samples.py",
+        kind="data.lists_of_images",
+    ),
+    Mutant(
+        "labels count the same whatever the weight of their class",
+        "base/weights.py",
+        "return _sum_of_weights(counted[counted != ignore_index], class_weight.values)",
+        "return int(torch.count_nonzero(counted != ignore_index))",
+        f"tests/base {LAWS}reduction.py",
+        kind="losses.class_weights",
+    ),
+    Mutant(
+        "a data set stays in its first epoch",
+        "data/set_epoch.py",
+        "reader.set_epoch(self.epoch)",
+        "reader.set_epoch(0)",
+        "tests/data/test_set_epoch.py",
+        kind="data.curriculum",
+    ),
+    Mutant(
+        "an evaluation moves the random generators of training",
+        "observe/evaluate.py",
+        "        with restored_random(state.device):\n            return _totals",
+        "        if True:\n            return _totals",
+        "tests/observe/test_evaluate.py",
+        kind="loops.evaluation_in_between",
+    ),
+    Mutant(
+        "parameters outside of the model are not looked for",
+        "step/checks/graph.py",
+        "wrong = [each for each in others if isinstance(each, nn.Parameter) or id(each) in before]",
+        "wrong = []",
+        "tests/step/test_checks.py",
+        kind="losses.parameters_in_a_closure",
+    ),
+    Mutant(
+        "plans that take turns share what DDP took for used",
+        DDP,
+        "self._is_unfinished |= self.finds_unused and turn.last != 0",
+        "self._is_unfinished |= False",
+        "tests/transforms/test_ddp.py",
+        kind="loops.a_head_each",
+    ),
+    Mutant(
+        "a loss that keeps state is judged like others",
+        LOSS_CHECK,
+        "if not draws and any(differing):",
+        "if False:",
+        f"{LAWS}reduction.py",
+        kind="losses.state_by_row",
+    ),
+    Mutant(
+        "the check of the loss moves the random generators",
+        LOSS_CHECK,
+        "        restore_random(self._generators, self._device)\n",
+        "",
+        f"{LAWS}reduction.py",
+        kind="losses.noise",
+    ),
+    Mutant(
+        "a loss that is neither a mean nor a sum is passed over",
+        LOSS_CHECK,
+        "if state.is_main and self._cuts_rows:",
+        "if False:",
+        f"{LAWS}reduction.py",
+        kind="losses.rmse",
+    ),
+    Mutant(
+        "the loss of the first batch alone is compared",
+        "step/checks/first_batches.py",
+        "_LOOKS = (1, 2, 10, 100)",
+        "_LOOKS = (1,)",
+        f"{LAWS}reduction.py",
+        kind="losses.policy_gradient",
+    ),
+    Mutant(
+        "equal batches on all ranks are passed over",
+        "step/checks/first_batches.py",
+        "if mine and all(each == every[0] for each in every) and state.is_main:",
+        "if False:",
+        "tests/step/test_first_batches.py",
+        kind="loops.unsharded",
+    ),
+    Mutant(
+        "buffers that a forward writes are passed over",
+        "step/checks/first_batches.py",
+        "if names and state.is_main:",
+        "if False:",
+        "tests/step/test_first_batches.py",
+        kind="models.codebook",
     ),
 ]

@@ -8,7 +8,18 @@ from multiprocessing import get_context
 import pytest
 
 from accel_fn.transforms import clip
-from tests.mutants.__main__ import PAGE, ROOT, library_table, plan_table, plant_all
+from tests.field import data, loops, losses, models  # noqa: F401
+from tests.field.catalogue import named
+from tests.mutants.__main__ import (
+    PAGE,
+    ROOT,
+    copy_to,
+    is_found_by_fuzzing,
+    library_table,
+    plan_table,
+    plant,
+    plant_all,
+)
 from tests.mutants.plans import PLANS, noticed_by
 from tests.mutants.probe import notices
 from tests.mutants.table import MUTANTS
@@ -22,6 +33,7 @@ def test_what_a_bug_replaces_stands_once_in_its_file(mutant):
     assert mutant.new != mutant.old
     for path in mutant.tests.split():
         assert (ROOT / path).exists()
+    assert not mutant.kind or named(mutant.kind) == [mutant.kind]
 
 
 def test_there_are_forty_bugs_and_each_is_on_the_page():
@@ -63,6 +75,17 @@ def test_a_bug_is_planted_in_a_copy_and_noticed():
     found = planted()
     assert found["tests"]
     assert not found["build"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutant", [each for each in MUTANTS if each.kind], ids=lambda each: each.kind
+)
+def test_programs_that_people_write_bring_out_a_bug(mutant, tmp_path):
+    """In two minutes of the fuzzer with the kind of program that the bug makes wrong."""
+    copy = copy_to(tmp_path / "copy")
+    plant(mutant, copy)
+    assert is_found_by_fuzzing(mutant.kind, copy)
 
 
 @pytest.mark.slow
