@@ -144,8 +144,6 @@ def test_what_an_accelerator_continues_to_compute_is_not_saved(tmp_path, held):
     state, step = af.build(af.DistState(device=device), plan)
     expected = model.weight.detach().clone()
     af.save(tmp_path, state, step, wait=False)
-    copies = step.notes["background"]._room.values()
-    assert all(copy.is_pinned() for copy in copies) == (device.type in background_module._PINS)
     for _ in range(10):
         state, _ = step(state, torch.ones(8, 2048, device=device))
     held.set()

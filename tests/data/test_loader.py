@@ -137,7 +137,7 @@ def test_pinning_without_an_accelerator_does_not_warn(num_workers, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for CUDA alone")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_are_pinned_if_the_loader_pins(num_workers):
     data = TensorDataset(torch.arange(6), torch.zeros(6, 2))

@@ -216,10 +216,10 @@ def test_training_through_prefetch_is_training_through_the_loader(world_size):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="batches are moved to a CUDA device")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("options", [{}, {"pin_memory": True}, TWO_WORKERS])
-def test_batches_come_on_cuda_as_they_are(options):
-    state = af.init(device="cuda")
+def test_batches_come_on_an_accelerator_as_they_are(options):
+    state = af.init()
     loader = of(1000, 100, state, shuffle=True, **options)
     for _ in range(2):
         for found, expected in zip(af.prefetch(loader, state), loader, strict=True):
@@ -229,14 +229,14 @@ def test_batches_come_on_cuda_as_they_are(options):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="work waits in a stream of a CUDA device")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_memory_of_a_batch_is_not_reused_before_the_loop_is_done_with_it():
     """The loop's stream is kept busy, and batches are dropped while work on them is queued."""
-    state = af.init(device="cuda")
+    state = af.init()
     batches = [torch.full((1 << 20,), float(number)) for number in range(32)]
-    sums = []
+    sums, device = [], torch.get_device_module()
     for batch in af.prefetch(batches, state):
-        torch.cuda._sleep(20_000_000)
+        device._sleep(20_000_000)
         sums.append((batch * 1).sum())
         del batch
     assert [float(found) for found in sums] == [number * float(1 << 20) for number in range(32)]
@@ -245,12 +245,13 @@ def test_memory_of_a_batch_is_not_reused_before_the_loop_is_done_with_it():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, which can refuse to wait")
 def test_the_host_does_not_wait_for_a_copy():
-    state = af.init(device="cuda")
+    state = af.init()
     batches = [torch.ones(1000) for _ in range(10)]
     list(af.prefetch(batches, state))
-    torch.cuda.set_sync_debug_mode("error")
+    device = torch.get_device_module()
+    device.set_sync_debug_mode("error")
     try:
         found = list(af.prefetch(batches, state))
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        device.set_sync_debug_mode("default")
     assert float(torch.stack(found).sum()) == 10_000

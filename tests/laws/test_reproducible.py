@@ -406,17 +406,15 @@ def test_generators_are_afterwards_where_they_were():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="draws from the generator of a CUDA device"
-)
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_a_device_draws_by_slot_too_and_its_generator_is_afterwards_where_it_was():
-    found = []
+    found, device = [], torch.get_device_module()
     for seed in (1, 2):
-        state, step = built(af.init(device="cuda"), af.place())
-        torch.cuda.manual_seed(seed)
-        before = torch.cuda.get_rng_state()
+        state, step = built(af.init(), af.place())
+        device.manual_seed(seed)
+        before = device.get_rng_state()
         _, said = train(state, step, batches(3))
-        assert torch.equal(torch.cuda.get_rng_state(), before)
+        assert torch.equal(device.get_rng_state(), before)
         found.append([float(each) for each in said])
     assert found[0] == found[1]
 

@@ -108,6 +108,7 @@ def _torch_module() -> types.ModuleType:
         Event=torch.Event,
         Stream=torch.Stream,
         _is_in_bad_fork=lambda: False,
+        _sleep=lambda cycles: None,
         current_device=torch.accelerator.current_device_index,
         current_stream=torch.accelerator.current_stream,
         device=lambda device: torch.accelerator.device_index(_index(device)),

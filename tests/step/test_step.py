@@ -387,21 +387,22 @@ def test_a_step_on_an_accelerator_is_the_step_on_the_cpu(precision):
 
 @contextlib.contextmanager
 def no_waiting():
-    torch.cuda.set_sync_debug_mode("error")
+    device = torch.get_device_module()
+    device.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        device.set_sync_debug_mode("default")
 
 
 HUNDRED_STEPS = [
     pytest.param("cpu", contextlib.nullcontext),
     pytest.param(
-        "cuda",
+        torch.accelerator.current_accelerator(),
         no_waiting,
         marks=[
             pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+            pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
         ],
     ),
 ]
@@ -413,7 +414,7 @@ FUSED = {
 
 @pytest.mark.parametrize("optimizer", FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize("precision", ["fp16", "bf16", None])
-@pytest.mark.parametrize(("device", "watched"), HUNDRED_STEPS, ids=["cpu", "cuda"])
+@pytest.mark.parametrize(("device", "watched"), HUNDRED_STEPS, ids=["cpu", "accelerator"])
 def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, precision, optimizer):
     """In a hundred steps with one overflow, the rate and the average are those of the other
     steps."""

@@ -266,12 +266,13 @@ def test_explain_describes_a_world_of_one(options, told):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="holds a CUDA device against the CPU")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("settings", [{"param_dtype": torch.float32}, {"offload": True}], ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_accelerator_trains_as_the_cpu_does(settings, fused):
     found = []
-    for device, wrap in (("cpu", af.compose()), ("cuda", af.wrap_fsdp(**settings))):
+    accelerator = torch.accelerator.current_accelerator()
+    for device, wrap in (("cpu", af.compose()), (accelerator, af.wrap_fsdp(**settings))):
         model = stack().float()
         plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
         recipe = af.compose(af.place(), wrap, af.accumulate(2), af.clip(0.5))
@@ -283,18 +284,18 @@ def test_one_accelerator_trains_as_the_cpu_does(settings, fused):
         value for each in plan.optimizer.state.values() for value in each.values() if value.ndim
     ]
     held = {each.device.type for each in (*model.parameters(), *kept)}
-    assert held == {"cpu" if settings.get("offload") else "cuda"}
+    assert held == {"cpu" if settings.get("offload") else accelerator.type}
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name].cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no other memory")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_with_offload_an_accelerator_holds_no_part_of_the_model_between_steps():
     def held_after(recipe):
         state, step = ours.built(
             af.compose(af.place(), recipe),
-            af.init(device="cuda"),
+            af.init(),
             model=Stack(depth=4, width=1024),
             optimizer=ours.adamw,
         )
@@ -302,11 +303,11 @@ def test_with_offload_an_accelerator_holds_no_part_of_the_model_between_steps():
         for _ in range(2):
             state, _ = step(state, batch)
         _, grads, _ = step.grads(state, batch)
-        return torch.cuda.memory_allocated(), [state, step, grads]
+        return torch.accelerator.memory_allocated(), [state, step, grads]
 
     before = held_after(af.compose())[0]  # loads the kernels of the products
     gc.collect()
-    freed = torch.cuda.memory_allocated()
+    freed = torch.accelerator.memory_allocated()
     number = sum(each.numel() for each in Stack(depth=4, width=1024).parameters())
     assert before - freed >= 4 * 4 * number  # float32: parameters, gradients, and two of AdamW
     assert held_after(af.wrap_fsdp(offload=True))[0] - freed < 4 * number / 4  # less than a block
