@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,10 +35,11 @@ Ask = Callable[[Mapping[str, object], str, str, object], object]
 """(answers so far, setting, question, default) -> answer."""
 
 _ASKED = """\
-Questions follow on machines, devices, processes, mixed precision, replicas or
-shards, and micro-batches. Enter takes the default in brackets. The file is
+Questions follow on processes, devices, mixed precision, micro-batches, replicas
+or shards, and machines. Enter takes the default in brackets. The file is
 written after the last one; Ctrl-C writes nothing.
 """
+_WRAP = "Replicas of the model on all ranks, or shards (ddp, fsdp)"
 _INTERRUPTED = 130
 """The exit code by which shells know that Ctrl-C ended a program."""
 
@@ -152,7 +155,8 @@ def _write(output: Path | None, *, ask: bool, force: bool) -> None:
             f"This machine has {machine.devices} and {machine.num_cores} CPU cores.\n{_ASKED}"
         )
     try:
-        text = render(choose_settings(_prompt if ask else lambda *given: given[-1], machine))
+        asked = partial(_prompt, machine) if ask else lambda *given: given[-1]
+        text = render(choose_settings(asked, machine))
     except click.Abort:
         click.echo()
         raise click.exceptions.Exit(_INTERRUPTED) from None
@@ -163,49 +167,67 @@ def _write(output: Path | None, *, ask: bool, force: bool) -> None:
         raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
     click.echo(f"Wrote {path}. `accel-fn config --show` prints what is in force.")
     click.echo("\n".join(f"  {line}" for line in text.splitlines() if line and line[0] != "#"))
+    named = f"--config {shlex.quote(str(output))} " if output else ""
+    click.echo(f"Next: accel-fn launch {named}train.py")
 
 
 def choose_settings(ask: Ask, machine: Machine) -> Settings:
-    """Make settings of the answers; skip questions that earlier answers decide."""
+    """Make settings of the answers; skip questions that the machine or earlier answers decide."""
     from accel_fn.launcher.settings.sources import default_processes
 
-    answers: dict[str, object] = {}
+    answers: dict[str, Any] = {}
 
-    def put(name: str, question: str, default: object) -> object:
+    def put(name: str, question: str, default: object) -> Any:
         answers[name] = ask(answers, name, question, default)
         return answers[name]
 
-    if put("num_machines", "How many machines (this one included)", 1) != 1:
+    default, _ = default_processes(_checked({}), machine)
+    num_local = put("num_processes", "How many processes", default)
+    if num_devices := machine.num_devices:
+        question = "Train on the CPU, not on accelerators (yes, no)"
+        on_cpu = put("cpu", question, num_local > num_devices)
+        if not on_cpu and machine.kind == "CUDA" and num_local < num_devices:
+            put("gpu_ids", "Which accelerators, such as 0,1", "all")
+    put("mixed_precision", "Mixed precision (no, fp16, bf16, fp8)", "no")
+    put("num_microbatches", "In how many micro-batches each rank computes its part", 1)
+    if num_local > 1:
+        put("wrap", _WRAP, "ddp")
+    del answers["num_processes"]  # the setting counts those of all machines
+    num_machines = put("num_machines", "How many machines, each with as many processes", 1)
+    if num_machines > 1:
         put("machine_rank", "Which of them is this one, from 0", 0)
         put("main_process_ip", "Address of machine 0", None)
         put("main_process_port", "A free port on machine 0", 29500)
-    cpu = put("cpu", "Train on the CPU, whatever accelerators there are", False)
-    if not cpu and machine.num_devices > 1 and machine.kind == "CUDA":
-        put("gpu_ids", "Which accelerators, such as 0,1", "all")
-    detected, _ = default_processes(_checked(answers), machine)
-    count = put("num_processes", "How many processes, over all machines", detected)
-    put("mixed_precision", "Mixed precision (no, fp16, bf16)", "no")
-    if count != 1:
-        put("wrap", "Replicas of the model on all ranks, or shards (ddp, fsdp)", "ddp")
-    put("num_microbatches", "In how many micro-batches each rank computes its part", 1)
-    return _checked(answers)
+        if num_local == 1:
+            put("wrap", _WRAP, "ddp")
+    return _checked({**answers, "num_processes": num_local * num_machines})
 
 
-def _checked(answers: Mapping[str, object]) -> Settings:
+def _checked(answers: Mapping[str, object], machine: Machine | None = None) -> Settings:
+    """Make settings; with a machine, they must fit its accelerators too."""
+    from accel_fn.launcher.settings.setting_checks import check_machine
     from accel_fn.launcher.settings.settings import check_settings
 
-    return check_settings(answers, dict.fromkeys(answers, "config"))
+    where = dict.fromkeys(answers, "config")
+    settings = check_settings(answers, where)
+    if machine is not None:
+        check_machine(settings, where, os.environ, machine)
+    return settings
 
 
-def _prompt(answers: Mapping[str, object], name: str, question: str, default: object) -> object:
-    """Ask until the answer fits its rule and the answers before."""
+def _prompt(
+    machine: Machine, answers: Mapping[str, object], name: str, question: str, default: object
+) -> object:
+    """Ask until the answer fits its rule, the answers before and the accelerators."""
+    chooses_devices = name in ("cpu", "gpu_ids")
 
     def check(text: object) -> object:
         try:
-            return getattr(_checked({**answers, name: text}), name)
+            found = _checked({**answers, name: text}, machine if chooses_devices else None)
         except SettingsError as error:
             raise click.UsageError(str(error)) from None
+        return getattr(found, name)
 
     if isinstance(default, bool):
-        return click.confirm(question, default=default)
+        default = "yes" if default else "no"
     return click.prompt(question, default=default, value_proc=check)

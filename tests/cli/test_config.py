@@ -59,8 +59,9 @@ def terminal(place, *arguments):
 
 def test_default_writes_settings_without_questions(place):
     out, _ = config(place, "--default")
-    first, *lines = out.splitlines()
+    first, *lines, last = out.splitlines()
     assert first.startswith("Wrote accel_fn.yaml.")
+    assert last == "Next: accel-fn launch train.py"
     values = yaml.safe_load((place / "accel_fn.yaml").read_text())
     assert yaml.safe_load("\n".join(lines)) == values
     found = shown(place)
@@ -82,7 +83,8 @@ def test_a_file_that_is_there_is_only_overwritten_by_force(place):
 
 
 def test_output_names_another_file(place):
-    config(place, "--default", "--output", "other.yaml")
+    out, _ = config(place, "--default", "--output", "other.yaml")
+    assert out.endswith("\nNext: accel-fn launch --config other.yaml train.py\n")
     assert [path.name for path in place.iterdir()] == ["other.yaml"]
     _, errors = config(place, "--default", "--output", "no/such/file.yaml", code=1)
     assert "must be in a folder that is there and can be written" in errors
@@ -113,21 +115,21 @@ def test_options_that_do_not_go_together_are_refused(place, arguments, expected)
 
 def test_the_answers_are_what_is_written(place):
     with terminal(place) as screen:
-        screen.read_until("Questions follow on machines, devices, processes,")
+        screen.read_until("Questions follow on processes, devices, mixed precision,")
         for question, answer in (
-            ("How many machines (this one included) [1]: ", "2"),
+            ("How many processes [1]: ", "many"),
+            ("Error: config: num_processes must be an integer >= 1, got 'many'\n", None),
+            ("How many processes [1]: ", "3"),
+            ("Mixed precision (no, fp16, bf16, fp8) [no]: ", "bf16"),
+            ("In how many micro-batches each rank computes its part [1]: ", "4"),
+            ("Replicas of the model on all ranks, or shards (ddp, fsdp) [ddp]: ", "fsdp"),
+            ("How many machines, each with as many processes [1]: ", "2"),
             ("Which of them is this one, from 0 [0]: ", "2"),
             ("Error: config: machine_rank must be below num_machines=2, got 2\n", None),
             ("Which of them is this one, from 0 [0]: ", "1"),
             ("Address of machine 0: ", "10.0.0.1"),
             ("A free port on machine 0 [29500]: ", ""),
-            ("Train on the CPU, whatever accelerators there are [y/N]: ", "y"),
-            ("How many processes, over all machines [2]: ", "3"),
-            ("num_processes must be a multiple of num_machines=2, got 3; it counts", None),
-            ("How many processes, over all machines [2]: ", "6"),
-            ("Mixed precision (no, fp16, bf16) [no]: ", "bf16"),
-            ("Replicas of the model on all ranks, or shards (ddp, fsdp) [ddp]: ", "fsdp"),
-            ("In how many micro-batches each rank computes its part [1]: ", "4"),
+            ("Next: accel-fn launch train.py\n", None),
         ):
             screen.read_until(question)
             if answer is not None:
@@ -139,7 +141,6 @@ def test_the_answers_are_what_is_written(place):
         "machine_rank": 1,
         "main_process_ip": "10.0.0.1",
         "main_process_port": 29500,
-        "cpu": True,
         "mixed_precision": "bf16",
         "wrap": "fsdp",
         "num_microbatches": 4,
@@ -148,7 +149,7 @@ def test_the_answers_are_what_is_written(place):
 
 def test_enter_all_the_way_is_default(place):
     with terminal(place, "--output", "asked.yaml") as screen:
-        for words in ("machines (", "Train on", "processes, over", "precision (", "micro-batches"):
+        for words in ("processes [", "precision (", "rank computes", "machines, each"):
             screen.read_until(words).type("\n")
         assert screen.end() == 0, screen.text
     config(place, "--default", "--output", "default.yaml")
@@ -159,8 +160,8 @@ def test_enter_all_the_way_is_default(place):
 @pytest.mark.parametrize("key", ["Ctrl-C", "Ctrl-D"])
 def test_an_interrupt_ends_quietly_and_writes_nothing(place, key):
     with terminal(place) as screen:
-        screen.read_until("How many machines (this one included) [1]: ").type("1\n")
-        screen.read_until("Train on the CPU, whatever accelerators there are [y/N]: ")
+        screen.read_until("How many processes [1]: ").type("1\n")
+        screen.read_until("Mixed precision (no, fp16, bf16, fp8) [no]: ")
         if key == "Ctrl-C":
             screen.interrupt()
         else:
