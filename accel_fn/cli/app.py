@@ -9,6 +9,7 @@ import click
 
 _COMMANDS: dict[str, str] = {
     "launch": "Run a script on every process of a world.",
+    "new": "Write a training program to start from.",
     "config": "Write settings to a file, or show those in force.",
     "env": "Print versions, devices and variables for a bug report.",
     "test": "Check the library's promises on this machine.",
