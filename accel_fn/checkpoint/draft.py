@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from accel_fn.checkpoint.format.hashing import sync, write_file
 from accel_fn.checkpoint.format.manifest import NAME, Manifest
 from accel_fn.checkpoint.format.names import draft_of, hide, name_of, recover, rename_draft
 from accel_fn.checkpoint.format.write import Written, write_error
-from accel_fn.checkpoint.listing import list_checkpoints
+from accel_fn.checkpoint.listing import Checkpoint, list_checkpoints
 from accel_fn.errors import CheckpointError
 
 
@@ -24,6 +25,7 @@ class Draft:
     """Without what the ranks write: it has no files, and entries without chunks."""
     keep: int | None
     keep_every: int | None
+    keep_best: int
     resumed_from: int | None
 
     @property
@@ -67,11 +69,27 @@ class Draft:
             raise write_error(self.path, error) from error
         try:
             if self.keep is not None:
-                retain(self.home, self.head.step, self.keep, self.keep_every, self.resumed_from)
+                self._retain(self.keep)
         except OSError as error:
             raise CheckpointError(
                 f"save: {self.final} is saved, but older ones must be removed: {error}"
             ) from error
+
+    def _retain(self, keep: int) -> None:
+        """Remove all but the newest `keep` whole checkpoints, of which this one is the newest.
+
+        The `keep_best` of highest score, multiples of `keep_every`, the one that this run was resumed
+        from, and damaged ones stay. The others are sorted by the time of writing: a run that went back
+        has a lower step than what it left there, and clocks differ between machines.
+        """
+        new = self.head.step
+        whole = [each for each in list_checkpoints(self.home) if not each.damage]
+        whole.sort(key=lambda each: (each.step == new, each.saved_at, each.step))
+        best = {each.step for each in _by_score(whole)[: self.keep_best]}
+        for each in whole[:-keep]:
+            stays = each.step == self.resumed_from or each.step in best
+            if not stays and not (self.keep_every and each.step % self.keep_every == 0):
+                shutil.rmtree(hide(each.path), ignore_errors=True)
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -83,17 +101,7 @@ def tidy(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def retain(
-    folder: Path, new: int, keep: int, keep_every: int | None, resumed_from: int | None
-) -> None:
-    """Remove all but the newest `keep` whole checkpoints; `new` is the step of the newest.
-
-    Multiples of `keep_every` stay, and so do the one that this run was resumed from, and
-    damaged ones. The others are sorted by the time of writing: a run that went back has a lower
-    step than what it left there. Clocks differ between machines, so `new` is the newest in any case.
-    """
-    whole = [each for each in list_checkpoints(folder) if not each.damage]
-    whole.sort(key=lambda each: (each.step == new, each.saved_at, each.step))
-    for each in whole[:-keep]:
-        if each.step != resumed_from and not (keep_every and each.step % keep_every == 0):
-            shutil.rmtree(hide(each.path), ignore_errors=True)
+def _by_score(found: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Sort those with a score that is a number, highest first; of equal ones, the newer first."""
+    scored = [each for each in found if each.score is not None and not math.isnan(each.score)]
+    return sorted(scored, key=lambda each: (each.score, each.step), reverse=True)

@@ -25,6 +25,7 @@ class Checkpoint:
         size: bytes; 0 if it cannot be read.
         world_size: ranks that saved it; 0 if it cannot be read.
         damage: why it is not complete; empty if all files have the right sizes.
+        score: what `save` was given; None if nothing, or if it cannot be read.
     """
 
     path: Path
@@ -33,6 +34,7 @@ class Checkpoint:
     size: int = 0
     world_size: int = 0
     damage: str = ""
+    score: float | None = None
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
@@ -79,15 +81,15 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 def _look(path: Path, step: int) -> Checkpoint | None:
     """Describe a checkpoint; None if the run that saves here has removed it."""
-    damage, size, world_size = "", 0, 0
+    damage, size, world_size, score = "", 0, 0, None
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
-        size, world_size = manifest.size, manifest.world_size
+        size, world_size, score = manifest.size, manifest.world_size, manifest.score
     except CheckpointError as error:
         damage = str(error).removeprefix("load: ")
     for each in (path / NAME, path):
         with suppress(OSError):
             saved_at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
-            return Checkpoint(path, step, saved_at, size, world_size, damage)
+            return Checkpoint(path, step, saved_at, size, world_size, damage, score)
     return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -26,7 +27,7 @@ from accel_fn.checkpoint.format.write import Share, write_error
 from accel_fn.checkpoint.lock import FolderLock
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.errors import check_count, check_flag
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_flag, message
 from accel_fn.observe.explain import explain
 from accel_fn.step.contents import (
     Contents,
@@ -49,6 +50,9 @@ def save(
     extras: Mapping[str, Any] | None = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    score: float | None = None,
+    keep_best: int = 0,
+    beside: Callable[[Path], object] | None = None,
     wait: bool = True,
 ) -> Path:
     """Save the run as the checkpoint `step_NNNNNNNN` of a folder. Called on every rank.
@@ -68,6 +72,12 @@ def save(
         keep: how many whole checkpoints stay, >= 1; None: all. The one that this run
             was resumed from stays.
         keep_every: checkpoints at multiples of so many steps stay, too.
+        score: of this checkpoint, higher is better: an accuracy, or a loss with a minus. NaN is
+            never the best. `list_checkpoints` has it.
+        keep_best: so many of the highest scores stay, too, beside the newest `keep`.
+        beside: `path -> None`, called on the main rank: writes files of your own into the checkpoint's
+            folder before it gets its name, such as adapters or a configuration. `load` does not read
+            them.
         wait: False: return once this rank's share is copied, and write it in a thread. The next
             `save` or `load` of the step waits for it, and so does the end of the process.
 
@@ -75,8 +85,10 @@ def save(
         The checkpoint's folder, as an absolute path; with `wait=False`, where it will be.
 
     Raises:
-        ValueError: on every rank: an argument breaks its rule or differs between ranks, extras
-            hold more than tensors and plain data, or the model has a tensor that was expanded.
+        ValueError: on every rank: an argument breaks its rule or differs between ranks, `keep_best`
+            is given without `keep`, extras hold more than tensors and plain data, or the model has a
+            tensor that was expanded.
+        Exception: raised by `beside` on the main rank; a `RuntimeError` on the others.
         RuntimeError: on every rank: the folder cannot be written, or another run saves to it. The
             checkpoints that are there stay as they are. A failure in the background is
             raised by the next `save` or `load` of the step; if there is none, it is
@@ -99,22 +111,31 @@ def save(
         for name, count in (("keep", keep), ("keep_every", keep_every)):
             if count is not None:
                 check_count("save", name, count)
+        check_count("save", "keep_best", keep_best, minimum=0)
+        if keep_best and keep is None:
+            rule, repair = "be given beside keep", "without keep, all checkpoints stay"
+            raise ArgumentError(message("save", "keep_best", rule, keep_best, repair))
+        if score is not None and (isinstance(score, bool) or not isinstance(score, numbers.Real)):
+            raise ArgumentTypeError(message("save", "score", "be a number", score))
+        if beside is not None and not callable(beside):
+            raise ArgumentTypeError(message("save", "beside", "be a function of a path", beside))
         check_flag("save", "wait", wait)
         for each in steps.values():
             checks.check_plan(each.plan, "check_saved")
 
-    given = {"state.step": state.step, "keep": keep, "keep_every": keep_every, "wait": wait}
+    given: dict[str, object] = {"state.step": state.step, "wait": wait}
+    given |= {"keep": keep, "keep_every": keep_every, "score": score, "keep_best": keep_best}
+    given |= {"beside": None if beside is None else "a function"}
     checks.check_call("save", state, folder, steps, extras, check, **given)
     finish_writing(notes_of(steps), state, "save")
     with in_eval_mode(
         chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
     ):
         contents = all_or_none(lambda: _contents(steps), state, "save")
-        head = _head(state, steps, contents)
-        draft = Draft(
-            Path(folder).absolute(), head, keep, keep_every, notes_of(steps).get("resumed_from")
-        )
-        _write(draft, contents, extras, state, notes_of(steps), wait=wait)
+        head = _head(state, steps, contents, score)
+        resumed_from = notes_of(steps).get("resumed_from")
+        draft = Draft(Path(folder).absolute(), head, keep, keep_every, keep_best, resumed_from)
+        _write(draft, contents, extras, state, notes_of(steps), beside, wait=wait)
     return draft.final
 
 
@@ -130,12 +151,15 @@ def _write(
     extras: Mapping[str, Any],
     state: DistState,
     notes: dict[str, Any],
+    beside: Callable[[Path], object] | None,
     *,
     wait: bool,
 ) -> None:
     """Write all, or copy it and start to write."""
     all_or_none(lambda: _begin(draft, state, notes), state, "save")
     try:
+        if beside is not None:
+            all_or_none(lambda: _put_beside(draft, state, beside), state, "save")
         share = _share(state, contents, extras)
         if wait:
             written = all_or_none(lambda: share.write(draft.path), state, "save")
@@ -170,6 +194,15 @@ def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:
         raise write_error(draft.path, error) from error
 
 
+def _put_beside(draft: Draft, state: DistState, beside: Callable[[Path], object]) -> None:
+    """Let the user write into the draft; wait until all of it is on the disk."""
+    if not state.is_main:
+        return
+    beside(draft.path)
+    for path in draft.path.rglob("*"):
+        sync(path)
+
+
 def _share(state: DistState, contents: Contents, extras: Mapping[str, Any]) -> Share:
     own = _own_buffers(contents, state)
     shared = contents.tensors
@@ -200,11 +233,14 @@ def _own_buffers(contents: Contents, state: DistState) -> dict[str, Tensor]:
     return {name: buffers[name] for name in buffers if hashes[name] != of_main.get(name)}
 
 
-def _head(state: DistState, steps: Mapping[str, Step], contents: Contents) -> Manifest:
+def _head(
+    state: DistState, steps: Mapping[str, Step], contents: Contents, score: float | None
+) -> Manifest:
     return Manifest(
         step=state.step,
         seed=state.seed,
         world_size=state.world_size,
+        score=None if score is None else float(score),
         accel_fn=version("accel-fn"),
         torch=str(torch.__version__),
         plans=contents.plans,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @json_option()
 def checkpoints(*, folder: Path, as_json: bool) -> None:
-    """List the checkpoints of FOLDER, oldest first: step, age, size, ranks, whole or not.
+    """List the checkpoints of FOLDER, oldest first: step, age, size, ranks, whole or not, score.
 
     Whole is one whose files are all there with the right sizes; their content is checked when
     it is loaded. The exit code is 1 where one is not whole.
@@ -39,8 +39,14 @@ def checkpoints(*, folder: Path, as_json: bool) -> None:
         print_json([_as_dict(each) for each in found])
     elif found:
         now = datetime.now(UTC)
-        headings = ["step", "age", "size", "ranks", "whole"]
-        print_table(headings, [_row(each, now) for each in found])
+        headings, rows = (
+            ["step", "age", "size", "ranks", "whole"],
+            [_row(each, now) for each in found],
+        )
+        if any(each.score is not None for each in found):
+            headings.append("score")
+            rows = [[*row, _score(each)] for row, each in zip(rows, found, strict=True)]
+        print_table(headings, rows)
     else:
         print(f"no checkpoint in {folder}")
     sys.exit(any(each.damage for each in found))
@@ -53,6 +59,7 @@ def _as_dict(found: Checkpoint) -> dict[str, object]:
         "saved_at": found.saved_at.isoformat(),
         "size": found.size,
         "world_size": found.world_size,
+        "score": found.score,
         "whole": not found.damage,
         "damage": found.damage,
     }
@@ -63,6 +70,10 @@ def _row(found: Checkpoint, now: datetime) -> list[str | Cell]:
     size = readable_bytes(found.size or None)
     ranks = str(found.world_size) if found.world_size else "-"
     return [str(found.step), _age(now - found.saved_at), size, ranks, whole]
+
+
+def _score(found: Checkpoint) -> str:
+    return "-" if found.score is None else f"{found.score:.6g}"
 
 
 def _age(age: timedelta) -> str:

@@ -852,6 +852,18 @@ OF_SAVE = MISTAKES_OF_ONE | {
     "wait": ((), {"wait": 1}, "wait must be True or False, got 1"),
     "other wait": ((), {"wait": False}, "wait must be the same .* got False on rank 1 and True on"),
     "keep": ((), {"keep": "all"}, "keep must be an integer >= 1, got 'all'"),
+    "score": ((), {"score": "high"}, "score must be a number, got 'high'"),
+    "flag as score": ((), {"score": True}, "score must be a number, got True"),
+    "other score": ((), {"score": 0.5}, "score must be the same on every rank, got 0.5 on rank 1"),
+    "keep_best": ((), {"keep_best": -1}, "keep_best must be an integer >= 0, got -1"),
+    "keep_best alone": (
+        (),
+        {"keep_best": 2},
+        "keep_best must be given beside keep, got 2; without keep, all checkpoints stay",
+    ),
+    "other keep_best": ((), {"keep": 1, "keep_best": 1}, "keep must be the same on every rank"),
+    "beside": ((), {"beside": "file"}, "beside must be a function of a path, got 'file'"),
+    "other beside": ((), {"beside": print}, "beside must be the same on every rank"),
     "other keep": ((), {"keep": 3}, "keep must be the same on every rank, got 3 on rank 1"),
 }
 OF_LOAD = MISTAKES_OF_ONE | {

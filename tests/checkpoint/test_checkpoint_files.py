@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import random
@@ -15,6 +16,7 @@ import tempfile
 import time
 import zipfile
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +31,7 @@ from accel_fn.checkpoint.format.hashing import FileMark, hash_of
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import rename_draft
 from accel_fn.checkpoint.format.write import Share
-from accel_fn.errors import CheckpointError
+from accel_fn.errors import CheckpointError, PeerError
 from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.processes import ROOT, launch
@@ -741,6 +743,93 @@ def test_the_newest_stay(tmp_path, options, left):
     loads(tmp_path, 7)
 
 
+def save_scored(folder, scores, **options):
+    state, step = make()
+    for number, score in enumerate(scores, start=1):
+        af.save(folder, replace(state, step=number), step, score=score, **options)
+    af.load(folder, state, step)  # waits for the last one
+
+
+@pytest.mark.parametrize(
+    ("scores", "options", "left"),
+    [
+        ([3, 1, 2, 0], {"keep": 1, "keep_best": 1}, [1, 4]),
+        ([3, 1, 2, 0], {"keep": 1, "keep_best": 2}, [1, 3, 4]),
+        ([0, 1, 2, 3], {"keep": 1, "keep_best": 2}, [3, 4]),
+        ([1, 1, 1, 0], {"keep": 1, "keep_best": 1}, [3, 4]),
+        ([math.nan, 0.5, None, math.nan], {"keep": 1, "keep_best": 2}, [2, 4]),
+        ([-math.inf, None, math.inf, 1], {"keep": 1, "keep_best": 1}, [3, 4]),
+        ([9, 1, 2, 0], {"keep": 1, "keep_best": 0}, [4]),
+        ([9, 1, 2, 0, 0], {"keep": 2, "keep_best": 1, "keep_every": 3}, [1, 3, 4, 5]),
+    ],
+)
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_best_stay_beside_the_newest(tmp_path, scores, options, left, wait):
+    save_scored(tmp_path, scores, wait=wait, **options)
+    found = {each.step: each.score for each in af.list_checkpoints(tmp_path)}
+    assert list(found) == left
+    expected = {number: scores[number - 1] for number in left}
+    assert repr(found) == repr({n: None if s is None else float(s) for n, s in expected.items()})
+
+
+def test_a_checkpoint_without_the_field_of_scores_has_none(tmp_path):
+    """It was written by an earlier version."""
+    run(tmp_path, 1)
+    path = tmp_path / "step_00000001" / "manifest.json"
+    body = path.read_bytes().partition(b"\n")[2].removesuffix(b"}\n")
+    plain = json.loads(body)
+    assert plain.pop("score") is None
+    body = json.dumps(plain, indent=1).encode()
+    path.write_bytes(b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":\n' + body + b"}\n")
+    (found,) = af.list_checkpoints(tmp_path)
+    assert (found.damage, found.score) == ("", None)
+    loads(tmp_path, 1)
+
+
+# -- what stands beside
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_is_written_beside_is_there_with_the_checkpoint(tmp_path, wait):
+    def run_ranks(state):
+        state, step = make(state=state, recipe=af.wrap_ddp())
+
+        def beside(path):
+            assert not (tmp_path / "step_00000000").exists()
+            (path / "adapter").mkdir()
+            (path / "adapter" / f"of_rank_{state.rank}").write_text("weights")
+
+        path = af.save(tmp_path, state, step, beside=beside, wait=wait)
+        af.load(tmp_path, state, step)  # waits for it
+        return [each.name for each in (path / "adapter").iterdir()]
+
+    assert simulate(run_ranks, world_size=2) == [["of_rank_0"]] * 2
+    assert not af.list_checkpoints(tmp_path)[0].damage
+
+
+def test_an_error_beside_is_raised_on_all_ranks_and_leaves_nothing(tmp_path):
+    def run_ranks(state):
+        state, step = make(state=state, recipe=af.wrap_ddp())
+
+        def beside(path):
+            (path / "half").touch()
+            raise OSError("no adapters")
+
+        with pytest.raises(OSError if state.is_main else PeerError, match="no adapters"):
+            af.save(tmp_path, state, step, beside=beside)
+        return af.reduce_sum(1, state)
+
+    assert simulate(run_ranks, world_size=2) == [2, 2]
+    assert names(tmp_path) == [".lock"]
+
+
+def test_a_file_beside_of_a_name_of_the_checkpoint_is_an_error(tmp_path):
+    saver = make()
+    with pytest.raises(CheckpointError, match="File exists"):
+        run(tmp_path, 0, saver=saver, beside=lambda path: (path / "common.pt").touch())
+    assert names(tmp_path) == [".lock"]
+
+
 def test_the_one_that_a_run_was_resumed_from_stays(tmp_path):
     run(tmp_path, 1, 2)
     state, step = make(7)
@@ -927,7 +1016,7 @@ _DYING = """
             os: ["fsync", "mkdir", "rename", "rmdir", "unlink"],
             save_module: ["sync", "tidy"],
             write_module: ["write_file"],
-            draft_module: ["write_file", "sync", "rename_draft", "tidy", "retain"],
+            draft_module: ["write_file", "sync", "rename_draft", "tidy", "hide"],
         }}.items():
             for name in names:
                 setattr(module, name, dying(getattr(module, name)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,17 @@ def test_a_table_lists_the_checkpoints(launchers, folder, tmp_path):
     assert heading.split() == ["step", "age", "size", "ranks", "whole"]
     assert re.fullmatch(r"1 +\d+ s +[\d.]+ KiB +1 +yes", first)
     assert re.fullmatch(r"2 +\d+ s +[\d.]+ KiB +1 +yes", second)
+
+
+def test_scores_are_listed_where_there_are_any(launchers, tmp_path):
+    state, step = build(ours.regression_model())
+    af.save(tmp_path / "run", state, step)
+    af.save(tmp_path / "run", replace(state, step=3), step, score=0.5)
+    done = launchers.command(tmp_path, "checkpoints", "run")
+    heading, first, second = done.stdout.splitlines()
+    assert (heading.split()[-1], first.split()[-1], second.split()[-1]) == ("score", "-", "0.5")
+    done = launchers.command(tmp_path, "checkpoints", "run", "--json")
+    assert [each["score"] for each in json.loads(done.stdout)] == [None, 0.5]
 
 
 def test_a_damaged_checkpoint_is_listed_with_the_missing_file(launchers, folder, tmp_path):

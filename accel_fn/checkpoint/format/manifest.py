@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
+from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
@@ -48,6 +49,7 @@ class Manifest:
     step: int
     seed: int
     world_size: int
+    score: float | None
     accel_fn: str
     torch: str
     plans: Mapping[str, Mapping[str, Any]]
@@ -84,6 +86,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 f"load: {path} must be of format {FORMAT}, got {version}, written by accel_fn "
                 f"{found.get('accel_fn')}; read it with that version"
             )
+        if isinstance(found, dict):
+            found.setdefault(
+                "score", None
+            )  # checkpoints that were written before there were scores
         manifest: Manifest = read_as(Manifest, found, "manifest")
         here = step_of(checkpoint)
         _require(here in (None, manifest.step), "step", manifest.step, f"{here}, its folder's")
@@ -109,7 +115,8 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
         return {key: read_as(arguments[1], value[key], f"{name}[{key!r}]") for key in value}
     if get_origin(kind) is tuple and isinstance(value, list):
         return tuple(read_as(arguments[0], each, name) for each in value)
-    fits = kind is Any or (type(value) is kind and (kind is not int or value >= 0))
+    kinds = arguments if get_origin(kind) is UnionType else (kind,)
+    fits = kind is Any or (type(value) in kinds and (kind is not int or value >= 0))
     _require(
         fits, name, value, "an integer >= 0" if kind is int else getattr(kind, "__name__", kind)
     )
