@@ -133,8 +133,8 @@ def reduce_max(tree: T, state: DistState) -> T:
         state: of this rank.
 
     Returns:
-        The same tree of largest values: new tensors, and Python numbers for numbers. In a world of
-        one, `tree` itself.
+        The same tree of largest values: new tensors, each on the device of this rank's leaf, and Python
+        numbers for numbers. In a world of one, `tree` itself.
 
     Raises:
         ValueError: before any data moves: structures, shapes or dtypes differ, on every rank
@@ -202,7 +202,7 @@ def _extreme(
             sent = _share_of(leaf.to(state.device), 1)
             parts = primitives.all_gather(bytes_of(sent), state, function)
             ranks = [part.view(sent.dtype).view(sent.shape) for part in parts]
-            found.append(reduce(of_tensors, ranks).to(leaf.dtype))
+            found.append(reduce(of_tensors, ranks).to(leaf.device, leaf.dtype))
         else:
             column = next(columns)
             found.append(next((each for each in column if each != each), of_numbers(column)))

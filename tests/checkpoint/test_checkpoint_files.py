@@ -564,19 +564,6 @@ def test_a_folder_that_goes_away_once_all_is_written_is_an_error(tmp_path, monke
     loads(tmp_path / "elsewhere", 1)
 
 
-def test_without_the_library_of_hashes_nothing_is_begun(tmp_path, monkeypatch):
-    state, step = run(tmp_path / "run", 1)
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    text = r': xxhash must be installed; in a clone of accel_fn: pip install "\.\[checkpoint\]"'
-    with pytest.raises(ModuleNotFoundError, match=f"save{text}"):
-        af.save(tmp_path / "new", state, step)
-    assert names(tmp_path) == ["run"]
-    with pytest.raises(ModuleNotFoundError, match=f"load{text}"):
-        af.load(tmp_path / "run", state, step)
-    with pytest.raises(ModuleNotFoundError, match=f"load{text}"):
-        af.latest(tmp_path / "run")
-
-
 def test_a_folder_may_be_a_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
