@@ -22,10 +22,6 @@ from tests.examples.running import Run, finished, run_forked
 from tests.optimizers import kinds
 from tests.reference import train
 
-# The time of two runs: without hardware support, a convolution in bf16 takes fifty times as long as
-# in float32.
-pytestmark = pytest.mark.timeout(2700)
-
 REFUSED = {*digits.UNFIT, "LBFGS"}
 TRAINING = {each.__name__ for each in kinds(torch.optim) | kinds(torch_optimizer)} - REFUSED
 
@@ -56,7 +52,7 @@ def trained(folder: Path, num_processes: int) -> Run:
 
 
 def test_accuracy_on_the_held_out_digits_is_at_least_97_percent(any_run: Run) -> None:
-    accuracy = any_run.curves()["test_accuracy"][-1]
+    accuracy = any_run.curves()["curves"]["test_accuracy"][-1]
     assert accuracy >= 0.97
     assert f"test accuracy {accuracy:.4f}" in any_run.stdout[0]
 
@@ -70,7 +66,9 @@ def test_written_weights_load_into_the_plain_model_and_give_that_accuracy(any_ru
     with torch.no_grad():
         accuracy = (model(images).argmax(dim=1) == labels).double().mean().item()
     # A rank's part of a batch may use other kernels, so one digit may be classified differently.
-    assert accuracy == pytest.approx(any_run.curves()["test_accuracy"][-1], abs=1.01 / len(labels))
+    assert accuracy == pytest.approx(
+        any_run.curves()["curves"]["test_accuracy"][-1], abs=1.01 / len(labels)
+    )
 
 
 def test_picture_of_the_curves_opens(any_run: Run) -> None:
@@ -87,7 +85,7 @@ def test_main_rank_alone_shows_a_progress_bar_and_prints(on_two: Run) -> None:
 
 @pytest.mark.slow
 def test_loss_curve_is_the_same_on_two_processes_to_bf16_rounding(on_one: Run, on_two: Run) -> None:
-    one, two = on_one.curves()["loss"], on_two.curves()["loss"]
+    one, two = on_one.curves()["curves"]["loss"], on_two.curves()["curves"]["loss"]
     assert len(one) == 240
     # The model is smooth, so the effect of one bf16 rounding, 2**-8, on a loss stays of that size.
     assert one == pytest.approx(two, rel=0, abs=4 * 2**-8)
@@ -95,7 +93,10 @@ def test_loss_curve_is_the_same_on_two_processes_to_bf16_rounding(on_one: Run, o
 
 @pytest.mark.slow
 def test_accuracy_is_the_same_on_two_processes(on_one: Run, on_two: Run) -> None:
-    one, two = on_one.curves()["test_accuracy"], on_two.curves()["test_accuracy"]
+    one, two = (
+        on_one.curves()["curves"]["test_accuracy"],
+        on_two.curves()["curves"]["test_accuracy"],
+    )
     # in bf16, digits at the decision boundary may change
     assert one[-1] == pytest.approx(two[-1], abs=3.01 / 360)
 
@@ -114,7 +115,45 @@ def test_float32_losses_of_two_processes_are_those_of_the_loop_by_hand(tmp_path:
     # Losses start at 2.4; sums of 1e5 terms in another order differ by some units in the last
     # place.
     eps = torch.finfo(torch.float32).eps
-    assert two.curves()["loss"] == pytest.approx(losses, rel=0, abs=20 * eps)
+    assert two.curves()["curves"]["loss"] == pytest.approx(losses, rel=0, abs=20 * eps)
+
+
+def test_runs_of_one_folder_with_the_same_settings_are_drawn_and_compared(tmp_path: Path) -> None:
+    model = digits.build_model()
+
+    def write(size: int, losses: list[float], seed: int = 0) -> dict[int, digits.Curves]:
+        args = argparse.Namespace(out=tmp_path, seed=seed)
+        curves = {"loss": losses, "test_accuracy": [0.0, 0.9]}
+        return digits.write_results(args, model, curves, size)
+
+    write(2, [1.0, 0.5])
+    assert list(write(4, [1.0, 0.5], seed=1)) == [4]
+    runs = write(1, [1.0, 0.25])
+    assert list(runs) == [1, 2]
+    expected = "losses on 1, 2 processes: at most 2.5e-01 apart in any of 2 steps"
+    assert digits.compare(runs) == expected
+    left, right = digits.draw(runs).axes
+    assert [line.get_label() for line in left.lines] == ["1 process", "2 processes"]
+    assert [line.get_label() for line in right.lines] == [
+        "1 process: 0.9000",
+        "2 processes: 0.9000",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("instructions", "device", "expected"),
+    [
+        ({"avx2": True, "avx512_bf16": False}, "cpu", "no"),
+        ({"avx512_bf16": True}, "cpu", "bf16"),
+        ({"bf16": True}, "cpu", "bf16"),
+        ({}, "cuda", "bf16"),
+    ],
+)
+def test_precision_is_bf16_where_there_are_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, instructions: dict[str, bool], device: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    assert digits.fast_precision(torch.device(device)) == expected
 
 
 def test_default_step_averages_accumulates_autocasts_and_clips(
@@ -126,6 +165,7 @@ def test_default_step_averages_accumulates_autocasts_and_clips(
     def tell(state: af.DistState, plan: af.Plan) -> None:
         raise ToldError(af.explain(plan, af.DistState(world_size=2)))
 
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.setattr(af, "build", tell)
     monkeypatch.setattr(sys, "argv", ["digits.py", "--device", "cpu", "--out", str(tmp_path)])
     with pytest.raises(ToldError) as told:
@@ -181,7 +221,7 @@ def test_every_other_optimizer_moves_all_weights_and_stays_finite(
         sys, "argv", ["digits.py", *arguments, "--epochs", "1", "--batch-size", "64"]
     )
     digits.main(digits.parse_arguments())
-    losses = json.loads((tmp_path / "curves.json").read_text())["loss"]
+    losses = json.loads((tmp_path / "curves_1.json").read_text())["curves"]["loss"]
     assert len(losses) == 4
     assert all(map(math.isfinite, losses))
     moved = load_file(tmp_path / "model.safetensors")
@@ -242,5 +282,5 @@ def test_lookahead_goes_around_the_default_optimizer(
     arguments = ["--optimizer", "lookahead", "--device", "cpu", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["digits.py", *arguments, "--epochs", "2"])
     digits.main(digits.parse_arguments())
-    losses = json.loads((tmp_path / "curves.json").read_text())["loss"]
+    losses = json.loads((tmp_path / "curves_1.json").read_text())["curves"]["loss"]
     assert losses[-1] < losses[0] / 2

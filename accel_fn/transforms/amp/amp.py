@@ -10,6 +10,7 @@ import torch
 from accel_fn.base.launch_options import launch_options, source_of
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
+from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.step import Step
 from accel_fn.step.transform import Transform, fill, transform
@@ -22,6 +23,22 @@ _DTYPES = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
+
+_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86, and of Arm
+
+
+class AutocastSlot(SlotFunction):
+    """`autocast` as a slot function."""
+
+    def validate(self, state: DistState, plan: Plan) -> None:
+        """Warn of a CPU that emulates the dtype."""
+        known = torch.cpu.get_capabilities()
+        emulated = state.device.type == "cpu" and not any(map(known.get, _BF16_INSTRUCTIONS))
+        if emulated and self.keywords["dtype"] == torch.bfloat16 and state.is_main:
+            warn_user(
+                "build: with_amp should have bf16 on a device with instructions for it, got a CPU "
+                "without them, which takes up to 16 times as long as in float32; take with_amp('no')"
+            )
 
 
 @transform
@@ -66,8 +83,9 @@ def with_amp(
             device without it, or a model without such layers.
         ModuleNotFoundError: "fp8" without torchao, the extra `float8`.
 
-    Cost: of bf16, only autocast's own. Of fp16, one read of the gradients for
-    their norm, shared with `clip`; no host synchronisation with a fused
+    Cost: of bf16, only autocast's own; a CPU without instructions for bf16 (AVX512_BF16 or AMX on x86)
+    emulates it, up to 16 times as slowly as float32, and `build` warns of it. Of fp16, one read of
+    the gradients for their norm, shared with `clip`; no host synchronisation with a fused
     optimizer, one with any other. (Fused SGD with momentum usually needs one in its first
     update, when its momenta are made.)
 
@@ -96,7 +114,7 @@ def with_amp(
     if dtype is None:
         return fill(init_state=SlotFunction(without_autocast).with_source(source))
     slots: dict[str, Any] = {
-        "forward_contexts": SlotFunction(autocast, dtype=dtype).with_source(source)
+        "forward_contexts": AutocastSlot(autocast, dtype=dtype).with_source(source)
     }
     if dtype == torch.float16:
         slots["init_state"] = SlotFunction(scale_loss, **settings).with_source(source)
