@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import itertools
 import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -155,7 +157,8 @@ class Run:
         self, run: Callable[[af.DistState], Figures], world_size: int, expected: Figures
     ) -> None:
         self._expected = expected
-        with warnings.catch_warnings(record=True) as recorded:
+        quiet = redirect_stderr(io.StringIO())
+        with quiet, warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             self._ends = simulate(lambda state: _ending(run, state), world_size=world_size)
         self._warned = [each for each in recorded if _is_ours(each)]
