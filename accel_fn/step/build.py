@@ -38,7 +38,7 @@ def build(
         check_loss: where batches are cut over ranks or micro-batches, compare the losses of batches
             1, 2, 10 and 100 with those of their parts: the step raises if the plan's `reduction`,
             or the `shift` of `num_labels`, does not fit and another one does, and warns once of a
-            loss that is neither a mean nor a sum, or that keeps state. `explain(step, state)` prints
+            loss that is neither a mean nor a sum, or that keeps state. `explain(step, state)` shows
             the result.
 
     Returns:
