@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,17 +16,19 @@ from accel_fn.base.state import DistState
 from accel_fn.base.unwrap import unwrapped
 from accel_fn.errors import (
     ArgumentError,
+    ArgumentTypeError,
     PlanError,
     StateError,
     check_count,
     check_positive,
     message,
 )
-from accel_fn.step.plan import Plan, Stateful
+from accel_fn.step.plan import Plan, Stateful, describe
 from accel_fn.step.report import Report
 from accel_fn.step.step import Step
 from accel_fn.step.transform import Transform, fill, named
 
+DecayFn = Callable[[int], float]
 RateFn = Callable[[int], float]
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -33,7 +36,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 class Averaging:
     """Averages of the parameters, by `average(decay)` or `average.uniform()`."""
 
-    def __call__(self, decay: float, *, num_warmup: int = 0) -> Transform:
+    def __call__(self, decay: float | DecayFn, *, num_warmup: int = 0) -> Transform:
         """Keep an exponential moving average of the parameters.
 
         After every update that is made, `mean = decay * mean + (1 - decay) * parameter`;
@@ -42,7 +45,9 @@ class Averaging:
         Law: equal on all ranks; an update that is skipped does not move it.
 
         Args:
-            decay: in (0, 1); 0.999 looks back on about a thousand updates.
+            decay: in (0, 1); 0.999 looks back on about a thousand updates. Or a function of the number
+                of updates made since the warm-up, from 1 on, that returns one in [0, 1]: a decay
+                that grows, `lambda n: min(0.999, (1 + n) / (10 + n))`, averages from the start on.
             num_warmup: so many updates at the start, >= 0, after which it still is the
                 parameters themselves.
 
@@ -50,7 +55,9 @@ class Averaging:
             A transform.
 
         Raises:
-            ValueError: `decay` is not in (0, 1), or `num_warmup` no integer >= 0.
+            ValueError: `decay` is not in (0, 1), or `num_warmup` no integer >= 0. In a step, on all
+                ranks, after the update is made: the function returns a number outside of [0, 1].
+            TypeError: `decay` is neither a number nor a function, or returns no number.
 
         Cost: one read of the parameters and one of their average, one write of it; memory as of
         the parameters, in float32 where they are of half precision. No host synchronisation.
@@ -61,10 +68,17 @@ class Averaging:
         >>> af.average(0.999)(af.Plan(loss_fn, model, optimizer))
         Plan(loss_fn, Linear, SGD, weight_fn=num_samples, \
 after_update=[average(0.999)])
+        >>> def growing(num_updates):
+        ...     return min(0.999, (1 + num_updates) / (10 + num_updates))
+        >>> af.average(growing)
+        average(growing)
         """
+        warmup = f", num_warmup={num_warmup}" if num_warmup else ""
+        if callable(decay):
+            rate = partial(following, decay_fn=decay)
+            return _averaging(rate, num_warmup, f"average({describe(decay)}{warmup})")
         if not check_positive("average", "decay", decay) < 1:
             raise ArgumentError(message("average", "decay", "be < 1", decay))
-        warmup = f", num_warmup={num_warmup}" if num_warmup else ""
         rate = partial(exponential, decay=float(decay))
         return _averaging(rate, num_warmup, f"average({decay}{warmup})")
 
@@ -269,6 +283,19 @@ class AverageSlot(Stateful):
 def exponential(num_updates: int, *, decay: float) -> float:
     """Weight of the newest parameters in the exponential average after `num_updates` updates."""
     return 1 - decay if num_updates else 1.0
+
+
+def following(num_updates: int, *, decay_fn: DecayFn) -> float:
+    """Weight of the newest parameters, for a decay that is a function of `num_updates`."""
+    if not num_updates:
+        return 1.0
+    decay = decay_fn(num_updates)
+    if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
+        raise ArgumentTypeError(message("average", "decay", "return a number", decay))
+    if not 0 <= decay <= 1:
+        rule = f"return a number in [0, 1] for {num_updates} updates"
+        raise ArgumentError(message("average", "decay", rule, decay))
+    return 1.0 - float(decay)
 
 
 def uniform(num_updates: int) -> float:

@@ -25,7 +25,16 @@ def mean_so_far(averaged, current, num_averaged):
     torch._foreach_lerp_(averaged, current, 1 / (int(num_averaged) + 1))
 
 
+def growing(num_updates):
+    return min(0.9, (1 + num_updates) / (4 + num_updates))
+
+
+def growing_mean(averaged, current, num_averaged):
+    torch._foreach_lerp_(averaged, current, 1 - growing(int(num_averaged)))
+
+
 RULES = {
+    "a function of the count": (af.average(growing), growing_mean),
     "exponential": (af.average(0.9), swa_utils.get_ema_multi_avg_fn(0.9)),
     "uniform": (af.average.uniform(), mean_so_far),
 }
@@ -118,6 +127,7 @@ def test_where_only_the_device_knows_yet_it_is_that_of_the_updates_made(
 @pytest.mark.parametrize(
     ("make_rule", "theirs"),
     [
+        (partial(af.average, growing), growing_mean),
         (partial(af.average, 0.9), swa_utils.get_ema_multi_avg_fn(0.9)),
         (af.average.uniform, mean_so_far),
     ],
@@ -383,3 +393,25 @@ def test_there_must_be_one(recipe):
 def test_what_makes_no_average_is_refused(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+@pytest.mark.parametrize(
+    ("decay", "error", "text"),
+    [
+        (
+            lambda n: 1.5,
+            ValueError,
+            r"decay must return a number in \[0, 1\] for 1 updates, got 1.5",
+        ),
+        (lambda n: float("nan"), ValueError, r"decay must return a number in \[0, 1\] .* got nan"),
+        (lambda n: None, TypeError, "decay must return a number, got None"),
+    ],
+)
+def test_a_decay_that_is_none_is_refused_on_all_ranks(decay, error, text):
+    def run(state):
+        state, step = make(af.compose(af.wrap_ddp(), af.average(decay)), state)
+        state, _ = step(state, BATCH)
+        with pytest.raises(error, match=f"^average: {text}"):
+            step(state, BATCH)
+
+    simulate(run, world_size=2)

@@ -24,6 +24,15 @@ class Entries:
     tensors: Mapping[str, Tensor]
     tied: Mapping[str, str]
     """Another name -> the first name of the same tensor."""
+    dtype: torch.dtype | None = None
+    """If set, in which floating-point tensors are written."""
+
+    def written_dtype(self, name: str) -> torch.dtype:
+        own = self.tensors[name].dtype
+        return self.dtype if self.dtype is not None and own.is_floating_point else own
+
+    def num_bytes(self, name: str) -> int:
+        return self.tensors[name].numel() * self.written_dtype(name).itemsize
 
     def names_of(self, first: str) -> list[str]:
         return [first, *(name for name, other in self.tied.items() if other == first)]
@@ -61,9 +70,10 @@ def check_dense(function: str, name: str, value: object) -> None:
 
 def check_storable(entries: Entries) -> None:
     for name, tensor in entries.tensors.items():
-        if not _has_code(tensor.dtype, is_number=not tensor.ndim):
+        dtype = entries.written_dtype(name)
+        if not _has_code(dtype, is_number=not tensor.ndim):
             rule = "hold tensors of the dtypes that safetensors knows"
-            raise _refusal("save_model", rule, name, tensor.dtype)
+            raise _refusal("save_model", rule, name, dtype)
 
 
 def check_writable(model: nn.Module, entries: Entries) -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -37,7 +37,7 @@ _WRITTEN_HERE = re.compile(
 
 def write_set(folder: Path, entries: Entries, limit: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    shards = _split(entries.tensors, limit)
+    shards = _split(entries, limit)
     count = len(shards)
     names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
     if count == 1:
@@ -57,19 +57,20 @@ def write_set(folder: Path, entries: Entries, limit: int) -> None:
         sync(folder)
         _remove_others(folder, {SINGLE})
     else:
-        _commit(folder, entries.tensors, shards, spares, names)
+        _commit(folder, entries, shards, spares, names)
         _remove_others(folder, {INDEX, *names})
 
 
-def _split(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+def _split(entries: Entries, limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
-    for key, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
+    for key in entries.tensors:
+        num_bytes = entries.num_bytes(key)
+        if shards[-1] and size + num_bytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(key)
-        size += tensor.nbytes
+        size += num_bytes
     return shards
 
 
@@ -80,7 +81,12 @@ def _spare(name: str, token: str) -> str:
 
 def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
     held = {
-        key: entries.tensors[key].as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
+        key: entries.tensors[key]
+        .as_subclass(Tensor)
+        .resolve_conj()
+        .resolve_neg()
+        .to(entries.written_dtype(key))
+        .contiguous()
         for key in keys
     }
     tied = {name: first for name, first in entries.tied.items() if first in held}
@@ -97,7 +103,7 @@ def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
 
 def _commit(
     folder: Path,
-    tensors: Mapping[str, Tensor],
+    entries: Entries,
     shards: Sequence[Sequence[str]],
     spares: Sequence[str],
     names: Sequence[str],
@@ -107,7 +113,7 @@ def _commit(
     def put_index(files: Sequence[str]) -> None:
         spare = folder / _spare(INDEX, secrets.token_hex(4))
         content = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "metadata": {"total_size": sum(map(entries.num_bytes, entries.tensors))},
             "weight_map": {
                 key: name for keys, name in zip(shards, files, strict=True) for key in keys
             },

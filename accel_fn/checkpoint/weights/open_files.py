@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accel_fn.checkpoint.weights.files import INDEX, SINGLE, TIED
-from accel_fn.errors import ArgumentError
+from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Stored:
 
     handles: Mapping[str, Any]
     """Key -> the open file that holds it."""
+    keys: Mapping[str, str]
+    """Key -> its name in that file, another one where keys were renamed."""
     tied: Mapping[str, str]
     """Another name -> the key that holds its value."""
 
@@ -31,7 +33,25 @@ class Stored:
 
     def tensor(self, key: str) -> Tensor:
         """Map a tensor [...] from its file onto the host; what is not touched is not read."""
-        return cast("Tensor", self.handles[key].get_tensor(key))
+        return cast("Tensor", self.handles[key].get_tensor(self.keys[key]))
+
+    def renamed(self, rename: Callable[[str], str]) -> Stored:
+        """The same tensors under other names."""
+        names: dict[str, str] = {}
+        olds: dict[str, str] = {}
+        for name in [*self.handles, *self.tied]:
+            new = names[name] = rename(name)
+            if not isinstance(new, str):
+                rule = f"return the name of {name!r} in the model"
+                raise ArgumentTypeError(message("load_model", "rename", rule, new))
+            if olds.setdefault(new, name) != name:
+                rule = f"return different names for {olds[new]!r} and {name!r}"
+                raise ArgumentError(message("load_model", "rename", rule, new))
+        return Stored(
+            {names[key]: file for key, file in self.handles.items()},
+            {names[key]: name for key, name in self.keys.items()},
+            {names[name]: names[first] for name, first in self.tied.items()},
+        )
 
 
 def open_set(folder: Path, stack: ExitStack) -> Stored:
@@ -119,7 +139,7 @@ def _stored(folder: Path, files: Mapping[str, Any]) -> Stored:
     for name in tied:
         if name in handles:
             raise _refusal(folder, "hold a tied name once", f"{name!r} as a tensor too")
-    return Stored(handles, tied)
+    return Stored(handles, {key: key for key in handles}, tied)
 
 
 def _read_tied(path: Path, file: Any, keys: set[str]) -> dict[str, str]:

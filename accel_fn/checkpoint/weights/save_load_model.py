@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,14 @@ from accel_fn.checkpoint.weights.files import write_set
 from accel_fn.checkpoint.weights.open_files import Stored, open_set
 from accel_fn.comm.collectives import all_or_none, barrier
 from accel_fn.comm.dtensor import axes_of, fill, is_sharded, whole
-from accel_fn.errors import ArgumentError, check_count, check_folder, message
+from accel_fn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    check_count,
+    check_flag,
+    check_folder,
+    message,
+)
 
 _UNITS = {
     "B": 1,
@@ -36,7 +44,11 @@ _MOST_SHOWN = 10
 
 
 def save_model(
-    model: nn.Module, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB"
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    *,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write parameters and persistent buffers as safetensors files, in Hugging Face's layout.
 
@@ -59,14 +71,17 @@ def save_model(
         folder: made if it is not there.
         max_shard_size: of one file's tensors, in bytes or as "5GB" (10**9) or "512MiB" (2**20);
             a larger tensor gets a file of its own.
+        dtype: of the floating-point tensors in the files, such as `torch.bfloat16`; the model is left
+            as it is. Default: that of each tensor.
 
     Raises:
+        TypeError: `dtype` is no floating-point dtype.
         ValueError: `max_shard_size` is no size, or the model holds something that is no dense
             tensor with values, or two tensors that share a part of their memory.
         OSError: the files cannot be written; what was there stays.
 
     Cost: one write of the model, and a wait for the disk; on the host, a copy of one shard if the model
-    is on an accelerator, and of its non-contiguous tensors otherwise.
+    is on an accelerator, and of its non-contiguous and converted tensors otherwise.
 
     >>> import os, tempfile, torch, accel_fn as af
     >>> folder = tempfile.mkdtemp()
@@ -75,8 +90,11 @@ def save_model(
     ['model.safetensors']
     """
     limit = parse_size("save_model", max_shard_size)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        rule = "be a floating-point torch.dtype or None"
+        raise ArgumentTypeError(message("save_model", "dtype", rule, dtype))
     path = _path("save_model", folder)
-    entries = read_entries("save_model", model)
+    entries = replace(read_entries("save_model", model), dtype=dtype)
     check_storable(entries)
     sharded = next(filter(is_sharded, entries.tensors.values()), None)
     if sharded is not None:
@@ -85,7 +103,13 @@ def save_model(
         write_set(path, entries, limit)
 
 
-def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def load_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    rename: Callable[[str], str] | None = None,
+    strict: bool = True,
+) -> list[str]:
     """Read what `save_model`, or a library of Hugging Face, wrote into a model, in place.
 
     Everything is checked before anything is overwritten: names, shapes, dtypes (none is cast), and
@@ -99,10 +123,20 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     Args:
         model: as it was when it was saved: same names, shapes and dtypes; on any device.
         folder: with `model.safetensors` or `model.safetensors.index.json`.
+        rename: maps a name in the files to that in the model, for example
+            `lambda name: name.removeprefix("encoder.")`.
+        strict: False: load the tensors that both have, and leave the others of the model as they are.
+            What both have must still agree in shape and dtype.
+
+    Returns:
+        With `strict=False`, a line for each tensor that only the model or only the files have; else
+        an empty list.
 
     Raises:
-        ValueError: files and model differ (the message lists where), a file is missing or broken, or
-            an index is not to be trusted. The model is as it was.
+        TypeError: `rename` does not return text; `strict` is not True or False.
+        ValueError: files and model differ (the message lists where), or have no name in common; `rename`
+            returns one name twice; a file is missing or broken, or an index is not to be trusted. The
+            model is as it was.
 
     Cost: one read of the files, mapped, one tensor at a time.
 
@@ -110,27 +144,39 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     >>> folder, model, other = tempfile.mkdtemp(), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     >>> af.save_model(model, folder)
     >>> af.load_model(other, folder)
+    []
     >>> bool((other.weight == model.weight).all())
     True
     """
-    with matching_set(model, folder) as (entries, stored):
+    check_flag("load_model", "strict", strict)
+    with matching_set(model, folder, rename, strict=strict) as (entries, stored, left_out):
         for first, tensor in entries.tensors.items():  # detached: autograd does not see it
-            fill(tensor, stored.tensor(_keys_of(first, entries, stored)[0]))
+            for key in _keys_of(first, entries, stored)[:1]:
+                fill(tensor, stored.tensor(key))
+    return left_out
 
 
 @contextmanager
 def matching_set(
-    model: nn.Module, folder: str | os.PathLike[str]
-) -> Iterator[tuple[Entries, Stored]]:
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    rename: Callable[[str], str] | None = None,
+    *,
+    strict: bool = True,
+) -> Iterator[tuple[Entries, Stored, list[str]]]:
+    """Open the files of a model once they match it; list what only one of the two has."""
     path = _path("load_model", folder)
     entries = read_entries("load_model", model)
     check_writable(model, entries)
     with ExitStack() as stack:
         stored = open_set(path, stack)
-        differences = _differences(entries, stored)
-        if differences:
-            raise ArgumentError(_report(path, differences))
-        yield entries, stored
+        if rename is not None:
+            stored = stored.renamed(rename)
+        left_out, differences = _left_out(entries, stored), _differences(entries, stored)
+        is_nothing_loaded = len(_absent(entries, stored)) == len(entries.tensors)
+        if differences or (left_out and (strict or is_nothing_loaded)):
+            raise ArgumentError(_report(path, [*differences, *left_out]))
+        yield entries, stored, left_out
 
 
 def _write_gathered(path: Path, entries: Entries, limit: int, axes: list[DistState]) -> None:
@@ -145,7 +191,7 @@ def _write_gathered(path: Path, entries: Entries, limit: int, axes: list[DistSta
 
     def write() -> None:
         if is_writer:
-            write_set(path, Entries(tensors, entries.tied), limit)
+            write_set(path, replace(entries, tensors=tensors), limit)
 
     for axis in axes:  # a failure reaches the peers on the first axis, then theirs on the next
         write = partial(all_or_none, write, axis, "save_model")
@@ -176,23 +222,36 @@ def _keys_of(first: str, entries: Entries, stored: Stored) -> list[str]:
     return list(dict.fromkeys(key for key in keys if key is not None))
 
 
-def _differences(entries: Entries, stored: Stored) -> list[str]:
-    lines = []
-    for first, tensor in entries.tensors.items():
-        keys, here = _keys_of(first, entries, stored), _spec(tensor)
-        if not keys:
-            lines.append(f"{first}: {here} in the model, nothing in the files")
-        there = {key: _spec(stored.tensor(key)) for key in keys}
-        others = [key for key in keys if there[key] != here]
-        lines += [f"{key}: {here} in the model, {there[key]} in the files" for key in others]
-        if not others and not all(_same(stored, keys[0], key) for key in keys[1:]):
-            lines.append(f"{', '.join(keys)}: one tensor in the model, several in the files")
+def _absent(entries: Entries, stored: Stored) -> list[str]:
+    """List the tensors of the model that the files do not have."""
+    return [first for first in entries.tensors if not _keys_of(first, entries, stored)]
+
+
+def _left_out(entries: Entries, stored: Stored) -> list[str]:
+    """Describe what only the model or only the files have."""
+    lines = [
+        f"{first}: {_spec(entries.tensors[first])} in the model, nothing in the files"
+        for first in _absent(entries, stored)
+    ]
     known = entries.tensors.keys() | entries.tied.keys()
     unknown = {key: _spec(stored.tensor(key)) for key in stored.handles if key not in known}
     unknown |= {name: f"tied to {key}" for name, key in stored.tied.items() if name not in known}
     return lines + [
         f"{key}: nothing in the model, {there} in the files" for key, there in unknown.items()
     ]
+
+
+def _differences(entries: Entries, stored: Stored) -> list[str]:
+    """Describe how tensors differ that both have."""
+    lines = []
+    for first, tensor in entries.tensors.items():
+        keys, here = _keys_of(first, entries, stored), _spec(tensor)
+        there = {key: _spec(stored.tensor(key)) for key in keys}
+        others = [key for key in keys if there[key] != here]
+        lines += [f"{key}: {here} in the model, {there[key]} in the files" for key in others]
+        if not others and not all(_same(stored, keys[0], key) for key in keys[1:]):
+            lines.append(f"{', '.join(keys)}: one tensor in the model, several in the files")
+    return lines
 
 
 def _spec(tensor: Tensor) -> str:

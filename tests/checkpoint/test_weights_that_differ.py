@@ -1,0 +1,169 @@
+"""save_model(dtype=), load_model(rename=, strict=): weights of another dtype, other names, a part of them."""
+
+import json
+import re
+
+import pytest
+import safetensors.torch as st
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate
+
+HALF = torch.bfloat16
+
+
+class Mixed(nn.Module):
+    """Parameters, and buffers that are no floating-point numbers, with tied names."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.encoder = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+        self.head = nn.Linear(3, 2)
+        self.also = self.head
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+
+def values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("limit", ["5GB", 20])
+def test_floating_point_tensors_are_written_in_the_dtype_asked_for(tmp_path, limit):
+    model = Mixed()
+    before = values(model)
+    af.save_model(model, tmp_path, limit, dtype=HALF)
+    found = {}
+    for path in tmp_path.glob("*.safetensors"):
+        found |= st.load_file(path)
+    for name, value in found.items():
+        expected = before[name].to(HALF) if before[name].is_floating_point() else before[name]
+        assert value.dtype == expected.dtype
+        assert torch.equal(value, expected)
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+    if limit == 20:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        size = sum(value.nbytes for value in found.values())
+        assert index["metadata"]["total_size"] == size
+    half = Mixed(seed=1).to(HALF)
+    assert af.load_model(half, tmp_path) == []
+    assert torch.equal(half.head.weight, before["head.weight"].to(HALF))
+
+
+def test_shards_are_split_by_the_size_in_the_file(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    af.save_model(model, tmp_path, 256, dtype=HALF)
+    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_shards_of_ranks_are_written_in_that_dtype(tmp_path):
+    def run(state):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        expected = {name: value.to(HALF) for name, value in values(model).items()}
+        plan = af.Plan(lambda model, x: model(x).mean(), model, torch.optim.SGD(model.parameters()))
+        af.build(state, af.wrap_fsdp()(plan))
+        af.save_model(model, tmp_path, dtype=HALF)
+        return expected
+
+    for expected in simulate(run, world_size=2):
+        found = st.load_file(tmp_path / "model.safetensors")
+        assert {name: value.tolist() for name, value in found.items()} == {
+            name: value.tolist() for name, value in expected.items()
+        }
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "bf16"], ids=str)
+def test_a_dtype_that_is_no_floating_point_one_is_refused(tmp_path, dtype):
+    text = f"save_model: dtype must be a floating-point torch.dtype or None, got {dtype!r}"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        af.save_model(Mixed(), tmp_path, dtype=dtype)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_the_files_are_mapped_to_those_of_the_model(tmp_path):
+    model, encoder = Mixed(), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    af.save_model(model.encoder, tmp_path / "encoder")
+    af.load_model(encoder, tmp_path / "encoder")
+    af.save_model(model, tmp_path / "all")
+    other = Mixed(seed=1)
+    outer = nn.ModuleDict({"net": other})
+    af.load_model(outer, tmp_path / "all", rename=lambda name: f"net.{name}")
+    assert torch.equal(other.encoder[0].weight, model.encoder[0].weight)
+    assert torch.equal(other.head.weight, model.head.weight)
+    assert torch.equal(encoder[1].bias, model.encoder[1].bias)
+
+
+def test_every_name_has_a_name_of_its_own(tmp_path):
+    af.save_model(nn.Linear(2, 1), tmp_path)
+    model = nn.Linear(2, 1)
+    text = "load_model: rename must return different names for 'bias' and 'weight', got 'weight'"
+    with pytest.raises(ValueError, match=text):
+        af.load_model(model, tmp_path, rename=lambda name: "weight")
+    with pytest.raises(
+        TypeError, match=r"load_model: rename must return the name of '.*' in the model, got None"
+    ):
+        af.load_model(model, tmp_path, rename=lambda name: None)
+
+
+def test_tensors_that_both_have_are_loaded_and_the_others_are_listed(tmp_path):
+    model, other = (
+        Mixed(),
+        nn.ModuleDict({"encoder": Mixed(seed=1).encoder, "new": nn.Linear(1, 1)}),
+    )
+    new = values(other["new"])
+    af.save_model(model, tmp_path)
+    left_out = af.load_model(other, tmp_path, strict=False)
+    assert torch.equal(other["encoder"][0].weight, model.encoder[0].weight)
+    assert all(torch.equal(value, new[name]) for name, value in other["new"].state_dict().items())
+    assert left_out[0] == "new.weight: float32 [1, 1] in the model, nothing in the files"
+    assert "mask: nothing in the model, bool [2] in the files" in left_out
+    named = {line.partition(":")[0] for line in left_out}
+    assert named == {
+        *("new.weight", "new.bias", "count", "mask"),
+        *("head.weight", "head.bias", "also.weight", "also.bias"),
+    }
+
+
+def test_another_shape_is_refused_even_where_a_part_is_loaded(tmp_path):
+    af.save_model(nn.Linear(2, 1), tmp_path)
+    model = nn.Linear(3, 1)
+    before = values(model)
+    with pytest.raises(
+        ValueError, match=r"weight: float32 \[1, 3\] in the model, float32 \[1, 2\]"
+    ):
+        af.load_model(model, tmp_path, strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+
+def test_files_without_any_tensor_of_the_model_are_refused(tmp_path):
+    """Names with a prefix that was forgotten would load nothing."""
+    af.save_model(nn.ModuleDict({"net": nn.Linear(2, 1)}), tmp_path)
+    with pytest.raises(ValueError, match=r"weight: float32 .* in the model, nothing in the files"):
+        af.load_model(nn.Linear(2, 1), tmp_path, strict=False)
+
+
+def test_shards_take_their_part_of_renamed_files(tmp_path):
+    af.save_model(nn.ModuleDict({"net": nn.Linear(4, 3), "old": nn.Linear(1, 1)}), tmp_path)
+    expected = st.load_file(tmp_path / "model.safetensors")["net.weight"]
+
+    def run(state):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        plan = af.Plan(lambda model, x: model(x).mean(), model, torch.optim.SGD(model.parameters()))
+        state, _ = af.build(state, af.wrap_fsdp()(plan))
+        left_out = af.load_model(
+            model, tmp_path, rename=lambda name: name.replace("net", "0"), strict=False
+        )
+        return len(left_out), af.whole_state_dict(model, state).get("0.weight")
+
+    (count, found), (other, _) = simulate(run, world_size=2)
+    assert count == other == 4
+    assert torch.equal(found, expected)
+
+
+def test_strict_is_a_flag(tmp_path):
+    with pytest.raises(TypeError, match="load_model: strict must be True or False, got 'no'"):
+        af.load_model(nn.Linear(2, 1), tmp_path, strict="no")
