@@ -1,0 +1,90 @@
+"""A run of several ranks: data, training, evaluation, saving and loading on any devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+from tests.sim.device import native, recorded
+from tests.sim.programs import OPTIMIZERS, Net, loss_fn, make_model, waits_in, whole
+
+STRATEGIES = {
+    "ddp": lambda: af.wrap_ddp(),
+    "fsdp": lambda: af.wrap_fsdp(),
+    "fsdp(offload)": lambda: af.wrap_fsdp(offload=True),
+    "reproducible": lambda: af.reproducible(4),
+    "none": lambda: af.compose(),
+}
+PRECISIONS = {
+    "float64": lambda: af.compose(),
+    "fp16": lambda: af.with_amp("fp16", init_scale=2.0**10),
+    "bf16": lambda: af.with_amp("bf16"),
+}
+
+
+def make_loader(state: af.DistState, dtype: torch.dtype, strategy: str) -> Any:
+    """Load four batches, the last shorter; two ranks share them unequally, if their slices may."""
+    size, batch_size = (28, 8) if strategy == "reproducible" else (35, 9)
+    draw = torch.Generator().manual_seed(1)
+    data = TensorDataset(
+        torch.randn(size, 4, generator=draw, dtype=dtype),
+        torch.randn(size, 1, generator=draw, dtype=dtype),
+    )
+    pinned = state.device.type != "cpu"
+    given = DataLoader(data, batch_size=batch_size, shuffle=True, pin_memory=pinned)
+    return af.shard_loader(given, state)
+
+
+def train(
+    state: af.DistState, strategy: str, precision: str, optimizer: str, folder: Path
+) -> dict[str, Any]:
+    """Train for two epochs, evaluate, save, make one more step, and load what was saved."""
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    model = make_model(dtype)
+    plan = af.Plan(loss_fn, model, OPTIMIZERS[optimizer](model.parameters()))
+    recipe = af.compose(
+        af.place(),
+        STRATEGIES[strategy](),
+        PRECISIONS[precision](),
+        af.accumulate(2) if strategy != "reproducible" else af.compose(),
+        af.clip(1.0),
+        af.skip_nonfinite(),
+        af.schedule(lambda number: 0.9**number),
+    )
+    state, step = af.build(state, recipe(plan))
+    loader = make_loader(state, dtype, strategy)
+    losses, places, hazards = [], set[str](), []
+    for epoch in af.prefetch(loader, state).epochs(2):
+        for batch in epoch:
+            before = native.num_kernels()
+            with recorded() as seen:
+                state, report = step(state, batch)
+            if epoch.index:  # in the first one, ranks compare what they do
+                places |= {*waits_in(seen, since=before)}
+            hazards += [each.what for each in seen if each.kind == "hazard"]
+            losses.append(report.loss)
+    evaluated = float(af.evaluate(step, loader, state)["loss"])
+    saved = parameters(model)
+    af.save(folder, state, step, extras={"data": loader})
+    state, _ = step(state, batch)
+    changed = parameters(model)
+    af.load(folder, state, step, extras={"data": loader})
+    return {
+        "device": str(state.device),
+        "rank": state.rank,
+        "losses": [float(loss) for loss in losses],
+        "evaluated": evaluated,
+        "parameters": saved,
+        "changed": changed != saved,
+        "loaded": parameters(model) == saved,
+        "waits": sorted(places),
+        "hazards": hazards,
+    }
+
+
+def parameters(model: Net) -> dict[str, list[float]]:
+    return {name: whole(each).flatten().tolist() for name, each in model.named_parameters()}
