@@ -31,7 +31,7 @@ _PACKAGE = str(Path(accel_fn.__file__).parent)
 
 @dataclass(frozen=True)
 class Seen:
-    """What the device reports: a wait of the host, or a hazard, and the function that caused it."""
+    """What the device reports: a wait of the host, or a hazard, and the file that caused it."""
 
     kind: str
     """sync, copy or event: the host waits. staged: it may. hazard: memory is reused too early."""
@@ -39,7 +39,7 @@ class Seen:
     until: int
     """Of an event: how many kernels had been queued as it was recorded."""
     place: str
-    """The innermost function of accel_fn on the stack, else of any, as `file.py:function`."""
+    """The innermost file of accel_fn on the stack, without its folder; else the innermost of any."""
 
 
 def _load() -> Any:
@@ -59,7 +59,7 @@ _mode = "default"
 def _listen(kind: str, what: str, until: int) -> None:
     frames = traceback.extract_stack()[:-1]
     ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
-    place = "".join(f"{Path(each.filename).name}:{each.name}" for each in (ours or frames)[-1:])
+    place = Path(ours[-1].filename if ours else frames[-1].filename if frames else "").name
     for seen in _listeners:
         seen.append(Seen(kind, what, until, place))
     if _mode == "error" and kind in ("sync", "copy"):

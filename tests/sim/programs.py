@@ -78,7 +78,7 @@ class Run:
     parameters: dict[str, Tensor]
     rate: float
     waits: Counter[str] = field(default_factory=Counter)
-    """Of the steady steps together: how often each function of accel_fn made the host wait."""
+    """Of the steady steps together: how often each file of accel_fn made the host wait."""
     hazards: list[str] = field(default_factory=list)
 
 

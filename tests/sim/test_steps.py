@@ -55,16 +55,16 @@ def tolerance(names, optimizer):
 
 
 def named_waits(names, optimizer):
-    """How often a step of these transforms waits at most, by function: what their `Cost` names."""
+    """How often a step of these transforms waits at most, by file: what their `Cost` names."""
     named = Counter()
     if GUARDS & {*names} and optimizer == "foreach":
-        named["update.py:apply_update"] = 1
-        named["advance.py:__call__"] = "schedule" in names
+        named["update.py"] = 1
+        named["advance.py"] = "schedule" in names
     if "checkpoint(offload)" in names:  # for the inputs of two blocks, to the host and back
         parts = 2 if {"accumulate(2)", "reproducible"} & {*names} else 1
-        named["activation_checkpointing.py:run"] = 2 * parts
-        named["graph.py:unpack_from_cpu"] = 2 * parts
-    named["virtual_ranks.py:_metric_means"] = "reproducible" in names
+        named["activation_checkpointing.py"] = 2 * parts
+        named["graph.py"] = 2 * parts
+    named["virtual_ranks.py"] = "reproducible" in names
     return named
 
 
