@@ -338,9 +338,10 @@ def parameters_in_a_closure(case: Case):
     loader = DataLoader(TensorDataset(x, labels(case)), batch_size=case.batch_size)
 
     def whole():
+        net = network(3)  # seeds first: simulated ranks share a generator
         centres = nn.Linear(3, 3, bias=False).double()
         nn.init.eye_(centres.weight)
-        return nn.ModuleDict({"net": network(3), "centres": centres})
+        return nn.ModuleDict({"net": net, "centres": centres})
 
     def loss_fn(model, batch):
         return F.cross_entropy(model["centres"](model["net"](batch[0])), batch[1])

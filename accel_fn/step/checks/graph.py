@@ -41,10 +41,14 @@ class GraphChecks:
         """May a loss miss parameters?"""
         self._is_main = is_main
         self._others: list[ref[Tensor]] = []
-        """Leaves of the graphs so far that are no parameters, and that no batch held."""
+        """Leaves of the graphs so far that no model of a plan, and no batch, held."""
+        self._warned: list[ref[Tensor]] = []
         self._seen: set[tuple[bool, ...]] = set()
         """Which gradients were missing in steps that were right."""
         _BUILT.add(self)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*self._reachable, *self._plan.model.parameters()]
 
     def watched(self, outputs: Forward) -> Forward:
         """Return the forward of a micro-batch; if a look is due, with a look at the graph of its loss."""
@@ -87,16 +91,18 @@ class GraphChecks:
 
     def _warn_of_others(self, leaves: Sequence[Tensor], part: Any) -> None:
         """Warn once of leaves that get no gradient from this step, nor from that of another plan."""
-        known = {each for checks in _BUILT for each in checks._known}
-        known |= {*map(id, tensors_of(part))}
-        others = [each for each in leaves if id(each) not in known]
+        # Of objects that are alive, since the id of a dead one may be that of a new one.
+        known = [*tensors_of(part), *(each for checks in _BUILT for each in checks._parameters())]
+        known += [each for each in (warned() for warned in self._warned) if each is not None]
+        ids = {*map(id, known)}
+        others = [each for each in leaves if id(each) not in ids]
         before = {id(each) for each in (other() for other in self._others) if each is not None}
         # A tensor that the loss makes anew for every batch, such as the points of a penalty, is no
         # parameter.
         wrong = [each for each in others if isinstance(each, nn.Parameter) or id(each) in before]
         self._others += map(ref, others)
         if wrong:
-            self._known |= {*map(id, wrong)}
+            self._warned += map(ref, wrong)
             shapes = [list(each.shape) for each in wrong[:3]]
             warn_user(
                 "step: loss_fn should reach what is trained by the model given to it, got "
