@@ -23,6 +23,23 @@ def titles(svg):
     return [each.text for each in ElementTree.fromstring(svg).iter(f"{SVG}title")]
 
 
+@pytest.mark.slow
+def test_the_picture_of_the_promise_is_what_both_libraries_measure():
+    module = runpy.run_path(str(DOCS / "draw_promise.py"), run_name="draw_promise")
+    found = {
+        f"{library} on {size}": losses for (library, size), losses in module["measure"]().items()
+    }
+    drawn = dict(each.split(": ") for each in titles(module["PICTURE"].read_text()))
+    for name, losses in found.items():
+        assert losses[-1] == pytest.approx(float(drawn[name]), abs=1e-3), (
+            "run python docs/draw_promise.py"
+        )
+    for size in (2, 4):
+        # float32 rounds the sums of other parts elsewhere
+        assert found[f"accel_fn on {size}"] == pytest.approx(found["accel_fn on 1"], rel=1e-4)
+        assert found[f"accelerate on {size}"][-1] > 1.3 * found["accelerate on 1"][-1]
+
+
 def test_the_chart_of_the_benchmarks_shows_the_figures_of_the_page():
     """Each dot has its figure as a title; each ratio of a table with both peers has a dot."""
     page = (DOCS / "benchmarks.md").read_text()
