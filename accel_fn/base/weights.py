@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel_fn.base.host_copies import on_host
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 
 Key = str | int
@@ -57,9 +58,10 @@ def num_labels(
         ValueError: `shift` is < 0, or `class_weight` not 1-d, empty, negative or not finite; (when called)
             the batch has no tensor there, or a label that has no class weight.
 
-    Cost: one read of the labels; on an accelerator, one host synchronisation.
-    Labels are counted before `place` moves the batch, so labels that come from
-    a data loader cost none.
+    Cost: one read of the labels. Labels that come from a data loader or from `prefetch` are counted
+    on the host, without waiting: before `place` moves the batch, or in the copy that was moved.
+    Others on an accelerator, and those that were written there, cost a host synchronisation
+    for each micro-batch.
 
     >>> import torch, accel_fn as af
     >>> af.num_labels("labels")({"labels": torch.tensor([[5, 7, -100], [2, -100, -100]])})
@@ -143,6 +145,7 @@ def count_labels(
     if shift and labels.ndim < 2:
         rule = f"lead to labels [num_samples, length, ...] with shift={shift}"
         raise BatchError(message("num_labels", "key_or_path", rule, list(labels.shape)))
+    labels = on_host(labels)
     counted = labels[:, shift:] if shift else labels
     if class_weight is None:
         return int(torch.count_nonzero(counted != ignore_index))

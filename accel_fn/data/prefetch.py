@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from accel_fn.base.batch import map_tensors
+from accel_fn.base.host_copies import remember_source
 from accel_fn.base.state import DistState
 from accel_fn.data.loader import Batch, Epoch, ShardedLoader, Source
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
+_COPIED = ("mps", "meta")  # their memory belongs to no stream
 _PATIENCE_S = 1.0  # how long the end of a program waits for a batch that is being read
 
 
@@ -59,8 +61,9 @@ def prefetch(
         TypeError: `loader` cannot be iterated.
 
     Cost: a thread a pass, a handover between two threads a batch, and the memory of `depth`
-    more batches, on the device too. On CUDA a copy is made from pinned memory, on a
-    separate stream; the loop's stream waits for it, not the host. On a CPU nothing is copied.
+    more batches, on the device too; integer tensors stay in host memory as long as their copies
+    live, so that `num_labels` does not wait. On an accelerator (but MPS) a copy is made from pinned
+    memory, on a separate stream; the loop's stream waits for it, not the host. On a CPU nothing is copied.
     Without workers, the data set runs beside the training in one process, so its draws from
     global random generators are not reproducible: give the `DataLoader` workers, or the data
     set its own generators.
@@ -95,7 +98,7 @@ class _Ahead:
         """Make the function that moves the batches of one pass to the device."""
         if self.device.type == "cpu":
             return Mover(self.device)
-        return _SideStream(self.device) if self.device.type == "cuda" else _Copy(self.device)
+        return _Copy(self.device) if self.device.type in _COPIED else _SideStream(self.device)
 
 
 class Prefetched(Generic[Batch]):
@@ -240,37 +243,46 @@ class Mover:
 
 
 class _Copy(Mover):
-    """Copies in the thread, which waits: for devices whose streams torch does not name alike."""
+    """Copies in the thread, which waits."""
 
     def move(self, batch: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self.device), batch)
+        return map_tensors(self._copied, batch)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        moved = tensor.to(self.device)
+        if tensor.is_cpu:
+            remember_source(moved, tensor)
+        return moved
 
 
 class _SideStream(Mover):
-    """Copies from pinned memory on a second stream of CUDA."""
+    """Copies from pinned memory on a second stream of the accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.empty(0, device=device).device)  # a device with its number
-        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.stream = torch.Stream(self.device)
 
     def around(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self.device)  # a thread starts at device 0, and would pin for it
+        # A thread starts at device 0, and would pin for it.
+        return torch.accelerator.device_index(self.device.index)
 
-    def move(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
-        with torch.cuda.stream(self.stream):
+    def move(self, batch: Any) -> tuple[Any, torch.Event]:
+        with self.stream:
             moved = map_tensors(self._copied, batch)
         return moved, self.stream.record_event()
 
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.device:
             return tensor
-        if tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+        source = tensor.pin_memory() if tensor.is_cpu else tensor
+        moved = source.to(self.device, non_blocking=True)
+        if source.is_cpu:
+            remember_source(moved, source)
+        return moved
 
-    def hand_over(self, moved: tuple[Any, torch.cuda.Event]) -> Any:
+    def hand_over(self, moved: tuple[Any, torch.Event]) -> Any:
         batch, copied = moved
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.accelerator.current_stream(self.device)
         stream.wait_event(copied)
 
         def used(tensor: Tensor) -> Tensor:
