@@ -20,10 +20,12 @@ def on_host(tensor: Tensor) -> Tensor:
     if tensor.is_cpu:
         return tensor
     base = tensor if tensor._base is None else tensor._base  # `accumulate` gives views
-    source, versions = _SOURCES.get(base, (None, None))
+    known: tuple[Tensor, tuple[int, int]] | None = _SOURCES.get(base)  # type: ignore[no-untyped-call]
+    if known is None:
+        return tensor
+    source, versions = known
     if (
-        source is None
-        or (source._version, base._version) != versions  # one was written since
+        (source._version, base._version) != versions  # one was written since
         or source.stride() != base.stride()
         or tensor.dtype != source.dtype
     ):

@@ -12,7 +12,11 @@ _PHRASES = (
     "out of memory",
     "can't allocate memory",
     "not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",  # a RuntimeError, not of its own allocator's class
+    # RuntimeErrors of libraries that allocate beside torch; the second is cuBLAS without memory to begin.
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
 
 

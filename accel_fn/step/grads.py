@@ -102,7 +102,8 @@ class Grads:
         double = any(tensor.dtype in _DOUBLE for tensor in present)
         dtype = torch.float64 if double else torch.float32
         device = present[0].device if present else None
-        return torch.tensor(float(factor), dtype=dtype, device=device)
+        # The host waits until a new tensor is copied to a device, but not for a kernel that fills one.
+        return torch.full((), float(factor), dtype=dtype, device=device)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Grads:
         """Apply `fn` to the value of each gradient; shapes stay. Pure.

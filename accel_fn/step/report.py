@@ -35,3 +35,5 @@ class Report:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
+    _verdict: Tensor | None = field(default=None, repr=False)
+    """`applied`, on the host if the host has waited for it already."""

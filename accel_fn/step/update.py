@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, starmap
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +55,13 @@ def apply(
 ) -> tuple[DistState, Report]:
     """Run the optimizers and adjust the loss scale; `always` is `applied` if nothing decides."""
     grads, accepted, report = prepared.grads, prepared.accepted, prepared.report
+    verdict = accepted
+    if accepted is not None and not (accepted.is_cpu or all(starmap(_reads_on_device, trained))):
+        verdict = accepted.cpu()  # the host waits once, for all optimizers and schedules
     tensors = iter(grads.tensors)
     for optimizer, parameters in trained:
         own = tuple(islice(tensors, len(parameters)))
-        apply_update(optimizer, parameters, Grads(own, grads.factor), accepted)
+        apply_update(optimizer, parameters, Grads(own, grads.factor), verdict)
     for stateful in (*plan.accept, *plan.gradients):
         if hasattr(stateful, "commit"):
             stateful.commit()
@@ -71,6 +74,7 @@ def apply(
         metrics=report.metrics,
         terms=report.terms,
         extras=report.extras,
+        _verdict=verdict,
     )
     scaler = state.scaler
     if scaler is not None and prepared.finite is not None:
@@ -125,6 +129,11 @@ def _open_factor(grads: Grads) -> Tensor | None:
     """Return the factor, or None where the host knows, without waiting, that it is one."""
     factor = grads.factor
     return None if factor is not None and factor.is_cpu and factor.item() == 1.0 else factor
+
+
+def _reads_on_device(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+    """Does the optimizer read the verdict in a kernel of the device?"""
+    return takes_factor(optimizer) and not any(each.is_cpu for each in parameters)
 
 
 def _where_read(value: Tensor | None, parameters: Sequence[Tensor]) -> Tensor | None:

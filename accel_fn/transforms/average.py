@@ -14,6 +14,7 @@ from torch import Tensor
 from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.base.unwrap import unwrapped
+from accel_fn.comm.dtensor import local
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -196,8 +197,10 @@ class Average:
         if isinstance(weight, float):
             torch._foreach_lerp_(means, values, weight)
             return
-        for mean, value in zip(means, values, strict=True):
-            mean.lerp_(value, weight.to(mean))
+        means, values = [local(each) for each in means], [local(each) for each in values]
+        kinds = {(mean.device, mean.dtype) for mean in means}
+        weights = {kind: weight.to(*kind) for kind in kinds}  # one copy where means are on the host
+        torch._foreach_lerp_(means, values, [weights[mean.device, mean.dtype] for mean in means])
 
     def _values(self) -> dict[str, Tensor]:
         return {name: each.detach() for name, each in self._model.named_parameters()}

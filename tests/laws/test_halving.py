@@ -32,6 +32,13 @@ FULL = {
     "cublas": lambda: RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublas..."
     ),
+    "cublas at its start": lambda: RuntimeError(
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    ),
+    "cudnn": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "cudnn 9": lambda: RuntimeError(
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+    ),
 }
 
 

@@ -164,6 +164,7 @@ KEPT = {
     "comm/mesh.py _numbers": "a count, for names that no other mesh of this process has",
     "comm/primitives.py _calls": "a count of a thread, of which only differences are read",
     "comm/mesh.py _device": "what all simulated groups send by",
+    "base/host_copies.py _SOURCES": "what a tensor that lives was copied from, on the host",
     "base/rng.py GENERATORS": "a lock",
     "base/torch_compile.py _is_uncompiled": "whether a thread runs modules uncompiled, while it does",
     "checkpoint/format/manifest.py _hints": "the fields of a class",

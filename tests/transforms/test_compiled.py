@@ -409,6 +409,18 @@ def test_cuda_graphs_are_captured_and_compute_the_same_and_keep_reports(scope, m
 
 
 @compiles
+def test_shares_of_equal_micro_batches_are_moved_to_the_device_once():
+    """A new tensor on a device waits for all that the device has to do."""
+    plan = af.compose(af.accumulate(2), af.compiled(scope="step"))(make_plan())
+    state, step, _ = run(plan, make_batches(4, 4))
+    numbers, shares = step._run._shares_before
+    assert numbers == (0.5, 0.5)
+    assert shares.tolist() == [0.5, 0.5]
+    state, _ = step(state, make_batches(4)[0])
+    assert step._run._shares_before[1] is shares
+
+
+@compiles
 def test_simulated_ranks_leave_the_compiler_of_their_process_on():
     """The first step runs the model uncompiled, in the thread of its rank."""
 

@@ -41,7 +41,11 @@ class Captured:
         numbers = {each: number for number, each in enumerate(parameters)}
         self._members = [[numbers[p] for p in group["params"] if p in numbers] for group in groups]
         self._parameters = parameters
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        # Counts and rates are computed in float64 as on the host, but on an accelerator its compiler writes
+        # them into each loop over elements, where float64 is slow.
+        doubles = (torch.float64, torch.complex128)
+        self._is_wide = device.type == "cpu" or any(each.dtype in doubles for each in parameters)
+        dtype = torch.float64 if self._is_wide else torch.float32
         self.rates = torch.zeros(len(groups), dtype=dtype, device=device)
         """Learning rates of the groups: as numbers, a change of them would take another graph."""
         self._seen: list[Group] = [{} for _ in groups]
@@ -105,7 +109,10 @@ class Captured:
                 parameter, gradient = parameters[number], gradients[number]
                 if gradient is not None:
                     parameter.grad = gradient
-                    held = {name: _widened(value) for name, value in memory[number].items()}
+                    held = {
+                        name: _working_copy(value, is_wide=self._is_wide)
+                        for name, value in memory[number].items()
+                    }
                     running.state[parameter] = held
                     members.append(parameter)
                     reached.append((parameter, parameter.clone(), held, memory[number]))
@@ -127,11 +134,12 @@ class Captured:
                     kept.copy_(value if ok is None else torch.where(ok, value, kept))
 
 
-def _widened(value: Any) -> Any:
+def _working_copy(value: Any, *, is_wide: bool) -> Any:
     """Copy a value; widen a count or a rate to the precision in which the host would compute."""
     if not isinstance(value, Tensor):
         return value
-    return value.double() if not value.ndim and value.dtype == torch.float32 else value.clone()
+    widens = is_wide and not value.ndim and value.dtype == torch.float32
+    return value.double() if widens else value.clone()
 
 
 def methods_of(optimizer: Optimizer) -> Any:

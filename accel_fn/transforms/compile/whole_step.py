@@ -59,6 +59,8 @@ class CompiledStep:
             0 < len(each.state) < len(trained_by(each)) for each in optimizers
         )
         """Does the next update make the state of parameters that were added after others?"""
+        self._shares_before: tuple[tuple[Weight, ...], Tensor] = ((), self._always)
+        """The shares of the micro-batches of the newest step, as numbers and on the device."""
         self._is_new = True
         """Is there no graph yet?"""
 
@@ -73,7 +75,7 @@ class CompiledStep:
         parts, weights = microbatches(plan, batch, with_weightless=True)
         if 0 in weights:  # its gradients are zeros, whatever they are
             return self._stages(state, batch)
-        of_parts = _shares(state, weights) if len(weights) != 1 else None
+        of_parts = self._shares(state, weights) if len(weights) != 1 else None
         if plan.place_batch:
             parts = [placed(state, plan, part) for part in parts]
         if not parts:
@@ -93,6 +95,15 @@ class CompiledStep:
         if scaler is not None and scale is not None:
             scaler = replace(scaler, **dict(zip(_SCALE_FIELDS, scale, strict=True)))
         return state.advanced(scaler), report
+
+    def _shares(self, state: DistState, weights: Weights) -> Tensor:
+        """Return the share of each micro-batch in the global mean; zero without one."""
+        total = total_weight(weights)
+        every = tuple([shares(weight, total) for weight in weights]) or (0.0,)
+        if every != self._shares_before[0]:  # a new tensor on a device waits for the step before
+            dtype = torch.float32 if state.device.type == "mps" else torch.float64
+            self._shares_before = every, torch.tensor(every, dtype=dtype, device=state.device)
+        return self._shares_before[1]
 
     def _metric_means(
         self, state: DistState, found: Mapping[str, Tensor] | None, weight: Weight, loss: Tensor
@@ -137,14 +148,6 @@ class CompiledStep:
             raise LossError(
                 f'step: compiled(scope="step") must hold the step in one graph, got {reason}; {repair}'
             ) from error
-
-
-def _shares(state: DistState, weights: Weights) -> Tensor:
-    """Return the share of each micro-batch in the global mean; zero without one."""
-    total = total_weight(weights)
-    every = [shares(weight, total) for weight in weights] or [0.0]
-    dtype = torch.float32 if state.device.type == "mps" else torch.float64
-    return torch.tensor(every, dtype=dtype, device=state.device)
 
 
 def _graph_function(

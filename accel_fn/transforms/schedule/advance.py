@@ -101,7 +101,8 @@ class Schedule:
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._advance.note(state, report)
-        if self._always or report.applied:
+        applied = report.applied if report._verdict is None else report._verdict
+        if self._always or applied:
             self._advance()
         return state
 
