@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,6 +78,19 @@ def test_a_report_has_a_line_for_each_and_ends_with_the_cause():
         "rank 2 (node, pid 102)",
         "ValueError: boom",
     ]
+
+
+@pytest.mark.parametrize("full_traceback", [False, True])
+def test_frames_of_libraries_are_folded_in_the_text_of_an_error_too(full_traceback):
+    """An error from a worker of a loader has the worker's traceback in its text."""
+    library = f'  File "{torch.__file__}", line 7, in fetch\n    data = fetch()\n'
+    users = '  File "/home/me/train.py", line 3, in __getitem__\n    raise KeyError(1)\n'
+    folded = "  [3 frames of torch; --full-traceback shows them]\n"
+    head, end = "KeyError: Caught KeyError in a worker.\nTraceback:\n", "KeyError: 1\n"
+    error = failure(exit_code=1, exception=f"{head}{library * 3}{users}{end}")
+    shown = library * 3 if full_traceback else folded
+    text = report([error], 1, full_traceback=full_traceback)
+    assert text == f"rank 0 (node, pid 100)\n{head}{shown}{users}{end}"
 
 
 def test_a_report_of_very_many_is_short():

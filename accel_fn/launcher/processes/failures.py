@@ -200,6 +200,7 @@ def report(failures: Sequence[Failure], world_size: int, *, full_traceback: bool
         num_failed = 1 + sum(not each.stopped for each in others)
         head = f"accel-fn launch: {num_failed} of {world_size} ranks failed"
         lines = [head, *lines, ""]
-    stack = first.stack if full_traceback else fold(first.stack)
-    lines += [*stack.splitlines(), first.process, first.last_line]
+    last = "\n".join([*first.stack.splitlines(), first.process, first.last_line])
+    # An error from a worker of a loader has the worker's traceback in its text.
+    lines.append(last if full_traceback else fold(last))
     return "\n".join(lines) + "\n"
