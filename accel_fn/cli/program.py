@@ -2,6 +2,7 @@
 
 accel-fn launch train.py            # one process for each accelerator, or one on the CPU
 accel-fn launch -n 2 --cpu train.py
+accel-fn explain train.py:make_plan
 """
 
 import torch
@@ -11,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 
-NUM_EPOCHS = 5
-BATCH_SIZE = 64  # of all processes together
+NUM_EPOCHS, BATCH_SIZE = 5, 64  # a batch is that of all processes together
 FOLDER = "checkpoints"  # a run resumes from the newest; name another folder for a new run
 
 
@@ -24,26 +24,26 @@ def make_data(num_samples: int, seed: int) -> TensorDataset:
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """The mean loss over the samples of a batch."""
-    inputs, labels = batch
-    return F.cross_entropy(model(inputs), labels)
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     """Metrics of a batch, one value for each sample."""
-    inputs, labels = batch
-    return {"accuracy": model(inputs).argmax(dim=1) == labels}
+    return {"accuracy": model(batch[0]).argmax(dim=1) == batch[1]}
 
 
-def main() -> None:
-    state = af.init()
+def make_plan() -> af.Plan:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     # wrap, with_amp and accumulate take their settings from the flags of `accel-fn launch`.
     recipe = af.compose(af.place(), af.wrap(), af.with_amp(), af.accumulate(), af.clip(1.0))
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
-    train = DataLoader(make_data(6400, seed=0), BATCH_SIZE, shuffle=True)
-    loader = af.shard_loader(train, state)
+    return recipe(af.Plan(loss_fn, model, optimizer))
+
+
+def main() -> None:
+    state, step = af.build(af.init(), make_plan())
+    loader = af.shard_loader(DataLoader(make_data(6400, seed=0), BATCH_SIZE, shuffle=True), state)
     held_out = af.shard_loader(DataLoader(make_data(1000, seed=1), BATCH_SIZE), state)
     state = af.resume(FOLDER, state, step, extras={"data": loader})
     for epoch in loader.epochs(NUM_EPOCHS, since=state):

@@ -15,9 +15,8 @@ def new(folder, name="train.py", num_epochs=2):
 
 
 def set_epochs(file, number):
-    text, count = re.subn(
-        r"^NUM_EPOCHS = \d+$", f"NUM_EPOCHS = {number}", file.read_text(), flags=re.M
-    )
+    constants = "NUM_EPOCHS, BATCH_SIZE ="
+    text, count = re.subn(rf"{constants} \d+", f"{constants} {number}", file.read_text())
     assert count == 1
     file.write_text(text)
 
@@ -56,6 +55,12 @@ def test_it_is_short_and_names_itself(tmp_path):
     lines = (tmp_path / "my_train.py").read_text().splitlines()
     assert len(lines) < 60
     assert "accel-fn launch -n 2 --cpu my_train.py" in lines
+
+
+def test_its_plan_can_be_explained(launchers, tmp_path):
+    new(tmp_path)
+    ended = launchers.command(tmp_path, "explain", "train.py:make_plan", "-n", 2, "--device", "cpu")
+    assert ended.stdout.startswith("one step on 2 ranks, cpu\n"), ended.stderr
 
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path):
