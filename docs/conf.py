@@ -22,6 +22,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "inventories"]
 html_theme = "furo"
@@ -31,6 +32,7 @@ html_css_files = ["site.css"]
 html_search_scorer = str(Path(__file__).parent / "scorer.js")
 html_favicon = "_static/icon.svg"
 html_copy_source = False
+copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. |\$ ", True
 default_role = "code"
 highlight_language = "text"
 myst_heading_anchors = 3
@@ -49,6 +51,7 @@ nitpick_ignore_regex = [  # type aliases and type variables have no page
 SITES = {
     "python": "https://docs.python.org/3/",
     "torch": "https://docs.pytorch.org/docs/stable/",
+    "numpy": "https://numpy.org/doc/stable/",
     "hypothesis": "https://hypothesis.readthedocs.io/en/latest/",
 }
 
@@ -128,7 +131,15 @@ def defining_module(app, module, name):
     return DEFINED_IN.get((module, name.partition(".")[0]), module)
 
 
+def list_names(app, docname, source):
+    """Fill the table of the API's index with every public name."""
+    if docname == "api":
+        names = "\n   ".join(sorted(accel_fn.__all__, key=str.lower))
+        source[0] = source[0].replace("EVERY_NAME", names)
+
+
 def setup(app):
+    app.connect("source-read", list_names)
     app.connect("viewcode-follow-imported", defining_module)
     app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon
