@@ -90,7 +90,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def train(
-    device: str,
+    device: str | af.DistState,
     transforms: list[Transform],
     *,
     optimizer: str = "fused",
@@ -98,15 +98,16 @@ def train(
     overflows: bool = False,
 ) -> Run:
     """Train for some steps from batches in pinned memory, or on the CPU."""
+    state = af.init(device=device) if isinstance(device, str) else device
     model = make_model(dtype)
     plan = af.Plan(loss_fn, model, OPTIMIZERS[optimizer](model.parameters()))
-    state, step = af.build(af.init(device=device), af.compose(af.place(), *transforms)(plan))
+    state, step = af.build(state, af.compose(af.place(), *transforms)(plan))
     batches = make_batches(dtype=dtype)
     if overflows:
         batches[OVERFLOW][0][0, 0] = torch.inf
     reports, waits, hazards = [], Counter[str](), []
     for number, batch in enumerate(batches):
-        if device != "cpu":
+        if state.device.type != "cpu":
             batch = tuple(each.pin_memory() for each in batch)
         before = native.num_kernels()
         with recorded() as seen:

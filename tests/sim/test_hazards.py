@@ -1,0 +1,152 @@
+"""What would go wrong on an accelerator first, each found here before it was mended."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel_fn as af
+from tests.processes import launch
+from tests.sim.device import native, recorded
+from tests.sim.programs import assert_equal, loss_fn, make_batches, make_model, train, waits_in
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "foreach"])
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        [lambda: af.skip_nonfinite(), lambda: af.schedule(lambda number: 0.9**number)],
+        [lambda: af.skip_nonfinite(), lambda: af.average(0.9), lambda: af.clip(0.1)],
+        [lambda: af.skip_spikes(), lambda: af.accumulate(2)],
+    ],
+)
+def test_an_offloaded_update_does_not_read_verdict_and_rate_before_they_are_there(
+    transforms, optimizer
+):
+    found, expected = (
+        train(
+            device,
+            [*wrap, *(make() for make in transforms)],
+            optimizer=optimizer,
+            overflows=True,
+        )
+        for device, wrap in (("sim", [af.wrap_fsdp(offload=True)]), ("cpu", []))
+    )
+    assert_equal(found, expected, atol=1e-7)  # the rate may be in float32
+
+
+def on_the_other_device():
+    """Make a state whose device is not the current one."""
+    assert torch.accelerator.current_device_index() == 0
+    return af.DistState(device=torch.device("sim:1"))
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "foreach"])
+def test_values_are_read_from_the_stream_of_a_device_that_is_not_the_current_one(optimizer):
+    transforms = [af.skip_nonfinite(), af.schedule(lambda number: 0.5**number), af.average(0.9)]
+    found, expected = (
+        train(device, transforms, optimizer=optimizer, overflows=True)
+        for device in (on_the_other_device(), "cpu")
+    )
+    assert_equal(found, expected, atol=1e-7)
+
+
+def test_random_numbers_are_those_of_a_device_that_is_not_the_current_one():
+    def losses(state, seed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = af.Plan(lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), model, optimizer)
+        state, step = af.build(state, af.compose(af.place(), af.reproducible(4))(plan))
+        native.default_generator(1).manual_seed(seed)  # virtual ranks have seeds of their own
+        found = []
+        for batch in make_batches():
+            state, report = step(state, batch)
+            found.append(float(report.loss))
+        return found
+
+    assert losses(on_the_other_device(), 1) == losses(on_the_other_device(), 2)
+
+
+def test_a_model_that_nobody_places_is_refused():
+    model = make_model()
+    plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"place\(\)"):
+        af.build(af.init(), plan)
+
+
+def test_ranks_that_the_script_started_keep_their_device_and_tensors_come_back_to_theirs():
+    said = launch(
+        """
+        import json, os
+        import torch, torch.distributed as dist
+        import tests.sim.device
+        import accel_fn as af
+
+        rank, size = (int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE"))
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        torch.accelerator.set_device_index(rank)
+        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        place = {"init_method": address, "rank": rank, "world_size": size}
+        dist.init_process_group("cpu:gloo,sim:simccl", **place)
+        state = af.init()
+        here = torch.full((2,), float(rank), device=state.device)
+        say(json.dumps({
+            "device": [str(state.device), rank],
+            "sum of host": str(af.reduce_sum(torch.ones(2), state).device),
+            "sum of device": [str(af.reduce_sum(here, state).device), rank],
+            "on main": [str(af.on_main(lambda: {"a": here}, state)["a"].device), rank],
+            "gathered": [str(af.gather(here, state).device), rank],
+        }))
+        """
+    )
+    for line in said.splitlines():
+        found = json.loads(line)
+        rank = found["device"][1]
+        assert found.pop("sum of host") == "cpu"
+        assert found == {name: [f"sim:{rank}", rank] for name in found}
+
+
+def waits_of_labels(recipe):
+    """Train on labels that prefetch moved; return the waits of the last steps."""
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 5)
+    batches = [
+        {"labels": torch.randint(0, 5, (8, 3)).masked_fill(torch.rand(8, 3) < 0.3, -100)}
+        for _ in range(6)
+    ]
+
+    def of_labels(model, batch):
+        scores = model(batch["labels"].clamp(min=0))
+        return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten())
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    plan = af.Plan(of_labels, model, optimizer, weight_fn=af.num_labels("labels"))
+    state, step = af.build(af.init(), af.compose(af.place(), recipe)(plan))
+    waits = []
+    for batch in af.prefetch(batches, state):
+        before = native.num_kernels()
+        with recorded() as seen:
+            state, _ = step(state, batch)
+        waits += [*waits_in(seen, since=before)] if state.step > 2 else []
+    return waits
+
+
+@pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(4)])
+def test_labels_that_prefetch_moved_are_counted_without_a_wait(recipe):
+    assert waits_of_labels(recipe) == []
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "foreach"])
+def test_a_verdict_is_read_once_however_many_functions_follow_it(optimizer):
+    transforms = [
+        af.skip_nonfinite(),
+        af.schedule(lambda number: 0.9**number),
+        af.average(0.9),
+        af.freeze("first", until=2),
+    ]
+    found = train("sim", transforms, optimizer=optimizer, overflows=True)
+    assert {*found.waits} <= ({"update.py"} if optimizer == "foreach" else set())
