@@ -243,7 +243,7 @@ def test_memory_of_a_batch_is_not_reused_before_the_loop_is_done_with_it():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, which can refuse to wait")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_the_host_does_not_wait_for_a_copy():
     state = af.init()
     batches = [torch.ones(1000) for _ in range(10)]

@@ -59,7 +59,6 @@ def named_waits(names, optimizer):
     named = Counter()
     if GUARDS & {*names} and optimizer == "foreach":
         named["update.py"] = 1
-        named["advance.py"] = "schedule" in names
     if "checkpoint(offload)" in names:  # for the inputs of two blocks, to the host and back
         parts = 2 if {"accumulate(2)", "reproducible"} & {*names} else 1
         named["activation_checkpointing.py"] = 2 * parts
