@@ -19,17 +19,17 @@ def is_container(module: nn.Module) -> bool:
     return holds and type(module).forward is nn.Module.forward
 
 
-def check_blocks(function: str, blocks: Any) -> None:
+def check_blocks(function: str, blocks: Any, parameter: str = "blocks") -> None:
     """Refuse arguments that name no blocks."""
     several = blocks if isinstance(blocks, list | tuple) else (blocks,)
     if not several:
-        rule, repair = "name one block at least", "leave it out for the repeated ones"
-        raise ArgumentError(message(function, "blocks", rule, blocks, repair))
+        repair = "leave it out for the repeated ones" if parameter == "blocks" else "leave it out"
+        raise ArgumentError(message(function, parameter, "name one block at least", blocks, repair))
     for each in several:
         is_kind = isinstance(each, type) and issubclass(each, nn.Module)
         if not (is_kind or isinstance(each, str) or blocks is None):
             rule = "be a class of modules, a name of a module, several of these, or None"
-            raise ArgumentTypeError(message(function, "blocks", rule, blocks))
+            raise ArgumentTypeError(message(function, parameter, rule, blocks))
 
 
 def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn.Module]:
@@ -47,8 +47,19 @@ def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn
     Raises:
         ValueError: one of them matches nothing.
     """
-    if blocks is None:
-        return repeated(model)
+    return repeated(model) if blocks is None else named_blocks(model, blocks, f"{function}(blocks)")
+
+
+def inside(model: nn.Module, blocks: Blocks, what: str) -> set[nn.Module]:
+    """Return the modules that are in these blocks, and the blocks themselves; none for None."""
+    found = {} if blocks is None else named_blocks(model, blocks, what)
+    return {each for block in found.values() for each in block.modules()}
+
+
+def named_blocks(
+    model: nn.Module, blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str], what: str
+) -> dict[str, nn.Module]:
+    """Return blocks of these classes and names; errors name `what` was given, `wrap_fsdp(blocks)`."""
     wanted = [blocks] if isinstance(blocks, type | str) else list(blocks)
     modules = {name: each for name, each in model.named_modules() if name and _has_any(each)}
     found: set[str] = set()
@@ -58,7 +69,7 @@ def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn
             shown = each if isinstance(each, str) else each.__name__
             some = sorted({type(module).__name__ for module in modules.values()})
             raise PlanError(
-                f"build: {function}(blocks) must match modules with parameters, got {shown!r}, which "
+                f"build: {what} must match modules with parameters, got {shown!r}, which "
                 f"matches none of {type(model).__name__}; there are {', '.join(some)}"
             )
         found |= matches

@@ -53,11 +53,11 @@ def by_hand(model, optimizer, parts):
     return float(sum(losses))
 
 
-def torchaos(model):
+def torchaos(model, skipped=()):
     config = torchao_float8.Float8LinearConfig(emulate=True, pad_inner_dim=True)
 
     def fits(layer, name):
-        return layer.out_features % 16 == 0
+        return layer.out_features % 16 == 0 and not name.startswith(tuple(skipped))
 
     convert = torchao_float8.convert_to_float8_training
     for layer in convert(model, module_filter_fn=fits, config=config).modules():
@@ -100,6 +100,67 @@ def test_it_is_the_training_of_torchaos_layers(how, num_parts):
         assert list(parameters) == list(other.state_dict())
         for name, value in other.state_dict().items():
             torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("skip", "names"), [("0", ["0"]), (["0", "2.1"], ["0", "2.1"]), ("2", ["2"])]
+)
+def test_layers_that_are_skipped_compute_in_bf16(skip, names):
+    start = make_model()
+    other = torchaos(copy.deepcopy(start), skipped=names)
+    optimizer = ours.adamw(other.parameters())
+    batches = make_batches()
+    expected = [by_hand(other, optimizer, [batch]) for batch in batches]
+    state, step = ours.built(
+        af.with_amp("fp8", skip=skip),
+        model=copy.deepcopy(start),
+        optimizer=ours.adamw,
+        loss_fn=loss_fn,
+    )
+    losses = []
+    for batch in batches:
+        state, report = step(state, batch)
+        losses.append(float(report.loss))
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("skip", "text"),
+    [
+        (
+            "head",
+            r"with_amp\(skip\) must match modules with parameters, got 'head', which matches none",
+        ),
+        (torch.nn.Conv2d, r"with_amp\(skip\) must match modules .* got 'Conv2d'"),
+        (
+            torch.nn.Linear,
+            r"multiples of 16, got none in Sequential beside those of skip; take with_amp",
+        ),
+    ],
+)
+def test_what_is_skipped_must_be_there_and_leave_something(skip, text):
+    def run(state):
+        with pytest.raises(ValueError, match=f"build: .*{text}"):
+            ours.built(
+                af.compose(af.wrap_ddp(), af.with_amp("fp8", skip=skip)),
+                state,
+                model=make_model(),
+                loss_fn=loss_fn,
+            )
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("skip", "error", "text"),
+    [
+        (3, TypeError, "with_amp: skip must be a class of modules, a name of a module, .* got 3"),
+        ([], ValueError, r"with_amp: skip must name one block at least, got \[\]; leave it out$"),
+    ],
+)
+def test_what_names_no_layer_is_refused(skip, error, text):
+    with pytest.raises(error, match=text):
+        af.with_amp("fp8", skip=skip)
 
 
 def test_it_is_neither_float32_nor_bf16():

@@ -13,14 +13,14 @@ SIGNATURES = {
     "wrap": "()",
     "wrap_ddp": "(*, comm_hook=None, sync_batchnorm=False, **ddp_options)",
     "wrap_fsdp": (
-        "(*, blocks=None, replicate=1, reshard_after_forward=True, param_dtype=None, "
+        "(*, blocks=None, ignore=None, replicate=1, reshard_after_forward=True, param_dtype=None, "
         "reduce_dtype=torch.float32, offload=False)"
     ),
     "local_sgd": "(every)",
     "reproducible": "(num_virtual_ranks=8)",
     "with_amp": (
         "(precision=None, *, init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, "
-        "growth_interval=2000)"
+        "growth_interval=2000, skip=None)"
     ),
     "accumulate": "(num_microbatches=None, *, split='rows')",
     "clip": "(max_norm)",

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from accel_fn.base.blocks import Blocks, check_blocks
 from accel_fn.base.launch_options import launch_options, source_of
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
@@ -49,6 +50,7 @@ def with_amp(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
+    skip: Blocks = None,
 ) -> Transform:
     """Run forward and loss under autocast; float16 also gets a loss scale in the state.
 
@@ -70,17 +72,20 @@ def with_amp(
         precision: "bf16", "fp16", "fp8", `torch.bfloat16`, `torch.float16`, or "no" for the
             identity; default: the launch's (`--mixed-precision` or ACCEL_FN_MIXED_PRECISION),
             else no autocast.
-        init_scale: the first loss scale, finite and > 0. This and the next arguments are for float16.
+        init_scale: the first loss scale, finite and > 0. This and the next three are for float16.
         growth_factor: > 1.
         backoff_factor: in (0, 1).
         growth_interval: number of good steps in a row before the scale grows, >= 1.
+        skip: for "fp8": a class of modules, several, or names of modules, whose linear layers compute
+            in bf16, often the first and the last one.
 
     Returns:
         A transform. With float16, the report's `grad_norm` is always there.
 
     Raises:
         ValueError: an argument is outside its range. From `build`, on all ranks, for "fp8": a
-            device without it, or a model without such layers.
+            device without it, a model without such layers, or `skip` that matches no module.
+        TypeError: `skip` is neither a class of modules nor a name.
         ModuleNotFoundError: "fp8" without torchao, the extra `float8`.
 
     Cost: of bf16, only autocast's own; a CPU without instructions for bf16 (AVX512_BF16 or AMX on x86)
@@ -102,6 +107,7 @@ def with_amp(
         "growth_interval": growth_interval,
     }
     LossScale.start(**settings)  # refuse bad settings here, not in build
+    check_blocks("with_amp", skip, "skip")
     source = ""
     if precision is None:
         precision, source = launch_options().mixed_precision or "no", source_of("mixed_precision")
@@ -120,7 +126,7 @@ def with_amp(
         slots["init_state"] = SlotFunction(scale_loss, **settings).with_source(source)
     if precision == "fp8":
         torchao()  # refuse its absence here, not in build
-        in_slot = Float8Slot(in_float8).with_source(source)
+        in_slot = Float8Slot(in_float8, skip=skip).with_source(source)
         slots["forward_contexts"] = (slots["forward_contexts"], in_slot)
     return fill(**slots)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from accel_fn.base.blocks import Blocks, inside
 from accel_fn.base.state import DistState
 from accel_fn.base.swap_forward import with_forwards
 from accel_fn.errors import ExtraError, PlanError
@@ -33,10 +34,12 @@ class Float8Slot(Stateful):
                     f"build: device must compute in float8, which begins with capability 8.9, got "
                     f"{state.device} of {'.'.join(map(str, capability))}; take with_amp('bf16')"
                 )
-        if not fitting(plan.model):
+        skip = self.keywords["skip"]
+        if not fitting(plan.model, skip):
+            beside = " beside those of skip" if skip else ""
             raise PlanError(
                 f"build: with_amp('fp8') must find linear layers with in_features and out_features that "
-                f"are multiples of {_MULTIPLE}, got none in {type(plan.model).__name__}; take "
+                f"are multiples of {_MULTIPLE}, got none in {type(plan.model).__name__}{beside}; take "
                 "with_amp('bf16')"
             )
 
@@ -54,24 +57,26 @@ def torchao() -> Any:
     return torchao.float8
 
 
-def fitting(model: nn.Module) -> list[nn.Linear]:
-    """Select the linear layers whose sizes such kernels take."""
+def fitting(model: nn.Module, skip: Blocks) -> list[nn.Linear]:
+    """Select the linear layers whose sizes such kernels take, but for those in `skip`."""
+    skipped = inside(model, skip, "with_amp(skip)")
     return [
         each
         for each in model.modules()
         if isinstance(each, nn.Linear)
+        and each not in skipped
         and type(each).forward is nn.Linear.forward
         and each.in_features % _MULTIPLE == 0
         and each.out_features % _MULTIPLE == 0
     ]
 
 
-def in_float8(state: DistState, plan: Plan) -> ContextFn:
+def in_float8(state: DistState, plan: Plan, *, skip: Blocks) -> ContextFn:
     """Make the context of forward and loss, for one step."""
     emulated = state.device.type != "cuda"
     # The same objects in every step, otherwise a compiler would compile again.
     forwards: dict[nn.Module, Callable[..., Any]] = {
-        layer: partial(_run, layer, _twin(layer, emulated)) for layer in fitting(plan.model)
+        layer: partial(_run, layer, _twin(layer, emulated)) for layer in fitting(plan.model, skip)
     }
 
     def within(state: DistState) -> AbstractContextManager[None]:

@@ -33,13 +33,14 @@ from accel_fn.step.update import follow_shards
 from accel_fn.transforms.fsdp.shardable import check_optimizer, check_shardable
 from accel_fn.transforms.fsdp.sharded_loss import ShardedLoss
 from accel_fn.transforms.fsdp.unit_order import UnitOrder
-from accel_fn.transforms.fsdp.units import tops_of, units_of
+from accel_fn.transforms.fsdp.units import ignored_in, tops_of, units_of
 
 
 @transform
 def wrap_fsdp(
     *,
     blocks: Blocks = None,
+    ignore: Blocks = None,
     replicate: int = 1,
     reshard_after_forward: bool = True,
     param_dtype: torch.dtype | None = None,
@@ -64,6 +65,8 @@ def wrap_fsdp(
         blocks: the FSDP units: a class of modules, several, or names of modules (the name
             of a list stands for its items). Default: the modules that are repeated
             most in the model's outermost lists and sequences.
+        ignore: modules whose parameters stay whole on every rank, in their dtype, named as blocks are:
+            a frozen encoder or teacher that fits in memory, which is then not gathered.
         replicate: number of groups of shards, which divides the number of ranks: parameters are
             sharded within a group of ranks in a row, and alike in all groups.
         reshard_after_forward: False: blocks stay whole until their backward, and from one
@@ -79,12 +82,12 @@ def wrap_fsdp(
 
     Raises:
         ValueError: `replicate` is no integer >= 1 (TypeError too where it is no integer), or `blocks`
-            are a list of none. In `build`, on all ranks: `replicate` does not divide the number of
-            ranks; there is `accumulate("auto")` and several ranks; `blocks` match nothing; or the model
-            holds what FSDP cannot shard, by name: a parameter that is tied across blocks, 0-dim,
-            not contiguous, sharded already, or of another dtype; or, in a world of several, an
-            `nn.Embedding` with a `max_norm` or sparse gradients. In a step, on all ranks: their units
-            or order differ.
+            or `ignore` are a list of none. In `build`, on all ranks: `replicate` does not divide the
+            number of ranks; there is `accumulate("auto")` and several ranks; `blocks` or `ignore` match
+            nothing; a module in `ignore` is not frozen; or the model holds what FSDP cannot shard, by
+            name: a parameter that is tied across blocks, 0-dim, not contiguous, sharded already, or of
+            another dtype; or, in a world of several, an `nn.Embedding` with a `max_norm` or sparse
+            gradients. In a step, on all ranks: their units or order differ.
         TypeError: another argument is of the wrong type.
 
     Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients of each a
@@ -101,6 +104,7 @@ def wrap_fsdp(
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap_fsdp(replicate=2)])
     """
     check_blocks("wrap_fsdp", blocks)
+    check_blocks("wrap_fsdp", ignore, "ignore")
     check_count("wrap_fsdp", "replicate", replicate)
     flags = {"reshard_after_forward": reshard_after_forward, "offload": offload}
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
@@ -110,7 +114,8 @@ def wrap_fsdp(
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             rule = "be a floating-point torch.dtype or None"
             raise ArgumentTypeError(message("wrap_fsdp", name, rule, dtype))
-    settings: dict[str, Any] = {"blocks": blocks, "replicate": replicate, **flags, **dtypes}
+    settings: dict[str, Any] = {"blocks": blocks, "ignore": ignore, "replicate": replicate}
+    settings |= {**flags, **dtypes}
     return fill(strategy=FSDPSlot(make_fsdp, **settings))
 
 
@@ -144,7 +149,9 @@ class FSDPSlot(SlotFunction):
                 f'build: wrap_fsdp({alone[0]}) must not be used with compiled(scope="step"), whose graph '
                 'cannot hold what gathers parameters; leave it out, or use scope="loss"'
             )
-        check_shardable(plan.model, units_of(plan.model, self.keywords["blocks"]))
+        blocks, ignore = self.keywords["blocks"], self.keywords["ignore"]
+        units = units_of(plan.model, blocks, ignore)
+        check_shardable(plan.model, units, ignored_in(plan.model, ignore))
         for optimizer in plan.optimizers.values():
             check_optimizer(optimizer)
 
@@ -259,6 +266,7 @@ def _shard(
     sharded: ShardedLoss,
     *,
     blocks: Blocks,
+    ignore: Blocks,
     replicate: int,
     reshard_after_forward: bool,
     param_dtype: torch.dtype | None,
@@ -267,7 +275,8 @@ def _shard(
 ) -> None:
     """Shard the model of a loss, unit by unit, from rank 0's parameters and buffers."""
     model = loss_module_of(sharded).model
-    tops, units = dict(tops_of(model, "")), units_of(model, blocks)
+    units, ignored = units_of(model, blocks, ignore), ignored_in(model, ignore)
+    tops = {name: top for name, top in tops_of(model, "") if name in units}
     if state.world_size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
             primitives.broadcast(tensor.detach(), state, 0, "build")
@@ -275,6 +284,7 @@ def _shard(
     pinned = state.device.type != "cpu"
     options: dict[str, Any] = {
         "mesh": mesh,
+        "ignored_params": ignored,
         "mp_policy": MixedPrecisionPolicy(param_dtype, _adding(model, param_dtype, reduce_dtype)),
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
@@ -283,7 +293,7 @@ def _shard(
         sharded.shard(units[name], partial(fully_shard, reshard_after_forward=reshard, **options))
     for top in tops.values():
         sharded.add_top(top)
-    fully_shard(sharded, mesh=mesh)
+    fully_shard(sharded, mesh=mesh, ignored_params=ignored)
     with torch.no_grad():
         sharded(None)  # FSDP takes the module that runs first for the root
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 
 from accel_fn.comm.dtensor import is_sharded
-from accel_fn.errors import PlanError
+from accel_fn.errors import PlanError, message
 
 _WHOLE_ONLY = (Adafactor, Rprop)
 _NOT_FUSED = (SGD, Adagrad)
 
 
-def check_shardable(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+def check_shardable(
+    model: nn.Module, units: Mapping[str, nn.Module], ignored: Collection[nn.Parameter]
+) -> None:
     """Refuse, by name, what FSDP cannot shard, or would only refuse in the first step."""
     holders: dict[nn.Parameter, tuple[str, str]] = {}
     first = next(p for p in model.parameters() if p.requires_grad)
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in ignored:
+            if parameter.requires_grad:
+                rule = "match modules whose parameters are frozen, since no rank adds up their gradients"
+                repair = "call requires_grad_(False) on the module, or leave it out of ignore"
+                raise PlanError(message("build", "wrap_fsdp(ignore)", rule, name, repair))
+            continue
         if parameter._backward_hooks:
             raise PlanError(
                 f"build: wrap_fsdp's model must have no hooks on parameters, which shards replace, got "

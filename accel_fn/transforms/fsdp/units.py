@@ -6,12 +6,20 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from accel_fn.base.blocks import Blocks, find_blocks, is_container
+from accel_fn.base.blocks import Blocks, find_blocks, inside, is_container
 
 
-def units_of(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
-    """Return the FSDP units of a model, by name."""
-    return {**dict(tops_of(model, "")), **find_blocks(model, blocks, "wrap_fsdp")}
+def units_of(model: nn.Module, blocks: Blocks, ignore: Blocks = None) -> dict[str, nn.Module]:
+    """Return the FSDP units of a model, by name; modules that are ignored are none."""
+    ignored = inside(model, ignore, "wrap_fsdp(ignore)")
+    found = {**dict(tops_of(model, "")), **find_blocks(model, blocks, "wrap_fsdp")}
+    return {name: unit for name, unit in found.items() if unit not in ignored}
+
+
+def ignored_in(model: nn.Module, ignore: Blocks) -> set[nn.Parameter]:
+    """Return the parameters that stay whole."""
+    modules = inside(model, ignore, "wrap_fsdp(ignore)")
+    return {each for module in modules for each in module.parameters(recurse=False)}
 
 
 def tops_of(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

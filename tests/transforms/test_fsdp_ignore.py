@@ -1,0 +1,209 @@
+"""wrap_fsdp(ignore=): frozen modules that stay whole on every rank."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import strategies as ours
+from tests.stacks import batches, part, stack
+
+
+class Distilled(nn.Module):
+    """A student beside a frozen teacher, and a frozen layer in the midst of the student."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = stack(0), stack(1).requires_grad_(False)
+        self.student.first.requires_grad_(False)
+        self.scale = nn.ParameterDict({"by": nn.Parameter(torch.tensor(2.0).double())})
+        self.scale.requires_grad_(False)  # 0-dim, which FSDP cannot cut
+
+    def forward(self, inputs):
+        return self.student(inputs) - self.scale["by"] * self.teacher(inputs)
+
+
+def loss_fn(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def trained(state, recipe, *, model=None, num=3):
+    model = Distilled() if model is None else model
+    optimizer = ours.adamw([each for each in model.parameters() if each.requires_grad])
+    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)), check_loss=False)
+    norms = []
+    for batch in batches(num):
+        state, report = step(state, part(batch, state))
+        norms.append(report.grad_norm)
+    return model, state, step, norms
+
+
+IGNORE = ["teacher", "student.first", "scale"]
+RECIPES = {
+    "names": af.wrap_fsdp(ignore=IGNORE),
+    "blocks": af.wrap_fsdp(ignore=IGNORE, blocks=["student.blocks", "teacher.blocks"]),
+    "replicated": af.wrap_fsdp(ignore=IGNORE, replicate=2),
+    "kept whole": af.compose(
+        af.wrap_fsdp(ignore=IGNORE, reshard_after_forward=False), af.accumulate(2)
+    ),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_it_trains_as_one_process_does(recipe):
+    expected, _, _, norms = trained(af.DistState(), af.clip(1.0))
+    before = expected.teacher.state_dict()
+
+    def run(state):
+        model, state, _, norms = trained(state, af.compose(recipe, af.clip(1.0)))
+        whole = {name for name, each in model.named_parameters() if not isinstance(each, DTensor)}
+        return whole, norms, ours.whole(model.state_dict())
+
+    for whole, found, parameters in simulate(run, world_size=4):
+        assert whole == {
+            name
+            for name, _ in expected.named_parameters()
+            if name.startswith(("teacher.", "student.first.", "scale."))
+        }
+        torch.testing.assert_close(found, norms, rtol=1e-12, atol=0)
+        for name, value in expected.named_parameters():
+            torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-12)
+        ours.assert_identical(
+            {
+                name: parameters[f"teacher.{name}"]
+                for name in dict(expected.teacher.named_parameters())
+            },
+            {name: before[name] for name in dict(expected.teacher.named_parameters())},
+        )
+
+
+def test_all_ranks_start_from_the_parameters_of_rank_0():
+    def run(state):
+        model = Distilled()
+        with torch.no_grad():
+            model.teacher.last.weight.add_(state.rank)
+        trained(state, af.wrap_fsdp(ignore=IGNORE), model=model, num=0)
+        return model.teacher.last.weight.tolist()
+
+    first, second = simulate(run, world_size=2)
+    assert first == second
+
+
+def test_a_model_of_modules_may_ignore_one_of_them():
+    def run(state, recipe):
+        model = nn.ModuleDict({"student": stack(0), "teacher": stack(1).requires_grad_(False)})
+
+        def distil(model, batch):
+            return (model["student"](batch[0]) - model["teacher"](batch[0])).square().mean()
+
+        optimizer = ours.adamw(model["student"].parameters())
+        state, step = af.build(state, recipe(af.Plan(distil, model, optimizer)), check_loss=False)
+        for batch in batches():
+            state, report = step(state, part(batch, state))
+        return float(report.loss)
+
+    expected = run(af.DistState(), af.compose())
+    recipe = af.wrap_fsdp(ignore="teacher")
+    found = simulate(lambda state: run(state, recipe), world_size=3)
+    assert found == pytest.approx([expected] * 3, rel=1e-12)
+
+
+def test_a_checkpoint_resumes_with_and_without_shards(tmp_path):
+    expected = trained(af.DistState(), af.compose(), num=4)[0].state_dict()
+    wrap = af.wrap_fsdp(ignore=IGNORE)
+
+    def run(state):
+        _, state, step, _ = trained(state, wrap, num=2)
+        af.save(tmp_path, state, step)
+
+    def resume(state, recipe):
+        model, state, step, _ = trained(state, recipe, num=0)
+        with torch.no_grad():
+            for each in model.parameters():
+                each.zero_()
+        state = af.load(tmp_path, state, step)
+        for batch in batches(4)[2:]:
+            state, _ = step(state, part(batch, state))
+        return {name: value.clone() for name, value in ours.whole(model.state_dict()).items()}
+
+    simulate(run, world_size=2)
+    for recipe, world_size in ((wrap, 2), (wrap, 3), (af.wrap_ddp(), 2), (af.compose(), 1)):
+        for found in simulate(lambda state, r=recipe: resume(state, r), world_size=world_size):
+            for name, value in expected.items():
+                if not name.endswith("calls"):
+                    torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+def test_weights_are_saved_whole(tmp_path):
+    def run(state):
+        model, state, *_ = trained(state, af.wrap_fsdp(ignore=IGNORE), num=1)
+        af.save_model(model, tmp_path)
+        return af.whole_state_dict(model, state)
+
+    found, _ = simulate(run, world_size=2)
+    other = Distilled()
+    af.load_model(other, tmp_path)
+    ours.assert_identical(other.state_dict(), found)
+
+
+def test_whole_parameters_keep_their_dtype_and_are_not_gathered():
+    def run(state):
+        model = copy.deepcopy(Distilled()).float()
+        model.teacher.to(torch.bfloat16)
+        teacher = {name: each.data_ptr() for name, each in model.teacher.named_parameters()}
+        optimizer = ours.adamw([each for each in model.parameters() if each.requires_grad])
+
+        wrap = af.wrap_fsdp(ignore=["teacher", "scale"], param_dtype=torch.bfloat16)
+        plan = wrap(af.Plan(loss_fn, model, optimizer))
+        state, step = af.build(state, plan, check_loss=False)
+        inputs, targets = part(batches()[0], state)
+        step(state, (inputs.float(), targets))
+        after = {name: each.data_ptr() for name, each in model.teacher.named_parameters()}
+        return teacher == after, {each.dtype for each in model.teacher.parameters()}
+
+    assert simulate(run, world_size=2) == [(True, {torch.bfloat16})] * 2
+
+
+@pytest.mark.parametrize(
+    ("ignore", "text"),
+    [
+        (
+            "student.last",
+            r"wrap_fsdp\(ignore\) must match modules whose parameters are frozen, since no rank adds up "
+            r"their gradients, got 'student.last.weight'; call requires_grad_\(False\)",
+        ),
+        ("critic", r"wrap_fsdp\(ignore\) must match modules with parameters, got 'critic', which"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_cannot_be_ignored_is_refused_in_build(ignore, text, world_size):
+    def run(state):
+        with pytest.raises(ValueError, match=f"build: {text}"):
+            trained(state, af.wrap_fsdp(ignore=ignore), num=0)
+
+    simulate(run, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("ignore", "error", "text"),
+    [
+        (
+            3,
+            TypeError,
+            "wrap_fsdp: ignore must be a class of modules, a name of a module, .* got 3",
+        ),
+        (
+            (),
+            ValueError,
+            r"wrap_fsdp: ignore must name one block at least, got \(\); leave it out$",
+        ),
+    ],
+)
+def test_what_names_no_module_is_refused(ignore, error, text):
+    with pytest.raises(error, match=text):
+        af.wrap_fsdp(ignore=ignore)
