@@ -1,7 +1,7 @@
 """Learn whether a point lies inside the unit circle: the program of the README.
 
 python examples/circle.py
-torchrun --nproc-per-node 2 examples/circle.py
+accel-fn launch -n 2 --cpu examples/circle.py
 """
 
 import torch

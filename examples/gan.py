@@ -1,7 +1,7 @@
 """Learn to draw handwritten digits: a GAN is two steps and two optimizers over one state.
 
     python examples/gan.py
-    torchrun --nproc-per-node 2 examples/gan.py
+    accel-fn launch -n 2 --cpu examples/gan.py
 
 Two networks conditioned on the digit, a relativistic loss with penalized slopes
 (Huang et al. 2024, arXiv:2501.05441), and 1,797 real digits to learn from.

@@ -1,7 +1,7 @@
 """Sharpness-aware minimization: two gradients for one update, made of the parts of a step.
 
     python examples/sam.py
-    torchrun --nproc-per-node 2 examples/sam.py
+    accel-fn launch -n 2 --cpu examples/sam.py
 
 Data and network are those of digits.py, but three in ten training labels are random. A
 plain step ends by learning those too; one that looks for flat minima (Foret et al. 2021,
