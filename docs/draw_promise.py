@@ -57,7 +57,7 @@ def loss_of_all(model):
 
 
 def by_accelerate():
-    """Train as the guides of accelerate show it; return the loss over all tokens after each update."""
+    """Train as the quick tour of accelerate shows it; return the loss over all tokens after each update."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
     split = DataLoaderConfiguration(split_batches=True)
