@@ -124,9 +124,8 @@ def main_first(state: DistState, *, local: bool = False) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if (
-                num_calls() == before
-            ):  # a collective inside has ended the wait of the others already
+            # A collective inside has met the wait of the others, which have raised an error by now.
+            if num_calls() == before:
                 send_failure(error, state, "main_first")
             raise
     agreed(lambda: None, state, "main_first")

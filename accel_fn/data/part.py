@@ -70,12 +70,7 @@ def part(tree: T, state: DistState) -> T:
 
 def _marked(tree: Any) -> Any:
     """Mark the lists without tensors as samples, for a tree in which no tensor has rows."""
-    return pytree.tree_map_only(
-        list,
-        Samples,
-        opened(tree),
-        is_leaf=_is_list,
-    )
+    return pytree.tree_map_only(list, Samples, opened(tree), is_leaf=_is_list)
 
 
 def _unmarked(tree: Any) -> Any:

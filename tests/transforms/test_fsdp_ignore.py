@@ -105,6 +105,7 @@ def test_a_model_of_modules_may_ignore_one_of_them():
         state, step = af.build(state, recipe(af.Plan(distil, model, optimizer)), check_loss=False)
         for batch in batches():
             state, report = step(state, part(batch, state))
+        assert not any(isinstance(each, DTensor) for each in model["teacher"].parameters())
         return float(report.loss)
 
     expected = run(af.DistState(), af.compose())
