@@ -34,8 +34,8 @@ from accel_fn.errors import CheckpointError
 _TIMEOUT_S, _TIMEOUT_AFTER_LOSS_S = 600.0, 10.0
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 _LOG = logging.getLogger(__name__)
-_PINS = ("cuda", "xpu")
-"""Devices that copy to pinned memory of the host without waiting."""
+_PAGEABLE = ("cpu", "mps")
+"""Devices from which nothing is copied faster to pinned memory; others copy there without waiting."""
 Buffers = dict[tuple[str, tuple[int, ...]], Tensor]
 """Host memory for the parts that this rank writes, kept from save to save."""
 
@@ -157,7 +157,7 @@ def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
         key, tensor = (part.name, part.offsets), part.tensor
         buffer = buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            pinned = tensor.device.type in _PINS
+            pinned = tensor.device.type not in _PAGEABLE
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         found[key] = buffer
     return found

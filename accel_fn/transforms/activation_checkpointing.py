@@ -92,7 +92,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     """Make the context of forward and loss, for one step."""
     found = find_blocks(plan.model, blocks, "checkpoint_activations").values()
     inside = compile_inside([each.keywords for each in plan.having("torch_compile")], found)
-    pinned = state.device.type == "cuda"
+    pinned = state.device.type not in ("cpu", "mps")  # others copy from there without waiting
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     """Forwards of the blocks as they are in a step: another context may have replaced them."""
     draws = Draws()

@@ -59,10 +59,9 @@ def named_waits(names, optimizer):
     named = Counter()
     if GUARDS & {*names} and optimizer == "foreach":
         named["update.py"] = 1
-    if "checkpoint(offload)" in names:  # for the inputs of two blocks, to the host and back
+    if "checkpoint(offload)" in names:  # for the inputs of two blocks
         parts = 2 if {"accumulate(2)", "reproducible"} & {*names} else 1
         named["activation_checkpointing.py"] = 2 * parts
-        named["graph.py"] = 2 * parts
     named["virtual_ranks.py"] = "reproducible" in names
     return named
 

@@ -1,0 +1,81 @@
+"""What is saved from the device is what was there, also while the device goes on."""
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn.checkpoint import background
+from tests.sim.device import recorded
+from tests.sim.programs import OPTIMIZERS, loss_fn, make_batches, make_model, whole
+
+
+def make(device="sim"):
+    model = make_model()
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    recipe = af.compose(
+        af.place(), af.skip_nonfinite(), af.schedule(lambda number: 0.9**number), af.average(0.9)
+    )
+    return af.build(af.init(device=device), recipe(af.Plan(loss_fn, model, optimizer)))
+
+
+def advance(state, step, number):
+    for batch in make_batches(number):
+        state, _ = step(state, batch)
+    return state
+
+
+def parameters(step):
+    return {name: whole(each) for name, each in step.plan.model.named_parameters()}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_run_goes_on_from_a_checkpoint_of_the_device_to_the_same_bits(wait, tmp_path):
+    state, step = make()
+    state = advance(state, step, 3)
+    af.save(tmp_path, state, step, wait=wait)
+    advance(state, step, 4)
+    expected = parameters(step)
+    state, step = make()
+    state = af.load(tmp_path, state, step)
+    advance(state, step, 4)
+    found = parameters(step)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("devices", [("sim", "cpu"), ("cpu", "sim")])
+def test_a_checkpoint_moves_between_the_device_and_the_cpu(devices, tmp_path):
+    state, step = make(devices[0])
+    state = advance(state, step, 3)
+    af.save(tmp_path, state, step)
+    other_state, other = make(devices[1])
+    other_state = af.load(tmp_path, other_state, other)
+    for each, position in ((step, state), (other, other_state)):
+        advance(position, each, 2)
+    torch.testing.assert_close(parameters(other), parameters(step), rtol=0, atol=1e-7)
+
+
+def test_saving_in_the_background_does_not_wait_for_the_parameters(tmp_path):
+    state, step = make()
+    state = advance(state, step, 3)
+    af.save(tmp_path, state, step, wait=False)
+    state = advance(state, step, 1)
+    with recorded() as seen:
+        af.save(tmp_path, state, step, wait=False)
+    places = [each.place for each in seen if each.kind in ("sync", "copy")]
+    assert "background.py" not in places  # where a thread waits, by an event
+
+
+def test_a_save_that_did_not_wait_for_its_copies_would_hold_what_is_not_there(
+    tmp_path, monkeypatch
+):
+    copied = background._copied
+
+    def without_events(*args):
+        return copied(*args)[0], []
+
+    monkeypatch.setattr(background, "_copied", without_events)
+    state, step = make()
+    state = advance(state, step, 3)
+    af.save(tmp_path, state, step, wait=False)
+    af.load(tmp_path, state, step)
+    assert any(each.isnan().any() for each in parameters(step).values())
