@@ -297,7 +297,10 @@ def test_values_are_kept_where_a_rank_ends_badly_after_the_function():
         ({"num_processes": 0}, "num_processes must be an integer >= 1, got 0"),
         ({"num_processes": True}, "num_processes must be an integer >= 1, got True"),
         ({"timeout_s": -1}, "timeout_s must be a finite number > 0, got -1"),
-        ({"mixed_precision": "fp8"}, "mixed_precision must be one of no, fp16, bf16, got 'fp8'"),
+        (
+            {"mixed_precision": "fp4"},
+            "mixed_precision must be one of no, fp16, bf16, fp8, got 'fp4'",
+        ),
         ({"cpu": True, "gpu_ids": [0]}, "cpu must be false with gpu_ids=0, got True"),
         ({"gpu_ids": [900]}, "gpu_ids must be devices of this machine"),
     ],

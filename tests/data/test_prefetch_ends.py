@@ -182,7 +182,9 @@ class ExchangingSource:
 
 def test_ranks_that_exchange_messages_while_they_read_may_break_and_start_again():
     def run(state):
-        loader = af.prefetch(ShardedLoader(ExchangingSource(state, 9)), state, depth=3)
+        loader = af.prefetch(
+            ShardedLoader(ExchangingSource(state, 9), DataLoader([])), state, depth=3
+        )
         found = []
         for epoch in loader.epochs(3):
             for batch in epoch:
