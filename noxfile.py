@@ -101,6 +101,13 @@ def sim(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """Ten programs on this machine's accelerator, and a report to send: `-- --only NAME` for one."""
+    install(session, *EVERYTHING, groups=("tests",))
+    session.run("python", "-m", "tests.gpu", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def examples(session: nox.Session) -> None:
     """The tests of the examples, slow ones too."""
     install(session, *EVERYTHING, groups=("tests",))

@@ -1,0 +1,83 @@
+"""Trains with every transform, alone and in pairs, on the device and on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+import accel_fn as af
+from tests.gpu.parts import (
+    DEVICE,
+    IS_REHEARSAL,
+    Stack,
+    batches,
+    distance,
+    mse_and_mae,
+    reason,
+    whole,
+)
+
+TRANSFORMS = {
+    "fp16": lambda: af.with_amp("fp16", init_scale=2.0**10),
+    "bf16": lambda: af.with_amp("bf16"),
+    "accumulate": lambda: af.accumulate(2),
+    "auto": lambda: af.accumulate("auto"),
+    "clip": lambda: af.clip(0.1),
+    "clip_value": lambda: af.clip_value(0.05),
+    "skip_nonfinite": lambda: af.skip_nonfinite(),
+    "skip_spikes": lambda: af.skip_spikes(),
+    "schedule": lambda: af.schedule(lambda num_updates: 0.9**num_updates),
+    "average": lambda: af.average(0.9),
+    "checkpoint": lambda: af.checkpoint_activations(),
+    "checkpoint offload": lambda: af.checkpoint_activations(offload=True),
+    "fsdp": lambda: af.wrap_fsdp(param_dtype=torch.float32),
+    "fsdp offload": lambda: af.wrap_fsdp(offload=True),
+    "reproducible": lambda: af.reproducible(2),
+    "compiled": lambda: af.compiled(),
+    "compiled blocks": lambda: af.compiled(scope="blocks"),
+    "compiled step": lambda: af.compiled(scope="step"),
+}
+MORE = (("fsdp offload", "skip_nonfinite", "schedule"), ("fp16", "clip", "average"))
+GUARDS = {"fp16", "skip_nonfinite", "skip_spikes"}
+_TOLERANCE, _TOLERANCE_BF16 = 1e-3, 2e-2
+
+
+def train(device, names, fused):
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    recipe = af.compose(af.place(), *[TRANSFORMS[name]() for name in names])
+    plan = recipe(af.Plan(mse_and_mae, model, optimizer))
+    state, step = af.build(af.init(device=device), plan)
+    applied = []
+    for number, (inputs, targets) in enumerate(batches(8)):
+        if number == 4 and GUARDS & {*names}:
+            inputs[0, 0] = torch.inf
+        state, report = step(state, (inputs, targets))
+        applied.append(report.applied)
+    return whole(model), [*map(bool, applied)]
+
+
+def compare(names, fused):
+    expected, applied = train("cpu", names, fused)
+    found, applied_there = train(DEVICE, names, fused)
+    error = distance(expected, found)
+    bound = _TOLERANCE_BF16 if "bf16" in names else _TOLERANCE
+    same = error < bound and applied == applied_there
+    return f"{error:.1e} {'' if same else 'DIFFERS'}"
+
+
+def main():
+    names = [*TRANSFORMS][:5] if IS_REHEARSAL else [*TRANSFORMS]
+    every = [(), *[(name,) for name in names]]
+    every += [] if IS_REHEARSAL else [*itertools.combinations(names, 2), *MORE]
+    for fused, chosen in itertools.product((True, False), every):
+        try:
+            result = compare(chosen, fused)
+        except Exception as error:
+            result = reason(error)
+        print(f"{'fused' if fused else 'foreach':8} {' + '.join(chosen):36} {result}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

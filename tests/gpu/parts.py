@@ -1,0 +1,155 @@
+"""What the programs are made of: the device, small models, data, clocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import accel_fn as af
+
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+DEVICE = "cpu" if ACCELERATOR is None else ACCELERATOR.type
+IS_REHEARSAL = DEVICE == "cpu"
+"""Without an accelerator the programs run small, to see that they run."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Stack(nn.Module):
+    """Blocks of one class, and a head."""
+
+    def __init__(self, depth: int = 3, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    return F.mse_loss(model(inputs), targets)
+
+
+def mse_and_mae(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    inputs, targets = batch
+    outputs = model(inputs)
+    return F.mse_loss(outputs, targets), {"mae": (outputs - targets).abs().mean()}
+
+
+def batches(number: int, size: int = 8, width: int = 64) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(size, width, generator=generator),
+            torch.randn(size, 1, generator=generator),
+        )
+        for _ in range(number)
+    ]
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    return tensor if IS_REHEARSAL else tensor.pin_memory()
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    """The parameters on the host, gathered where they are sharded."""
+    values = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
+    return [each.detach().float().cpu().clone() for each in values]
+
+
+def distance(first: list[Tensor], second: list[Tensor]) -> float:
+    pairs = zip(first, second, strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def synchronize() -> None:
+    if not IS_REHEARSAL:
+        torch.accelerator.synchronize()
+
+
+def peak_gib() -> float:
+    return 0.0 if IS_REHEARSAL else torch.accelerator.max_memory_allocated() / 2**30
+
+
+def keep_busy() -> None:
+    """Give a CUDA device work for tens of milliseconds, so that what does not wait for it is seen."""
+    if DEVICE == "cuda":
+        torch.cuda._sleep(50_000_000)
+
+
+def gpt2() -> nn.Module:
+    """GPT-2 with 124 million parameters; a tiny one in a rehearsal."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    tiny = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512} if IS_REHEARSAL else {}
+    return GPT2LMHeadModel(GPT2Config(**tiny))
+
+
+def lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def num_targets(tokens: Tensor) -> int:
+    return tokens[:, 1:].numel()
+
+
+def lm_batches(number: int, seed: int = 0) -> list[Tensor]:
+    size, length = (2, 32) if IS_REHEARSAL else (16, 1024)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randint(512, (size, length), generator=generator) for _ in range(number))
+    return [pinned(each) for each in drawn]
+
+
+def stepping(plan: af.Plan, state: af.DistState, recipe: af.Transform) -> Callable[[Any], Tensor]:
+    """Build a step; return a function from a batch to its loss."""
+    state, step = af.build(state, recipe(plan))
+
+    def run(batch: Any) -> Tensor:
+        nonlocal state
+        state, report = step(state, batch)
+        return report.loss
+
+    return run
+
+
+def measured(run: Callable[[Any], Tensor], data: list[Any]) -> str:
+    """Time steps after ten that warm up: of the whole, and of the host alone."""
+    number = 6 if IS_REHEARSAL else 40
+    for index in range(10):
+        run(data[index % len(data)])
+    synchronize()
+    start = time.perf_counter()
+    for index in range(number):
+        loss = run(data[index % len(data)])
+    host_ms = (time.perf_counter() - start) / number * 1e3
+    synchronize()
+    step_ms = (time.perf_counter() - start) / number * 1e3
+    rate = data[0].numel() / step_ms * 1e3
+    return (
+        f"{rate:9.0f} tokens/s a rank  step {step_ms:8.2f} ms  host {host_ms:8.2f} ms  "
+        f"peak {peak_gib():6.2f} GiB  loss {float(loss):.4f}"
+    )
+
+
+def reason(error: Exception) -> str:
+    """One line of an error: what `build` refuses is expected, all else is not."""
+    kind = "refused" if str(error).startswith("build:") else "FAILED"
+    return f"{kind} {type(error).__name__}: {str(error).splitlines()[0][:140]}"
