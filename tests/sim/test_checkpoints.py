@@ -35,11 +35,10 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_device_to_the_same_bits(wait, tm
     af.save(tmp_path, state, step, wait=wait)
     advance(state, step, 4)
     expected = parameters(step)
-    state, step = make()
-    state = af.load(tmp_path, state, step)
-    advance(state, step, 4)
-    found = parameters(step)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for start, each in ((state, step), make()):  # the first waits for what it writes
+        advance(af.load(tmp_path, start, each), each, 4)
+        found = parameters(each)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("devices", [("sim", "cpu"), ("cpu", "sim")])
