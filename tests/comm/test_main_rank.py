@@ -12,6 +12,7 @@ import pytest
 import accel_fn as af
 from accel_fn.errors import PeerError, WorldError
 from accel_fn.testing import simulate
+from tests.processes import launch
 
 ALONE = af.DistState()
 
@@ -178,3 +179,38 @@ def test_a_logger_logs_on_the_main_rank_and_where_all_ranks_are_asked_for():
 def test_a_logger_is_one_of_the_standard_library():
     with pytest.raises(TypeError, match=r"on_main_only: logger must be a logging\.Logger, got"):
         af.on_main_only("train", ALONE)
+
+
+IN_PROCESSES = """
+import io, logging, pathlib
+import accel_fn as af
+
+with af.distributed(device="cpu") as state:
+    path = pathlib.Path({folder!r}) / "cache"
+    with af.main_first(state):
+        found = path.exists()
+        path.touch()
+    try:
+        with af.main_first(state):
+            raise OSError("no disk")
+    except (OSError, af.errors.PeerError) as error:
+        kind = type(error).__name__
+    text = io.StringIO()
+    af.print_on_main("printed", state=state, file=text, end=" ")
+    logger = af.on_main_only(logging.getLogger("train"), state)
+    logger.addHandler(logging.StreamHandler(text))
+    logger.warning("logged")
+    logger.warning("everywhere", extra={{"all_ranks": True}})
+    flag = af.any_rank(state.rank == 1, state)
+    say(state.rank, found, kind, flag, *text.getvalue().split())
+"""
+
+
+def test_processes_follow_their_main_rank(tmp_path):
+    launch(
+        IN_PROCESSES.format(folder=str(tmp_path)),
+        expect=[
+            "0 False OSError True printed logged everywhere",
+            "1 True PeerError True everywhere",
+        ],
+    )
