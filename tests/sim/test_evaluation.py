@@ -1,0 +1,57 @@
+"""What a step offers beside training gives on the device what it gives on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from tests.sim.programs import OPTIMIZERS, loss_fn, make_batches, make_model, whole
+
+
+def make(device):
+    model = make_model()
+    model.norm = nn.BatchNorm1d(1).double()  # trained by nobody; its buffers are moved and kept
+    plan = af.Plan(loss_fn, model, OPTIMIZERS["fused"](model.parameters()))
+    recipe = af.compose(af.place(), af.accumulate(2), af.clip(0.1), af.average(0.9))
+    state, step = af.build(af.init(device=device), recipe(plan))
+    for batch in make_batches(3):
+        state, _ = step(state, batch)
+    return state, step
+
+
+def evaluated(state, step):
+    return af.evaluate(step, make_batches(2), state)
+
+
+def evaluated_average(state, step):
+    with af.use_average(step):
+        return af.evaluate(step, make_batches(2), state)
+
+
+def forward(state, step):
+    return step.forward(state, make_batches(1)[0])
+
+
+def by_hand(state, step):
+    state, grads, report = step.grads(state, make_batches(1)[0])
+    state, report = step.update(state, grads, report)
+    return {name: whole(each) for name, each in step.plan.model.named_parameters()}
+
+
+def weights(state, step):
+    return {name: whole(each) for name, each in step.plan.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("function", [evaluated, evaluated_average, forward, by_hand, weights])
+def test_it_is_that_of_the_cpu(function):
+    found, expected = (function(*make(device)) for device in ("sim", "cpu"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, check_device=False)
+
+
+def test_evaluation_leaves_the_generator_of_the_device_where_it_stood():
+    state, step = make("sim")
+    before = torch.sim.get_rng_state()
+    af.evaluate(
+        step, make_batches(1), state, lambda model, batch: {"drawn": torch.rand_like(batch[0])}
+    )
+    assert torch.equal(torch.sim.get_rng_state(), before)
