@@ -10,7 +10,7 @@ import torch
 
 import accel_fn as af
 from tests.processes import launch
-from tests.sim.worlds import train
+from tests.sim.worlds import RECIPES, train
 
 CASES = [
     ("ddp", "float64", "fused"),
@@ -64,3 +64,20 @@ def test_two_devices_train_evaluate_save_and_load_as_one_cpu(
 def reference(strategy, precision, optimizer):
     with tempfile.TemporaryDirectory() as folder:
         return train(af.init(device="cpu"), strategy, precision, optimizer, Path(folder))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_devices_train_as_two_cpus(recipe):
+    def run(device):
+        said = launch(
+            f"""
+            import json, accel_fn as af
+            from tests.sim import worlds
+
+            state = af.init(device={device!r}, timeout_s=60)
+            say(json.dumps(worlds.train_parts(state, {recipe!r})))
+            """
+        )
+        return sorted(map(json.loads, said.splitlines()), key=lambda rank: rank["rank"])
+
+    torch.testing.assert_close(run(None), run("cpu"), rtol=0, atol=1e-12)

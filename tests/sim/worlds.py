@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from tests.sim.device import native, recorded
-from tests.sim.programs import OPTIMIZERS, Net, loss_fn, make_model, waits_in, whole
+from tests.sim.programs import OPTIMIZERS, Net, loss_fn, make_batches, make_model, waits_in, whole
 
 STRATEGIES = {
     "ddp": lambda: af.wrap_ddp(),
@@ -84,6 +84,29 @@ def train(
         "waits": sorted(places),
         "hazards": hazards,
     }
+
+
+RECIPES = {
+    "local_sgd": lambda: af.local_sgd(2),
+    "auto": lambda: af.compose(af.wrap_ddp(), af.accumulate("auto"), af.check_replicas(2)),
+    "checkpoint": lambda: af.compose(af.wrap_fsdp(), af.checkpoint_activations()),
+    "unused": lambda: af.compose(
+        af.wrap_ddp(find_unused_parameters=True), af.freeze("first", until=3)
+    ),
+}
+
+
+def train_parts(state: af.DistState, recipe: str) -> dict[str, Any]:
+    """Train on this rank's rows of each batch."""
+    model = make_model()
+    plan = af.Plan(loss_fn, model, OPTIMIZERS["foreach"](model.parameters()))
+    state, step = af.build(state, af.compose(af.place(), RECIPES[recipe](), af.clip(0.5))(plan))
+    losses = []
+    for batch in make_batches():
+        part = tuple(each[state.rank :: state.world_size] for each in batch)
+        state, report = step(state, part)
+        losses.append(float(report.loss))
+    return {"rank": state.rank, "losses": losses, "parameters": parameters(model)}
 
 
 def parameters(model: Net) -> dict[str, list[float]]:

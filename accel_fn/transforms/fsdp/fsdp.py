@@ -95,7 +95,8 @@ def wrap_fsdp(
         whole until the last); beside them two small collectives on the host and one of a number.
         In the first step, and where units are used in a new order, one more before each of them.
         Where ranks have different numbers of micro-batches, those with fewer compute another
-        rank's with weight 0. The global norm costs one collective of a number.
+        rank's with weight 0. The global norm costs one collective of a number. With `offload`, the host
+        waits for the gradients at the end of a backward, and for whatever the update reads.
 
     Source: Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054.
 
