@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ _POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 _LOG = logging.getLogger(__name__)
 _PAGEABLE = ("cpu", "mps")
 """Devices from which nothing is copied faster to pinned memory; others copy there without waiting."""
+_BLOCK_BYTES, _ALIGNMENT = 2**28, 64
 Buffers = dict[tuple[str, tuple[int, ...]], Tensor]
 """Host memory for the parts that this rank writes, kept from save to save."""
 
@@ -152,15 +153,45 @@ class _ExitCode:
 
 
 def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
+    """Return a buffer for each part: that of before where it fits, else a new one."""
     found: Buffers = {}
+    others: dict[bool, list[Part]] = {True: [], False: []}
     for part in parts:
         key, tensor = (part.name, part.offsets), part.tensor
         buffer = buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            pinned = tensor.device.type not in _PAGEABLE
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        found[key] = buffer
+            others[tensor.device.type not in _PAGEABLE].append(part)
+        else:
+            found[key] = buffer
+    for pinned, each in others.items():
+        found |= _new_buffers(each, pinned=pinned)
     return found
+
+
+def _new_buffers(parts: Sequence[Part], *, pinned: bool) -> Buffers:
+    """Allocate buffers in blocks: torch rounds each allocation of pinned memory up to a power of two."""
+    found: Buffers = {}
+    for group in _blocks(parts):
+        sizes = [-(-part.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for part in group]
+        block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        for part, own in zip(group, torch.split(block, sizes), strict=True):
+            tensor = part.tensor
+            values = own[: tensor.nbytes].view(tensor.dtype)
+            found[part.name, part.offsets] = values.view(tensor.shape)
+    return found
+
+
+def _blocks(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Group neighbours up to the size of a block."""
+    group, size = list[Part](), 0
+    for part in parts:
+        if group and size + part.tensor.nbytes > _BLOCK_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += part.tensor.nbytes
+    if group:
+        yield group
 
 
 def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[torch.Event]]:

@@ -109,7 +109,9 @@ def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
 
     Equal tensors give equal ones, others all but never.
     """
-    nothing = torch.zeros((), dtype=torch.int64)
+    # On the device of the others, else each would be copied to the host by itself.
+    device = next((each.device for each in tensors if each is not None), None)
+    nothing = torch.zeros((), dtype=torch.int64, device=device)
     factors: dict[torch.device, Tensor] = {}
     found = [nothing if each is None else _fingerprint(local(each), factors) for each in tensors]
     if len({each.device for each in found}) > 1:

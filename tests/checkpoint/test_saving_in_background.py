@@ -12,6 +12,7 @@ import torch
 
 import accel_fn as af
 from accel_fn.checkpoint import background as background_module
+from accel_fn.checkpoint.format.shard_plan import Part
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
@@ -128,6 +129,31 @@ def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
     assert len(set(places[0])) == len(places[0])
     assert not own & set(places[0])
     assert own <= set(places[3])  # a save that waits needs no copy
+
+
+@pytest.mark.parametrize("limit", [1, 100, 2**28])
+def test_buffers_lie_in_blocks_and_are_those_of_before_where_they_fit(limit, monkeypatch):
+    monkeypatch.setattr(background_module, "_BLOCK_BYTES", limit)
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.tensor(True),
+        "c": torch.zeros(0, 4),
+        "d": torch.randn(7, dtype=torch.complex128),
+        "e": torch.arange(9, dtype=torch.int8),
+    }
+    parts = [Part(name, (0,) * each.ndim, each) for name, each in tensors.items()]
+    buffers = background_module._fitting_buffers(parts, {})
+    for part in parts:
+        buffers[part.name, part.offsets].copy_(part.tensor)
+    for part in parts:
+        torch.testing.assert_close(buffers[part.name, part.offsets], part.tensor, rtol=0, atol=0)
+    blocks = {each.untyped_storage().data_ptr() for each in buffers.values() if each.numel()}
+    assert len(blocks) == {1: 4, 100: 3, 2**28: 1}[limit]
+
+    parts[0] = Part("a", (0, 0), torch.randn(4, 5))
+    again = background_module._fitting_buffers(parts, buffers)
+    assert again["a", (0, 0)].shape == (4, 5)
+    assert all(again[key] is buffers[key] for key in buffers if key[0] != "a")
 
 
 @pytest.mark.gpu
