@@ -56,9 +56,10 @@ SIGNATURES = {
 
 
 def parameters_of(function):
-    """Return the signature without types."""
+    """Return the signature without types, and without what is private."""
     signature = inspect.signature(function)
-    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    public = [each for each in signature.parameters.values() if not each.name.startswith("_")]
+    bare = [each.replace(annotation=each.empty) for each in public]
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))[1:-1]
 
 
