@@ -13,17 +13,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from accel_fn.base.state import DistState, Watchdog
 from accel_fn.checkpoint.draft import Draft
+from accel_fn.checkpoint.format.host_memory import PAGEABLE, Buffers, new_buffers
 from accel_fn.checkpoint.format.manifest import read_as
 from accel_fn.checkpoint.format.names import file_of
 from accel_fn.checkpoint.format.shard_plan import Part
@@ -34,11 +34,6 @@ from accel_fn.errors import CheckpointError
 _TIMEOUT_S, _TIMEOUT_AFTER_LOSS_S = 600.0, 10.0
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 _LOG = logging.getLogger(__name__)
-_PAGEABLE = ("cpu", "mps")
-"""Devices from which nothing is copied faster to pinned memory; others copy there without waiting."""
-_BLOCK_BYTES, _ALIGNMENT = 2**28, 64
-Buffers = dict[tuple[str, tuple[int, ...]], Tensor]
-"""Host memory for the parts that this rank writes, kept from save to save."""
 
 
 class Background:
@@ -160,38 +155,12 @@ def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
         key, tensor = (part.name, part.offsets), part.tensor
         buffer = buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            others[tensor.device.type not in _PAGEABLE].append(part)
+            others[tensor.device.type not in PAGEABLE].append(part)
         else:
             found[key] = buffer
     for pinned, each in others.items():
-        found |= _new_buffers(each, pinned=pinned)
+        found |= new_buffers(each, pinned=pinned)
     return found
-
-
-def _new_buffers(parts: Sequence[Part], *, pinned: bool) -> Buffers:
-    """Allocate buffers in blocks: torch rounds each allocation of pinned memory up to a power of two."""
-    found: Buffers = {}
-    for group in _blocks(parts):
-        sizes = [-(-part.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for part in group]
-        block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-        for part, own in zip(group, torch.split(block, sizes), strict=True):
-            tensor = part.tensor
-            values = own[: tensor.nbytes].view(tensor.dtype)
-            found[part.name, part.offsets] = values.view(tensor.shape)
-    return found
-
-
-def _blocks(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Group neighbours up to the size of a block."""
-    group, size = list[Part](), 0
-    for part in parts:
-        if group and size + part.tensor.nbytes > _BLOCK_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(part)
-        size += part.tensor.nbytes
-    if group:
-        yield group
 
 
 def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[torch.Event]]:

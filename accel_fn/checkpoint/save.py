@@ -94,7 +94,8 @@ def save(
             raised by the next `save` or `load` of the step; if there is none, it is
             logged at the end of the process, whose exit code is then 1.
 
-    Cost: writes the state once, each rank its share; a few small collectives. With `wait=False`,
+    Cost: writes the state once, each rank its share; a few small collectives; it waits for an accelerator
+        once for each 256 MiB of the share. With `wait=False`,
         one copy of the share, into host memory that is kept for the next time (pinned for an
         accelerator); no collective in the background.
 

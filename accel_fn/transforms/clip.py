@@ -65,7 +65,7 @@ def clip_value(max_value: float) -> Transform:
     Raises:
         ValueError: `max_value` is not finite or not > 0 (TypeError too where it is no number).
 
-    Cost: one read and one write of the gradients; no host synchronisation.
+    Cost: one read and one write of the gradients, in one kernel for each; no host synchronisation.
 
     >>> import accel_fn as af
     >>> af.clip_value(0.5)(af.Plan(loss_fn, model, optimizer))

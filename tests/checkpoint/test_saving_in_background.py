@@ -12,6 +12,7 @@ import torch
 
 import accel_fn as af
 from accel_fn.checkpoint import background as background_module
+from accel_fn.checkpoint.format import host_memory
 from accel_fn.checkpoint.format.shard_plan import Part
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.errors import CheckpointError
@@ -133,7 +134,7 @@ def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("limit", [1, 100, 2**28])
 def test_buffers_lie_in_blocks_and_are_those_of_before_where_they_fit(limit, monkeypatch):
-    monkeypatch.setattr(background_module, "_BLOCK_BYTES", limit)
+    monkeypatch.setattr(host_memory, "_BLOCK_BYTES", limit)
     tensors = {
         "a": torch.randn(3, 5),
         "b": torch.tensor(True),

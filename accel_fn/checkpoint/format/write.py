@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fn.checkpoint.format.hashing import FileMark, memory_of, write_file
+from accel_fn.checkpoint.format.host_memory import on_host
 from accel_fn.checkpoint.format.manifest import Chunk
 from accel_fn.checkpoint.format.names import file_of
 from accel_fn.checkpoint.format.shard_plan import Part
@@ -48,13 +49,13 @@ class Share:
     ) -> Iterator[memoryview]:
         """Yield the bytes of tensors, aligned as in memory, and note in `chunks` where each begins."""
         start = 0
-        for part in self.parts:
+        for part, tensor in on_host(self.parts):
             gap = -start % _ALIGNMENT
             if gap:
                 yield memoryview(bytes(gap))
             start += gap
-            view = memory_of(part.tensor.cpu().resolve_conj().resolve_neg().contiguous())
-            shape = tuple(part.tensor.shape)
+            view = memory_of(tensor.resolve_conj().resolve_neg().contiguous())
+            shape = tuple(tensor.shape)
             offsets = part.offsets or (0,) * len(shape)
             chunk = Chunk(offsets, shape, file, start, len(view))
             chunks[part.name] = (*chunks.get(part.name, ()), chunk)
