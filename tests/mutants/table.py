@@ -199,7 +199,7 @@ MUTANTS = [
     Mutant(
         "an update that was refused is applied",
         UPDATE,
-        "apply_update(optimizer, parameters, Grads(own, grads.factor), accepted)",
+        "apply_update(optimizer, parameters, Grads(own, grads.factor), verdict)",
         "apply_update(optimizer, parameters, Grads(own, grads.factor), None)",
         SCALING,
     ),
@@ -290,7 +290,7 @@ MUTANTS = [
     Mutant(
         "the schedule counts updates that were skipped",
         ADVANCE,
-        "if self._always or report.applied:",
+        "if self._always or applied:",
         "if True:",
         f"{LAWS}schedule.py",
     ),
