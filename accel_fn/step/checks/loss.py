@@ -57,7 +57,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a rank has found: the losses of its rows, and those of their parts, term by term."""
+    """The losses of a few rows of one rank and of their parts, term by term."""
 
     cuts: Sequence[Cut]
     tolerance: tuple[float, float]
