@@ -23,6 +23,7 @@ from tests.field.program import (
     sgd,
     train,
     train_by_hand,
+    train_in_turn,
     update,
 )
 
@@ -44,15 +45,7 @@ def two_losses_in_turn(case: Case):
 
     def run(state):
         model = network()
-        optimizer = sgd(model)
-        steps = []
-        for loss_fn in (mse, size):
-            state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, optimizer)))
-            steps.append(step)
-        for _ in range(3):
-            for step in steps:
-                state, _ = step(state, af.part(batch, state))
-        return figures(model)
+        return train_in_turn(state, recipe(case), model, sgd(model), (mse, size), batch)
 
     return by_hand, run
 
@@ -86,14 +79,7 @@ def a_head_each(case: Case):
         model = Tasks()
         optimizer = sgd(model)
         wraps = af.compose(af.wrap_ddp(find_unused_parameters=True), af.accumulate(case.k))
-        steps = []
-        for loss_fn in (first, second):
-            state, step = af.build(state, wraps(af.Plan(loss_fn, model, optimizer)))
-            steps.append(step)
-        for _ in range(3):
-            for step in steps:
-                state, _ = step(state, af.part(batch, state))
-        return figures(model)
+        return train_in_turn(state, wraps, model, optimizer, (first, second), batch)
 
     return by_hand, run
 

@@ -104,6 +104,25 @@ def two_loops(
     )
 
 
+def train_in_turn(
+    state: af.DistState,
+    wraps: af.Transform,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    losses: Sequence[Callable[[Any, Any], Any]],
+    batch: Any,
+) -> dict[str, Tensor]:
+    """Train one model by a plan for each loss, in turn."""
+    steps = []
+    for loss_fn in losses:
+        state, step = af.build(state, wraps(af.Plan(loss_fn, model, optimizer)))
+        steps.append(step)
+    for _ in range(3):
+        for step in steps:
+            state, _ = step(state, af.part(batch, state))
+    return figures(model)
+
+
 def figures(model: nn.Module, losses: Sequence[Tensor] = ()) -> dict[str, Tensor]:
     """Return copies of the parameters, whole ones of FSDP's shards, and the losses."""
     found = {f"loss {number}": loss for number, loss in enumerate(losses)}

@@ -118,6 +118,24 @@ def lm_batches(number: int, seed: int = 0) -> list[Tensor]:
     return [pinned(each) for each in drawn]
 
 
+def by_hand(
+    forward: Callable[..., Any], model: Any, optimizer: torch.optim.Optimizer, device: Any
+) -> Callable[[Any], Tensor]:
+    """Return a step of torch alone: bf16, clipping, and `forward`, which may be a wrapped `model`."""
+    device = torch.device(device)
+
+    def step(tokens):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = lm_loss(forward, tokens.to(device, non_blocking=True))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def stepping(plan: af.Plan, state: af.DistState, recipe: af.Transform) -> Callable[[Any], Tensor]:
     """Build a step; return a function from a batch to its loss."""
     state, step = af.build(state, recipe(plan))

@@ -8,6 +8,7 @@ import accel_fn as af
 from tests.gpu.parts import (
     DEVICE,
     IS_REHEARSAL,
+    by_hand,
     gpt2,
     lm_batches,
     lm_loss,
@@ -27,17 +28,7 @@ def by_torch(*, compiles=False):
     model, optimizer = parts()
     model.to(DEVICE)
     forward = torch.compile(model) if compiles else model
-
-    def step(tokens):
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = lm_loss(forward, tokens.to(DEVICE, non_blocking=True))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return by_hand(forward, model, optimizer, DEVICE)
 
 
 def by_accelerate():

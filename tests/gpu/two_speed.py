@@ -9,7 +9,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import accel_fn as af
-from tests.gpu.parts import IS_REHEARSAL, gpt2, lm_batches, lm_loss, measured, num_targets, stepping
+from tests.gpu.parts import (
+    IS_REHEARSAL,
+    by_hand,
+    gpt2,
+    lm_batches,
+    lm_loss,
+    measured,
+    num_targets,
+    stepping,
+)
 
 
 def adamw(model):
@@ -25,18 +34,7 @@ def by_torch(state, sharded):
     else:
         ids = None if IS_REHEARSAL else [state.device.index]
         wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    optimizer = adamw(model)
-
-    def step(tokens):
-        with torch.autocast(state.device.type, torch.bfloat16):
-            loss = lm_loss(wrapped, tokens.to(state.device, non_blocking=True))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return by_hand(wrapped, model, adamw(model), state.device)
 
 
 def ours(state, sharded):
