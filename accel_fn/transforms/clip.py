@@ -81,14 +81,13 @@ def clip_value(max_value: float) -> Transform:
 
 def clamp_values(state: DistState, grads: Grads, *, max_value: float) -> Grads:
     """The gradients with every element within the bound."""
-    values = grads.values()
-    present = [value for value in values if value is not None]
-    if any(value.is_cpu or value.is_sparse or is_sharded(value) for value in present):
+    plain = not any(each.is_cpu or each.is_sparse or is_sharded(each) for each in grads.present())
+    if not plain or not grads.present():
         return grads.map(lambda value: value.clamp(-max_value, max_value))
     # On an accelerator a kernel for each tensor costs more than a second pass in a few kernels.
-    clamped = torch._foreach_clamp_min(present, -max_value) if present else []
-    if clamped:
-        torch._foreach_clamp_max_(clamped, max_value)
+    values = grads.values()
+    clamped = [*torch._foreach_clamp_min([each for each in values if each is not None], -max_value)]
+    torch._foreach_clamp_max_(clamped, max_value)
     of_each = iter(clamped)
     tensors = tuple([None if value is None else next(of_each) for value in values])
     return Grads(tensors, None, None, grads.norm_read, grads.norm_fn)
