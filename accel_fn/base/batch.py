@@ -44,7 +44,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def columns_of(tree: Any) -> list[Tensor | Samples[Any]]:
-    """Return what holds a row a sample: `samples`, whose tensors are inside of rows, and tensors."""
+    """Return what holds one row a sample: tensors, and `samples`, whose own tensors are parts of rows."""
     return _leaves(tree, (Tensor, Samples))
 
 
@@ -156,10 +156,10 @@ def shapes_of(batch: Any) -> list[tuple[int, ...]]:
 
 
 def is_without_rows(batch: Any) -> bool:
-    """Is it None, or does it hold `samples` of which none is left, and no rows beside them?"""
+    """Is it None, or does it hold `samples` without items, and no rows beside them?"""
     if batch is None:
         return True
     columns = columns_of(batch)
     if Samples not in map(type, columns):
         return False
-    return not any(0 not in shape for shape in shapes_of(batch))
+    return all(0 in shape for shape in shapes_of(batch))

@@ -50,16 +50,16 @@ def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn
     return repeated(model) if blocks is None else named_blocks(model, blocks, f"{function}(blocks)")
 
 
-def inside(model: nn.Module, blocks: Blocks, what: str) -> set[nn.Module]:
-    """Return the modules that are in these blocks, and the blocks themselves; none for None."""
-    found = {} if blocks is None else named_blocks(model, blocks, what)
+def modules_in(model: nn.Module, blocks: Blocks, argument: str) -> set[nn.Module]:
+    """Return these blocks and all modules inside them; none for None."""
+    found = {} if blocks is None else named_blocks(model, blocks, argument)
     return {each for block in found.values() for each in block.modules()}
 
 
 def named_blocks(
-    model: nn.Module, blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str], what: str
+    model: nn.Module, blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str], argument: str
 ) -> dict[str, nn.Module]:
-    """Return blocks of these classes and names; errors name `what` was given, `wrap_fsdp(blocks)`."""
+    """Return the blocks of these classes and names; errors name the `argument`, `wrap_fsdp(blocks)`."""
     wanted = [blocks] if isinstance(blocks, type | str) else list(blocks)
     modules = {name: each for name, each in model.named_modules() if name and _has_any(each)}
     found: set[str] = set()
@@ -69,7 +69,7 @@ def named_blocks(
             shown = each if isinstance(each, str) else each.__name__
             some = sorted({type(module).__name__ for module in modules.values()})
             raise PlanError(
-                f"build: {what} must match modules with parameters, got {shown!r}, which "
+                f"build: {argument} must match modules with parameters, got {shown!r}, which "
                 f"matches none of {type(model).__name__}; there are {', '.join(some)}"
             )
         found |= matches

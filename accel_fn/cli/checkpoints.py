@@ -39,10 +39,8 @@ def checkpoints(*, folder: Path, as_json: bool) -> None:
         print_json([_as_dict(each) for each in found])
     elif found:
         now = datetime.now(UTC)
-        headings, rows = (
-            ["step", "age", "size", "ranks", "whole"],
-            [_row(each, now) for each in found],
-        )
+        headings = ["step", "age", "size", "ranks", "whole"]
+        rows = [_row(each, now) for each in found]
         if any(each.score is not None for each in found):
             headings.append("score")
             rows = [[*row, _score(each)] for row, each in zip(rows, found, strict=True)]

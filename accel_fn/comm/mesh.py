@@ -52,9 +52,8 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
     mesh = init_device_mesh(kind, tuple(ranks.shape), mesh_dim_names=tuple(names))
     nccl = nccl_of(group)
     for part in mesh.get_all_groups() if nccl is not None else ():
-        nccl_of(part)._set_default_timeout(
-            nccl.options._timeout
-        )  # torch gives them its own default
+        # torch gives new groups its own default.
+        nccl_of(part)._set_default_timeout(nccl.options._timeout)
     return mesh
 
 

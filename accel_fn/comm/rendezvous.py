@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _SETTLE_S, _TRY_AGAIN_S, _ANSWER_S = 0.05, 0.1, 1.0
-_LATER_S = 60.0
+_NCCL_AFTER_WATCHDOG_S = 60.0
 _LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
 
 
@@ -63,7 +63,7 @@ def join_world(
     nccl = nccl_of(group)
     if nccl is not None:
         # NCCL ends a process without a report, so the watchdog must come first.
-        nccl._set_default_timeout(timedelta(seconds=timeout_s + _LATER_S))
+        nccl._set_default_timeout(timedelta(seconds=timeout_s + _NCCL_AFTER_WATCHDOG_S))
     watchdog = StoreWatchdog(
         _store_log(group),
         rank=rank,

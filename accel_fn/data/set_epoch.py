@@ -22,9 +22,8 @@ class _Shared:
 
 
 _LOCK = threading.Lock()
-_SHARED: WeakValueDictionary[int, _Shared] = (
-    WeakValueDictionary()
-)  # keyed by the id of the object, which each InEpoch keeps alive
+# Keyed by the id of the object, which each InEpoch keeps alive.
+_SHARED: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
 
 
 class InEpoch:

@@ -116,9 +116,9 @@ def evaluate(
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
     """Add the loss, the sum of those terms of which anything was counted; nan where nothing was."""
-    means_ = {name: found.get(name, math.nan) for name in terms}
-    counted = [each for each in means_.values() if not math.isnan(each)]
-    return {**found, "loss": sum(counted) if counted else math.nan, **means_}
+    of_terms = {name: found.get(name, math.nan) for name in terms}
+    counted = [each for each in of_terms.values() if not math.isnan(each)]
+    return {**found, "loss": sum(counted) if counted else math.nan, **of_terms}
 
 
 def _check_arguments(loader: Iterable[Any], state: DistState, metric_fn: object) -> None:

@@ -195,7 +195,8 @@ def checked_total(total: Weight, failure: Exception | None) -> Weight:
 def _checked(total: float) -> float:
     if total != total:
         raise BatchError(
-            "step: batch must be countable on every rank; the error of another rank has the reason"
+            "step: every rank must be able to count its batch; another rank could not, see the error "
+            "that it raised"
         )
     is_count = float(total).is_integer() and total <= 2**53  # far above, torch takes no int
     return int(total) if is_count else total

@@ -172,8 +172,8 @@ def _differing(expected: Mapping[str, int], found: Mapping[str, int]) -> str:
 
 def differing_elsewhere(layout: Layout) -> LossError:
     """The error of a rank whose own metrics are right."""
-    kinds, all_ = ("terms and metrics", "all") if layout.terms else ("metrics", "all metrics")
+    kinds, every = ("terms and metrics", "all") if layout.terms else ("metrics", "all metrics")
     return LossError(
         f"step: loss_fn must return the same {kinds} in every step and on every rank, got others on "
-        f"another rank; return {all_} for every batch"
+        f"another rank; return {every} for every batch"
     )

@@ -41,6 +41,11 @@ def cut(plan: Plan, batch: Any) -> Parts:
     return [part for part in split if not is_without_rows(part)]
 
 
+def splits_of(plan: Plan) -> list[Any]:
+    """Return the plan's `split`, unless it gives the whole batch as one part."""
+    return [each for each in plan.split if getattr(each, "keywords", {}).get("num_parts") != 1]
+
+
 def _has_samples(part: Any) -> bool:
     return any(tensor.numel() for tensor in tensors_of(part))
 

@@ -138,7 +138,7 @@ def _reads_on_device(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool
 
 def _where_read(value: Tensor | None, parameters: Sequence[Tensor]) -> Tensor | None:
     """Move a value to the host if a fused kernel reads it there, for parameters that are offloaded."""
-    # torch would copy it without waiting, and its kernel on the host would read what is there yet.
+    # torch copies it without waiting, so its kernel on the host would read memory before the value is there.
     if value is None or value.is_cpu or not any(each.is_cpu for each in parameters):
         return value
     return value.cpu()

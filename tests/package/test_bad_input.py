@@ -240,7 +240,7 @@ def test_what_is_to_be_trained_is_settled_by_build(recipe, world_size, change, t
         last = state.rank == world_size - 1
         if last:
             change(plan)
-        with pytest.raises(ValueError, match=text if last else "countable on every rank"):
+        with pytest.raises(ValueError, match=text if last else "able to count its batch"):
             step(state, BATCH)
         if not last:
             change(plan)
@@ -532,7 +532,7 @@ def test_a_batch_that_cannot_be_counted_is_refused_on_every_rank(world_size, bat
     def run(state):
         state, step = af.build(state, af.wrap_ddp()(make_plan()))
         last = state.rank == world_size - 1
-        rule = text if last else "batch must be countable on every rank"
+        rule = text if last else "every rank must be able to count its batch"
         with pytest.raises(ValueError, match=rule):
             step(state, batch if last else BATCH)
 
@@ -554,7 +554,7 @@ def test_a_weight_must_be_a_finite_count_on_every_rank(world_size, weight):
         last = state.rank == world_size - 1
         plan = make_plan(weight_fn=lambda batch: weight if last else 4)
         state, step = af.build(state, af.wrap_ddp()(plan))
-        rule = "weight_fn must return" if last else "countable on every rank"
+        rule = "weight_fn must return" if last else "able to count its batch"
         with pytest.raises(ValueError, match=rule):
             step(state, BATCH)
 
@@ -636,7 +636,7 @@ def test_a_split_must_give_a_sequence_of_microbatches_on_every_rank(world_size, 
         recipe = af.compose(af.wrap_ddp(), af.accumulate(2, split=lambda b: parts if last else [b]))
         state, step = af.build(state, recipe(make_plan()))
         rule = "step: split must return a sequence of micro-batches, got"
-        with pytest.raises(ValueError, match=rule if last else "countable on every rank"):
+        with pytest.raises(ValueError, match=rule if last else "able to count its batch"):
             step(state, BATCH)
 
     simulate(run, world_size=world_size)

@@ -87,7 +87,7 @@ def test_a_save_waits_for_a_block_of_tensors_at_once(block_bytes, monkeypatch):
     monkeypatch.setattr(host_memory, "_BLOCK_BYTES", block_bytes)
     parts = [Part(str(number), (0,), torch.full((4,), number, device="sim")) for number in range(8)]
     with recorded() as seen:
-        found = [tensor.tolist() for _, tensor in host_memory.on_host(parts)]
+        found = [tensor.tolist() for _, tensor in host_memory.copied_to_host(parts)]
     assert found == [[number] * 4 for number in range(8)]
     assert len([each for each in seen if each.kind in ("sync", "copy")]) == (
         8 if block_bytes == 1 else 1

@@ -100,9 +100,9 @@ def test_one_that_was_frozen_and_is_not_any_more_is_named_by_the_step_on_all_ran
     for words in simulate(lambda state: run(state, {0, 1}), world_size=2):
         assert words.startswith("step: reproducible's model must take no running statistics")
     first, second = simulate(lambda state: run(state, {1}), world_size=2)
-    assert (
-        first
-        == "step: batch must be countable on every rank; the error of another rank has the reason"
+    assert first == (
+        "step: every rank must be able to count its batch; another rank could not, see the error "
+        "that it raised"
     )
     assert "got layers.1, a BatchNorm1d in training mode" in second
 
@@ -284,9 +284,9 @@ def test_a_batch_that_one_rank_cannot_count_is_raised_on_all_ranks():
         return str(caught.value)
 
     first, second = simulate(run, world_size=2)
-    assert (
-        first
-        == "step: batch must be countable on every rank; the error of another rank has the reason"
+    assert first == (
+        "step: every rank must be able to count its batch; another rank could not, see the error "
+        "that it raised"
     )
     assert second.startswith("num_samples: batch must hold tensors of one leading dimension")
 

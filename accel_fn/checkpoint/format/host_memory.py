@@ -42,7 +42,7 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
         yield group
 
 
-def on_host(parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor]]:
+def copied_to_host(parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor]]:
     """Copy tensors to the host, block by block: it waits for an accelerator once a block."""
     for group in blocks_of(parts):
         moved = [part for part in group if part.tensor.device.type not in PAGEABLE]

@@ -87,9 +87,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 f"{found.get('accel_fn')}; read it with that version"
             )
         if isinstance(found, dict):
-            found.setdefault(
-                "score", None
-            )  # checkpoints that were written before there were scores
+            # Checkpoints may have been written before there were scores.
+            found.setdefault("score", None)
         manifest: Manifest = read_as(Manifest, found, "manifest")
         here = step_of(checkpoint)
         _require(here in (None, manifest.step), "step", manifest.step, f"{here}, its folder's")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fn.checkpoint.format.hashing import FileMark, memory_of, write_file
-from accel_fn.checkpoint.format.host_memory import on_host
+from accel_fn.checkpoint.format.host_memory import copied_to_host
 from accel_fn.checkpoint.format.manifest import Chunk
 from accel_fn.checkpoint.format.names import file_of
 from accel_fn.checkpoint.format.shard_plan import Part
@@ -49,7 +49,7 @@ class Share:
     ) -> Iterator[memoryview]:
         """Yield the bytes of tensors, aligned as in memory, and note in `chunks` where each begins."""
         start = 0
-        for part, tensor in on_host(self.parts):
+        for part, tensor in copied_to_host(self.parts):
             gap = -start % _ALIGNMENT
             if gap:
                 yield memoryview(bytes(gap))

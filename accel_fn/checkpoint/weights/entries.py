@@ -25,7 +25,7 @@ class Entries:
     tied: Mapping[str, str]
     """Another name -> the first name of the same tensor."""
     dtype: torch.dtype | None = None
-    """If set, in which floating-point tensors are written."""
+    """The dtype in which floating-point tensors are written; None: their own."""
 
     def written_dtype(self, name: str) -> torch.dtype:
         own = self.tensors[name].dtype

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from accel_fn.base.batch import tensors_of
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.step.checks.loss import LossCheck, is_cut, is_split
+from accel_fn.step.checks.loss import LossCheck, is_cut
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.checks.warn import warn_user
+from accel_fn.step.microbatches import splits_of
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import fingerprints
@@ -45,7 +46,7 @@ class FirstBatches:
         """Checksums of buffers before the first batch, until they are compared with those after it."""
 
     def begin(self, state: DistState, batch: Any) -> None:
-        """Look at the model's mode, and if a look is due at all else, before the batch is run."""
+        """Check the model's mode; in a batch where a look is due, everything else too, before it runs."""
         self._num_batches += 1
         if not (self._model.training or self._has_warned):
             self._warn_of_evaluation_mode(state)
@@ -53,7 +54,7 @@ class FirstBatches:
             self._look(state, batch)
 
     def end(self, state: DistState, batch: Any, report: Report) -> None:
-        """Warn of buffers that the forwards of the first batch have written, and of batches of nothing."""
+        """Warn of buffers that the forwards of the first batch wrote, and of ten batches that are None."""
         if self._buffers:
             self._compare_buffers(state)
         if batch is None:
@@ -86,7 +87,7 @@ class FirstBatches:
         before, after = self._buffers, saved_buffers(self._model)
         self._buffers = {}
         written = {name: bits for name, bits in after.items() if before.get(name) != bits}
-        counted = is_split(self._plan)
+        counted = bool(splits_of(self._plan))
         every = primitives.exchange(written, state, "step")
         names = [
             name

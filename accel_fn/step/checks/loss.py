@@ -26,6 +26,7 @@ from accel_fn.comm.gather import gather
 from accel_fn.errors import AccelError, BatchError, LossError
 from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.loss_module import run_forward
+from accel_fn.step.microbatches import splits_of
 from accel_fn.step.plan import Plan
 from accel_fn.step.strategy import Strategy
 
@@ -35,7 +36,7 @@ _TOO_FEW = "no batch has had two samples"
 _NO_PARTS = "all but one part of each batch weigh nothing, or a loss is not finite"
 _EXACT = {torch.float64: (1e-8, 1e-12), torch.float32: (1e-4, 1e-5)}
 _HALF = (2e-2, 1e-2)
-"""How far a sum in another order may be from a loss, of its size and at least."""
+"""Tolerances, relative and absolute, for sums in another order: by dtype, and for half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class LossCheck:
         self._strategy = strategy
         self._is_on = check_loss and is_cut(state, plan)
         self._cuts_rows = all(map(_cuts_rows, plan.split))
-        """Are batches cut along rows? Those that a function of the user's cuts may not bear it."""
+        """Are batches cut along rows? A function of the user's may cut them so that its own parts agree."""
         self._num_failures = 0
         self._batches: list[int] = []
         """The batches whose parts agreed."""
@@ -323,12 +324,7 @@ def _cuts_rows(split: Any) -> bool:
 
 def is_cut(state: DistState, plan: Plan) -> bool:
     """Is a batch computed in parts, over ranks or one after another?"""
-    return state.world_size > 1 or is_split(plan) or bool(plan.having("virtual_ranks"))
-
-
-def is_split(plan: Plan) -> bool:
-    """Does a rank compute its batch in parts, one after another?"""
-    return any(getattr(each, "keywords", {}).get("num_parts") != 1 for each in plan.split)
+    return state.world_size > 1 or bool(splits_of(plan) or plan.having("virtual_ranks"))
 
 
 def _num_cuts(num_rows: int) -> int:

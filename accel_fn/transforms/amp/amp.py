@@ -146,7 +146,7 @@ def compute_dtype(plan: Plan | Step) -> torch.dtype:
     Raises:
         TypeError: `plan` is neither a plan nor a step.
 
-    Cost: none of the device.
+    Cost: a look at the plan on the host; nothing runs on the device.
 
     >>> import accel_fn as af
     >>> plan = af.Plan(loss_fn, model, optimizer)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from accel_fn.base.blocks import Blocks, inside
+from accel_fn.base.blocks import Blocks, modules_in
 from accel_fn.base.state import DistState
 from accel_fn.base.swap_forward import with_forwards
 from accel_fn.errors import ExtraError, PlanError
@@ -59,7 +59,7 @@ def torchao() -> Any:
 
 def fitting(model: nn.Module, skip: Blocks) -> list[nn.Linear]:
     """Select the linear layers whose sizes such kernels take, but for those in `skip`."""
-    skipped = inside(model, skip, "with_amp(skip)")
+    skipped = modules_in(model, skip, "with_amp(skip)")
     return [
         each
         for each in model.modules()

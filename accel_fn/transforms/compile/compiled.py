@@ -25,6 +25,7 @@ from accel_fn.base.torch_compile import (
 )
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, check_flag, message
+from accel_fn.step.microbatches import splits_of
 from accel_fn.step.plan import Plan, SlotFunction, describe
 from accel_fn.step.step import Stages
 from accel_fn.step.transform import Transform, fill, transform
@@ -103,8 +104,7 @@ class CompileSlot(SlotFunction):
         """Refuse CUDA graphs where gradients outlive a run: the next one would overwrite them."""
         if state.device.type != "cuda" or "cuda_graphs" not in self.traits:
             return
-        cuts = [each for each in plan.split if getattr(each, "keywords", {}).get("num_parts") != 1]
-        adding = [*cuts, *plan.having("virtual_ranks")]
+        adding = [*splits_of(plan), *plan.having("virtual_ranks")]
         if adding:
             raise PlanError(
                 f"build: compiled(mode={self.keywords['mode']!r}) must have one backward a step, since the "

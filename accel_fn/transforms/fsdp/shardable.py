@@ -35,10 +35,9 @@ def check_shardable(
         holder = max((each for each in units if _is_in(name, each)), key=len)
         other, elsewhere = holders.setdefault(parameter, (name, holder))
         alike = parameter.dtype == first.dtype or not parameter.requires_grad
+        whole = not is_sharded(parameter)
         rules = {
-            "hold parameters whole; build once, with one loss_fn that chooses by the batch": not is_sharded(
-                parameter
-            ),
+            "hold parameters whole; build once, with one loss_fn that chooses by the batch": whole,
             "tie parameters within a block, or outside of all; name other blocks": elsewhere
             == holder,
             "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,

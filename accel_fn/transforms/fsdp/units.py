@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from accel_fn.base.blocks import Blocks, find_blocks, inside, is_container
+from accel_fn.base.blocks import Blocks, find_blocks, is_container, modules_in
 
 
 def units_of(model: nn.Module, blocks: Blocks, ignore: Blocks = None) -> dict[str, nn.Module]:
     """Return the FSDP units of a model, by name; modules that are ignored are none."""
-    ignored = inside(model, ignore, "wrap_fsdp(ignore)")
+    ignored = modules_in(model, ignore, "wrap_fsdp(ignore)")
     found = {**dict(tops_of(model, "")), **find_blocks(model, blocks, "wrap_fsdp")}
     return {name: unit for name, unit in found.items() if unit not in ignored}
 
 
 def ignored_in(model: nn.Module, ignore: Blocks) -> set[nn.Parameter]:
     """Return the parameters that stay whole."""
-    modules = inside(model, ignore, "wrap_fsdp(ignore)")
+    modules = modules_in(model, ignore, "wrap_fsdp(ignore)")
     return {each for module in modules for each in module.parameters(recurse=False)}
 
 

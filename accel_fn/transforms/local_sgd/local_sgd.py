@@ -260,7 +260,7 @@ class RankAverage:
         self.check_averaged("save")
 
     def check_averaged(self, function: str) -> None:
-        """Refuse, on every rank, to call a function in which ranks are one model."""
+        """Refuse, on every rank, a function that takes the ranks for one model."""
         if self._is_apart:
             raise StateError(
                 f"{function}: state must be one at which local_sgd has averaged the ranks, got "
