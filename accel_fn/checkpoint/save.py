@@ -40,6 +40,8 @@ from accel_fn.step.optimizer_modes import in_eval_mode
 from accel_fn.step.step import Step
 
 EXTRA = "extras/"
+# Read once: it is of the code that runs, though another version may be installed meanwhile.
+_VERSION = version("accel-fn")
 
 
 def save(
@@ -242,7 +244,7 @@ def _head(
         seed=state.seed,
         world_size=state.world_size,
         score=None if score is None else float(score),
-        accel_fn=version("accel-fn"),
+        accel_fn=_VERSION,
         torch=str(torch.__version__),
         plans=contents.plans,
         tied=contents.tied,

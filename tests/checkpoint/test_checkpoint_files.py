@@ -497,6 +497,14 @@ def test_a_user_who_may_write_to_a_folder_may_lock_it(mode):
             loads(folder, 2)
 
 
+def test_a_save_reads_no_file_of_an_installation(tmp_path, monkeypatch):
+    """The tests above become a user who may not read the folder that the clone stands in."""
+    saver = run(tmp_path, 1)
+    monkeypatch.setattr(sys, "path", [])
+    run(tmp_path, 2, saver=saver)
+    loads(tmp_path, 2)
+
+
 @pytest.mark.parametrize("link", [os.symlink, os.link])
 def test_a_link_in_place_of_the_lock_is_refused_and_its_target_stays(tmp_path, link):
     (tmp_path / "mine").write_text("mine")
