@@ -61,7 +61,7 @@ class StoreWatchdog:
         self._step: tuple[int, Place | None] | None = None
         self._waits: dict[int, tuple[float, Collective]] = {}
         self._times_steps = times_steps
-        """Does a step that outlasts the timeout hang? The host does not wait for the collectives of a device."""
+        """Does a step that outlasts the timeout hang? The host does not wait for a device's collectives."""
         self._step_began: float | None = None
         self._stopped = threading.Event()
         self._diagnosing = threading.Lock()

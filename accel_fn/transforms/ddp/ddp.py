@@ -181,7 +181,7 @@ class DDP(Strategy):
     def gradients(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
-        """Return gradients over the global batch; with retries, DDP's collectives come before the first forward."""
+        """Return the gradients; with retries, DDP's collectives come before the first forward."""
         for turn in self._turns:
             if turn.last != id(self):
                 # DDP takes parameters that another plan's backward has reached for used in its own.
