@@ -57,9 +57,10 @@ def loss_of_all(model):
 
 
 def by_accelerate():
-    """Train as the quick tour of accelerate shows it; return the loss over all tokens after each update."""
+    """Train by the loop of accelerate's quick tour; return the loss over all tokens after each update."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
+    # By default a batch would be one rank's, so the global batch would grow with the number of ranks.
     split = DataLoaderConfiguration(split_batches=True)
     accelerator = Accelerator(cpu=True, dataloader_config=split)
     model, *others = make()
