@@ -200,6 +200,20 @@ def test_what_is_neither_is_warned_of_on_the_main_rank(recipe, world_size):
         assert "check      the loss is neither a mean nor a sum over the items of batch 1" in line
 
 
+def test_a_loss_whose_batches_the_user_cuts_is_described_without_a_warning():
+    """The parts of the user's own cut may agree where those of others do not."""
+
+    def loss_fn(model, batch):
+        outputs = model(batch[0])
+        return (outputs - outputs.T).square().sum() + 1.0
+
+    model = ours.regression_model()
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), af.accumulate(split=lambda batch: [batch])(plan))
+    step(state, BATCH)  # a warning would be an error
+    assert "is neither a mean nor a sum" in step.checks.loss.verdict
+
+
 @pytest.mark.parametrize("loss_fn", [ours.mse, summed])
 def test_without_the_comparison_both_train(loss_fn):
     trained([[BATCH]], af.accumulate(2), loss_fn, check_loss=False)

@@ -33,6 +33,15 @@ def test_a_model_that_the_user_has_moved_needs_no_place():
     assert state.device == torch.device("meta")
 
 
+def test_a_move_that_makes_new_parameters_is_refused():
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        with pytest.raises(ValueError, match="optimizer must hold parameters of the model alone"):
+            af.build(af.DistState(), af.place()(plan_on("cpu")))
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
 def test_a_state_on_the_cpu_needs_no_place():
     state, step = af.build(af.DistState(), plan_on("cpu"))
     state, report = step(state, torch.ones(4, 2))
