@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from tests.field.program import (
     recipe,
     samples,
     sgd,
+    stopped_and_resumed,
     train,
     train_by_hand,
     train_in_turn,
@@ -300,15 +300,7 @@ def resumed(case: Case):
                     return None
         return figures(model)
 
-    def twice(state):
-        with tempfile.TemporaryDirectory() as folder:
-            folder = af.broadcast([folder], state)[0]
-            run(state, folder, stops_after=len(loader) + 1)
-            found = run(state, folder, stops_after=None)
-            af.barrier(state)
-        return found
-
-    return by_hand, twice
+    return by_hand, lambda state: stopped_and_resumed(state, run, len(loader) + 1)
 
 
 @kind("equal")

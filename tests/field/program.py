@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,18 @@ def train_in_turn(
         for step in steps:
             state, _ = step(state, af.part(batch, state))
     return figures(model)
+
+
+def stopped_and_resumed(
+    state: af.DistState, run: Callable[[af.DistState, str, int | None], Any], stops_after: int
+) -> Any:
+    """Run to a step, where a run saves, and again from there; return what the second run returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = af.broadcast([folder], state)[0]
+        run(state, folder, stops_after)
+        found = run(state, folder, None)
+        af.barrier(state)
+    return found
 
 
 def figures(model: nn.Module, losses: Sequence[Tensor] = ()) -> dict[str, Tensor]:

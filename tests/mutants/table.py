@@ -545,4 +545,12 @@ MUTANTS = [
         "tests/step/test_first_batches.py",
         kind="models.codebook",
     ),
+    Mutant(
+        "a schedule of epochs is one batch late",
+        ADVANCE,
+        "range(state.step // self._every - self._step // self._every)",
+        "range((state.step - 1) // self._every - (self._step - 1) // self._every)",
+        f"{LAWS}schedule_of_batches.py",
+        kind="schedules.by_epoch",
+    ),
 ]

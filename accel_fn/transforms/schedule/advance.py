@@ -1,9 +1,9 @@
-"""Learning-rate schedules advance after every update that was made, on the host or on the device."""
+"""Learning-rate schedules advance after updates or after batches, on the host or on the device."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,11 @@ class Schedule:
         self._always = always
         """Is every update made?"""
 
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler: torch's, or another library's."""
+        return self._advance.scheduler
+
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._advance.note(state, report)
         applied = report.applied if report._verdict is None else report._verdict
@@ -118,7 +123,37 @@ class Schedule:
 
     def signature(self) -> str:
         """Return what a checkpoint compares: the class of the scheduler, not the call that made it."""
-        return f"schedule({type(self._advance.scheduler).__name__})"
+        return f"schedule({type(self.scheduler).__name__})"
+
+
+class BatchSchedule(Schedule):
+    """Advances a scheduler after every so many batches of the run, whatever became of their updates."""
+
+    def __init__(self, advance: Advance, *, every: int, step: int) -> None:
+        super().__init__(advance, always=True)
+        self._every = every
+        self._step = step
+        """Batches consumed when it was last called: several updates of one batch advance it once."""
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        self._advance.note(state, report)
+        for _ in range(state.step // self._every - self._step // self._every):
+            self._advance()
+        self._step = state.step
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that checkpoints hold."""
+        return {**super().state_dict(), "step": self._step}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        super().load_state_dict(saved)
+        self._step = saved["step"]
+
+    def signature(self) -> str:
+        """Return what a checkpoint compares: the class of the scheduler, and what it counts."""
+        return f"schedule({type(self.scheduler).__name__}, every={self._every})"
 
 
 class Schedules:
@@ -227,10 +262,8 @@ class DeviceSchedule(Schedule):
     ) -> DeviceSchedule:
         """Return the next schedule of an optimizer in a plan."""
         optimizer = advance.scheduler.optimizer
-        made = [each for entry in plan.after_update for each in _schedules_in(entry)]
-        earlier = [
-            each for each in made if isinstance(each, cls) and each.rates.optimizer is optimizer
-        ]
+        made = [each for each in schedules_made(plan) if isinstance(each, cls)]
+        earlier = [each for each in made if each.rates.optimizer is optimizer]
         rates = earlier[0].rates if earlier else Rates(optimizer, device)
         return cls(advance, rates, echo, is_first=not earlier)
 
@@ -263,6 +296,10 @@ class DeviceSchedule(Schedule):
         self._before = None
 
 
-def _schedules_in(function: object) -> Iterable[object]:
-    """Return the schedules that a function of a plan is, or holds."""
-    return function.schedules.values() if isinstance(function, Schedules) else (function,)
+def schedules_made(plan: Plan) -> Iterator[Schedule]:
+    """Yield the schedules of a plan that is built, or of what is built of it so far."""
+    for entry in plan.after_update:
+        if isinstance(entry, Schedule):
+            yield entry
+        elif isinstance(entry, Schedules):
+            yield from entry.schedules.values()

@@ -1,4 +1,4 @@
-"""schedule: the learning rate changes once for every update that is made."""
+"""schedule: the learning rate changes after updates that are made, or after batches or epochs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from typing import Any, TypeGuard
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
-from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
+from accel_fn.data.loader import ShardedLoader
+from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, check_count, message
 from accel_fn.step.plan import Plan, Stateful, UpdateFn, trained_by
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import takes_factor
 from accel_fn.transforms.schedule.advance import (
     Advance,
     AdvanceByMetric,
+    BatchSchedule,
     DeviceSchedule,
     MetricFn,
     Schedule,
     Schedules,
+    schedules_made,
 )
 
 MultiplierFn = Callable[[int], float]
@@ -32,21 +36,27 @@ MultiplierFn = Callable[[int], float]
 def schedule(
     scheduler_or_fn: LRScheduler | MultiplierFn,
     *,
+    every: ShardedLoader[Any] | int | None = None,
     metric: MetricFn | None = None,
     optimizer: str | None = None,
 ) -> Transform:
-    """Advance a learning-rate schedule once for every update that is made.
+    """Advance a learning-rate schedule once for every update that is made, or for every epoch.
 
     One applied update is one advance, for any number of ranks and micro-batches; a skipped one is
-    none. So write a schedule in updates: `len(loader) * num_epochs` of them.
+    none. So write a schedule in updates: `len(loader) * num_epochs` of them. With `every`, write it in
+    epochs, or in so many batches.
 
-    Law: the learning rate of an update is a function of the number of updates made before it.
+    Law: the learning rate of an update is a function of the number of updates made before it; with
+    `every`, of the number of batches consumed before it.
 
     Args:
         scheduler_or_fn: any of `torch.optim.lr_scheduler`'s, or another library's, over the
             plan's optimizer: it advances in place, as the optimizer does. Or a function from
             the number of updates made so far to a finite number, which is what the learning
             rate that each group had is multiplied by.
+        every: a loader that `shard_loader` returned, or `window` made of one: advance in the step of the
+            last batch of each epoch. Or a number of batches. Batches count by `state.step`, also those
+            whose update is skipped. Default: every update that is made.
         metric: for `ReduceLROnPlateau` and transformers' `GreedyLR`, `report -> number`; default:
             the loss of the batch. On an accelerator the scheduler advances by that of the update made
             before, so that nothing waits for it.
@@ -57,22 +67,25 @@ def schedule(
         A transform.
 
     Raises:
-        TypeError: it is neither a scheduler nor a function.
+        TypeError: it is neither a scheduler nor a function; `every` is neither a loader whose epochs have
+            one known length nor a number.
         ValueError: a scheduler over another optimizer than the plan's, or than the one named; a name
             that no optimizer of the plan has; a function that gives no finite number; a `metric` for a
-            scheduler that takes none. In `build`: a function beside another schedule of its optimizer.
+            scheduler that takes none; `every` is < 1. In `build`: a function beside another schedule of its
+            optimizer.
 
     Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also
     where updates may be skipped: the learning rate is then a tensor on the device, chosen there
     between that of an update made and that of one skipped. (Other values that a scheduler
     changes, such as OneCycleLR's momentum, then follow a skip one update late.) With parameters on
-    the host (`wrap_fsdp(offload=True)`) the host waits, as for the update itself.
+    the host (`wrap_fsdp(offload=True)`) the host waits, as for the update itself; so it does where a
+    schedule with `every` stands beside one of the updates of its optimizer.
 
     >>> import accel_fn as af
     >>> af.schedule(lambda num_updates: 0.5**num_updates)(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after_update=[schedule(<lambda>)])
     """
-    given = scheduler_or_fn
+    given, batches = scheduler_or_fn, _batches_of(every)
     is_scheduler = isinstance(given, LRScheduler) or heeds_metric(given)
     if not is_scheduler and not callable(given):
         rule = "be a learning-rate scheduler or a function num_updates -> multiplier"
@@ -96,7 +109,7 @@ def schedule(
             )
 
     settings = {} if optimizer is None else {"optimizer": optimizer}
-    slot = ScheduleSlot(scheduled, by=given, metric=metric, **settings)
+    slot = ScheduleSlot(scheduled, by=given, every=batches, metric=metric, **settings)
     return fill(check=check, after_update=slot)
 
 
@@ -136,6 +149,7 @@ def scheduled(
     plan: Plan,
     *,
     by: LRScheduler | MultiplierFn,
+    every: int | None = None,
     metric: MetricFn | None = None,
     optimizer: str | None = None,
 ) -> UpdateFn:
@@ -150,11 +164,40 @@ def scheduled(
         always = plan.always_applies(state)
         # A kernel on the host, of offloaded parameters, would read a rate of the device too early.
         on_host = any(parameter.is_cpu for parameter in trained_by(each))
-        if not (always or on_host or state.device.type == "cpu") and takes_factor(each):
+        waits = always or on_host or state.device.type == "cpu" or not takes_factor(each)
+        if every is not None:
+            made[name] = BatchSchedule(advance, every=every, step=state.step)
+        elif not (waits or _counts_batches(plan, name)):
             made[name] = DeviceSchedule.in_plan(plan, advance, state.device, DelayedRead())
         else:
             made[name] = Schedule(advance, always=always)
     return Schedules(made, optimizer) if len(plan.optimizers) > 1 else next(iter(made.values()))
+
+
+def _counts_batches(plan: Plan, name: str) -> bool:
+    """Does a schedule of this optimizer count batches? It cannot follow rates that the device chooses."""
+    optimizer, made = plan.optimizers[name], schedules_made(plan)
+    to_come = [each for each in plan.after_update if isinstance(each, ScheduleSlot)]
+    return any(
+        isinstance(each, BatchSchedule) and each.scheduler.optimizer is optimizer for each in made
+    ) or any(each.keywords.get("every") and name in each.names(plan) for each in to_come)
+
+
+def _batches_of(every: ShardedLoader[Any] | int | None) -> int | None:
+    """Return the number of batches after which a schedule advances."""
+    if every is None:
+        return None
+    if not isinstance(every, ShardedLoader):
+        got: Any = type(every).__name__ if isinstance(every, DataLoader) else every
+        repair = "for every epoch, give the loader that shard_loader returned: every=loader"
+        return check_count("schedule", "every", got, repair=repair)
+    facts = every.state_dict()
+    # A batch sampler may make another number of batches in each epoch, whatever its length is.
+    if facts.get("num_samples") is None:
+        rule, got = "have a length that all of its epochs have", type(every.loader.dataset).__name__
+        repair = "give every=n, a number of batches"
+        raise ArgumentTypeError(message("schedule", "every", rule, f"a loader of {got}", repair))
+    return check_count("schedule", "every", facts["batches_per_epoch"] or 0)
 
 
 def heeds_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
