@@ -12,6 +12,8 @@ from types import FrameType
 
 def main() -> None:
     """Run the command line."""
+    # A parent may have it ignored; then the system drops the exit codes of ranks, and all are 0.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # by a shell's `&`
     if sys.argv[1:2] and not ignored:
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)

@@ -155,6 +155,31 @@ def test_an_exit_code_is_the_one_that_the_system_sees(launchers, tmp_path, code,
     assert (ended.exit_code, ended.last_lines[-1]) == (status, f"exit code {status}")
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "last"),
+    [("raise ValueError('boom')", 1, "ValueError: boom"), ("sys.exit(3)", 3, "exit code 3")],
+)
+@pytest.mark.parametrize("first", ["os.environ.clear()", "atexit.register(os._exit, 0)"])
+def test_a_rank_that_spoils_its_end_keeps_its_error_and_exit_code(
+    launchers, tmp_path, first, end, code, last
+):
+    """It has emptied its environment, or an exit handler of its own leaves with 0."""
+    script = f"import atexit, os, sys; {first}; {end}"
+    ended = launchers.run(tmp_path, "script.py", script=script)
+    assert (ended.exit_code, ended.last_lines[-1]) == (code, last)
+
+
+def test_a_failure_is_seen_also_if_the_parent_ignores_sigchld(tmp_path):
+    """The system then drops the exit codes of children, unless the launcher sets it back."""
+    (tmp_path / "script.py").write_text("raise SystemExit(3)")
+    code = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN);"
+        "os.execv(sys.executable, [sys.executable, '-m', 'accel_fn.cli', 'launch', 'script.py'])"
+    )
+    done = run_python(tmp_path, "-c", code)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (3, "exit code 3")
+
+
 def test_a_child_with_a_group_of_its_own_ends_with_a_launch_and_one_with_a_session_stays(
     launchers, tmp_path
 ):

@@ -33,6 +33,7 @@ from accel_fn.launcher.machines.store_rendezvous import GONE_AFTER_S, StoreRende
 from accel_fn.launcher.processes.failures import (
     Failure,
     cause,
+    has_failed,
     has_record,
     lost_peer,
     read_failure,
@@ -197,9 +198,13 @@ class Agent(LocalElasticAgent):
             time.sleep(_POLL_S)
 
     def _poll(self) -> dict[int, int | None]:
+        """Poll the ranks. One that recorded an error has failed, also if an exit handler has left with 0."""
         assert isinstance(self._pcontext, SubprocessContext)
-        handlers = self._pcontext.subprocess_handlers
-        return {rank: each.proc.poll() for rank, each in handlers.items()}
+        processes = {rank: each.proc for rank, each in self._pcontext.subprocess_handlers.items()}
+        for rank, process in processes.items():
+            if process.poll() == 0 and has_failed(self._folders.ranks[rank]):
+                process.returncode = 1  # torch reads it too
+        return {rank: process.returncode for rank, process in processes.items()}
 
     def _kill_left(self) -> None:
         """Kill processes that failed ranks left behind, before the next attempt starts."""

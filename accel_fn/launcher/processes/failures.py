@@ -163,6 +163,14 @@ def has_record(folder: Path) -> bool:
     return (folder / "error.json").is_file()
 
 
+def has_failed(folder: Path) -> bool:
+    """Was the record written at the rank's end? torch's `record` writes one that a program may survive."""
+    try:
+        return "exception" in json.loads((folder / "error.json").read_text())
+    except (OSError, ValueError):
+        return False
+
+
 def lost_peer(folder: Path) -> bool:
     """Did it end because it lost another rank, or because another failed?"""
     return _LOST_PEER.search(_read_record(folder, 0)[1]) is not None

@@ -37,9 +37,10 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # as every program starts with
         _unblock_ctrl_c()
         os.execvp(target, [target, *arguments])  # noqa: S606
-    record_stacks(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK))
+    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    record_stacks(file.with_name(STACK))
     start = _run_module if kind == "module" else _run_script
-    _run(start, target, list(arguments), show=bool(show))
+    _run(start, target, list(arguments), file, show=bool(show))
 
 
 def die_with(launcher: int) -> None:
@@ -83,10 +84,15 @@ def bind(cpus: str) -> None:
 
 
 def _run(
-    start: Callable[[str, list[str]], None], target: str, arguments: list[str], *, show: bool
+    start: Callable[[str, list[str]], None],
+    target: str,
+    arguments: list[str],
+    file: Path,
+    *,
+    show: bool,
 ) -> None:
     """Run the user's program; write what ended it to a file, of which the launcher prints one."""
-    hook, own = _Hook(), os.getpid()
+    hook, own, rank = _Hook(), os.getpid(), os.environ["RANK"]  # the program may empty os.environ
     if not show:
         sys.excepthook = hook
     try:
@@ -95,7 +101,7 @@ def _run(
     except SystemExit as end:
         if _status(end) == 0 or os.getpid() != own:  # a fork of the rank is not the rank
             raise
-        text = record(end, None)
+        text = _record(end, None, file)
         if isinstance(end.code, int):
             raise
         if show:
@@ -105,14 +111,15 @@ def _run(
         if os.getpid() != own:
             sys.excepthook(type(error), error, frames)
             sys.exit(1)
-        text = record(error, frames)
+        text = _record(error, frames, file)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
         hook.recorded = error
         sys.excepthook(type(error), error, frames)
     else:
         return
-    threading.Thread(target=_end_late, args=("" if show else text,), daemon=True).start()
+    late = "" if show else f"rank {rank} has failed and is slow to end\n{text}"
+    threading.Thread(target=_end_late, args=(late,), daemon=True).start()
     sys.exit(1)
 
 
@@ -173,7 +180,7 @@ def _of_the_program(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def record(error: BaseException, frames: TracebackType | None) -> str:
+def _record(error: BaseException, frames: TracebackType | None, file: Path) -> str:
     """Write what ended this rank to the file that torch names, in a form that torch can read too."""
     whole = traceback.TracebackException(type(error), error, frames)
     text, last = "".join(whole.format()), "".join(whole.format_exception_only())
@@ -190,7 +197,6 @@ def record(error: BaseException, frames: TracebackType | None) -> str:
         "exit_code": own_code,
         "time": now,
     }
-    file = os.environ["TORCHELASTIC_ERROR_FILE"]
     try:
         Path(f"{file}.new").write_text(json.dumps(content))
         os.replace(f"{file}.new", file)  # whole, or not there
@@ -208,7 +214,7 @@ def _end_late(text: str) -> None:
     """Print why a rank failed whose threads or exit handlers hang, then end it."""
     time.sleep(_REPORT_AFTER_S)
     if text:
-        print(f"rank {os.environ['RANK']} has failed and is slow to end\n{text}", file=sys.stderr)
+        print(text, file=sys.stderr)
     time.sleep(_END_AFTER_S)
     os._exit(1)
 
