@@ -25,7 +25,7 @@ from accel_fn.base.state import DistState, Watchdog
 from accel_fn.checkpoint.draft import Draft
 from accel_fn.checkpoint.format.host_memory import PAGEABLE, Buffers, new_buffers
 from accel_fn.checkpoint.format.manifest import read_as
-from accel_fn.checkpoint.format.names import file_of
+from accel_fn.checkpoint.format.names import file_of, rename
 from accel_fn.checkpoint.format.shard_plan import Part
 from accel_fn.checkpoint.format.write import Share, Written, write_error
 from accel_fn.comm.primitives import exchange
@@ -223,7 +223,7 @@ def _put(draft: Path, rank: int, content: Mapping[str, Any]) -> None:
     half = path.with_suffix(".half")
     try:
         half.write_text(json.dumps(content))
-        half.rename(path)
+        rename(half, path)
     except OSError as error:
         raise write_error(draft, error) from error
 

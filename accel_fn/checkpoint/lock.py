@@ -33,7 +33,9 @@ class FolderLock:
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:  # its content is replaced
             raise CheckpointError(f"save: {path} must be a file of its own, got a link")
-        with suppress(PermissionError):  # another user's file: all who may save here may lock it
+        with suppress(
+            OSError
+        ):  # all who may save here may lock it; another user's file has its mode
             os.fchmod(self._file, folder.stat().st_mode & 0o666)
         # A worker that outlives a killed run would hold its folder.
         register_after_fork(self, FolderLock.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -452,6 +453,71 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
         say("done")
     """
     launch(script, num_processes=1, expect=["done"])
+
+
+# -- file systems that can do less
+
+
+def refusing(function, number, only=lambda path: True, *, late=False):
+    """Return `function` that reports an error for some paths or open files, before or after it has worked."""
+
+    def call(path, *others):
+        fails = only(path)
+        if late or not fails:
+            function(path, *others)
+        if fails:
+            raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def is_open_folder(file):
+    return stat.S_ISDIR(os.fstat(file).st_mode)
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get
+)
+def test_a_file_system_that_cannot_sync_folders_holds_checkpoints(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(os, "fsync", refusing(os.fsync, number, is_open_folder))
+    _, step = run(tmp_path / "run", 1, 2)
+    loads(tmp_path / "run", 2)
+    af.save_model(step.plan.model, tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "fails"),
+    [(errno.EIO, is_open_folder), (errno.EINVAL, lambda file: not is_open_folder(file))],
+    ids=["of a folder", "of a file"],
+)
+def test_any_other_failure_to_sync_is_an_error(tmp_path, monkeypatch, number, fails):
+    monkeypatch.setattr(os, "fsync", refusing(os.fsync, number, fails))
+    with pytest.raises(CheckpointError, match=os.strerror(number)):
+        run(tmp_path, 1)
+
+
+def test_a_file_system_without_modes_holds_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fchmod", refusing(os.fchmod, errno.EOPNOTSUPP))
+    monkeypatch.setattr(Path, "chmod", refusing(Path.chmod, errno.EOPNOTSUPP))
+    _, step = run(tmp_path / "run", 1)
+    loads(tmp_path / "run", 1)
+    af.save_model(step.plan.model, tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_rename_that_is_done_and_reports_an_error_is_done(tmp_path, monkeypatch, wait):
+    """NFS does so if the answer to the first request is lost."""
+    monkeypatch.setattr(Path, "rename", refusing(Path.rename, errno.ENOENT, late=True))
+
+    def run_ranks(state):
+        saver = make(state=state, recipe=af.wrap_ddp())
+        state, step = run(tmp_path / "run", 1, 2, 3, saver=saver, keep=2, wait=wait)
+        return af.load(tmp_path / "run", state, step).step
+
+    assert simulate(run_ranks, world_size=2) == [3, 3]
+    assert steps_of(tmp_path / "run") == [2, 3]
 
 
 @contextmanager

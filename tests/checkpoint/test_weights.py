@@ -701,7 +701,7 @@ def done(monkeypatch):
     monkeypatch.setattr(
         os, "fsync", noted("sync", os.fsync, lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
     )
-    for word, owner, function in [("put", os, "replace"), ("remove", Path, "unlink")]:
+    for word, owner, function in [("put", os, "rename"), ("remove", Path, "unlink")]:
         called = noted(word, getattr(owner, function), lambda *paths: paths[-1])
         monkeypatch.setattr(owner, function, called)
     return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -21,6 +22,7 @@ from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.errors import CheckpointError
 
 _BLOCK = 1 << 24
+_NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _PIECE = 1 << 19  # small enough to be in the processor's cache when it is hashed
 
 
@@ -65,10 +67,13 @@ def _write_all(file: FileIO, data: memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder where the file system can do that, are on the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC or not path.is_dir():
+            raise
     finally:
         os.close(opened)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -54,6 +55,19 @@ def draft_of(folder: Path, step: int) -> Path:
     return folder / f"{_NEW}{name_of(step)}"
 
 
+def rename(path: Path, target: Path) -> None:
+    """Rename a file or a folder.
+
+    NFS sends a request twice if an answer is lost, and reports an error for a rename that it has done.
+    """
+    before = path.stat()
+    try:
+        path.rename(target)
+    except OSError:
+        if path.exists() or not target.exists() or not os.path.samestat(target.stat(), before):
+            raise
+
+
 def rename_draft(draft: Path, final: Path) -> None:
     """Give a draft its name, in one step where the name is free.
 
@@ -63,12 +77,12 @@ def rename_draft(draft: Path, final: Path) -> None:
     """
     for left in reversed(range(_TRIES)):
         try:
-            draft.rename(final)
+            rename(draft, final)
             break
         except OSError as error:
             if error.errno not in _TAKEN or not left:
                 raise
-        final.rename(final.with_name(_OLD + final.name))
+        rename(final, final.with_name(_OLD + final.name))
     sync(final.parent)
 
 
@@ -81,7 +95,7 @@ def recover(folder: Path) -> list[Path]:
 def hide(path: Path) -> Path:
     """Rename a checkpoint, so that no reader opens it while it is removed."""
     hidden = path.with_name(_NEW + "removed_" + path.name)
-    path.rename(hidden)
+    rename(path, hidden)
     return hidden
 
 

@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accel_fn.checkpoint.format.hashing import sync
+from accel_fn.checkpoint.format.names import rename
 from accel_fn.checkpoint.weights.entries import Entries
 from accel_fn.errors import CheckpointWriteError
 
@@ -53,7 +55,7 @@ def write_set(folder: Path, entries: Entries, limit: int) -> None:
         raise
     sync(folder)
     if count == 1:
-        os.replace(folder / spares[0], folder / SINGLE)
+        rename(folder / spares[0], folder / SINGLE)
         sync(folder)
         _remove_others(folder, {SINGLE})
     else:
@@ -97,7 +99,8 @@ def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
         save_file(held, path, metadata=metadata)
     except SafetensorError as error:
         raise CheckpointWriteError(f"save_model: {path} could not be written: {error}") from error
-    path.chmod(mode)  # safetensors makes files that only their owner can read
+    with suppress(OSError):  # a file system without modes
+        path.chmod(mode)  # safetensors makes files that only their owner can read
     sync(path)
 
 
@@ -120,10 +123,10 @@ def _commit(
         }
         spare.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         sync(spare)
-        os.replace(spare, folder / INDEX)
+        rename(spare, folder / INDEX)
         sync(folder)
 
-    place: Callable[[Path, Path], None] = os.replace
+    place: Callable[[Path, Path], None] = rename
     if (folder / INDEX).exists() and any((folder / name).exists() for name in names):
         put_index(spares)
         place = _put_copy
@@ -141,7 +144,7 @@ def _put_copy(new: Path, path: Path) -> None:
     except OSError:
         shutil.copy(new, spare)
         sync(spare)
-    os.replace(spare, path)
+    rename(spare, path)
 
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
