@@ -16,6 +16,22 @@ from accel_fn.checkpoint.listing import Checkpoint, list_checkpoints
 from accel_fn.errors import CheckpointError
 
 
+class Run:
+    """The checkpoint that a run was resumed from, and those that it has saved since, by step."""
+
+    def __init__(self, resumed_from: int | None = None) -> None:
+        self.resumed_from = resumed_from
+        self.saved: set[int] = set()
+
+    def age(self, step: int) -> tuple[bool, bool, int]:
+        """Sort checkpoints: what the run left when it went back, what it continues, what it has saved.
+
+        Times of files would not do: clocks differ between machines, and a copy has its own.
+        """
+        is_continued = self.resumed_from is not None and step <= self.resumed_from
+        return step in self.saved, is_continued, step
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A checkpoint that is being written."""
@@ -26,7 +42,7 @@ class Draft:
     keep: int | None
     keep_every: int | None
     keep_best: int
-    resumed_from: int | None
+    run: Run
 
     @property
     def path(self) -> Path:
@@ -64,6 +80,7 @@ class Draft:
             write_file(self.path / NAME, [manifest.to_bytes()])
             sync(self.path)
             rename_draft(self.path, self.final)
+            self.run.saved.add(self.head.step)
             tidy(self.home)
         except OSError as error:
             raise write_error(self.path, error) from error
@@ -76,18 +93,16 @@ class Draft:
             ) from error
 
     def _retain(self, keep: int) -> None:
-        """Remove all but the newest `keep` whole checkpoints, of which this one is the newest.
+        """Remove all but the newest `keep` whole checkpoints.
 
         The `keep_best` of highest score, multiples of `keep_every`, the one that this run was resumed
-        from, and damaged ones stay. The others are sorted by the time of writing: a run that went back
-        has a lower step than what it left there, and clocks differ between machines.
+        from, and damaged ones stay.
         """
-        new = self.head.step
         whole = [each for each in list_checkpoints(self.home) if not each.damage]
-        whole.sort(key=lambda each: (each.step == new, each.saved_at, each.step))
+        whole.sort(key=lambda each: self.run.age(each.step))
         best = {each.step for each in _by_score(whole)[: self.keep_best]}
         for each in whole[:-keep]:
-            stays = each.step == self.resumed_from or each.step in best
+            stays = each.step == self.run.resumed_from or each.step in best
             if not stays and not (self.keep_every and each.step % self.keep_every == 0):
                 shutil.rmtree(hide(each.path), ignore_errors=True)
 

@@ -17,6 +17,7 @@ from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import compare
 from accel_fn.checkpoint.background import finish_writing
+from accel_fn.checkpoint.draft import Run
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS, file_of, name_of, steps_in
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
@@ -112,7 +113,7 @@ def load(
         all_or_none(loading.load_extras, state, "load")
         undo.pop_all()
     loaded = all_or_none(loading.finish, state, "load")
-    notes_of(steps)["resumed_from"] = loading.manifest.step
+    notes_of(steps)["run"] = Run(loading.manifest.step)
     return loaded
 
 

@@ -17,7 +17,7 @@ from accel_fn.base.rng import random_state
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint.background import Background, finish_writing
-from accel_fn.checkpoint.draft import Draft, tidy
+from accel_fn.checkpoint.draft import Draft, Run, tidy
 from accel_fn.checkpoint.format.hashing import hash_of, memory_of, sync
 from accel_fn.checkpoint.format.manifest import Manifest
 from accel_fn.checkpoint.format.names import COMMON, file_of
@@ -136,8 +136,8 @@ def save(
     ):
         contents = all_or_none(lambda: _contents(steps), state, "save")
         head = _head(state, steps, contents, score)
-        resumed_from = notes_of(steps).get("resumed_from")
-        draft = Draft(Path(folder).absolute(), head, keep, keep_every, keep_best, resumed_from)
+        run = notes_of(steps).setdefault("run", Run())
+        draft = Draft(Path(folder).absolute(), head, keep, keep_every, keep_best, run)
         _write(draft, contents, extras, state, notes_of(steps), beside, wait=wait)
     return draft.final
 

@@ -930,6 +930,34 @@ def test_the_new_one_stays_where_others_have_a_later_time(tmp_path):
         assert steps_of(tmp_path) == left
 
 
+def backdate(folder, *steps):
+    """Give each of these checkpoints an earlier time than the one before it."""
+    for number, step in enumerate(steps):
+        os.utime(folder / f"step_{step:08d}" / "manifest.json", (1e9 - number, 1e9 - number))
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_the_highest_steps_of_a_run_stay_whatever_the_times_of_files(tmp_path, resumes):
+    """A clock was set back, or the folder was copied without times."""
+    saver = run(tmp_path, 1, 2, 3)
+    backdate(tmp_path, 1, 2, 3)
+    if resumes:
+        del saver
+        state, step = make(7)
+        saver = af.load(tmp_path, state, step), step
+    run(tmp_path, 4, keep=3, saver=saver)
+    assert steps_of(tmp_path) == [2, 3, 4]
+
+
+def test_what_a_run_left_when_it_went_back_goes_first(tmp_path):
+    run(tmp_path, 1, 2, 8, 9)
+    state, step = make(7)
+    saver = af.load(tmp_path, state, step, at=2), step
+    for number, left in ((3, [1, 2, 3]), (4, [2, 3, 4])):
+        run(tmp_path, number, keep=3, saver=saver)
+        assert steps_of(tmp_path) == left
+
+
 class InTheWay(Extra):
     """Makes a file at the name that the running save will need."""
 
