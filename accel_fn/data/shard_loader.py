@@ -14,7 +14,7 @@ from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.order import Order
 from accel_fn.data.same_loader import check_same
-from accel_fn.data.samplers.read_loader import describe, read_order
+from accel_fn.data.samplers.read_loader import describe, read_order, refuse_read_ahead
 from accel_fn.data.samplers.sampler_batches import SamplerBatches
 from accel_fn.data.samplers.sampler_source import SamplerSource
 from accel_fn.data.streams.stream_sources import SPLITS, stream_source
@@ -27,6 +27,7 @@ def shard_loader(
     *,
     batch: Literal["global", "per_rank"] = "global",
     split: Literal["auto", "round_robin", "workers"] = "auto",
+    read_ahead: int | None = None,
 ) -> ShardedLoader:
     """Split every batch of a `DataLoader` over the ranks, exactly.
 
@@ -54,6 +55,9 @@ def shard_loader(
             and a shard for each, else round robin. If shards are uneven, items of the
             longer ones move to other ranks; which items make a batch then
             depends on the world size.
+        read_ahead: how many batches a sampler or batch sampler of your own may be read ahead of the loop,
+            which may change it as it goes: sampling weights, say. Default: as few as torch's loader
+            does, 0 without workers, else num_workers * prefetch_factor. A larger number saves messages.
 
     Returns:
         A loader: `len`, `iter` (epoch 0), `epochs(num_epochs, since=state)`. Torch's `DataLoader[T]`
@@ -67,7 +71,8 @@ def shard_loader(
 
     Cost: in a world of several, four small collectives, once. Per batch, this
     rank's samples alone are read, in one read where the data set is of tensors or
-    arrays. With a sampler of your own, three messages a rank per some thousand samples.
+    arrays. With a sampler of your own, two or three messages a rank and batch, or each `read_ahead + 1`
+    batches; with one of torch's that is neither in order nor shuffled, per some thousand samples.
     Round robin reads all items of a stream on every rank, with two small messages a rank and batch.
     Of a stream that is split, a rank reads its own shards, with small messages every few batches.
 
@@ -83,18 +88,19 @@ def shard_loader(
         rule = "be one of " + ", ".join(map(repr, SPLITS))
         raise ArgumentError(message("shard_loader", "split", rule, split))
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        refuse_read_ahead(read_ahead)
         return ShardedLoader(stream_source(loader, state, batch=batch, split=split), loader)
-    order, channel = _agreed(loader, state, batch, split)
+    order, channel = _agreed(loader, state, batch, split, read_ahead)
     if isinstance(order, Order):
         return ShardedLoader(IndexedSource(loader, order, state.rank), loader)
     return ShardedLoader(SamplerSource(loader, order, state, channel), loader)
 
 
 def _agreed(
-    loader: Any, state: DistState, batch: str, split: str
+    loader: Any, state: DistState, batch: str, split: str, read_ahead: int | None
 ) -> tuple[Order | SamplerBatches, Channel | None]:
     """The order of the loader, the same on every rank; for a sampler also a channel."""
-    read = partial(_read, loader, state, batch, split)
+    read = partial(_read, loader, state, batch, split, read_ahead)
     if state.group is None:
         return read(), None
     order = all_or_none(read, state, "shard_loader")
@@ -105,9 +111,11 @@ def _agreed(
     return order, open_channel(state)
 
 
-def _read(loader: Any, state: DistState, batch: str, split: str) -> Order | SamplerBatches:
+def _read(
+    loader: Any, state: DistState, batch: str, split: str, read_ahead: int | None
+) -> Order | SamplerBatches:
     """Read and check it; data that can be indexed are not split."""
     if split != "auto":
         rule = "be left out for a data set that can be indexed"
         raise ArgumentError(message("shard_loader", "split", rule, split))
-    return read_order(loader, state, batch)
+    return read_order(loader, state, batch, read_ahead)

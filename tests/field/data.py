@@ -11,6 +11,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    Sampler,
     Subset,
     TensorDataset,
     default_collate,
@@ -289,3 +290,44 @@ def masked_labels(case: Case):
 
     counted = af.num_labels(1)
     return two_loops(case, lambda: network(3), loss_fn, loader, weight_fn=counted)
+
+
+@kind("equal")
+def taught_sampler(case: Case):
+    """A sampler whose scores the loop changes after every batch, read in this process or by workers."""
+    rows = TensorDataset(*samples(case), torch.arange(case.num_samples))
+
+    class Hardest(Sampler[int]):
+        def __init__(self):
+            self.scores = torch.randn(len(rows), generator=case.generator())
+
+        def __iter__(self):
+            for _ in range(len(rows)):
+                index = int(self.scores.argmax())
+                self.scores[index] -= 1
+                yield index
+
+        def __len__(self):
+            return len(rows)
+
+        def learn(self, indices):
+            self.scores[indices] *= 0.5
+            self.scores[int(indices.sum()) % len(rows)] += 2
+
+    # ranks are threads here, which should not fork
+    options = {"num_workers": 1} if case.world_size == 1 and case.seed % 4 == 1 else {}
+
+    def batches(of_ranks, all_of):
+        sampler = Hardest()
+        loader = DataLoader(rows, case.batch_size, sampler=sampler, **options)
+        for batch in of_ranks(loader):
+            yield batch
+            sampler.learn(all_of(batch[2]))
+
+    def run(state):
+        taught = batches(
+            lambda loader: af.shard_loader(loader, state), lambda part: af.gather(part, state)
+        )
+        return train(state, case, network(), mse, taught)
+
+    return lambda: train_by_hand(network(), mse, batches(iter, lambda whole: whole)), run

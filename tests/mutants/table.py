@@ -474,6 +474,14 @@ MUTANTS = [
         kind="data.curriculum",
     ),
     Mutant(
+        "a sampler of the user's own is read some thousand samples ahead",
+        "data/samplers/read_loader.py",
+        "return replace(order, at_once=1 + _num_beyond(loader, order, read_ahead))",
+        "return replace(order, at_once=None)",
+        "tests/data/test_taught_samplers.py",
+        kind="data.taught_sampler",
+    ),
+    Mutant(
         "an evaluation moves the random generators of training",
         "observe/evaluate.py",
         "        with restored_random(state.device):\n            return _totals",

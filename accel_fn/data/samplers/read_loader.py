@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -27,8 +27,39 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, messa
 _SEVERAL = 100  # a long list may be a list of samples, so this many are looked at
 
 
-def read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBatches:
+def read_order(
+    loader: Any, state: DistState, batch: str, read_ahead: int | None
+) -> Order | SamplerBatches:
     """Read the order of a loader and check it; `batch` is the meaning of its batch size."""
+    order = _read_order(loader, state, batch)
+    if isinstance(order, SamplerBatches) and order.is_own:
+        return replace(order, at_once=1 + _num_beyond(loader, order, read_ahead))
+    refuse_read_ahead(read_ahead)
+    return order
+
+
+def refuse_read_ahead(read_ahead: int | None) -> None:
+    """Refuse the option for a loader whose order no loop can change."""
+    if read_ahead is not None:
+        rule = "be left out for a loader without a sampler of your own"
+        raise ArgumentError(message("shard_loader", "read_ahead", rule, read_ahead))
+
+
+def _num_beyond(loader: DataLoader[Any], batches: SamplerBatches, read_ahead: int | None) -> int:
+    """Return how many batches to read ahead beyond those that must be."""
+    for_workers = loader.num_workers * (loader.prefetch_factor or 0)
+    for_tail = int(batches.cut is None and batches.length is None)
+    least = for_workers + for_tail
+    if read_ahead is None:
+        return 0
+    if check_count("shard_loader", "read_ahead", read_ahead, minimum=0) < least:
+        rule = f"be >= {least}, {for_workers} for the workers and {for_tail} for an unknown length"
+        repair = "use fewer workers or a smaller prefetch_factor, and give the sampler a __len__"
+        raise ArgumentError(message("shard_loader", "read_ahead", rule, read_ahead, repair))
+    return read_ahead - least
+
+
+def _read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBatches:
     _check(loader)
     batch_sampler = loader.batch_sampler
     if not _is_of(batch_sampler, BatchSampler):
@@ -159,6 +190,7 @@ class Described:
     checksum: int | None
     num_workers: int
     prefetch_factor: int | None
+    read_at_once: int | None
 
 
 def describe(loader: DataLoader[Any], sampling: SamplerBatches) -> Described:
@@ -177,4 +209,5 @@ def describe(loader: DataLoader[Any], sampling: SamplerBatches) -> Described:
         checksum=checksum,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
+        read_at_once=sampling.at_once,
     )

@@ -40,6 +40,12 @@ class SamplerBatches:
     seed: int  # seeds everything that the sampler draws
     cut: Order | None = None  # the cut into batches, if the number of samples is known before
     length: int | None = None  # batches of a batch sampler, before its tail is joined
+    at_once: int | None = None  # batches that are read together; None: some thousand samples
+
+    @property
+    def is_own(self) -> bool:
+        """Is it, or one that it holds, a class of the user's, which a loop may change as it goes?"""
+        return any(type(each) not in _KNOWN for each in nest(self.batch_sampler))
 
     def facts(self) -> dict[str, int | None]:
         """Return the facts that are known before the sampler runs."""
@@ -59,7 +65,7 @@ class SamplerBatches:
         return len(sizes) - joins
 
     def batches(self, epoch: int) -> Iterator[Batch]:
-        """Yield the global batches of an epoch; the sampler is some thousand samples ahead."""
+        """Yield the global batches of an epoch, read `at_once`."""
         joined = self._joined(self._read(epoch), epoch)
         return joined if self.cut is None else self._counted(joined, epoch)
 
@@ -81,34 +87,63 @@ class SamplerBatches:
                     stack.enter_context(context)
                 if batches is None:
                     batches = map(plain, iter(sampler))
-                several = take_several(batches)
+                several = self.take(batches)
             if not several:
                 return
             yield from several
 
+    def take(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Return the next batches, as many as are read at once; none at the end."""
+        if self.at_once is not None:
+            return list(islice(batches, self.at_once))
+        found, num_samples = [], 0
+        for batch in batches:
+            found.append(batch)
+            num_samples += len(batch)
+            if num_samples >= _SAMPLES_AT_ONCE:
+                break
+        return found
+
     def _joined(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
-        """Join a tail that is smaller than the world to the batch before."""
-        before: Batch | None = None
+        """Join a tail that is smaller than the world to the batch before, which waits for it."""
+        first_waiting = self._first_waiting()
+        waiting: Batch | None = None
         tail: Batch | None = None
+        num_given = 0
         for number, batch in enumerate(batches):
             if tail is not None:
-                where = f"{len(tail)} in batch {number - 1} of epoch {epoch}"
-                raise ArgumentError(
-                    f"shard_loader: every batch of the sampler but the last must have a sample for each of "
-                    f"{self.world_size} ranks, got {where}; let it make larger batches, or use fewer ranks"
-                )
+                raise self._too_small(tail, number - 1, epoch)
             if len(batch) < self.world_size:
+                if num_given and waiting is None:
+                    raise self._too_small(batch, number, epoch)
                 tail = batch
-            else:
-                if before is not None:
-                    yield before
-                before = batch
-        if before is None:
+                continue
+            if waiting is not None:
+                yield waiting
+            num_given = number + 1
+            waiting = batch if number >= first_waiting else None
+            if waiting is None:
+                yield batch
+        if num_given == 0:
             raise ArgumentError(
                 f"shard_loader: the sampler must give every one of {self.world_size} ranks a sample, "
                 f"got {len(tail or [])} in the whole of epoch {epoch}"
             )
-        yield before + (tail or [])
+        if waiting is not None:
+            yield waiting + (tail or [])
+
+    def _first_waiting(self) -> int:
+        """Return the number of the first batch that waits for the next one: before it, no tail can come."""
+        if self.cut is not None:
+            return self.cut.num_batches() - 1
+        return 0 if self.length is None else self.length - 2
+
+    def _too_small(self, batch: Batch, number: int, epoch: int) -> ArgumentError:
+        return ArgumentError(
+            f"shard_loader: every batch of the sampler but the last must have a sample for each of "
+            f"{self.world_size} ranks, got {len(batch)} in batch {number} of epoch {epoch}; let it make "
+            "larger batches, or use fewer ranks"
+        )
 
     def _counted(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         """Check that there are as many as the length states, since a position is computed from it."""
@@ -131,17 +166,6 @@ def nest(sampler: Any) -> list[Any]:
     while sampler is not None and not any(sampler is each for each in found):
         found.append(sampler)
         sampler = getattr(sampler, "sampler", None)
-    return found
-
-
-def take_several(batches: Iterator[Batch]) -> list[Batch]:
-    """Return the next batches, some thousand samples together; none at the end."""
-    found, num_samples = [], 0
-    for batch in batches:
-        found.append(batch)
-        num_samples += len(batch)
-        if num_samples >= _SAMPLES_AT_ONCE:
-            break
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel
 from accel_fn.data.indexed.load_batches import Loading
 from accel_fn.data.order import mix
-from accel_fn.data.samplers.sampler_batches import Batch, SamplerBatches, take_several
+from accel_fn.data.samplers.sampler_batches import Batch, SamplerBatches
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
 
 
@@ -92,13 +93,13 @@ class SamplerSource:
         batches = islice(self._sampling.batches(epoch), first_batch, None)
         if channel is None:
             return (_part(batch, self._rank, self._world_size) for batch in batches)
-        return _received(batches, channel, (epoch, first_batch))
+        return _received(partial(self._sampling.take, batches), channel, (epoch, first_batch))
 
 
 def _received(
-    batches: Iterator[Batch], channel: Channel, place: tuple[int, int]
+    take: Callable[[], list[Batch]], channel: Channel, place: tuple[int, int]
 ) -> Iterator[Batch]:
-    """Yield this rank's parts as rank 0 sends them; only rank 0 reads `batches`."""
+    """Yield this rank's parts as rank 0 sends them; only rank 0 takes batches."""
     ranks = range(channel.state.world_size)
 
     def parts_of_ranks(places: list[tuple[int, int]]) -> list[list[Batch]]:
@@ -106,7 +107,7 @@ def _received(
             [f"epoch {epoch} from batch {batch}" for epoch, batch in places],
             "shard_loader: ranks must go through the same epochs together",
         )
-        several = take_several(batches)
+        several = take()
         return [[_part(batch, rank, len(ranks)) for batch in several] for rank in ranks]
 
     while parts := channel.via_main(place, parts_of_ranks):
