@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from accel_fn.comm.reduce import reduce_sum as reduce_sum
     from accel_fn.comm.world import distributed as distributed
     from accel_fn.comm.world import init as init
+    from accel_fn.data.draw import draw as draw
     from accel_fn.data.loader import Epoch as Epoch
     from accel_fn.data.loader import ShardedLoader as ShardedLoader
     from accel_fn.data.part import part as part
@@ -128,6 +129,7 @@ _MODULES = {
     "checkpoint.save": ["save"],
     "checkpoint.weights.save_load_model": ["load_model", "save_model"],
     "checkpoint.weights.whole_state_dict": ["whole_state_dict"],
+    "data.draw": ["draw"],
     "data.loader": ["Epoch", "ShardedLoader"],
     "data.part": ["part"],
     "data.plan_batches": ["plan_batches"],

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.state import DistState, check_state, step_name
 from accel_fn.errors import check_flag
 
 GENERATORS = threading.RLock()
@@ -73,17 +73,17 @@ def restored_random(device: torch.device) -> Iterator[None]:
 
 
 def derive_random(state: DistState) -> None:
-    """Seed all of them from (seed, rank, step): for a rank that the saved run did not have."""
-    _seed(f"accel_fn {state.seed} {state.rank} {state.step}", state.device)
+    """Seed all of them from (seed, rank, position): for a rank that the saved run did not have."""
+    _seed(f"accel_fn {state.seed} {state.rank} {_position(state)}", state.device)
 
 
 def seed_all(state: DistState, *, per_rank: bool = True) -> None:
     """Seed Python's, NumPy's and torch's generators, on the host and the device.
 
-    The seeds come from `state.seed`, the rank's place in `state.data` and `state.step`. With one seed
-    on all ranks (`torch.manual_seed(0)`), each rank would draw the same dropout masks for different
-    rows. Call it before `resume`: a checkpoint holds the generators of every rank, so a resumed run
-    draws what the run would have drawn.
+    The seeds come from `state.seed`, the rank's place in `state.data`, `state.step` and `state.call`.
+    With one seed on all ranks (`torch.manual_seed(0)`), each rank would draw the same dropout masks for
+    different rows. Call it before `resume`: a checkpoint holds the generators of every rank, so a
+    resumed run draws what the run would have drawn.
 
     Args:
         state: of this rank.
@@ -107,12 +107,23 @@ def seed_all(state: DistState, *, per_rank: bool = True) -> None:
     check_state("seed_all", state)
     check_flag("seed_all", "per_rank", per_rank)
     place = state.data.rank if per_rank else "all"
-    _seed(f"accel_fn seed_all {state.seed} {place} {state.step}", state.device)
+    _seed(f"accel_fn seed_all {state.seed} {place} {_position(state)}", state.device)
 
 
 def key_random(state: DistState, slot: int) -> None:
-    """Seed all of them from (seed, step, slot): for a part of the batch, whichever rank has it."""
-    _seed(f"accel_fn {state.seed} {state.step} slot {slot}", state.device)
+    """Seed all of them from (seed, position, slot): for a part of the batch, whichever rank has it."""
+    _seed(f"accel_fn {state.seed} {_position(state)} slot {slot}", state.device)
+
+
+def generator_of(state: DistState, name: str) -> torch.Generator:
+    """Make a generator on the host, seeded from (seed, position, name): the same on every rank."""
+    number = _number(f"accel_fn draw {state.seed} {_position(state)} {name}")
+    return torch.Generator().manual_seed(number % 2**63)
+
+
+def _position(state: DistState) -> str:
+    """Name the position of a run in its data, and the step on that batch."""
+    return step_name(state.step, state.call)
 
 
 Standing = tuple[Any, dict[str, Any]]
@@ -173,8 +184,12 @@ def _set(standing: Standing) -> None:
     np.random.set_state(numpy)
 
 
+def _number(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+
+
 def _seed(key: str, device: torch.device) -> None:
-    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+    number = _number(key)
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number % 2**63)

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _CPU = torch.device("cpu")
-_COUNTS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "step": 0, "seed": 0}
+_COUNTS = {
+    "rank": 0,
+    "world_size": 1,
+    "local_rank": 0,
+    "local_world_size": 1,
+    "step": 0,
+    "call": 0,
+    "seed": 0,
+}
 """The integer fields of a state, and their minima."""
 
 
@@ -142,7 +150,7 @@ class Watchdog(Protocol):
     ) -> AbstractContextManager[None]:
         """Record the start of a collective; enter the result to wait for it."""
 
-    def begin_step(self, number: int) -> None:
+    def begin_step(self, name: str) -> None:
         """Record the start of a step."""
 
     def end_step(self) -> None:
@@ -170,7 +178,9 @@ class DistState:
         device: where model and batches live.
         scaler: the loss scale, None where no scaling is used.
         step: number of batches consumed: the whole position of a run in its data.
-        seed: of the data order.
+        call: number of steps since `step` advanced. 0 in the usual loop; a step with `advance=False`
+            adds one, and the next step without it begins again at 0.
+        seed: of the data order and of draws.
         group: the process group that collectives go through. Not shown, not compared, not pickled.
         watchdog: prints a report if a collective hangs; likewise.
 
@@ -189,6 +199,7 @@ class DistState:
     device: torch.device = _CPU
     scaler: LossScale | None = None
     step: int = 0
+    call: int = 0
     seed: int = 0
     group: ProcessGroup | None = field(default=None, repr=False, compare=False)
     watchdog: Watchdog | None = field(default=None, repr=False, compare=False)
@@ -197,7 +208,7 @@ class DistState:
         if not isinstance(self.device, torch.device):
             object.__setattr__(self, "device", device_of("DistState", self.device))
         places = (self.rank, self.world_size, self.local_rank, self.local_world_size)
-        counts = (*places, self.step, self.seed)
+        counts = (*places, self.step, self.call, self.seed)
         plain = {*map(type, counts)} == {int} and min(counts) >= 0
         if not (plain and self.rank < self.world_size and self.local_rank < self.local_world_size):
             self._check()
@@ -230,6 +241,7 @@ class DistState:
             _set(state, name, getattr(self, name))
         _set(state, "scaler", scaler)
         _set(state, "step", self.step + 1)
+        _set(state, "call", 0)
         return state
 
     def __copy__(self) -> DistState:
@@ -260,8 +272,14 @@ def check_state(function: str, state: object) -> None:
         raise ArgumentTypeError(message(function, "state", "be a DistState", got, repair))
 
 
+def step_name(step: int, call: int) -> str:
+    """Name a step in messages, collectives and seeds: 3, or 3.1 for the second one on the same batch."""
+    return f"{step}.{call}" if call else str(step)
+
+
 _set = object.__setattr__
-_KEPT = tuple(name for name in DistState.__dataclass_fields__ if name not in ("scaler", "step"))
+_MOVED = ("scaler", "step", "call")
+_KEPT = tuple(name for name in DistState.__dataclass_fields__ if name not in _MOVED)
 
 
 def _restored(fields: dict[str, Any]) -> DistState:

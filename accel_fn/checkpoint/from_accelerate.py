@@ -89,7 +89,7 @@ def load_accelerate(
     if state.is_main:
         for line in _unused(saved, state.scaler, schedulers):
             _LOG.warning("load_accelerate: %s", line)
-    return replace(state, step=saved.num_updates, scaler=saved.scaler)
+    return replace(state, step=saved.num_updates, call=0, scaler=saved.scaler)
 
 
 @dataclass(frozen=True, slots=True)

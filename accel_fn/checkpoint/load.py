@@ -70,7 +70,7 @@ def load(
             as it is, and log the differences as a warning.
 
     Returns:
-        The state: `state` with the checkpoint's `step` and loss scale.
+        The state: `state` with the checkpoint's `step`, `call` and loss scale.
 
     Raises:
         RuntimeError: on every rank: there is no such checkpoint, a file is missing or damaged
@@ -259,7 +259,8 @@ class _Loading:
             plan = self._steps[name].plan
             put_back(plan, name, self._tensors, dict(self._rests[name]), **options)
         scaler = state.scaler and (scale_from_dict(self._common["scaler"], state) or state.scaler)
-        loaded = replace(state, step=self.manifest.step, scaler=scaler)
+        step, call = self.manifest.step, self.manifest.call
+        loaded = replace(state, step=step, call=call, scaler=scaler)
         if self._is_known:
             restore_random(self._of_rank["random"], state.device)
         else:

@@ -60,7 +60,7 @@ def save(
     """Save the run as the checkpoint `step_NNNNNNNN` of a folder. Called on every rank.
 
     It holds parameters and buffers, the optimizer, the loss scale, the state of
-    transforms, `state.step` and seed, every rank's random generators, and the extras. The
+    transforms, `state.step`, `call` and seed, every rank's random generators, and the extras. The
     checkpoint gets its name once all of it is on the disk. So if the run is killed, a
     checkpoint is complete or not there. An optimizer with train and eval modes is saved in
     eval mode, and is back in train mode when `save` returns.
@@ -126,7 +126,7 @@ def save(
         for each in steps.values():
             checks.check_plan(each.plan, "check_saved")
 
-    given: dict[str, object] = {"state.step": state.step, "wait": wait}
+    given: dict[str, object] = {"state.step": state.step, "state.call": state.call, "wait": wait}
     given |= {"keep": keep, "keep_every": keep_every, "score": score, "keep_best": keep_best}
     given |= {"beside": None if beside is None else "a function"}
     checks.check_call("save", state, folder, steps, extras, check, **given)
@@ -241,6 +241,7 @@ def _head(
 ) -> Manifest:
     return Manifest(
         step=state.step,
+        call=state.call,
         seed=state.seed,
         world_size=state.world_size,
         score=None if score is None else float(score),

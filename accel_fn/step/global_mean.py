@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from accel_fn.base.state import DistState, LossScale
+from accel_fn.base.state import DistState, LossScale, step_name
 from accel_fn.base.weights import Weight, shares, total_weight
 from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import TRAINING
@@ -84,9 +84,10 @@ class GlobalMean:
             self._pending.append(self._weights)
 
     def _sum(self, tensor: Tensor, what: str) -> primitives.Pending | primitives.PendingTotal:
-        # The step number lets ranks notice one that caught its loss's error and went on.
+        # The step's name lets ranks notice one that caught its loss's error and went on.
+        name = step_name(self._state.step + 1, self._state.call)
         return primitives.start_total(
-            tensor, self._state, "step", what=f"{what}{self._suffix} {self._state.step + 1}"
+            tensor, self._state, "step", what=f"{what}{self._suffix} {name}"
         )
 
     def _losses(self) -> Tensor:

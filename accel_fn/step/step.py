@@ -8,9 +8,9 @@ from typing import Any, Generic
 
 from torch import Tensor
 
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.state import DistState, check_state, step_name
 from accel_fn.comm.primitives import check_joined
-from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_flag, message
 from accel_fn.step.checks.first_batches import FirstBatches
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Batch, GradFn, Plan, StepFn
@@ -44,7 +44,7 @@ class Stages:
         """Begin a step: the gradients of the global batch, with the collectives that DDP starts in it."""
         if state.watchdog is None:
             return self.grad_fn(state, batch)
-        state.watchdog.begin_step(state.step + 1)
+        state.watchdog.begin_step(step_name(state.step + 1, state.call))
         try:
             return self.grad_fn(state, batch)
         except RuntimeError as error:
@@ -85,18 +85,23 @@ class Step(Generic[Batch]):
     notes: dict[str, Any] = field(default_factory=dict)
     """Notes of saving and loading about this run; a step does not read them."""
 
-    def __call__(self, state: DistState, batch: Batch) -> tuple[DistState, Report]:
+    def __call__(
+        self, state: DistState, batch: Batch, *, advance: bool = True
+    ) -> tuple[DistState, Report]:
         """Consume one batch: this rank's part of it.
 
         Args:
             state: from `build` or the last step.
             batch: a tree of tensors, each [num_samples, ...], and of `samples`; may be empty or None, or
                 weigh nothing.
+            advance: False where another step on the same batch follows, as in a GAN: `state.step` stays,
+                and `state.call` counts one more. The update, schedules and averages count as in any step.
 
         Returns:
-            The state with `step` one further, and the report.
+            The state with `step` one further and `call` 0, and the report.
 
         Raises:
+            TypeError: `advance` is not True or False.
             ValueError: the state is another world's; the batch cannot be counted;
                 the loss cannot be trained on, or is no mean where the plan's `reduction` takes it
                 for one.
@@ -112,9 +117,14 @@ class Step(Generic[Batch]):
         first update of several ranks, where the input of the optimizer is compared.
         """
         self._check_state(state)
+        if advance is not True:
+            check_flag("step", "advance", advance)
+        before = state
         self.checks.begin(state, batch)
         state, report = self._run(state, batch)
         self.checks.end(state, batch, report)
+        if not advance:
+            state = _still(before, state)
         for after_update in self.plan.after_update:
             state = after_update(state, report)
         return state, report
@@ -170,28 +180,37 @@ class Step(Generic[Batch]):
         kept = grads if self.plan.wrap_grad_fn else _cloned(state, self.plan, grads)
         return state, kept, report
 
-    def update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
+    def update(
+        self, state: DistState, grads: Grads, report: Report, *, advance: bool = True
+    ) -> tuple[DistState, Report]:
         """Transform the gradients, run the optimizer and `after_update`; count one batch.
 
         Args:
             state: as `grads` gave it, or a later one.
             grads: used up: their tensors may be overwritten.
             report: of these gradients; `grad_norm` and `applied` are filled in.
+            advance: as for the step.
 
         Returns:
-            The state with `step` one further, and the report.
+            The state with `step` one further and `call` 0, and the report.
 
         Raises:
+            TypeError: `advance` is not True or False.
             ValueError: the state is another world's; gradients and report are not what a step
                 of this model gives.
 
         Cost: one read of the gradients with float16 or `clip`, and the optimizer's.
         """
         self._check_state(state)
+        if advance is not True:
+            check_flag("step.update", "advance", advance)
         self._check_outcome(grads, report)
+        before = state
         self.strategy.reset()
         prepared = self.stages.prepare(state, grads, report)
         state, report = self.stages.apply(state, prepared)
+        if not advance:
+            state = _still(before, state)
         for after_update in self.plan.after_update:
             state = after_update(state, report)
         return state, report
@@ -229,6 +248,11 @@ class Step(Generic[Batch]):
 
     def __repr__(self) -> str:
         return f"Step({self.plan!r})"
+
+
+def _still(before: DistState, after: DistState) -> DistState:
+    """The state after a step that stays at its batch."""
+    return replace(after, step=before.step, call=before.call + 1)
 
 
 def _wrapped(plan: Plan, strategy: Strategy) -> GradFn:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel_fn.base.delayed_read import DelayedRead
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, step_name
 from accel_fn.errors import SkippedError, check_count, check_positive
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import AcceptFn, Plan, Stateful
@@ -118,8 +119,9 @@ class FiniteNorm:
         self.max_consecutive = max_consecutive
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self._norm_before: Tensor | None = None
+        self._name_before = ""
         self._delayed = DelayedRead()
-        self._pending: dict[str, Tensor] = {}
+        self._pending: dict[str, Any] = {}
         """The attributes that `commit` changes."""
 
     def __call__(self, state: DistState, grads: Grads) -> Tensor:
@@ -128,12 +130,17 @@ class FiniteNorm:
         norm = grads.norm()
         ok, changes = self._judge(norm)
         in_a_row = torch.where(ok, 0, self._in_a_row + 1)
-        known = self._delayed(in_a_row)
+        known, name = self._delayed(in_a_row), step_name(state.step + 1, state.call)
         if known is in_a_row:
-            self._check(known, state.step + 1, norm)
+            self._check(known, name, norm)
         else:
-            self._check(known, state.step, self._norm_before)
-        self._pending = {"_in_a_row": in_a_row, "_norm_before": norm, **changes}
+            self._check(known, self._name_before, self._norm_before)
+        self._pending = {
+            "_in_a_row": in_a_row,
+            "_norm_before": norm,
+            "_name_before": name,
+            **changes,
+        }
         return ok
 
     def commit(self) -> None:
@@ -141,13 +148,13 @@ class FiniteNorm:
         vars(self).update(self._pending)
         self._pending = {}
 
-    def _check(self, in_a_row: Tensor | None, number: int, norm: Tensor | None) -> None:
+    def _check(self, in_a_row: Tensor | None, name: str, norm: Tensor | None) -> None:
         """Raise after too many updates in a row that were not applied."""
         if in_a_row is None or norm is None or in_a_row < self.max_consecutive:
             return
         raise SkippedError(
             f"step: the gradient norm must {self._RULE} once in {self.max_consecutive} updates, got "
-            f"{float(norm):g} at step {number}, and so for {int(in_a_row)} in a row; look at "
+            f"{float(norm):g} at step {name}, and so for {int(in_a_row)} in a row; look at "
             "their batches, resume from a checkpoint, or lower the learning rate"
         )
 

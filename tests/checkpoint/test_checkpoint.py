@@ -900,11 +900,13 @@ def test_what_one_rank_alone_is_given_wrongly_is_refused_on_all(
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
-def test_ranks_that_are_at_other_steps_are_refused(tmp_path):
+@pytest.mark.parametrize("name", ["step", "call"])
+def test_ranks_that_are_at_other_steps_are_refused(tmp_path, name):
     def run(state):
         state, step = make(recipe=af.wrap_ddp(), state=state)
-        with pytest.raises(ValueError, match=r"save: state.step must be the same .* got 1 on rank"):
-            af.save(tmp_path, replace(state, step=state.rank), step)
+        text = rf"save: state\.{name} must be the same .* got 1 on rank"
+        with pytest.raises(ValueError, match=text):
+            af.save(tmp_path, replace(state, **{name: state.rank}), step)
 
     simulate(run, world_size=2)
 

@@ -847,6 +847,15 @@ def test_a_checkpoint_without_the_field_of_scores_has_none(tmp_path):
     loads(tmp_path, 1)
 
 
+def test_a_checkpoint_without_the_field_of_calls_was_saved_between_batches(tmp_path):
+    """It was written by an earlier version, in which each step advanced."""
+    run(tmp_path, 1)
+    with_manifest(tmp_path / "step_00000001", lambda body: body.pop("call"))
+    state, step = make(7)
+    state = af.load(tmp_path, replace(state, call=3), step)
+    assert (state.step, state.call) == (1, 0)
+
+
 # -- what stands beside
 
 

@@ -118,7 +118,7 @@ def test_a_step_is_noted_by_number_and_the_users_line():
     log = StoreLog(HashStore(), None)
     watchdog = make_watchdog(log)
     place = here()
-    watchdog.begin_step(7)
+    watchdog.begin_step("7")
     assert left_by(watchdog, log) == f"has left; last step 7, at {place}; no collective"
 
 
@@ -144,7 +144,7 @@ def test_a_step_that_does_not_end_hangs_where_the_host_does_not_wait_for_collect
     ends, times_steps, ended, expected
 ):
     watchdog = make_watchdog(times_steps=times_steps)
-    watchdog.begin_step(7)
+    watchdog.begin_step("7")
     if ended:
         watchdog.end_step()
     watchdog._look_once(time.monotonic() + 59)
@@ -155,7 +155,7 @@ def test_a_step_that_does_not_end_hangs_where_the_host_does_not_wait_for_collect
 
 def test_a_step_that_compiles_may_take_longer_than_the_timeout(ends):
     watchdog = make_watchdog(times_steps=True)
-    watchdog.begin_step(7)
+    watchdog.begin_step("7")
 
     def backend(graph, inputs):
         watchdog._look_once(time.monotonic() + 61)

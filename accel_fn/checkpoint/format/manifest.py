@@ -47,6 +47,7 @@ class Manifest:
     """The contents of a checkpoint, without the values of its tensors."""
 
     step: int
+    call: int
     seed: int
     world_size: int
     score: float | None
@@ -87,8 +88,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 f"{found.get('accel_fn')}; read it with that version"
             )
         if isinstance(found, dict):
-            # Checkpoints may have been written before there were scores.
-            found.setdefault("score", None)
+            # Checkpoints may have been written before there were scores, or steps that stay at a batch.
+            found = {"score": None, "call": 0, **found}
         manifest: Manifest = read_as(Manifest, found, "manifest")
         here = step_of(checkpoint)
         _require(here in (None, manifest.step), "step", manifest.step, f"{here}, its folder's")

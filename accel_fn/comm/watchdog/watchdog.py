@@ -58,7 +58,7 @@ class StoreWatchdog:
         self._seen = time.monotonic()
         self._number = 0
         self._last: Collective | None = None
-        self._step: tuple[int, Place | None] | None = None
+        self._step: tuple[str, Place | None] | None = None
         self._waits: dict[int, tuple[float, Collective]] = {}
         self._times_steps = times_steps
         """Does a step that outlasts the timeout hang? The host does not wait for a device's collectives."""
@@ -109,10 +109,10 @@ class StoreWatchdog:
         if collective.number:
             self._seen = time.monotonic()
 
-    def begin_step(self, number: int) -> None:
+    def begin_step(self, name: str) -> None:
         """Record that a step begins."""
         self._seen = time.monotonic()
-        self._step = number, place_of(sys._getframe(1), self._libraries)
+        self._step = name, place_of(sys._getframe(1), self._libraries)
         self._step_began = self._seen if self._times_steps else None
 
     def end_step(self) -> None:
@@ -183,11 +183,9 @@ class StoreWatchdog:
         """Return its step, and the last collective that it entered."""
         shown = []
         if self._step is not None:
-            number, place = self._step
+            name, place = self._step
             phase = stack.phase() if stack else ""
-            shown.append(
-                f"in step {number}, {phase}" if phase else f"last step {number}, at {place}"
-            )
+            shown.append(f"in step {name}, {phase}" if phase else f"last step {name}, at {place}")
         if last:
             shown.append(f"last {self._last}" if self._last else "no collective")
         return "".join(f"; {each}" for each in shown)

@@ -35,15 +35,15 @@ def run_or_raise_on_all(run: Callable[[], None], state: DistState) -> None:
             raise PeerError(f"step: failed on rank {rank}: {text}")
 
 
-def check_same_step(steps: Sequence[int]) -> None:
+def check_same_step(steps: Sequence[str]) -> None:
     """Refuse, on all ranks, ranks of which one caught an error of its update and repeats the step."""
     rank, step = next(
         ((r, each) for r, each in enumerate(steps) if each != steps[0]), (0, steps[0])
     )
     if rank:
         raise WorldError(
-            f"step: every rank must be in the same step, got step {steps[0] + 1} on rank 0 and "
-            f"{step + 1} on rank {rank}; a rank that catches an error of a step must not go on alone"
+            f"step: every rank must be in the same step, got step {steps[0]} on rank 0 and "
+            f"{step} on rank {rank}; a rank that catches an error of a step must not go on alone"
         )
 
 

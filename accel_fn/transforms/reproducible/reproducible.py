@@ -21,8 +21,8 @@ def reproducible(num_virtual_ranks: int = 8) -> Transform:
 
     The global batch is split into `num_virtual_ranks` equal slices, and each rank has the same
     number of them. Each slice has its own forward and backward. Random numbers that it draws from
-    the generators of torch, NumPy or Python depend only on `state.seed`, `state.step` and the number
-    of the slice; afterwards the generators are restored. Gradients and losses are added up as a
+    the generators of torch, NumPy or Python depend only on `state.seed`, `state.step`, `state.call` and
+    the number of the slice; afterwards the generators are restored. Gradients and losses are added up as a
     binary tree over the slices: within a rank, then over the ranks.
 
     It replaces `wrap_ddp`, also in a world of one. `accumulate` splits each slice.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from accel_fn.base.batch import map_tensors, num_samples
 from accel_fn.base.rng import kept_random, key_random
 from accel_fn.base.split_batch import part_sizes, split_rows
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, step_name
 from accel_fn.base.weights import Weight, shares, total_weight
 from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import loss_of
@@ -199,7 +199,8 @@ class VirtualRanks(Strategy):
             failure = error
         weights = [float("nan")] if failure else [total_weight(each) for _, each in slices]
         stop = any(should_stop() for should_stop in plan.should_stop)
-        ranks = primitives.exchange((rows, weights, stop, state.step), state, "step")
+        name = step_name(state.step + 1, state.call)
+        ranks = primitives.exchange((rows, weights, stop, name), state, "step")
         check_same_step([each for _, _, _, each in ranks])
         whole = total_weight([each for _, of_slices, _, _ in ranks for each in of_slices])
         total = checked_total(whole, failure)

@@ -1,0 +1,77 @@
+"""draw: this rank's rows of random numbers for a global batch: noise, time steps, windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from accel_fn.base.batch import shapes_of
+from accel_fn.base.rng import generator_of
+from accel_fn.base.state import DistState, check_state
+from accel_fn.data.part import part
+from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
+
+T = TypeVar("T")
+
+
+def draw(state: DistState, fn: Callable[[torch.Generator], T], name: str = "") -> T:
+    """Draw random numbers for a global batch, and take this rank's rows of them.
+
+    Every rank draws the rows of the whole batch, from one generator that is seeded by `state.seed`,
+    `state.step`, `state.call` and `name`, and keeps its part, as `part` cuts it. Draw in the loop and put
+    the rows into the batch: then `accumulate` cuts them as it cuts the other rows. In a loss, a
+    micro-batch would not know which rows of the global batch it has.
+
+    Two draws for one step need two names, or they return the same numbers.
+
+    Law: the draws of the ranks, joined, are the draw of one rank, for every number of ranks; a run that
+    resumes from a checkpoint draws what the whole run draws.
+
+    Args:
+        state: of the step that the rows are for.
+        fn: draws from the generator, which is on the host, and returns a tree of tensors
+            [num_rows, ...], as many rows as the *global* batch has: the DataLoader's `batch_size`, or
+            `reduce_sum(len(x), state)` of the ranks' parts `x` if the last batch may be shorter.
+        name: of the draw.
+
+    Returns:
+        The tree with this rank's rows, on the host; `place` moves them with the batch. Where the
+        device should draw, let `fn` draw a seed for a generator of the device.
+
+    Raises:
+        TypeError: `fn` cannot be called, or `name` is no string.
+        ValueError: `fn` returns no rows, different numbers of them, or rows that it did not draw from
+            the generator.
+
+    Cost: `fn` for the whole batch on every rank, and some microseconds; no message.
+
+    >>> import torch, accel_fn as af
+    >>> state = af.DistState(rank=1, world_size=2)
+    >>> noise = af.draw(state, lambda generator: torch.randn(6, 16, generator=generator))
+    >>> noise.shape
+    torch.Size([3, 16])
+    """
+    check_state("draw", state)
+    if not callable(fn):
+        rule, repair = (
+            "be a function of a generator",
+            "such as lambda g: torch.rand(8, generator=g)",
+        )
+        raise ArgumentTypeError(message("draw", "fn", rule, type(fn).__name__, repair))
+    if not isinstance(name, str):
+        raise ArgumentTypeError(message("draw", "name", "be a string", name))
+    generator = generator_of(state, name)
+    before = generator.get_state()
+    rows = fn(generator)
+    shapes = shapes_of(rows)
+    counts = {shape[0] for shape in shapes}
+    if len(counts) != 1:
+        rule, got = "return tensors of one number of rows", shapes or type(rows).__name__
+        raise BatchError(message("draw", "fn", rule, got))
+    # torch draws nothing for no row, and no permutation of one
+    if counts.pop() > 1 and torch.equal(generator.get_state(), before):
+        rule, repair = "draw from the generator that it is given", "torch.randn(..., generator=g)"
+        raise ArgumentError(message("draw", "fn", rule, "none of its numbers", repair))
+    return part(rows, state)

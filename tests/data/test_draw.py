@@ -1,0 +1,90 @@
+"""draw: a rank's rows of random numbers for a global batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import accel_fn as af
+
+HERE = af.DistState(seed=3, step=5)
+
+
+def normal(generator):
+    return torch.randn(4, 2, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 4}, {"step": 6}, {"call": 1}, {"step": 51}], ids=lambda each: str([*each])
+)
+def test_every_part_of_a_position_gives_numbers_of_its_own(other):
+    assert not torch.equal(af.draw(HERE, normal), af.draw(replace(HERE, **other), normal))
+
+
+def test_a_name_gives_numbers_of_its_own():
+    assert not torch.equal(af.draw(HERE, normal), af.draw(HERE, normal, "noise"))
+    assert not torch.equal(af.draw(HERE, normal, "a"), af.draw(HERE, normal, "b"))
+
+
+def test_a_draw_repeats_and_leaves_the_generators_of_the_process_alone():
+    before = torch.get_rng_state()
+    first = af.draw(HERE, normal, "noise")
+    assert torch.equal(first, af.draw(HERE, normal, "noise"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_position_of_the_usual_loop_draws_the_numbers_that_it_drew_before():
+    """Runs resume with them, so the seed of a draw must not change."""
+    drawn = af.draw(HERE, lambda g: torch.randint(1000, (4,), generator=g), "noise")
+    assert drawn.tolist() == [635, 950, 920, 903]
+
+
+def test_a_tree_is_cut_with_the_tensors_in_it():
+    def pair(generator):
+        return {"noise": normal(generator), "time": torch.rand(4, generator=generator)}
+
+    state = replace(HERE, rank=1, world_size=3)
+    (whole, part) = (af.draw(each, pair) for each in (HERE, state))
+    for name, rows in part.items():
+        assert torch.equal(rows, whole[name][2:3])
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_few_rows_may_need_no_numbers(num_rows):
+    drawn = af.draw(HERE, lambda generator: torch.randperm(num_rows, generator=generator))
+    assert len(drawn) == num_rows
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "text"),
+    [
+        (3, TypeError, r"fn must be a function of a generator, got 'int'; such as lambda g: "),
+        (
+            lambda _: None,
+            ValueError,
+            "fn must return tensors of one number of rows, got 'NoneType'",
+        ),
+        (
+            lambda g: (torch.rand(3, generator=g), torch.rand(2, 1, generator=g)),
+            ValueError,
+            r"fn must return tensors of one number of rows, got \[\(3,\), \(2, 1\)\]",
+        ),
+        (
+            lambda _: torch.randn(4, 2),
+            ValueError,
+            "fn must draw from the generator that it is given, got 'none of its numbers'; "
+            r"torch.randn\(..., generator=g\)",
+        ),
+    ],
+    ids=["no function", "no rows", "two numbers of rows", "a generator of its own"],
+)
+def test_a_function_that_does_not_draw_rows_is_refused(fn, error, text):
+    with pytest.raises(error, match=f"^draw: {text}"):
+        af.draw(HERE, fn)
+
+
+def test_arguments_of_other_kinds_are_refused():
+    with pytest.raises(TypeError, match=r"^draw: name must be a string, got 3$"):
+        af.draw(HERE, normal, 3)
+    with pytest.raises(TypeError, match=r"^draw: state must be a DistState, got 'function'"):
+        af.draw(normal, HERE)

@@ -1,0 +1,184 @@
+"""Steps that stay at their batch: what counts, and what does not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.errors import WorldError
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+BATCH = (torch.arange(12.0).reshape(4, 3).double() / 10, torch.ones(4, 1).double())
+
+
+def position(state):
+    return state.step, state.call
+
+
+def test_the_position_stays_and_calls_count_until_a_step_advances():
+    state, step = ours.built()
+    seen = [position(state)]
+    for advance in (False, False, True, True, False):
+        state, _ = step(state, BATCH, advance=advance)
+        seen.append(position(state))
+    assert seen == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+
+
+def test_update_stays_as_a_step_does():
+    state, step = ours.built()
+    state, _ = step(state, BATCH)
+    state, grads, report = step.grads(state, BATCH)
+    state, _ = step.update(state, grads, report, advance=False)
+    assert position(state) == (1, 1)
+    state, _ = step.update(*step.grads(state, BATCH))
+    assert position(state) == (2, 0)
+
+
+def test_a_step_that_stays_makes_the_same_update():
+    ends = []
+    for advance in (True, False):
+        state, step = ours.built(af.compose(af.accumulate(2), af.clip(0.1)))
+        for _ in range(3):
+            state, _ = step(state, BATCH, advance=advance)
+        ends.append(ours.kept_tensors(step))
+    ours.assert_identical(*ends)
+
+
+def test_the_loss_scale_moves_in_a_step_that_stays():
+    model = ours.regression_model().float()
+    state, step = ours.built(af.with_amp("fp16", init_scale=4.0, growth_interval=1), model=model)
+    state, _ = step(state, tuple(each.float() for each in BATCH), advance=False)
+    assert (float(state.scaler.scale), *position(state)) == (8.0, 0, 1)
+
+
+@pytest.mark.parametrize("advance", [0, None, "no"])
+def test_advance_is_a_flag_that_is_refused_before_the_update(advance):
+    state, step = ours.built()
+    before = ours.kept_tensors(step)
+    with pytest.raises(TypeError, match=f"^step: advance must be True or False, got {advance!r}"):
+        step(state, BATCH, advance=advance)
+    with pytest.raises(TypeError, match=r"^step\.update: advance must be True or False"):
+        step.update(*step.grads(state, BATCH), advance=advance)
+    ours.assert_identical(ours.kept_tensors(step), before)
+
+
+def test_after_update_has_the_position_that_stays():
+    seen = []
+
+    def note(state, report):
+        seen.append(position(state))
+        return state
+
+    state, step = ours.built(lambda plan: replace(plan, after_update=(note,)))
+    state, _ = step(state, BATCH, advance=False)
+    step(state, BATCH)
+    assert seen == [(0, 1), (1, 0)]
+
+
+def halving(plan):
+    return af.schedule(torch.optim.lr_scheduler.StepLR(plan.optimizer, 2, gamma=0.5))(plan)
+
+
+TRANSFORMS = {
+    "schedule": halving,
+    "average": af.average(0.5),
+    "freeze": af.freeze("0", until=3),
+    "skip": af.skip_nonfinite(),
+    "spikes": af.skip_spikes(window=4),
+    "accumulate": af.accumulate(2),
+}
+
+
+@pytest.mark.parametrize("names", [*([name] for name in TRANSFORMS), [*TRANSFORMS]], ids=str)
+def test_transforms_count_updates_and_not_positions(names):
+    """A second step on each batch is to them what a batch more is."""
+    recipe = af.compose(*[TRANSFORMS[name] for name in names])
+    bad = (BATCH[0] * float("nan"), BATCH[1])
+    batches = [BATCH, (BATCH[0] * 2, BATCH[1]), bad if "skip" in names else BATCH, BATCH]
+    ends = []
+    for advances in ([True] * 4, [False, True] * 2, [False] * 4):
+        state, step = ours.built(recipe, optimizer=ours.adamw)
+        for batch, advance in zip(batches, advances, strict=True):
+            state, _ = step(state, batch, advance=advance)
+        stateful = [*step.plan.accept, *step.plan.wrap_grad_fn, *step.plan.after_update]
+        states = [each.state_dict() for each in stateful if hasattr(each, "state_dict")]
+        ends.append((ours.kept_tensors(step), states))
+    (expected, states), *others = ends
+    for found, its_states in others:
+        ours.assert_identical(found, expected)
+        torch.testing.assert_close(its_states, states, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", [af.wrap_ddp(), af.wrap_fsdp(), af.local_sgd(2)], ids=str)
+def test_ranks_count_updates_alike(recipe):
+    def run(state, advances):
+        model = ours.regression_model()
+        plan = af.compose(recipe, halving)(ours.plan(model=model))
+        state, step = af.build(state, plan, check_loss=False)
+        for advance in advances:
+            state, _ = step(state, af.part(BATCH, state), advance=advance)
+        return ours.whole(dict(model.named_parameters()))
+
+    usual, staying = (
+        simulate(lambda state, each=each: run(state, each), world_size=2)
+        for each in ([True] * 4, [False, True] * 2)
+    )
+    for found, expected in zip(staying, usual, strict=True):
+        ours.assert_identical(found, expected)
+
+
+def test_too_many_skipped_updates_name_the_batch_and_the_call():
+    state, step = ours.built(af.skip_nonfinite(2))
+    bad = (BATCH[0] * float("nan"), BATCH[1])
+    state, _ = step(state, bad, advance=False)
+    with pytest.raises(ArithmeticError, match=r"got nan at step 1\.1, and so for 2 in a row"):
+        step(state, bad)
+
+
+class Masks(nn.Module):
+    """Keeps the masks that its dropout draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(3, 1).double(), []
+
+    def forward(self, inputs):
+        self.seen.append(nn.functional.dropout(torch.ones(8)).tolist())
+        return self.layer(inputs)
+
+
+def test_two_steps_on_one_batch_draw_different_masks_under_reproducible():
+    def run(state):
+        model = Masks()
+        plan = af.reproducible(2)(ours.plan(model=model))
+        state, step = af.build(state, plan, check_loss=False)
+        state, _ = step(state, af.part(BATCH, state), advance=False)
+        step(state, af.part(BATCH, state))
+        return model.seen
+
+    (alone,) = simulate(run, world_size=1)
+    assert len({*map(tuple, alone)}) == 4  # two slices in each of two steps
+    first, second = simulate(run, world_size=2)
+    assert [first[0], second[0], first[1], second[1]] == alone
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        (af.wrap_ddp(), r"same collective, got weights 1(\.1)? on rank . and weights 1(\.1)? on"),
+        (af.reproducible(2), r"be in the same step, got step 1 on rank 0 and 1\.1 on rank 1"),
+    ],
+    ids=["wrap_ddp", "reproducible"],
+)
+def test_ranks_in_different_steps_on_one_batch_notice_it(recipe, text):
+    """As when one of them caught the error of its loss."""
+
+    def run(state):
+        state, step = af.build(state, recipe(ours.plan()), check_loss=False)
+        with pytest.raises(WorldError, match=text):
+            step(replace(state, call=state.rank), af.part(BATCH, state))
+
+    simulate(run, world_size=2)
