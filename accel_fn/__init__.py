@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from accel_fn.observe.estimate_memory import estimate_memory as estimate_memory
     from accel_fn.observe.evaluate import evaluate as evaluate
     from accel_fn.observe.explain import explain as explain
+    from accel_fn.observe.predict import predict as predict
     from accel_fn.step.autocast import autocast as autocast
     from accel_fn.step.build import build as build
     from accel_fn.step.grads import Grads as Grads
@@ -106,6 +107,7 @@ _MODULES = {
     "observe.estimate_memory": ["MemoryEstimate", "estimate_memory"],
     "observe.evaluate": ["evaluate"],
     "observe.explain": ["explain"],
+    "observe.predict": ["predict"],
     "comm.gather": ["gather"],
     "step.grads": ["Grads"],
     "base.launch_options": ["LaunchOptions", "launch_options"],

@@ -71,17 +71,23 @@ def gather(tree: T, state: DistState) -> T:
     {'scores': tensor([0, 1, 2]), 'names': ['a', 'b', 'c']}
     """
     check_state("gather", state)
-    leaves, structure = pytree.tree_flatten(opened(tree, _is_list), is_leaf=_is_list)
+    return join_rows(tree, state, "gather", "tree")
+
+
+def join_rows(tree: T, state: DistState, function: str, parameter: str) -> T:
+    """Join the rows of all ranks, for a public function whose parameter gave them."""
+    leaves, structure = flat_rows(tree)
     described = [_describe(leaf) for leaf in leaves]
-    problem = inexact("gather", leaves, state, joins_rows=True)
+    problem = inexact(function, leaves, state, joins_rows=True)
     form = str(structure), [leaf for leaf, _ in described], problem
-    every = primitives.exchange(form, state, "gather", leaves)
-    _check(every)
+    every = primitives.exchange(form, state, function, leaves)
+    _check(every, f"{function}: {parameter}")
     if state.world_size == 1:
         return cast("T", detached_in_no_grad(tree))
     tensors = [tensor for _, held in described for tensor in held]
-    parts = [iter(each) for each in _all_bytes(tensors, [each[1] for each in every], state)]
-    columns = list(zip(*[each[1] for each in every], strict=True))
+    forms = [each[1] for each in every]
+    parts = [iter(each) for each in _all_bytes(tensors, forms, state, function)]
+    columns = list(zip(*forms, strict=True))
     joined = [
         _join(leaf, column, parts, state) for leaf, column in zip(leaves, columns, strict=True)
     ]
@@ -117,6 +123,11 @@ def _put_into_graph(
 
 def _typed_like(leaf: Any, joined: Any) -> Any:
     return typed(joined, type(leaf), vars(leaf)) if isinstance(leaf, Tensor) else joined
+
+
+def flat_rows(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the tensors and lists of a tree, and its structure."""
+    return pytree.tree_flatten(opened(tree, _is_list), is_leaf=_is_list)
 
 
 def _is_list(node: Any) -> bool:
@@ -180,19 +191,24 @@ def _describe(leaf: Any) -> tuple[_Leaf, list[Tensor]]:
     return _Leaf(kind, tuple(specs), items, in_graph=in_graph(leaf)), tensors
 
 
-def _check(every: Sequence[tuple[str, list[_Leaf], str]]) -> None:
+def _check(every: Sequence[tuple[str, list[_Leaf], str]], where: str) -> None:
     """Raise on all ranks alike unless the trees of all ranks fit together and can be joined."""
-    rule = "gather: tree must have one structure, and one dtype and trailing shape a leaf, on every rank"
+    rule = (
+        f"{where} must have one structure, and one dtype and trailing shape a leaf, on every rank"
+    )
     check_alike([[leaf.kind for leaf in leaves] for _, leaves, _ in every], rule, error=BatchError)
     check_alike([structure for structure, _, _ in every], rule, error=BatchError)
     for _, leaves, problem in every:
         for each in (*(leaf.problem for leaf in leaves), problem):
             if each:
-                raise BatchError(f"gather: tree must {each}")
+                raise BatchError(f"{where} must {each}")
 
 
 def _all_bytes(
-    tensors: Sequence[Tensor], every: Sequence[Sequence[_Leaf]], state: DistState
+    tensors: Sequence[Tensor],
+    every: Sequence[Sequence[_Leaf]],
+    state: DistState,
+    function: str,
 ) -> list[list[Tensor]]:
     """Gather all ranks' tensors as bytes: those on hosts in one all-gather, the others in another."""
     specs = [[spec for leaf in leaves for spec in leaf.specs] for leaves in every]
@@ -205,7 +221,7 @@ def _all_bytes(
             for each, chosen in zip(specs, places, strict=True)
         ]
         pieces = [_bytes_of(tensors[place].to(device)) for place in places[state.rank]]
-        for rank, parts in enumerate(_exchange_bytes(pieces, sizes, state, device)):
+        for rank, parts in enumerate(_exchange_bytes(pieces, sizes, state, device, function)):
             found[rank].update(zip(places[rank], parts, strict=True))
     return [[each[place] for place in range(len(each))] for each in found]
 
@@ -220,6 +236,7 @@ def _exchange_bytes(
     sizes: Sequence[list[int]],
     state: DistState,
     device: torch.device,
+    function: str,
 ) -> Iterator[list[Tensor]]:
     """All-gather the pieces of every rank, padded to the longest rank's, and cut them again."""
     longest = max(map(sum, sizes))
@@ -227,7 +244,7 @@ def _exchange_bytes(
     if pieces:
         torch.cat(pieces, out=padded[: sum(sizes[state.rank])])
     parts = (
-        primitives.all_gather(padded, state, "gather") if longest else [padded] * state.world_size
+        primitives.all_gather(padded, state, function) if longest else [padded] * state.world_size
     )
     for part, lengths in zip(parts, sizes, strict=True):
         yield list(torch.split_with_sizes(part[: sum(lengths)], lengths))

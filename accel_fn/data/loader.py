@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, TypeAlias
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -18,6 +18,10 @@ _LOG = logging.getLogger("accel_fn.checkpoint")  # the logger of resuming
 
 Batch = TypeVar("Batch", covariant=True, default=Any)
 """The type of a batch. Annotate it: torch's DataLoader knows that of a sample alone."""
+
+
+Numbered: TypeAlias = tuple[list[Any] | None, Batch]
+"""A batch after the samples in it, as its data set is indexed; None for the items of a stream."""
 
 
 class Source(Protocol[Batch]):
@@ -33,6 +37,9 @@ class Source(Protocol[Batch]):
         Called in the thread of the loop, by all ranks in the same order. The
         iterator may be read in another thread.
         """
+
+    def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:
+        """The same batches, each after the samples of this rank in it."""
 
     def facts(self) -> dict[str, int | None]:
         """Known facts that a resumed run must share; not the number of ranks."""
@@ -184,3 +191,17 @@ class ShardedLoader(Generic[Batch]):
         """The samples of all ranks in a batch, in rank order: [num_samples of the batch], int64."""
         check_count("global_indices", "epoch", epoch, minimum=0)
         return self._source.global_indices(epoch, batch)
+
+
+def numbered_batches(loader: Iterable[Any]) -> Iterator[Numbered[Any]]:
+    """Yield the batches of a loader, each after the samples in it, which an iterable does not know."""
+    if isinstance(loader, Epoch):
+        return loader.loader._source.numbered(loader.index, loader.first_batch)
+    if isinstance(loader, ShardedLoader):
+        return loader._source.numbered(None, 0)
+    return unnumbered(iter(loader))
+
+
+def unnumbered(batches: Iterator[Batch]) -> Iterator[Numbered[Batch]]:
+    """Yield batches whose samples have no numbers."""
+    return ((None, batch) for batch in batches)

@@ -17,7 +17,7 @@ from torch import Tensor
 from accel_fn.base.batch import map_tensors
 from accel_fn.base.host_copies import remember_source
 from accel_fn.base.state import DistState
-from accel_fn.data.loader import Batch, Epoch, ShardedLoader, Source
+from accel_fn.data.loader import Batch, Epoch, Numbered, ShardedLoader, Source
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
 _COPIED = ("mps", "meta")  # their memory belongs to no stream
@@ -129,6 +129,9 @@ class PrefetchedSource(Generic[Batch]):
 
     def batches(self, epoch: int | None, first_batch: int) -> Iterator[Batch]:
         return _Pass(self._source.batches(epoch, first_batch), self._ahead)
+
+    def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:
+        return _Pass(self._source.numbered(epoch, first_batch), self._ahead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Generic, overload
 import torch
 from torch import Tensor
 
-from accel_fn.data.loader import Batch, ShardedLoader, Source
+from accel_fn.data.loader import Batch, Numbered, ShardedLoader, Source
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
 
@@ -90,6 +90,11 @@ class WindowedSource(Generic[Batch]):
 
     def batches(self, epoch: int | None, first_batch: int) -> Iterator[list[Batch]]:
         return _lists(self._source.batches(epoch, first_batch * self._k), self._k)
+
+    def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[list[Batch]]]:
+        for each in _lists(self._source.numbered(epoch, first_batch * self._k), self._k):
+            parts = [numbers for numbers, _ in each if numbers is not None]
+            yield [*chain(*parts)] if parts else None, [batch for _, batch in each]
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return self._source.position(step, window * self._k)

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from operator import length_hint
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from accel_fn.base.batch import num_samples
-from accel_fn.base.rng import restored_random
 from accel_fn.base.state import DistState
-from accel_fn.base.weights import Weight
+from accel_fn.base.weights import Weight, weigh
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
-from accel_fn.data.loader import Epoch, ShardedLoader
-from accel_fn.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BatchError,
-    LossError,
-    message,
-)
+from accel_fn.errors import ArgumentTypeError, LossError, message
 from accel_fn.observe.metrics import NOTHING, Totals, added, means, totals_of, widest
-from accel_fn.step.loss_module import Metrics, loss_module_of, run_forward, run_placed
-from accel_fn.step.microbatches import cut, microbatches
-from accel_fn.step.optimizer_modes import in_eval_mode
+from accel_fn.observe.over_loader import (
+    check_loader,
+    check_step,
+    num_rows,
+    outcomes,
+    over_loader,
+)
+from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
+from accel_fn.step.loss_module import Outcome, checked_metrics, run_forward
+from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, stacked
+from accel_fn.step.microbatches import microbatches
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
 Metric = Tensor | tuple[float | Tensor, float | Tensor]
-MetricFn = Callable[[Any, Any], Mapping[str, Metric]]
+MetricFn = Callable[[Any, Any], Mapping[str, Metric] | tuple[Any, Mapping[str, Metric] | None]]
 
 
 def evaluate(
@@ -45,7 +40,7 @@ def evaluate(
     *,
     progress: bool | None = None,
 ) -> dict[str, float | Tensor]:
-    """Compute metrics over every sample of a loader, once, and over all ranks: sums over counts.
+    """Compute metrics, or a loss, over every sample of a loader, once, and over all ranks: sums over counts.
 
     Runs with the step's placement, micro-batches and autocast, without
     gradients. Meanwhile the model is in evaluation mode, and so are optimizers that
@@ -60,13 +55,16 @@ def evaluate(
 
     Args:
         step: from `build`.
-        loader: from `shard_loader`, also through `prefetch` or `window`, or one of its
-            epochs; in a world of one, any iterable of batches.
+        loader: from `shard_loader`, also through `prefetch` or `window`, or one of its epochs; or any
+            iterable of this rank's batches, such as those that `part` has cut. Ranks may have
+            different numbers of batches, and none. A `DataLoader` in a world of one alone.
         state: as for the step; not changed.
-        metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch, which
+        metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch that has rows, which
             is on the device. Values are one a sample, [num_samples, ...], whole, real or bool, or
             a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape. Names
-            and shapes are the same for every batch. Default: the plan's loss over its weights, as "loss"
+            and shapes are the same for every batch. Or `(model, batch) -> (loss, metrics)`, another
+            `loss_fn`, without label smoothing for instance, whose means are over the plan's `weight_fn`.
+            Default: the plan's loss over its weights, as "loss"
             (the mean of an item, also where `reduction` is "sum"; where `weight_fn` is a mapping,
             each term by its name, and their sum), and the metrics that `loss_fn` returns beside it.
         progress: a bar on the main rank. Default: where there is a terminal.
@@ -77,15 +75,19 @@ def evaluate(
 
     Raises:
         ValueError: on every rank alike: values that are a mean already, of another length
-            than the batch, or named otherwise from batch to batch; a loader without a batch,
-            or, in a world of several, one that is not sharded; `local_sgd` between two averages.
+            than the batch, or named otherwise from batch to batch; a loss that is no mean; a loader without
+            a batch, or, in a world of several, a `DataLoader`; `local_sgd` between two averages.
         RuntimeError: on the other ranks, when one fails; names or shapes, also of buffers, differ
             between ranks.
 
+    Warns:
+        UserWarning: on the main rank: all ranks have the same first batch; pairs whose count is always 1.
+
     Cost: a forward a micro-batch, no collective and no host synchronisation among them (on MPS,
-    which has no float64, one); at the end four small collectives on the host and one
-    host synchronisation. In a world of several, if the model has buffers in its `state_dict`, before that
-    a copy of these, two small collectives and one broadcast; not with `reproducible`.
+    which has no float64, one; with `wrap_fsdp`, one small collective a batch beside its own);
+    at the end four small collectives on the host and one host synchronisation. In a world of several, if
+    the model has buffers in its `state_dict`, before that a copy of these, two small collectives and one
+    broadcast; not with `reproducible`.
 
     Note: sums are kept in float64, or in int64 where values are whole, so whole numbers are exact.
 
@@ -97,21 +99,25 @@ def evaluate(
     >>> af.evaluate(step, [batch], state, metric_fn)
     {'close': 1.0}
     """
-    if not isinstance(step, Step):
-        rule = "be what build gave"
-        raise ArgumentTypeError(message("evaluate", "step", rule, type(step).__name__))
-    step._check_state(state)
+    check_step("evaluate", step, state)
 
-    def mine() -> Totals:
-        _check_arguments(loader, state, metric_fn)
-        bar = _bar(loader, state, progress)
-        with restored_random(state.device):
-            return _totals(step, loader, state, metric_fn, bar)
+    def mine() -> tuple[Totals, bool, Looks]:
+        check_loader("evaluate", loader, state)
+        if metric_fn is not None and not callable(metric_fn):
+            rule = "be a function (model, batch) -> {name: values} or (loss, metrics)"
+            raise ArgumentTypeError(message("evaluate", "metric_fn", rule, metric_fn))
+        own = _Own(step, state, metric_fn)
+        looks = over_loader("evaluate", step, loader, state, own.add, progress)
+        totals = {name: total.to_host() for name, total in own.totals.items()}
+        return totals, own.has_losses, looks
 
     with step.strategy.evaluating(step.plan, state, "evaluate"):
-        totals = all_or_none(mine, state, "evaluate")
-    found = means(primitives.exchange(totals, state, "evaluate"))
-    return _with_sum(found, step.plan.terms) if metric_fn is None and step.plan.terms else found
+        own = all_or_none(mine, state, "evaluate")
+    every = primitives.exchange(own, state, "evaluate")
+    warn_of_equal_batches("evaluate", state, [looks for *_, looks in every])
+    found = means([totals for totals, *_ in every])
+    has_losses = any(each for _, each, _ in every)
+    return _with_sum(found, step.plan.terms) if has_losses and step.plan.terms else found
 
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
@@ -121,74 +127,60 @@ def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float
     return {**found, "loss": sum(counted) if counted else math.nan, **of_terms}
 
 
-def _check_arguments(loader: Iterable[Any], state: DistState, metric_fn: object) -> None:
-    if metric_fn is not None and not callable(metric_fn):
-        rule = "be a function (model, batch) -> {name: values}"
-        raise ArgumentTypeError(message("evaluate", "metric_fn", rule, metric_fn))
-    if state.world_size > 1 and not isinstance(loader, ShardedLoader | Epoch):
-        rule = f"be shared out over {state.world_size} ranks"
-        repair = "give it to shard_loader; every rank would count every sample"
-        raise ArgumentError(message("evaluate", "loader", rule, type(loader).__name__, repair))
+class _Own:
+    """Sums and counts of this rank's batches, of a loss or of metrics."""
 
+    def __init__(self, step: Step, state: DistState, metric_fn: MetricFn | None) -> None:
+        self._step, self._state, self._metric_fn = step, state, metric_fn
+        self.totals: Totals = {}
+        self.has_losses = metric_fn is None
+        """Does it hold the terms of a loss, whose sum is wanted too?"""
 
-def _totals(
-    step: Step,
-    loader: Iterable[Any],
-    state: DistState,
-    metric_fn: MetricFn | None,
-    bar: AbstractContextManager[Any],
-) -> Totals:
-    """The totals of this rank's part, on the host; none where it has no batch."""
-    totals: Totals = {}
-    batches = iter(loader)
-    try:
-        modes = in_eval_mode(step.plan.optimizers.values())
-        with bar as shown, _evaluation_mode(step.strategy.loss_module), modes, torch.no_grad():
-            for batch in batches:
-                for found in _measured(step, state, metric_fn, batch):
-                    totals = added(totals, found)
-                if shown is not None:
-                    shown.update()
-    except Exception:
-        if state.world_size > 1:  # a request of this rank may move items to other ranks
-            with suppress(Exception):
-                for _ in batches:
-                    pass
-        raise
-    finally:
-        del batches  # workers end with it, also where somebody keeps the error
-    return {name: total.to_host() for name, total in totals.items()}
+    def add(self, _: object, batch: Any) -> None:
+        """Add a batch."""
+        parts = self._of_loss_fn(batch) if self._metric_fn is None else self._of_metric_fn(batch)
+        for found in parts:
+            self.totals = added(self.totals, found)
 
-
-def _measured(
-    step: Step, state: DistState, metric_fn: MetricFn | None, batch: Any
-) -> Iterator[Totals]:
-    """Sums and counts of every micro-batch."""
-    plan, strategy = step.plan, step.strategy
-    if metric_fn is None:
+    def _of_loss_fn(self, batch: Any) -> Iterator[Totals]:
+        state, plan, strategy = self._state, self._step.plan, self._step.strategy
         parts, weights = strategy.pad(state, None, *microbatches(plan, batch))
         for part, weight in zip(parts, weights, strict=True):
-            loss, metrics = run_forward(state, plan, strategy.loss_module, part, weight)
+            outcome = run_forward(state, plan, strategy.loss_module, part, weight)
             if weight:
-                yield totals_of(_sums_of(plan, loss, metrics, weight), None)
+                yield totals_of(_sums_of(plan, outcome, weight, "loss_fn"), None)
         strategy.settle(state)
         if not parts:
             yield NOTHING
-        return
-    model = loss_module_of(strategy.loss_module).model
-    parts = cut(plan, batch)
-    if not parts:
+
+    def _of_metric_fn(self, batch: Any) -> Iterator[Totals]:
+        assert self._metric_fn is not None
+        plan = self._step.plan
         yield NOTHING
-    parts, mine = strategy.pad(state, None, parts, [1] * len(parts))
-    for part, is_mine in zip(parts, mine, strict=True):
-        found = run_placed(state, plan, lambda placed: metric_fn(model, placed), part)
-        if is_mine:
-            yield totals_of(found, _num_rows(part))
-    strategy.settle(state)
+        for part, found in outcomes(self._step, self._state, self._metric_fn, batch):
+            if type(found) is not tuple or len(found) != 2:
+                yield totals_of(found, num_rows(part))
+                continue
+            self.has_losses = True
+            (weight,) = weigh(plan.weight_fn, [part])
+            if weight:
+                yield totals_of(_sums_of(plan, _outcome(plan, *found), weight, "metric_fn"), None)
 
 
-def _sums_of(plan: Plan, loss: Tensor, metrics: Metrics, weight: Weight) -> dict[str, Metric]:
-    """Sums and counts of what `loss_fn` returned for a micro-batch."""
+def _outcome(plan: Plan, loss: Any, metrics: Any) -> Outcome:
+    """Check what `metric_fn` returned, as the step checks what `loss_fn` returns."""
+    broken = broken_rule(loss, plan.terms) if plan.terms else ""
+    if not plan.terms and not is_mean(loss):
+        broken = f"return (loss, metrics) with a 0-dim floating-point loss, got {kind_of(loss)}"
+    if broken:
+        raise LossError(f"evaluate: metric_fn must {broken}")
+    loss = stacked([loss[name] for name in plan.terms]) if plan.terms else loss
+    return loss, {} if metrics is None else checked_metrics(metrics, loss, plan.terms)
+
+
+def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dict[str, Metric]:
+    """Sums and counts of the loss and the metrics of a micro-batch."""
+    loss, metrics = outcome
     if isinstance(weight, tuple):
         terms = zip(plan.terms, loss, weight, strict=True)
         sums = {name: _sum_of(mean, each) for name, mean, each in terms}
@@ -198,7 +190,7 @@ def _sums_of(plan: Plan, loss: Tensor, metrics: Metrics, weight: Weight) -> dict
         sums = {"loss": _sum_of(loss, weight)}
     for name, value in metrics.items():
         if isinstance(value, str):
-            raise LossError(f"evaluate: loss_fn must {value}")
+            raise LossError(f"evaluate: {function} must {value}")
         if isinstance(value, tuple):
             sums[name] = value
         else:
@@ -212,46 +204,3 @@ def _sum_of(mean: Tensor, weight: float) -> Metric:
     wide = widest(mean)
     assert wide is not None
     return (wide * weight if weight else 0.0), weight
-
-
-def _num_rows(part: Any) -> int | None:
-    """Samples of a micro-batch; None where they have no common leading dimension."""
-    try:
-        return num_samples(part)
-    except BatchError:
-        return None
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and as it was again."""
-    before = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
-
-
-def _bar(
-    loader: Iterable[Any], state: DistState, progress: bool | None
-) -> AbstractContextManager[Any]:
-    """Progress display of an evaluation: tqdm's bar, or nothing."""
-    wanted = sys.stderr.isatty() if progress is None else progress
-    if not wanted or not state.is_main:
-        return nullcontext()
-    from tqdm import tqdm
-
-    bar: AbstractContextManager[Any] = tqdm(
-        total=_num_batches(loader), desc="evaluate", unit="batch", leave=False
-    )
-    return bar
-
-
-def _num_batches(loader: Iterable[Any]) -> int | None:
-    """Return the length of the loader, if it has one; an error in it must not end the evaluation."""
-    try:
-        return length_hint(loader) or None
-    except Exception:
-        return None

@@ -401,7 +401,7 @@ MUTANTS = [
     ),
     Mutant(
         "dropout is on in an evaluation",
-        "observe/evaluate.py",
+        "observe/over_loader.py",
         "        model.eval()",
         "        pass",
         "tests/observe/test_evaluate.py",
@@ -483,9 +483,9 @@ MUTANTS = [
     ),
     Mutant(
         "an evaluation moves the random generators of training",
-        "observe/evaluate.py",
-        "        with restored_random(state.device):\n            return _totals",
-        "        if True:\n            return _totals",
+        "observe/over_loader.py",
+        "    with restored_random(state.device):",
+        "    if True:",
         "tests/observe/test_evaluate.py",
         kind="loops.evaluation_in_between",
     ),

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import accel_fn as af
-from accel_fn.data.loader import ShardedLoader
+from accel_fn.data.loader import ShardedLoader, unnumbered
 from accel_fn.testing import simulate
 from tests.streams import Counting
 
@@ -461,8 +461,8 @@ class Uneven:
     def num_batches(self):
         return 1
 
-    def batches(self, epoch, first_batch):
-        return self.left
+    def numbered(self, epoch, first_batch):
+        return unnumbered(self.left)
 
 
 def test_ranks_may_have_as_many_batches_as_they_like():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel_fn.data.indexed.load_batches import Loading
+from accel_fn.data.loader import Numbered
 from accel_fn.data.order import Order, mix
 from accel_fn.errors import ArgumentError, message
 
@@ -27,9 +28,17 @@ class IndexedSource:
         self.facts = order.facts
 
     def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
+        return self._read(self._loading.batches, epoch, first_batch)
+
+    def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
+        return self._read(self._loading.numbered, epoch, first_batch)
+
+    def _read(
+        self, load: Callable[..., Iterator[Any]], epoch: int | None, first_batch: int
+    ) -> Iterator[Any]:
         parts = parts_of(self.order, self.rank, epoch or 0, first_batch)
         seed = mix(mix(mix(self.order.seed) + (epoch or 0)) + self.rank)
-        return self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
+        return load(parts, epoch=epoch, first_batch=first_batch, seed=seed)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return divmod(step, -(-self.num_batches() // window))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_fn.data.indexed.fetch import Fetcher, Part
 from accel_fn.data.indexed.part_pool import PartPool
+from accel_fn.data.loader import Numbered
 from accel_fn.data.order import mix
 from accel_fn.data.workers.lost_workers import worker_error
 from accel_fn.data.workers.pool import IdlePools
@@ -53,6 +56,19 @@ class Loading:
                 of_epoch = (replace(part, seed=mix(mix(seed) + part.batch)) for part in of_epoch)
             return self._by_workers(of_epoch, epoch, first_batch, seed)
         return self._here(of_epoch, epoch, first_batch)
+
+    def numbered(self, parts: Iterable[Any], **settings: Any) -> Iterator[Numbered[Any]]:
+        """Yield the same batches, each after the samples in it."""
+        ahead: deque[Any] = deque()  # workers take parts long before their batches come
+
+        def noted() -> Iterator[Any]:
+            for part in parts:
+                ahead.append(part)
+                yield part
+
+        for batch in self.batches(noted(), **settings):
+            numbers = ahead.popleft()
+            yield numbers.tolist() if isinstance(numbers, Tensor) else [*numbers], batch
 
     def _here(self, parts: Iterable[Any], epoch: int | None, first_batch: int) -> Iterator[Any]:
         batch = first_batch

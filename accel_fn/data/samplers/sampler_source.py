@@ -15,6 +15,7 @@ from accel_fn.base.split_batch import part_bounds
 from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel
 from accel_fn.data.indexed.load_batches import Loading
+from accel_fn.data.loader import Numbered
 from accel_fn.data.order import mix
 from accel_fn.data.samplers.sampler_batches import Batch, SamplerBatches
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
@@ -54,10 +55,18 @@ class SamplerSource:
 
     def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
         """Yield an epoch's parts from `first_batch` on. All ranks iterate together."""
+        return self._read(self._loading.batches, epoch, first_batch)
+
+    def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
+        return self._read(self._loading.numbered, epoch, first_batch)
+
+    def _read(
+        self, load: Callable[..., Iterator[Any]], epoch: int | None, first_batch: int
+    ) -> Iterator[Any]:
         channel = None if self._channel is None else self._channel.another()
         parts = self._parts(channel, epoch or 0, first_batch)
         seed = mix(mix(mix(self._sampling.seed) + (epoch or 0)) + self._rank)
-        found = self._loading.batches(parts, epoch=epoch, first_batch=first_batch, seed=seed)
+        found = load(parts, epoch=epoch, first_batch=first_batch, seed=seed)
         return found if channel is None else channel.sending_errors(found)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from accel_fn.comm.channel import Channel, open_channel
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.data.collate import Collate
+from accel_fn.data.loader import Numbered, unnumbered
 from accel_fn.data.order import Cut, find_by_counting, mix
 from accel_fn.data.same_loader import check_same
 from accel_fn.data.streams.passes import Passes, options_of
@@ -83,6 +84,9 @@ class _StreamSource:
         """
         epoch = epoch or 0
         return self._checked(self._start(epoch, first_batch), epoch, first_batch)
+
+    def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
+        return unnumbered(self.batches(epoch, first_batch))
 
     def _checked(self, batches: Iterator[Any], epoch: int, count: int) -> Iterator[Any]:
         while True:

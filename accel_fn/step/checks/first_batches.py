@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,8 @@ class FirstBatches:
             check_hooks("step", self._plan)
         if self._num_batches == 1:
             if state.world_size > 1:
-                _warn_of_equal_batches(state, batch)
+                every = primitives.exchange(looks_of(batch), state, "step")
+                warn_of_equal_batches("step", state, every)
             if is_cut(state, self._plan):
                 self._buffers = saved_buffers(self._model)
         self.loss.look(state, batch, self._num_batches)
@@ -113,18 +114,25 @@ def _warn_of_nothing(report: Report) -> None:
         )
 
 
-def _warn_of_equal_batches(state: DistState, batch: Any) -> None:
-    """Warn if all ranks have the same rows: each then does all the work."""
+Looks = tuple[list[tuple[int, ...]], list[int]]
+"""What rows look like: shapes, and a checksum of each tensor, or none where they have none."""
+
+
+def looks_of(batch: Any) -> Looks:
+    """Describe the rows of a batch, for a comparison over ranks."""
     mine: list[int] = []
     tensors = [each for each in tensors_of(batch) if each.numel()]
     if all(each.layout is torch.strided and not each.is_nested for each in tensors):
         mine = fingerprints([each.detach().contiguous() for each in tensors]) if tensors else []
-    shapes = [tuple(each.shape) for each in tensors]
-    every = primitives.exchange((shapes, mine), state, "step")
-    if mine and all(each == every[0] for each in every) and state.is_main:
+    return [tuple(each.shape) for each in tensors], mine
+
+
+def warn_of_equal_batches(function: str, state: DistState, every: Sequence[Looks]) -> None:
+    """Warn if all ranks have the same rows: each then does all the work."""
+    if every[0][1] and all(each == every[0] for each in every) and state.is_main:
         warn_user(
-            "step: batch should be this rank's part of the global batch, got the same rows on all "
-            f"{state.world_size} ranks, each of which does all the work; give the DataLoader to "
+            f"{function}: batch should be this rank's part of the global batch, got the same rows on "
+            f"all {state.world_size} ranks, each of which does all the work; give the DataLoader to "
             "shard_loader, or cut the batch by part"
         )
 

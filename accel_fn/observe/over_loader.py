@@ -1,0 +1,169 @@
+"""One pass of all ranks over a loader, in evaluation mode and without gradients."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from operator import length_hint
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_fn.base.batch import num_samples
+from accel_fn.base.rng import restored_random
+from accel_fn.base.state import DistState
+from accel_fn.comm import primitives
+from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batches
+from accel_fn.data.prefetch import Prefetched
+from accel_fn.data.window import Windowed
+from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
+from accel_fn.step.checks.first_batches import Looks, looks_of
+from accel_fn.step.loss_module import loss_module_of, run_placed
+from accel_fn.step.microbatches import cut
+from accel_fn.step.optimizer_modes import in_eval_mode
+from accel_fn.step.step import Step
+
+_ENDED, _READY, _FAILED = 0, 1, 2
+"""What a rank sends before each batch where all ranks must run as many."""
+
+
+def check_step(function: str, step: Step, state: DistState) -> None:
+    """Refuse a step that `build` did not give, or that is not of this world."""
+    if not isinstance(step, Step):
+        rule = "be what build gave"
+        raise ArgumentTypeError(message(function, "step", rule, type(step).__name__))
+    step._check_state(state)
+
+
+def check_loader(function: str, loader: Iterable[Any], state: DistState) -> None:
+    """Refuse what cannot be iterated, and a DataLoader that every rank would read whole."""
+    if not isinstance(loader, Iterable):
+        rule = "be a loader, or anything else that can be iterated"
+        raise ArgumentTypeError(message(function, "loader", rule, type(loader).__name__))
+    read: Any = loader
+    while isinstance(read, Prefetched | Windowed):
+        read = read._loader
+    if state.world_size > 1 and isinstance(read, DataLoader):
+        rule = f"be shared out over {state.world_size} ranks"
+        repair = "give it to shard_loader; every rank would read every sample"
+        raise ArgumentError(message(function, "loader", rule, type(read).__name__, repair))
+
+
+def over_loader(
+    function: str,
+    step: Step,
+    loader: Iterable[Any],
+    state: DistState,
+    use: Callable[[list[Any] | None, Any], None],
+    progress: bool | None,
+) -> Looks:
+    """Call `use` on every batch of this rank, after the numbers of its samples where it has such.
+
+    Afterwards the modes of modules and optimizers, and the global generators, are as they were.
+    Returns how the first batch looks where nobody has cut it.
+    """
+    looks: Looks | None = ([], []) if isinstance(loader, ShardedLoader | Epoch) else None
+    together = step.strategy.pads and state.world_size > 1
+    with restored_random(state.device):
+        batches = numbered_batches(loader)
+        try:
+            modes = in_eval_mode(step.plan.optimizers.values())
+            bar = _bar(function, loader, state, progress)
+            model = step.strategy.loss_module
+            with bar as shown, _evaluation_mode(model), modes, torch.no_grad():
+                for numbers, batch in _in_step(function, batches, state) if together else batches:
+                    if looks is None and state.world_size > 1:
+                        looks = looks_of(batch)
+                    use(numbers, batch)
+                    if shown is not None:
+                        shown.update()
+        except Exception:
+            if together:
+                with suppress(Exception):
+                    primitives.exchange_number(_FAILED, state, function)
+            if state.world_size > 1:  # a request of this rank may move items to other ranks
+                with suppress(Exception):
+                    for _ in batches:
+                        pass
+            raise
+        finally:
+            del batches  # workers end with it, also where somebody keeps the error
+    return looks or ([], [])
+
+
+def _in_step(
+    function: str, batches: Iterator[Numbered[Any]], state: DistState
+) -> Iterator[Numbered[Any]]:
+    """Yield this rank's batches, and then None for as long as another rank has one.
+
+    Shards of parameters are gathered by all ranks, so each must run as many forwards. It ends early
+    where a rank has failed.
+    """
+    while True:
+        found = next(batches, None)
+        signal = _ENDED if found is None else _READY
+        signals = primitives.exchange_number(signal, state, function)
+        if _FAILED in signals or _READY not in signals:
+            return
+        yield (None, None) if found is None else found
+
+
+def outcomes(
+    step: Step, state: DistState, fn: Callable[[Any, Any], Any], batch: Any
+) -> Iterator[tuple[Any, Any]]:
+    """Yield every micro-batch that has rows, and what `fn(model, micro-batch)` returned for it."""
+    plan, strategy = step.plan, step.strategy
+    model = loss_module_of(strategy.loss_module).model
+    own = [part for part in cut(plan, batch) if num_rows(part) != 0]
+    parts, weights = strategy.pad(state, None, own, [1] * len(own))
+    for part, weight in zip(parts, weights, strict=True):
+        found = run_placed(state, plan, lambda placed: fn(model, placed), part)
+        if weight:
+            yield part, found
+    strategy.settle(state)
+
+
+def num_rows(part: Any) -> int | None:
+    """Samples of a micro-batch; None where they have no common leading dimension."""
+    try:
+        return num_samples(part)
+    except BatchError:
+        return None
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and as it was again."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def _bar(
+    function: str, loader: Iterable[Any], state: DistState, progress: bool | None
+) -> AbstractContextManager[Any]:
+    """Progress display of a pass: tqdm's bar, or nothing."""
+    wanted = sys.stderr.isatty() if progress is None else progress
+    if not wanted or not state.is_main:
+        return nullcontext()
+    from tqdm import tqdm
+
+    bar: AbstractContextManager[Any] = tqdm(
+        total=_num_batches(loader), desc=function, unit="batch", leave=False
+    )
+    return bar
+
+
+def _num_batches(loader: Iterable[Any]) -> int | None:
+    """Return the length of the loader, if it has one; an error in it must not end the pass."""
+    try:
+        return length_hint(loader) or None
+    except Exception:
+        return None

@@ -1,0 +1,274 @@
+"""predict: what a function of model and batch returns for every sample of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accel_fn.base.batch import map_tensors
+from accel_fn.base.state import DistState
+from accel_fn.comm.collectives import agreed, broadcast
+from accel_fn.comm.gather import flat_rows, join_rows
+from accel_fn.errors import ArgumentError, ArgumentTypeError, message
+from accel_fn.observe.over_loader import (
+    check_loader,
+    check_step,
+    num_rows,
+    outcomes,
+    over_loader,
+)
+from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
+from accel_fn.step.plan import Plan
+from accel_fn.step.step import Step
+
+T = TypeVar("T")
+
+
+def predict(
+    step: Step,
+    loader: Iterable[Any],
+    state: DistState,
+    fn: Callable[[Any, Any], T],
+    *,
+    progress: bool | None = None,
+) -> T:
+    """Collect what a function returns for every sample of a loader: predictions, scores, embeddings.
+
+    Runs as `evaluate` does: with the step's placement, micro-batches and autocast, without gradients,
+    model and optimizers in evaluation mode, all ranks with the buffers of the main rank. Afterwards modes,
+    buffers and the global random generators are as they were.
+
+    Where the loader knows the numbers of its samples, rows are in their order, however it
+    shuffles, and each sample is there once, also if a sampler repeats it: row i is of sample i, unless
+    the loader leaves samples out. Those of a stream, or of any other iterable, come in the order in
+    which they are read: by batch, and in a batch by rank.
+
+    Law: the rows of one process, to rounding, for every world size.
+
+    Args:
+        step: from `build`.
+        loader: from `shard_loader`, also through `prefetch` or `window`, or one of its epochs; or any
+            iterable of this rank's batches, such as those that `part` has cut. Ranks may have
+            different numbers of batches, and none. A `DataLoader` in a world of one alone.
+        state: as for the step; not changed.
+        fn: `(model, batch) -> tree`, called on every micro-batch that has rows, which is on the device. The
+            tree has tensors [num_rows, ...] and lists of num_rows items, of any kind that can be
+            pickled, in tuples, mappings and what torch's pytree knows. Structure, dtypes and trailing
+            dimensions are the same for every batch; rows of several lengths are items of a list.
+        progress: a bar on the main rank. Default: where there is a terminal.
+
+    Returns:
+        The same tree with the rows of the whole loader, on the host, equal on every rank.
+
+    Raises:
+        ValueError: on every rank alike: another number of rows than the batch has samples; a tree that
+            differs from batch to batch or from rank to rank; a loader without a row; a `DataLoader` in
+            a world of several; `local_sgd` between two averages.
+        RuntimeError: on the other ranks, when one fails.
+
+    Warns:
+        UserWarning: on the main rank: all ranks have the same first batch.
+
+    Cost: a forward and a copy to the host a micro-batch, which waits for the device; with `wrap_fsdp`
+    one small collective a batch beside its own, else none. At the end, once, six small collectives and one
+    all-gather on the host. Each rank has memory for all rows on its host; while they are joined and
+    sorted, for about three times as many.
+
+    >>> import torch, accel_fn as af
+    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> data = torch.utils.data.TensorDataset(*batch)
+    >>> loader = torch.utils.data.DataLoader(data, batch_size=3, shuffle=True)
+    >>> loader = af.shard_loader(loader, state)
+    >>> found = af.predict(step, loader, state, lambda model, batch: {"out": model(batch[0])})
+    >>> found["out"].shape
+    torch.Size([8, 1])
+    """
+    check_step("predict", step, state)
+    rows = _Rows()
+
+    def read() -> tuple[int, bool, Looks]:
+        check_loader("predict", loader, state)
+        if not callable(fn):
+            rule = "be a function (model, batch) -> tree of rows"
+            raise ArgumentTypeError(message("predict", "fn", rule, fn))
+
+        def add(numbers: list[Any] | None, batch: Any) -> None:
+            window = _window(step.plan, batch)
+            rows.add(numbers, list(outcomes(step, state, fn, batch)), window)
+
+        looks = over_loader("predict", step, loader, state, add, progress)
+        return len(rows.batches), rows.are_numbered, looks
+
+    with step.strategy.evaluating(step.plan, state, "predict"):
+        every = agreed(read, state, "predict")
+    warn_of_equal_batches("predict", state, [looks for *_, looks in every])
+    with_rows = [rank for rank, (count, *_) in enumerate(every) if count]
+    if not with_rows:
+        repair = "an iterator gives its batches only once"
+        raise ArgumentError(message("predict", "loader", "give a sample", "none", repair))
+    if len(with_rows) < state.world_size:  # a rank without rows does not know their tree
+        rows.take_form(broadcast([rows.without_rows()], state, source=with_rows[0])[0])
+    tree, numbers, batches = join_rows(rows.joined(), state, "predict", "fn's tree")
+    order = torch.argsort(batches, stable=True)  # the ranks' rows of one batch stay in rank order
+    if all(every[rank][1] for rank in with_rows):
+        order = _once(order[torch.argsort(numbers[order], stable=True)], numbers)
+    found: T = tree if torch.equal(order, torch.arange(len(batches))) else _picked(tree, order)
+    return found
+
+
+def _window(plan: Plan, batch: Any) -> list[Any] | None:
+    """Return the batches of a window, which are its micro-batches; None for any other batch."""
+    if not plan.split or type(batch) is not list:
+        return None
+    parts = [*plan.split[0](batch)]
+    return batch if [*map(id, parts)] == [*map(id, batch)] else None
+
+
+def _once(order: Tensor, numbers: Tensor) -> Tensor:
+    """Leave out rows whose sample is that of the row before."""
+    sorted_ = numbers[order]
+    is_new = torch.ones(len(order), dtype=torch.bool)
+    is_new[1:] = sorted_[1:] != sorted_[:-1]
+    return order[is_new]
+
+
+def _picked(tree: Any, order: Tensor) -> Any:
+    leaves, structure = flat_rows(tree)
+    places = order.tolist()
+    picked = [
+        leaf[order] if isinstance(leaf, Tensor) else type(leaf)([leaf[place] for place in places])
+        for leaf in leaves
+    ]
+    return pytree.tree_unflatten(picked, structure)
+
+
+class _Rows:
+    """The rows of this rank: pieces of each leaf, one a micro-batch, and where each row comes from."""
+
+    def __init__(self) -> None:
+        self.structure: pytree.TreeSpec | None = None
+        self.pieces: list[list[Any]] = []
+        """The pieces of each leaf, on the host."""
+        self.numbers: list[int] = []
+        """The sample of each row, 0 where it is not known."""
+        self.batches: list[int] = []
+        """The batch of each row; those of a window count one by one."""
+        self.are_numbered = True
+        self._num_batches = 0
+
+    def add(
+        self,
+        numbers: list[Any] | None,
+        outcomes: Sequence[tuple[Any, Any]],
+        window: list[Any] | None,
+    ) -> None:
+        """Add what `fn` returned for the micro-batches of a batch, or for the batches of a window."""
+        count, inside = 0, enumerate(window or ())
+        for part, tree in outcomes:
+            leaves, structure = flat_rows(tree)
+            num = _common_length(leaves)
+            wanted = num_rows(part)
+            if numbers is None and wanted is not None:
+                _check_count(num, wanted, "")
+            pieces = [_on_host(leaf) for leaf in leaves]
+            if self.structure is None:
+                self.structure, self.pieces = structure, [[] for _ in pieces]
+            self._check_form(structure, pieces)
+            for column, piece in zip(self.pieces, pieces, strict=True):
+                column.append(piece)
+            place = 0 if window is None else next(place for place, each in inside if each is part)
+            self.batches += [self._num_batches + place] * num
+            count += num
+        if numbers is not None:
+            repair = (
+                "where collate_fn leaves samples out or makes several of one, give iter(loader)"
+            )
+            _check_count(count, len(numbers), f"; {repair}, whose rows come as they are read")
+        if count:
+            known = numbers is not None and all(type(each) is int for each in numbers)
+            self.are_numbered &= known
+            self.numbers += numbers if known and numbers is not None else [0] * count
+        self._num_batches += 1 if window is None else len(window)
+
+    def _check_form(self, structure: pytree.TreeSpec, pieces: Sequence[Any]) -> None:
+        rule = "predict: fn must return one structure for every batch"
+        if structure != self.structure:
+            raise ArgumentError(f"{rule}, {self.structure} before, got {structure}")
+        for column, piece in zip(self.pieces, pieces, strict=True):
+            before, now = _form(column[0]) if column else _form(piece), _form(piece)
+            if now != before:
+                raise ArgumentError(
+                    f"predict: fn must return one dtype and trailing shape for every batch, {before} "
+                    f"before, got {now}; make rows of several lengths a list: list(tensor)"
+                )
+
+    def without_rows(self) -> Any:
+        """Return the tree with no row in it; None where this rank has none."""
+        if self.structure is None:
+            return None
+        return pytree.tree_unflatten([column[0][:0] for column in self.pieces], self.structure)
+
+    def take_form(self, tree: Any) -> None:
+        """Take the structure of another rank where this one has no rows."""
+        if self.structure is None:
+            leaves, self.structure = flat_rows(tree)
+            self.pieces = [[_on_host(leaf)] for leaf in leaves]
+
+    def joined(self) -> tuple[Any, Tensor, Tensor]:
+        """Return the tree of all rows of this rank, and the sample and the batch of each."""
+        assert self.structure is not None
+        leaves = []
+        while self.pieces:  # a column is dropped once it is joined, so one alone is in memory twice
+            leaves.append(_cat(self.pieces.pop(0)))
+        tree = pytree.tree_unflatten(leaves, self.structure)
+        numbers, batches = (
+            torch.tensor(e, dtype=torch.int64) for e in (self.numbers, self.batches)
+        )
+        return tree, numbers, batches
+
+
+def _common_length(leaves: Sequence[Any]) -> int:
+    """Return the number of rows of a tree."""
+    for leaf in leaves:
+        if not isinstance(leaf, list) and not (isinstance(leaf, Tensor) and leaf.ndim):
+            got = "a 0-dim tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            rule = "return tensors [num_rows, ...] and lists of num_rows items"
+            repair = "a figure of the whole loader is what evaluate is for"
+            raise ArgumentError(f"predict: fn must {rule}, got {got}; {repair}")
+    lengths = [len(leaf) for leaf in leaves]
+    if len(set(lengths)) != 1:
+        rule = "return tensors and lists of one length"
+        raise ArgumentError(f"predict: fn must {rule}, got lengths {lengths}")
+    return lengths[0]
+
+
+def _check_count(num: int, wanted: int, repair: str) -> None:
+    if num != wanted:
+        rule = f"return one row for each of {wanted} samples"
+        raise ArgumentError(f"predict: fn must {rule}, got {num} rows{repair}")
+
+
+def _on_host(leaf: Any) -> Any:
+    """Copy rows to the host, so that they keep no larger tensor, of which they are a view, in memory."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().to("cpu", copy=True)
+    return type(leaf)(map_tensors(_on_host, item) for item in leaf)
+
+
+def _form(piece: Any) -> str:
+    if isinstance(piece, Tensor):
+        return f"{piece.dtype} [rows, {', '.join(map(str, piece.shape[1:]))}]"
+    return type(piece).__name__
+
+
+def _cat(column: Sequence[Any]) -> Any:
+    if isinstance(column[0], Tensor):
+        return torch.cat([*column])
+    joined = type(column[0])()
+    for piece in column:
+        joined += piece
+    return joined

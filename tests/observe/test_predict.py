@@ -1,0 +1,421 @@
+"""predict: the tree that it returns, what it leaves as it was, and what it refuses, on every rank alike."""
+
+import multiprocessing
+import random
+from collections import namedtuple
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import accel_fn as af
+from accel_fn.testing import simulate
+
+DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
+Found = namedtuple("Found", ["rows", "texts"])
+
+
+def loss_fn(model, batch):
+    return model(batch[0]).mean()
+
+
+def make(state, *transforms, model=None):
+    model = nn.Linear(1, 1) if model is None else model
+    plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state, step = af.build(state, af.compose(af.wrap_ddp(), *transforms)(plan))
+    return state, step, af.shard_loader(DataLoader(DATA, batch_size=4), state)
+
+
+def rows(model, batch):
+    return batch[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_tree_keeps_its_structure_and_its_dtypes(world_size):
+    def fn(model, batch):
+        (column,) = batch
+        texts = [str(int(each)) for each in column]
+        ragged = [torch.arange(int(each)) for each in column]
+        return Found({"half": column.half(), "flag": column > 3}, (texts, af.samples(ragged)))
+
+    def run(state):
+        state, step, loader = make(state, af.accumulate(2))
+        found = af.predict(step, loader, state, fn)
+        (texts, ragged), held = found.texts, found.rows
+        assert type(found) is Found
+        assert texts == [str(each) for each in range(10)]
+        assert [len(each) for each in ragged] == [*range(10)]
+        assert held["half"].dtype == torch.float16
+        assert torch.equal(held["half"].squeeze(1), torch.arange(10.0).half())
+        assert torch.equal(held["flag"].squeeze(1), torch.arange(10) > 3)
+
+    simulate(run, world_size=world_size)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modes_and_generators_are_as_they_were(fails):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+    model[1].eval()
+    before = [module.training for module in model.modules()]
+
+    def fn(model, batch):
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        torch.rand(1), random.random(), np.random.rand()
+        if fails:
+            raise OSError("gone")
+        return model(batch[0])
+
+    def drawn():
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    def seed_all():
+        torch.manual_seed(3), random.seed(3), np.random.seed(3)
+
+    state, step, loader = make(af.DistState(), model=model)
+    seed_all()
+    expected = drawn()
+    seed_all()
+    with pytest.raises(OSError, match="gone") if fails else nullcontext():
+        assert not af.predict(step, loader, state, fn).requires_grad
+    assert drawn() == expected
+    assert [module.training for module in model.modules()] == before
+
+
+def test_it_runs_under_the_autocast_of_the_step():
+    state, step, loader = make(af.DistState(), af.with_amp("bf16"))
+    found = af.predict(step, loader, state, lambda model, batch: model(batch[0]))
+    assert found.dtype == torch.bfloat16
+
+
+def test_it_uses_the_average_within_use_average():
+    model = nn.Linear(1, 1)
+    state, step, loader = make(af.DistState(), af.average(0.5), model=model)
+    for batch in loader:
+        state, _ = step(state, batch)
+    with af.use_average(step):
+        expected = model(DATA.tensors[0]).detach()
+        found = af.predict(step, loader, state, lambda model, batch: model(batch[0]))
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, model(DATA.tensors[0]))
+
+
+def test_all_ranks_predict_with_the_running_statistics_of_the_main_rank():
+    def run(state):
+        model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+        torch.nn.init.ones_(model[0].weight), torch.nn.init.zeros_(model[0].bias)
+        state, step, loader = make(state, model=model)
+        model[1].running_mean.fill_(state.rank)
+        found = af.predict(step, loader, state, lambda model, batch: model(batch[0]))
+        assert model[1].running_mean.item() == state.rank
+        return found.squeeze(1)
+
+    for found in simulate(run, world_size=2):
+        torch.testing.assert_close(found, torch.arange(10.0), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_differs_between_ranks_is_refused():
+    def run(state):
+        model = nn.Linear(1, 1)
+        plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state, step = af.build(state, af.local_sgd(every=2)(plan))
+        loader = af.shard_loader(DataLoader(DATA, batch_size=4), state)
+        state, _ = step(state, next(iter(loader)))
+        with pytest.raises(ValueError, match=r"predict: .*average"):
+            af.predict(step, loader, state, rows)
+
+    simulate(run, world_size=2)
+
+
+def test_rows_that_are_views_keep_nothing_else_in_memory():
+    state, step, loader = make(af.DistState())
+    found = af.predict(step, loader, state, lambda model, batch: [*batch[0].expand(-1, 999)[:, :1]])
+    assert {each.untyped_storage().nbytes() for each in found} == {4}
+
+
+def test_a_buffer_that_is_written_again_is_copied():
+    buffer = torch.zeros(2, 1)
+    state, step, _ = make(af.DistState())
+    batches = [(torch.full((2, 1), float(number)),) for number in range(3)]
+    found = af.predict(step, batches, state, lambda model, batch: buffer.copy_(batch[0]))
+    assert found.squeeze(1).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loader, state: af.window(loader, 1),
+        lambda loader, state: af.window(loader, 2),
+        lambda loader, state: af.prefetch(af.window(loader, 2), state),
+    ],
+)
+def test_rows_of_a_stream_come_as_they_are_read(world_size, wrap):
+    def run(state):
+        state, step, _ = make(state, af.accumulate(2, split=None))
+        loader = af.shard_loader(DataLoader(Stream(), batch_size=4), state)
+        return af.predict(step, wrap(loader, state), state, rows).squeeze(1).tolist()
+
+    assert simulate(run, world_size=world_size) == [[*range(10)]] * world_size
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_windows_know_their_samples(workers):
+    def run(state):
+        state, step, _ = make(state, af.accumulate(2, split=None))
+        loader = DataLoader(DATA, batch_size=4, shuffle=True, num_workers=workers)
+        loader = af.window(af.shard_loader(loader, state), 2)
+        return af.predict(step, loader, state, rows).squeeze(1).tolist()
+
+    assert simulate(run, world_size=2) == [[*range(10)]] * 2
+
+
+def test_the_rest_of_an_epoch_has_the_rest_of_the_samples():
+    def run(state):
+        state, step, loader = make(state)
+        (rest,) = loader.epochs(1, since=af.DistState(step=1))
+        return af.predict(step, rest, state, rows).squeeze(1).tolist()
+
+    assert simulate(run, world_size=2) == [[4, 5, 6, 7, 8, 9]] * 2
+
+
+class Named(Dataset):
+    """A data set whose samples have names in place of numbers."""
+
+    def __getitem__(self, name):
+        return torch.tensor([float(ord(name))])
+
+
+def test_samples_without_numbers_come_as_they_are_read():
+    def run(state):
+        state, step, _ = make(state)
+        loader = af.shard_loader(DataLoader(Named(), batch_size=2, sampler=[*"cab"]), state)
+        return af.predict(step, loader, state, lambda model, batch: batch).squeeze(1).tolist()
+
+    assert simulate(run, world_size=2) == [[*map(ord, "cab")]] * 2
+
+
+def refused(fn, text, *, loader=None, error=ValueError, world_size=2):
+    def run(state):
+        state, step, own = make(state)
+        with pytest.raises((error, RuntimeError), match=text):
+            af.predict(step, own if loader is None else loader(state), state, fn)
+
+    for size in (1, world_size):
+        simulate(run, world_size=size)
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (
+            lambda model, batch: batch[0][:1],
+            "one row for each of 4 samples, got 1 rows; where colla",
+        ),
+        (
+            lambda model, batch: batch[0].mean(),
+            r"return tensors \[num_rows, ...\] and lists of num_rows items, got a 0-dim tensor; a fig",
+        ),
+        (
+            lambda model, batch: {"a": "text"},
+            "items, got a str; a figure of the whole loader is what",
+        ),
+        (lambda model, batch: {}, r"tensors and lists of one length, got lengths \[\]"),
+        (
+            lambda model, batch: (batch[0], [1]),
+            r"tensors and lists of one length, got lengths \[4, 1\]",
+        ),
+    ],
+)
+def test_what_is_not_a_row_a_sample_is_refused(fn, text):
+    refused(fn, f"predict: fn must .*{text}", world_size=1)
+
+
+def test_rows_are_compared_with_those_of_a_batch_without_numbers():
+    def batches(state):
+        return [(torch.ones(3, 1) * state.rank,)]
+
+    text = "predict: fn must return one row for each of 3 samples, got 2 rows$"
+    refused(lambda model, batch: batch[0][:2], text, loader=batches)
+
+
+def test_samples_that_collate_fn_leaves_out_are_refused_and_may_be_read_without_numbers():
+    def make_loader(state):
+        def readable(items):
+            return af.samples(item[0] if int(item[0]) % 3 else None for item in items)
+
+        return af.shard_loader(DataLoader(DATA, batch_size=4, collate_fn=readable), state)
+
+    def fn(model, batch):
+        return torch.stack(batch)
+
+    refused(fn, r"for each of \d samples, got .*; where .*give iter\(loader\)", loader=make_loader)
+
+    def run(state):
+        state, step, _ = make(state)
+        found = af.predict(step, iter(make_loader(state)), state, fn)
+        return found.squeeze(1).tolist()
+
+    assert simulate(run, world_size=2) == [[1, 2, 4, 5, 7, 8]] * 2
+
+
+def test_rows_of_several_lengths_are_a_list():
+    def wide(model, batch):
+        return batch[0].expand(-1, 1 + int(batch[0].max()))
+
+    refused(
+        wide,
+        r"one dtype and trailing shape for every batch, torch.float32 \[rows, 4\] before, got "
+        r"torch.float32 \[rows, 8\]; make rows of several lengths a list: list\(tensor\)",
+        world_size=1,
+    )
+
+    def run(state):
+        state, step, loader = make(state)
+        found = af.predict(step, loader, state, lambda model, batch: list(wide(model, batch)))
+        return [float(each[0]) for each in found]
+
+    assert simulate(run, world_size=2) == [[*range(10)]] * 2
+
+
+def test_trees_that_differ_are_refused():
+    refused(
+        lambda model, batch: {str(int(batch[0].max())): batch[0]},
+        "one structure for every batch",
+        world_size=1,
+    )
+
+    def run(state):
+        state, step, loader = make(state)
+        for fn in (
+            lambda model, batch: {str(state.rank): batch[0]},
+            lambda model, batch: batch[0].expand(-1, 1 + state.rank),
+        ):
+            with pytest.raises(ValueError, match="predict: fn's tree must have one structure, and"):
+                af.predict(step, loader, state, fn)
+
+    simulate(run, world_size=2)
+
+
+def test_items_that_cannot_be_sent_are_refused_on_one_rank_too():
+    text = "predict: fn's tree must hold items that can be pickled"
+    refused(lambda model, batch: [lambda: 0 for _ in batch[0]], text)
+
+
+@pytest.mark.parametrize("batches", [[], [None], [(torch.zeros(0, 1),)]])
+def test_a_loader_without_a_sample_is_refused(batches):
+    text = "predict: loader must give a sample, got 'none'; an iterator gives its batches only once"
+    refused(rows, text, loader=lambda state: batches)
+
+
+def test_arguments_of_another_kind_are_refused():
+    refused("rows", "predict: fn must be a function", error=TypeError)
+    refused(
+        rows, "predict: loader must be a loader, or any", loader=lambda state: 3, error=TypeError
+    )
+    state, _, loader = make(af.DistState())
+    with pytest.raises(
+        TypeError, match="predict: step must be what build gave, got 'ShardedLoader'"
+    ):
+        af.predict(loader, loader, state, rows)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda loader, state: loader, af.prefetch, lambda loader, state: af.window(loader, 1)]
+)
+@pytest.mark.parametrize("function", [af.predict, af.evaluate])
+def test_a_loader_that_every_rank_would_read_whole_is_refused(function, wrap):
+    def run(state):
+        state, step, _ = make(state, af.accumulate(2, split=None))
+        loader = wrap(DataLoader(DATA, batch_size=4), state)
+        text = (
+            f"{function.__name__}: loader must be shared out over 2 ranks, got 'DataLoader'; give"
+        )
+        with pytest.raises(ValueError, match=text):
+            function(step, loader, state, rows)
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize("function", [af.predict, af.evaluate])
+def test_batches_that_no_rank_has_cut_are_warned_of(function):
+    def fn(model, batch):
+        return {"x": batch[0]}
+
+    def run(state):
+        state, step, loader = make(state)
+        function(step, loader, state, fn)
+        function(step, [af.part((torch.arange(8.0).view(8, 1),), state)], state, fn)
+        text = f"{function.__name__}: batch should be this rank's part of the global batch, got the"
+        with pytest.warns(UserWarning, match=text) if state.is_main else nullcontext() as found:
+            function(step, [(torch.ones(4, 1),)], state, fn)
+        return found
+
+    (warning,), other = simulate(run, world_size=2)
+    assert other is None
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("data", [DATA, Stream()], ids=["map", "stream"])
+def test_a_failure_on_one_rank_is_raised_on_all(data):
+    def run(state):
+        state, step, _ = make(state)
+        loader = af.shard_loader(DataLoader(data, batch_size=4), state)
+
+        def fn(model, batch):
+            if state.rank == 1:
+                raise OSError("gone")
+            return batch[0]
+
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            af.predict(step, loader, state, fn)
+        return str(caught.value)
+
+    first, second = simulate(run, world_size=2)
+    assert second == "gone"
+    assert "predict: failed on rank 1: OSError('gone')" in first
+
+
+def test_another_number_of_rows_on_one_rank_is_refused_on_all_with_fsdp():
+    def run(state):
+        model = nn.Linear(1, 1)
+        plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state, step = af.build(state, af.compose(af.wrap_fsdp(), af.accumulate(2))(plan))
+        loader = af.shard_loader(DataLoader(DATA, batch_size=4), state)
+
+        def fn(model, batch):
+            return model(batch[0])[state.rank :]
+
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            af.predict(step, loader, state, fn)
+        return str(caught.value), len(af.predict(step, loader, state, rows))
+
+    (first, num), (second, _) = simulate(run, world_size=2)
+    assert "one row for each of 2 samples, got 0 rows" in second
+    assert "predict: failed on rank 1" in first
+    assert num == 10
+
+
+def test_workers_end_with_an_error():
+    before = set(multiprocessing.active_children())
+    state, step, _ = make(af.DistState())
+    loader = af.shard_loader(DataLoader(DATA, batch_size=4, num_workers=2), state)
+    with pytest.raises(ZeroDivisionError) as kept:
+        af.predict(step, loader, state, lambda model, batch: 1 / 0)
+    assert set(multiprocessing.active_children()) <= before
+    assert kept.type is ZeroDivisionError
+
+
+@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False)])
+def test_a_bar_is_shown_where_it_is_wanted(progress, shown, capfd):
+    state, step, loader = make(af.DistState())
+    af.predict(step, loader, state, rows, progress=progress)
+    assert ("predict" in capfd.readouterr().err) == shown
