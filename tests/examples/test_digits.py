@@ -51,8 +51,12 @@ def trained(folder: Path, num_processes: int) -> Run:
     )
 
 
+def curves_of(run: Run) -> dict[str, list[float]]:
+    return run.curves()["curves"]
+
+
 def test_accuracy_on_the_held_out_digits_is_at_least_97_percent(any_run: Run) -> None:
-    accuracy = any_run.curves()["curves"]["test_accuracy"][-1]
+    accuracy = curves_of(any_run)["test_accuracy"][-1]
     assert accuracy >= 0.97
     assert f"test accuracy {accuracy:.4f}" in any_run.stdout[0]
 
@@ -67,7 +71,7 @@ def test_written_weights_load_into_the_plain_model_and_give_that_accuracy(any_ru
         accuracy = (model(images).argmax(dim=1) == labels).double().mean().item()
     # A rank's part of a batch may use other kernels, so one digit may be classified differently.
     assert accuracy == pytest.approx(
-        any_run.curves()["curves"]["test_accuracy"][-1], abs=1.01 / len(labels)
+        curves_of(any_run)["test_accuracy"][-1], abs=1.01 / len(labels)
     )
 
 
@@ -85,7 +89,7 @@ def test_main_rank_alone_shows_a_progress_bar_and_prints(on_two: Run) -> None:
 
 @pytest.mark.slow
 def test_loss_curve_is_the_same_on_two_processes_to_bf16_rounding(on_one: Run, on_two: Run) -> None:
-    one, two = on_one.curves()["curves"]["loss"], on_two.curves()["curves"]["loss"]
+    one, two = curves_of(on_one)["loss"], curves_of(on_two)["loss"]
     assert len(one) == 240
     # The model is smooth, so the effect of one bf16 rounding, 2**-8, on a loss stays of that size.
     assert one == pytest.approx(two, rel=0, abs=4 * 2**-8)
@@ -93,10 +97,7 @@ def test_loss_curve_is_the_same_on_two_processes_to_bf16_rounding(on_one: Run, o
 
 @pytest.mark.slow
 def test_accuracy_is_the_same_on_two_processes(on_one: Run, on_two: Run) -> None:
-    one, two = (
-        on_one.curves()["curves"]["test_accuracy"],
-        on_two.curves()["curves"]["test_accuracy"],
-    )
+    one, two = curves_of(on_one)["test_accuracy"], curves_of(on_two)["test_accuracy"]
     # in bf16, digits at the decision boundary may change
     assert one[-1] == pytest.approx(two[-1], abs=3.01 / 360)
 
@@ -115,7 +116,7 @@ def test_float32_losses_of_two_processes_are_those_of_the_loop_by_hand(tmp_path:
     # Losses start at 2.4; sums of 1e5 terms in another order differ by some units in the last
     # place.
     eps = torch.finfo(torch.float32).eps
-    assert two.curves()["curves"]["loss"] == pytest.approx(losses, rel=0, abs=20 * eps)
+    assert curves_of(two)["loss"] == pytest.approx(losses, rel=0, abs=20 * eps)
 
 
 def test_runs_of_one_folder_with_the_same_settings_are_drawn_and_compared(tmp_path: Path) -> None:

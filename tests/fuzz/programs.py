@@ -172,9 +172,8 @@ class ChosenProgram:
             warnings.simplefilter("ignore")
             losses: list[float] = []
             try:
-                exec(
-                    compile(_source(self.choices), "<program>", "exec"), space
-                )  # makes models, too
+                # This makes models, too.
+                exec(compile(_source(self.choices), "<program>", "exec"), space)
                 expected = _figures(space["by_hand"](losses), losses)
             except Exception:
                 return "undefined"

@@ -18,7 +18,7 @@ _BAD_RANK, _BAD_STEP = 1, 3
 
 
 class Fails(torch.autograd.Function):
-    """The identity, with a backward that raises once it is told to."""
+    """The identity, with a backward that raises once `now` is set."""
 
     now = False
 

@@ -67,10 +67,9 @@ def train(state, loss, recipe, sizes=(17, 30, 2, 16), make=adamw, **options):
     for size in sizes * 3:
         words = torch.randint(64, (size,), generator=generator)
         targets = torch.randn(size, 1, generator=generator)
-        cut = size // 2 if recipe.__class__ is tuple else size // 3  # uneven parts
         mine = slice(None)
-        if state.world_size > 1:
-            mine = slice(0, cut) if state.is_main else slice(cut, None)
+        if state.world_size > 1:  # uneven parts
+            mine = slice(0, size // 3) if state.is_main else slice(size // 3, None)
         state, _ = step(state, (words[mine], targets[mine]))
     return whole(model)
 

@@ -170,7 +170,7 @@ KEPT = {
     "checkpoint/format/manifest.py _hints": "the fields of a class",
     "checkpoint/weights/entries.py _has_code": "a fact about a dtype",
     "data/set_epoch.py _LOCK": "a lock",
-    "data/set_epoch.py _SHARED": "which epoch a data set that is being read was told last",
+    "data/set_epoch.py _SHARED": "which epoch a data set that is being read was set to last",
     "data/borrowed_rng.py _LOCK": "a lock",
     "data/streams/passes.py _STARTING": "a lock",
     "data/streams/read_stream.py _INFO_LOCK": "a lock",
