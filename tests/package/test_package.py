@@ -168,6 +168,7 @@ KEPT = {
     "base/rng.py GENERATORS": "a lock",
     "base/torch_compile.py _is_uncompiled": "whether a thread runs modules uncompiled, while it does",
     "checkpoint/format/manifest.py _hints": "the fields of a class",
+    "checkpoint/save.py _VERSION": "the version that is installed",
     "checkpoint/weights/entries.py _has_code": "a fact about a dtype",
     "data/set_epoch.py _LOCK": "a lock",
     "data/set_epoch.py _SHARED": "which epoch a data set that is being read was set to last",
