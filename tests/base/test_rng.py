@@ -1,5 +1,6 @@
 """seed_all: every generator, its own numbers on each rank, and after a resume those that would have come."""
 
+import json
 import random
 
 import numpy as np
@@ -98,10 +99,7 @@ with af.distributed(device="cpu", seed=3) as state:
 
 
 def test_a_resumed_run_draws_on_every_rank_what_the_whole_run_draws(tmp_path):
-    import json
-
-    lines = sorted(
-        json.loads(line) for line in launch(RESUMED.format(folder=str(tmp_path))).splitlines()
-    )
+    output = launch(RESUMED.format(folder=str(tmp_path)))
+    lines = sorted(json.loads(line) for line in output.splitlines())
     assert [line[:2] for line in lines] == [[0, True], [1, True]]
     assert lines[0][2] != lines[1][2]

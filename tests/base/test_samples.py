@@ -69,9 +69,8 @@ def test_ranks_take_consecutive_parts(world_size):
     ids=["copy", "deepcopy", "pinning", "pickle", "map_tensors", "pytree", "slice"],
 )
 def test_copies_are_samples(copied, monkeypatch):
-    monkeypatch.setattr(
-        torch.Tensor, "pin_memory", lambda tensor: tensor.clone()
-    )  # there may be no accelerator
+    # There may be no accelerator.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     found = copied(af.samples(IMAGES))
     assert type(found) is Samples
     assert all(map(torch.equal, found, IMAGES))
