@@ -46,7 +46,7 @@ def test_equal_batches_on_all_ranks_are_warned_of_once_on_the_main_rank():
         torch.manual_seed(0)
         state, step = built(state, af.wrap_ddp(), nn.Linear(4, 1).double())
         for _ in range(3):
-            state, report = step(state, {"x": X, "n": 1}["x"])
+            state, report = step(state, X)
         return report.weight
 
     with pytest.warns(UserWarning, match=EQUAL) as warned:
