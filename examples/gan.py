@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,8 +45,8 @@ def main(args: argparse.Namespace) -> None:
     loader = af.shard_loader(DataLoader(data, batch_size=128, shuffle=True), state)
     d_losses, g_losses = [], []
     for batch in tqdm(loader, unit="batch", disable=not state.is_main):
-        d_state, d_report = d_step(state, batch)
-        state, g_report = g_step(replace(d_state, step=state.step), batch)  # one batch counts once
+        state, d_report = d_step(state, batch, advance=False)  # one batch counts once
+        state, g_report = g_step(state, batch)
         d_losses.append(d_report.loss)
         g_losses.append(g_report.loss)
 

@@ -77,7 +77,8 @@ def build(
     stages = Stages(plan, strategy)
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
     checks = FirstBatches(built, plan, strategy, check_loss=check_loss)
-    return built, Step(plan, strategy, stages, run, built, checks)
+    before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]
+    return built, Step(plan, strategy, stages, run, built, checks, before)
 
 
 def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:

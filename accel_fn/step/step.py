@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic
@@ -82,6 +83,8 @@ class Step(Generic[Batch]):
     _built_with: DistState
     checks: FirstBatches
     """The checks of the first batches, with what they have found about the loss."""
+    _before: Sequence[Callable[[DistState], None]]
+    """Methods `before_step` of functions of `after_update`, which follow the position of the run."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Notes of saving and loading about this run; a step does not read them."""
 
@@ -120,6 +123,8 @@ class Step(Generic[Batch]):
         if advance is not True:
             check_flag("step", "advance", advance)
         before = state
+        for before_step in self._before:
+            before_step(state)
         self.checks.begin(state, batch)
         state, report = self._run(state, batch)
         self.checks.end(state, batch, report)
@@ -206,6 +211,8 @@ class Step(Generic[Batch]):
             check_flag("step.update", "advance", advance)
         self._check_outcome(grads, report)
         before = state
+        for before_step in self._before:
+            before_step(state)
         self.strategy.reset()
         prepared = self.stages.prepare(state, grads, report)
         state, report = self.stages.apply(state, prepared)

@@ -143,16 +143,37 @@ def test_a_window_of_batches_counts_as_one_batch():
     assert rates_of(step, state, batches) == [0.1] * 3 + [0.05] * 3
 
 
-def test_several_updates_of_one_batch_advance_a_schedule_once():
-    plan = ours.plan(optimizer=sgd)
-    state, step = af.build(af.DistState(), af.schedule(halved(plan.optimizer), every=2)(plan))
+@pytest.mark.parametrize("whole", [True, False], ids=["step", "update"])
+@pytest.mark.parametrize("kind", ["one optimizer", "two optimizers"])
+def test_several_updates_of_one_batch_have_the_rate_of_the_batches_before_it(kind, whole):
+    """Also those of a plan whose own steps never advance, as a critic's."""
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
-    rates = []
-    for position in range(4):
+    rates = {"critic": [], "generator": []}
+
+    def built(state, name):
+        model = ours.regression_model()
+        optimizers = {"one": sgd(model[0].parameters()), "two": sgd(model[2].parameters())}
+        one, fn = optimizers["one"], lambda number: 0.5**number
+        if kind == "one optimizer":
+            optimizers = one = sgd(model.parameters())
+
+        def note(state, grads):
+            rates[name].append(one.param_groups[0]["lr"])
+            return grads
+
+        plan = replace(af.Plan(ours.mse, model, optimizers), gradients=(note,))
+        return af.build(state, af.schedule(fn, every=2)(plan))
+
+    state, critic = built(af.DistState(), "critic")
+    state, generator = built(state, "generator")
+    for _ in range(4):
         for _ in range(3):
-            rates.append(plan.optimizer.param_groups[0]["lr"])
-            state, _ = step(replace(state, step=position), batch)
-    assert rates == [0.1] * 4 + [0.05] * 6 + [0.025] * 2
+            if whole:
+                state, _ = critic(state, batch, advance=False)
+            else:
+                state, _ = critic.update(*critic.grads(state, batch), advance=False)
+        state, _ = generator(state, batch)
+    assert rates == {"critic": [0.1] * 6 + [0.05] * 6, "generator": [0.1] * 2 + [0.05] * 2}
 
 
 def test_a_schedule_that_is_built_in_the_middle_of_a_run_counts_from_there():

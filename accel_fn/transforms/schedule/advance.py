@@ -137,10 +137,14 @@ class BatchSchedule(Schedule):
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._advance.note(state, report)
+        self.before_step(state)
+        return state
+
+    def before_step(self, state: DistState) -> None:
+        """Advance by the batches consumed since the last call; steps of other plans may have counted them."""
         for _ in range(state.step // self._every - self._step // self._every):
             self._advance()
         self._step = state.step
-        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that checkpoints hold."""
@@ -182,6 +186,17 @@ class Schedules:
         """Return what a checkpoint compares."""
         (kind, *_) = dict.fromkeys(each.signature() for each in self.schedules.values())
         return kind if self._name is None else f"{kind} of {self._name}"
+
+
+class BatchSchedules(Schedules):
+    """Schedules of several optimizers that count batches."""
+
+    schedules: Mapping[str, BatchSchedule]
+
+    def before_step(self, state: DistState) -> None:
+        """Advance by the batches consumed since the last call."""
+        for each in self.schedules.values():
+            each.before_step(state)
 
 
 class Rates:

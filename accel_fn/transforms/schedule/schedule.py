@@ -22,6 +22,7 @@ from accel_fn.transforms.schedule.advance import (
     Advance,
     AdvanceByMetric,
     BatchSchedule,
+    BatchSchedules,
     DeviceSchedule,
     MetricFn,
     Schedule,
@@ -171,7 +172,9 @@ def scheduled(
             made[name] = DeviceSchedule.in_plan(plan, advance, state.device, DelayedRead())
         else:
             made[name] = Schedule(advance, always=always)
-    return Schedules(made, optimizer) if len(plan.optimizers) > 1 else next(iter(made.values()))
+    if len(plan.optimizers) == 1:
+        return next(iter(made.values()))
+    return Schedules(made, optimizer) if every is None else BatchSchedules(made, optimizer)
 
 
 def _counts_batches(plan: Plan, name: str) -> bool:
