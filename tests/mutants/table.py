@@ -540,7 +540,7 @@ MUTANTS = [
     Mutant(
         "equal batches on all ranks are passed over",
         "step/checks/first_batches.py",
-        "if mine and all(each == every[0] for each in every) and state.is_main:",
+        "if every[0][1] and all(each == every[0] for each in every) and state.is_main:",
         "if False:",
         "tests/step/test_first_batches.py",
         kind="loops.unsharded",
