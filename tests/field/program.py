@@ -142,3 +142,12 @@ def figures(model: nn.Module, losses: Sequence[Tensor] = ()) -> dict[str, Tensor
     for name, value in model.named_parameters():
         found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
     return {name: value.detach() for name, value in found.items()}
+
+
+def predictions(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return {"outputs": model(batch[0]), "names": [f"{float(each):.6f}" for each in batch[1]]}
+
+
+def rows_of(found: dict[str, Any]) -> dict[str, Tensor]:
+    names = torch.tensor([float(name) for name in found["names"]], dtype=torch.float64)
+    return {"outputs": found["outputs"].detach(), "names": names}

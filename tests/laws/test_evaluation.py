@@ -127,10 +127,19 @@ def assert_same_token_loss(data, batch_size, world_size):
             weight_fn=af.num_labels("labels"),
         )
         loader = af.shard_loader(DataLoader(data, batch_size=batch_size), state)
-        return af.evaluate(step, loader, state)["loss"]
+        by_another = af.evaluate(step, loader, state, doubled)
+        assert by_another["length"] == 6
+        return [af.evaluate(step, loader, state)["loss"], by_another["loss"] / 2]
 
-    found = simulate(run, world_size=world_size)
-    assert found == pytest.approx([expected] * world_size, rel=1e-12)
+    for found in simulate(run, world_size=world_size):
+        assert found == pytest.approx([expected] * 2, rel=1e-12)
+
+
+def doubled(model, batch):
+    """Another loss than that of the plan, beside metrics: a mean, and a sum over a count of its own."""
+    labels = batch["labels"]
+    wide = (6 * (labels != -100).sum(), (labels != -100).sum())
+    return 2 * ours.token_loss(model, batch), {"one": 1.0, "length": wide}
 
 
 @pytest.mark.parametrize(("sizes", "world_size"), [((9, 6), 2), ((1, 4), 1)])

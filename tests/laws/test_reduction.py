@@ -438,11 +438,12 @@ def test_another_shift_is_refused(loss_fn, shift, words):
         step(state, causal_batch())
 
 
-def test_evaluate_gives_the_mean_over_items_of_a_sum():
+@pytest.mark.parametrize("metric_fn", [None, lambda model, batch: (summed(model, batch), {})])
+def test_evaluate_gives_the_mean_over_items_of_a_sum(metric_fn):
     model = ours.regression_model()
     plan = af.Plan(summed, model, ours.sgd(model.parameters()), reduction="sum")
     state, step = af.build(af.DistState(), plan)
-    found = af.evaluate(step, [BATCH, ours.rows(BATCH, 0, 3)], state)
+    found = af.evaluate(step, [BATCH, ours.rows(BATCH, 0, 3)], state, metric_fn)
     total = summed(model, BATCH) + summed(model, ours.rows(BATCH, 0, 3))
     assert found["loss"] == pytest.approx(float(total.detach()) / 11, rel=1e-12)
 

@@ -337,27 +337,35 @@ def built(state, loss_fn):
     return af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
 
 
-def evaluated(state, batch, loss_fn=with_metrics):
+def evaluated(state, batch, loss_fn=with_metrics, metric_fn=None):
     state, step = built(state, loss_fn)
     data = list(zip(*batch, strict=True))
-    return af.evaluate(step, af.shard_loader(DataLoader(data, batch_size=3), state), state)
+    loader = af.shard_loader(DataLoader(data, batch_size=3), state)
+    return af.evaluate(step, loader, state, metric_fn)
 
 
+@pytest.mark.parametrize("metric_fn", [None, with_metrics], ids=["loss_fn", "metric_fn"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluate_gives_each_term_over_its_own_items_and_their_sum(world_size):
+def test_evaluate_gives_each_term_over_its_own_items_and_their_sum(world_size, metric_fn):
     batch = a_batch([0, 2, 1, 0, 0], [3, 0, 0, 0, 0])
     model = Detector().requires_grad_(False)
     expected = {name: float(each) for name, each in terms(model, batch).items()}
     expected |= {"loss": sum(expected.values()), "error": expected["box"] / 2}
-    for found in simulate(lambda s: evaluated(s, batch), world_size=world_size):
+    loss_fn = terms if metric_fn else with_metrics
+    for found in simulate(
+        lambda state: evaluated(state, batch, loss_fn, metric_fn), world_size=world_size
+    ):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_evaluate_gives_nan_for_a_term_without_items_and_leaves_it_out_of_the_sum():
-    found = evaluated(af.DistState(), FIXED[1], terms)
+@pytest.mark.parametrize(
+    "metric_fn", [None, lambda model, batch: (terms(model, batch), None)], ids=["loss_fn", "fn"]
+)
+def test_evaluate_gives_nan_for_a_term_without_items_and_leaves_it_out_of_the_sum(metric_fn):
+    found = evaluated(af.DistState(), FIXED[1], terms, metric_fn)
     assert found["loss"] == found["cls"]
     assert math.isnan(found["box"])
-    nothing = evaluated(af.DistState(), a_batch([0, 0], [0, 0]), terms)
+    nothing = evaluated(af.DistState(), a_batch([0, 0], [0, 0]), terms, metric_fn)
     assert sorted(nothing) == ["box", "cls", "loss"]
     assert all(map(math.isnan, nothing.values()))
 

@@ -217,7 +217,7 @@ def test_what_is_no_sum_is_refused(value, text, world_size):
 
 def test_other_things_that_a_metric_may_not_give():
     state, step, loader = make(af.DistState())
-    with pytest.raises(TypeError, match="return a mapping of names to values, got 'Tensor'"):
+    with pytest.raises(TypeError, match=r"names to values, got 'Tensor'; return .* or \(loss, m"):
         af.evaluate(step, loader, state, lambda model, batch: batch[0])
     names = iter("abc")
     with pytest.raises(ValueError, match="the same metrics for every batch"):
@@ -497,6 +497,35 @@ def test_a_window_is_evaluated_by_a_step_that_takes_windows():
         return af.evaluate(step, af.window(loader, 2), state, lambda m, b: {"x": b[0].squeeze(1)})
 
     assert simulate(run, world_size=2) == [{"x": 4.5}] * 2
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (
+            (torch.ones(2), {}),
+            r"return \(loss, metrics\) with a 0-dim floating-point loss, got .*2",
+        ),
+        ((torch.tensor(1.0), {"loss": 1.0}), 'name metrics by strings other than "loss"'),
+        ((torch.tensor(1.0), [1.0]), "return metrics as a mapping of names to values beside the"),
+    ],
+)
+def test_a_loss_that_is_no_mean_and_metrics_without_names_are_refused(found, text):
+    state, step, loader = make(af.DistState())
+    with pytest.raises(ValueError, match=f"evaluate: metric_fn must {text}"):
+        af.evaluate(step, loader, state, lambda model, batch: found)
+
+
+def test_a_part_without_rows_is_left_out():
+    """A function that takes a maximum over the rows of a batch would fail for none."""
+
+    def run(state):
+        state, step, _ = make(state)
+        batch = af.part((torch.ones(1, 1),), state)
+        highest = lambda model, batch: {"max": (batch[0].amax(dim=0).sum(), len(batch[0]))}
+        return af.evaluate(step, [batch], state, highest)
+
+    assert simulate(run, world_size=3) == [{"max": 1.0}] * 3
 
 
 class NormedLoss(nn.Module):

@@ -221,6 +221,14 @@ def test_evaluate_refuses_other_terms():
         LossError, match=re.escape("evaluate: loss_fn must return terms ['box', 'cls']")
     ):
         af.evaluate(step, [FIXED[0]], state)
+    with pytest.raises(
+        LossError, match=re.escape("evaluate: metric_fn must return terms ['box', ")
+    ):
+        af.evaluate(step, [FIXED[0]], state, lambda model, batch: (missing(model, batch), {}))
+    with pytest.raises(LossError, match="evaluate: metric_fn must return metric 'error' as a pair"):
+        af.evaluate(
+            step, [FIXED[0]], state, lambda model, batch: (terms(model, batch), {"error": 1.0})
+        )
 
 
 @pytest.mark.parametrize(
