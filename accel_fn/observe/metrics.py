@@ -50,7 +50,9 @@ def totals_of(metrics: Any, rows: int | None) -> Totals:
         rule = "return a mapping of names to values"
         got = "an empty one" if isinstance(metrics, Mapping) else type(metrics).__name__
         raise ArgumentTypeError(
-            message("evaluate", "metric_fn", rule, got, 'return {"name": values} or (loss, metrics)')
+            message(
+                "evaluate", "metric_fn", rule, got, 'return {"name": values} or (loss, metrics)'
+            )
         )
     return {name: _total(name, value, rows) for name, value in metrics.items()}
 
