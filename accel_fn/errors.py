@@ -161,6 +161,12 @@ def check_flag(function: str, parameter: str, value: object) -> None:
         raise ArgumentTypeError(message(function, parameter, "be True or False", value))
 
 
+def check_only(function: str, only: object) -> None:
+    """Refuse all but None and "trained"."""
+    if only not in (None, "trained"):
+        raise ArgumentError(message(function, "only", 'be "trained" or None', only))
+
+
 def check_alike(
     values: Sequence[object], rule: str, repair: str = "", error: type[AccelError] = ReplicaError
 ) -> None:

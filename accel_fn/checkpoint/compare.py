@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accel_fn.base.state import DistState
-from accel_fn.checkpoint.format.manifest import Entry, Manifest
+from accel_fn.checkpoint.format.manifest import Entry, FrozenEntry, Manifest
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, to_entries
 from accel_fn.step.contents import Contents, key_of, place_of
 
@@ -24,9 +24,10 @@ def differences(
 ) -> Iterator[str]:
     """List what differs between checkpoint and program, a line each, with both values."""
     compared = (*_MODEL, *misfits(manifest, contents))
+    saved: dict[str, Entry | FrozenEntry] = {**manifest.entries, **manifest.frozen}
     here = to_entries(contents.tensors)
     facts = [
-        _facts(manifest.seed, manifest.plans, manifest.tied, manifest.entries, rests, compared),
+        _facts(manifest.seed, manifest.plans, manifest.tied, saved, rests, compared),
         _facts(state.seed, contents.plans, contents.tied, here, contents.rest, compared),
     ]
     return _compare(*facts)
@@ -36,7 +37,7 @@ def _facts(
     seed: int,
     plans: Mapping[str, Mapping[str, Any]],
     tied: Mapping[str, str],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, Entry | FrozenEntry],
     rests: Rests,
     compared: tuple[str, ...],
 ) -> dict[str, Any]:
@@ -63,11 +64,11 @@ def fitting_extras(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> list[
     return [name for name in extras if name in saved and not _differences_from(name, saved, extras)]
 
 
-def fitting(manifest: Manifest, contents: Contents) -> dict[str, Tensor]:
+def fitting(entries: Mapping[str, Entry | FrozenEntry], contents: Contents) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in contents.tensors.items()
-        if is_model(name) and _is_alike(manifest.entries.get(name), tensor)
+        if is_model(name) and _is_alike(entries.get(name), tensor)
     }
 
 
@@ -105,7 +106,7 @@ def is_model(name: str) -> bool:
     return name.startswith(_MODEL)
 
 
-def _is_alike(entry: Entry | None, tensor: Tensor) -> bool:
+def _is_alike(entry: Entry | FrozenEntry | None, tensor: Tensor) -> bool:
     here = name_of_dtype(tensor.dtype), tuple(tensor.shape)
     return entry is not None and (entry.dtype, entry.shape) == here
 

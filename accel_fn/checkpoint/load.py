@@ -15,7 +15,7 @@ import torch
 from accel_fn.base.rng import derive_random, random_state, restore_random
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
-from accel_fn.checkpoint import compare
+from accel_fn.checkpoint import compare, frozen
 from accel_fn.checkpoint.background import finish_writing
 from accel_fn.checkpoint.draft import Run
 from accel_fn.checkpoint.format.manifest import read_manifest
@@ -57,7 +57,8 @@ def load(
 
     Build the program as for a new run; `load` fills its model, optimizer, transforms, extras
     and random generators in place. Everything is checked before anything is
-    overwritten: each file against its hash, and the checkpoint against the program.
+    overwritten: each file against its hash, and the checkpoint against the program. Parameters that
+    `save(only="trained")` left out stay as the program has them, and must be those that were left out.
 
     Args:
         folder: that was given to `save`.
@@ -79,7 +80,8 @@ def load(
 
     Cost: reads the checkpoint, each rank what it needs, and together once more to check
         hashes; no memory for tensors that lie on the host as they were saved, else that of the
-        largest for each thread that reads; a few small collectives.
+        largest for each thread that reads; a few small collectives. What a checkpoint leaves out is read
+        once, each parameter on one rank, to hash it.
 
     >>> import tempfile, accel_fn as af
     >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
@@ -107,13 +109,15 @@ def load(
     files = loading.manifest.files
     share = sorted(files)[state.rank :: state.world_size]
     all_or_none(lambda: check_files(path, loading.manifest, share), state, "load")
+    here = frozen.hashed(loading.frozen, state, {}, "load")
+    all_or_none(lambda: loading.check_frozen(here), state, "load")
     with ExitStack() as undo:
         undo.callback(loading.undo)
         all_or_none(loading.rehearse, state, "load")
         all_or_none(loading.load_extras, state, "load")
         undo.pop_all()
     loaded = all_or_none(loading.finish, state, "load")
-    notes_of(steps)["run"] = Run(loading.manifest.step)
+    notes_of(steps).update(run=Run(loading.manifest.step), frozen=here)
     return loaded
 
 
@@ -146,7 +150,7 @@ class _Loading:
         self._before = contents_of(steps)
         checks.check_model(self._before.tensors, "load")
         self._path, self._steps, self._state, self._extras = path, steps, state, extras
-        self._random = random_state(state.device)
+        self._strict, self._random = strict, random_state(state.device)
         self._training = [
             optimizer
             for each in steps.values()
@@ -186,7 +190,8 @@ class _Loading:
     def _choose(self, *, strict: bool) -> None:
         """Choose the tensors to fill and what else to load, by step: all that fits, if not `strict`."""
         manifest, before = self.manifest, self._before
-        fits = compare.fitting(manifest, before)
+        fits = compare.fitting(manifest.entries, before)
+        self.frozen = compare.fitting(manifest.frozen, before)
         fresh = {} if strict else compare.misfits(manifest, before)
         specs = {
             name: (getattr(torch, entry.dtype), entry.shape)
@@ -199,7 +204,8 @@ class _Loading:
             optimizers = [
                 optimizer
                 for optimizer in plan.optimizers
-                if strict or compare.has_optimizer(manifest, before, fits, name, optimizer)
+                if strict
+                or compare.has_optimizer(manifest, before, {**fits, **self.frozen}, name, optimizer)
             ]
             self._options[name] = {"optimizers": optimizers, "fresh": fresh}
             for kind in ["transforms", *optimizers]:
@@ -209,6 +215,15 @@ class _Loading:
         # This rank's own; in another world all have those of rank 0.
         is_alike = manifest.world_size == self._state.world_size
         self._buffers = {name: buffers[name] for name in names if is_alike}
+
+    def check_frozen(self, here: Mapping[str, frozen.Hashed]) -> None:
+        try:
+            frozen.check_loaded(self._path, self.manifest.frozen, here)
+        except CheckpointError as error:
+            if self._strict:
+                raise
+            if self._state.is_main:
+                _LOG.warning("%s", str(error).removeprefix("load: "))
 
     def rehearse(self) -> None:
         """Load all but tensors, and refuse values of another kind than those before."""

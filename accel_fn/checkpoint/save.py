@@ -16,18 +16,26 @@ from torch import Tensor
 from accel_fn.base.rng import random_state
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
+from accel_fn.checkpoint import frozen
 from accel_fn.checkpoint.background import Background, finish_writing
 from accel_fn.checkpoint.draft import Draft, Run, tidy
 from accel_fn.checkpoint.format.hashing import hash_of, memory_of, sync
-from accel_fn.checkpoint.format.manifest import Manifest
+from accel_fn.checkpoint.format.manifest import FrozenEntry, Manifest
 from accel_fn.checkpoint.format.names import COMMON, file_of
 from accel_fn.checkpoint.format.plain_data import to_plain
-from accel_fn.checkpoint.format.shard_plan import plan_parts, to_entries
+from accel_fn.checkpoint.format.shard_plan import name_of_dtype, plan_parts, to_entries
 from accel_fn.checkpoint.format.write import Share, write_error
 from accel_fn.checkpoint.lock import FolderLock
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_flag, message
+from accel_fn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    check_count,
+    check_flag,
+    check_only,
+    message,
+)
 from accel_fn.observe.explain import explain
 from accel_fn.step.contents import (
     Contents,
@@ -55,6 +63,7 @@ def save(
     score: float | None = None,
     keep_best: int = 0,
     beside: Callable[[Path], object] | None = None,
+    only: str | None = None,
     wait: bool = True,
 ) -> Path:
     """Save the run as the checkpoint `step_NNNNNNNN` of a folder. Called on every rank.
@@ -80,6 +89,9 @@ def save(
         beside: `path -> None`, called on the main rank: writes files of your own into the checkpoint's
             folder before it gets its name, such as adapters or a configuration. `load` does not read
             them.
+        only: "trained": leave out parameters that require no gradient, and required none in `build`. A
+            checkpoint of adapters then holds the adapters and their optimizer state. `load` leaves those
+            of the program as they are, and refuses others by a hash. Default: save all.
         wait: False: return once this rank's share is copied, and write it in a thread. The next
             `save` or `load` of the step waits for it, and so does the end of the process.
 
@@ -88,8 +100,9 @@ def save(
 
     Raises:
         ValueError: on every rank: an argument breaks its rule or differs between ranks, `keep_best`
-            is given without `keep`, extras hold more than tensors and plain data, or the model has a
-            tensor that was expanded.
+            is given without `keep`, extras hold more than tensors and plain data, the model has a
+            tensor that was expanded, or, with `only`, what is left out has changed since it was last
+            saved or loaded.
         Exception: raised by `beside` on the main rank; a `RuntimeError` on the others.
         RuntimeError: on every rank: the folder cannot be written, or another run saves to it. The
             checkpoints that are there stay as they are. A failure in the background is
@@ -99,7 +112,9 @@ def save(
     Cost: writes the state once, each rank its share; a few small collectives; it waits for an accelerator
         once for each 256 MiB of the share. With `wait=False`,
         one copy of the share, into host memory that is kept for the next time (pinned for an
-        accelerator); no collective in the background.
+        accelerator); no collective in the background. With `only`, the first `save` or `load` reads each
+        frozen parameter on one rank, gathers those in shards, and hashes it; a later one reads 64 elements
+        of each, and the whole again if torch has counted a write.
 
     >>> import tempfile, accel_fn as af
     >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
@@ -122,11 +137,17 @@ def save(
             raise ArgumentTypeError(message("save", "score", "be a number", score))
         if beside is not None and not callable(beside):
             raise ArgumentTypeError(message("save", "beside", "be a function of a path", beside))
+        check_only("save", only)
         check_flag("save", "wait", wait)
         for each in steps.values():
             checks.check_plan(each.plan, "check_saved")
 
-    given: dict[str, object] = {"state.step": state.step, "state.call": state.call, "wait": wait}
+    given: dict[str, object] = {
+        "state.step": state.step,
+        "state.call": state.call,
+        "wait": wait,
+        "only": only,
+    }
     given |= {"keep": keep, "keep_every": keep_every, "score": score, "keep_best": keep_best}
     given |= {"beside": None if beside is None else "a function"}
     checks.check_call("save", state, folder, steps, extras, check, **given)
@@ -135,7 +156,8 @@ def save(
         chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
     ):
         contents = all_or_none(lambda: _contents(steps), state, "save")
-        head = _head(state, steps, contents, score)
+        left_out = frozen.take_frozen(contents, steps) if only else {}
+        head = _head(state, steps, contents, score, _frozen_entries(left_out, steps, state))
         run = notes_of(steps).setdefault("run", Run())
         draft = Draft(Path(folder).absolute(), head, keep, keep_every, keep_best, run)
         _write(draft, contents, extras, state, notes_of(steps), beside, wait=wait)
@@ -236,8 +258,27 @@ def _own_buffers(contents: Contents, state: DistState) -> dict[str, Tensor]:
     return {name: buffers[name] for name in buffers if hashes[name] != of_main.get(name)}
 
 
+def _frozen_entries(
+    left_out: Mapping[str, Tensor], steps: Mapping[str, Step], state: DistState
+) -> dict[str, FrozenEntry]:
+    """Hash what is left out, unless an earlier save or load has, and refuse what has changed."""
+    notes = notes_of(steps)
+    before = notes.get("frozen", {})
+    found = frozen.hashed(left_out, state, before, "save")
+    frozen.check_unchanged(before, found)  # the same hashes on all ranks
+    notes["frozen"] = {**before, **found}
+    return {
+        name: FrozenEntry(name_of_dtype(each.dtype), tuple(each.shape), found[name].hash)
+        for name, each in left_out.items()
+    }
+
+
 def _head(
-    state: DistState, steps: Mapping[str, Step], contents: Contents, score: float | None
+    state: DistState,
+    steps: Mapping[str, Step],
+    contents: Contents,
+    score: float | None,
+    left_out: Mapping[str, FrozenEntry],
 ) -> Manifest:
     return Manifest(
         step=state.step,
@@ -251,5 +292,6 @@ def _head(
         tied=contents.tied,
         explained={name: explain(each.plan, state) for name, each in steps.items()},
         entries=to_entries(contents.tensors),
+        frozen=left_out,
         files={},
     )

@@ -833,13 +833,13 @@ def test_the_best_stay_beside_the_newest(tmp_path, scores, options, left, wait):
     assert repr(found) == repr({n: None if s is None else float(s) for n, s in expected.items()})
 
 
-def test_a_checkpoint_without_the_field_of_scores_has_none(tmp_path):
+def test_a_checkpoint_without_the_fields_of_scores_and_frozen_parameters_has_none(tmp_path):
     """It was written by an earlier version."""
     run(tmp_path, 1)
     path = tmp_path / "step_00000001" / "manifest.json"
     body = path.read_bytes().partition(b"\n")[2].removesuffix(b"}\n")
     plain = json.loads(body)
-    assert plain.pop("score") is None
+    assert (plain.pop("score"), plain.pop("frozen")) == (None, {})
     body = json.dumps(plain, indent=1).encode()
     path.write_bytes(b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":\n' + body + b"}\n")
     (found,) = af.list_checkpoints(tmp_path)

@@ -304,6 +304,38 @@ def resumed(case: Case):
 
 
 @kind("equal")
+def adapters_alone(case: Case):
+    """A head on a frozen body is stopped, and goes on from a checkpoint without the body."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def adapted(seed):
+        model = network()
+        model[0].requires_grad_(False)
+        torch.manual_seed(seed)
+        model[2].reset_parameters()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def by_hand():
+        model, optimizer = adapted(1)
+        for batch in [*loader] * 2:
+            update(model, mse(model, batch), optimizer)
+        return figures(model)
+
+    def run(state, folder, stops_after):
+        model, optimizer = adapted(stops_after or 2)
+        state, step = af.build(state, recipe(case)(af.Plan(mse, model, optimizer)))
+        batches = af.shard_loader(loader, state)
+        state = af.resume(folder, state, step, extras={"data": batches})
+        for batch in batches:
+            state, _ = step(state, batch)
+        if stops_after:
+            af.save(folder, state, step, extras={"data": batches}, only="trained")
+        return figures(model)
+
+    return by_hand, lambda state: stopped_and_resumed(state, run, 1)
+
+
+@kind("equal")
 def momentum_teacher(case: Case):
     """The loop moves a teacher towards the model after each update, as BYOL and DINO do."""
     x, _ = samples(case)

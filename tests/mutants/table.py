@@ -593,4 +593,12 @@ MUTANTS = [
         f"{LAWS}schedule_of_batches.py",
         kind="schedules.by_epoch",
     ),
+    Mutant(
+        "a checkpoint of adapters leaves the adapters out",
+        "checkpoint/frozen.py",
+        "if not parameter.requires_grad and id(parameter) not in trained",
+        "if True",
+        "tests/checkpoint/test_adapters.py",
+        kind="loops.adapters_alone",
+    ),
 ]

@@ -43,6 +43,15 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenEntry:
+    """A parameter that the program has, and the checkpoint has not: `hash` is that of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The contents of a checkpoint, without the values of its tensors."""
 
@@ -60,6 +69,7 @@ class Manifest:
     explained: Mapping[str, str]
     """Each step as `explain` describes it."""
     entries: Mapping[str, Entry]
+    frozen: Mapping[str, FrozenEntry]
     files: Mapping[str, FileMark]
 
     @property
@@ -88,8 +98,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 f"{found.get('accel_fn')}; read it with that version"
             )
         if isinstance(found, dict):
-            # Checkpoints may have been written before there were scores, or steps that stay at a batch.
-            found = {"score": None, "call": 0, **found}
+            # Checkpoints may have been written before there were these fields.
+            found = {"score": None, "call": 0, "frozen": {}, **found}
         manifest: Manifest = read_as(Manifest, found, "manifest")
         here = step_of(checkpoint)
         _require(here in (None, manifest.step), "step", manifest.step, f"{here}, its folder's")

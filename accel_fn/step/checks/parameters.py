@@ -25,7 +25,8 @@ class TrainedParameters:
         self._lists = [(each, len(each)) for each in lists]
         self._given = [p for each in lists for p in each]
         self._frozen = [p for p in self._given if not p.requires_grad]
-        self._required = {id(p) for p in plan.model.parameters() if p.requires_grad}
+        self.required = {id(p) for p in plan.model.parameters() if p.requires_grad}
+        """The ids of the model's parameters that required a gradient."""
         self._found = {*map(id, plan.model.parameters())}
 
     def check(self) -> None:
@@ -79,7 +80,7 @@ class TrainedParameters:
                 "torch.autograd.grad with create_graph=True; call torch.func.grad, or leave out compiled"
             ) from error
         for name, parameter in self._plan.model.named_parameters():
-            if not parameter.requires_grad and id(parameter) in self._required:
+            if not parameter.requires_grad and id(parameter) in self.required:
                 raise PlanError(
                     "step: parameters that required a gradient in build must still do so, got "
                     f"{name}; build again, or freeze those"

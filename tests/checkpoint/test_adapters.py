@@ -1,0 +1,237 @@
+"""Checkpoints without frozen parameters: adapters on a model that every program has."""
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.checkpoint import frozen
+from accel_fn.checkpoint.format.manifest import read_manifest
+from accel_fn.errors import ArgumentError, CheckpointError
+from accel_fn.testing import simulate
+from tests import strategies as ours
+
+BASE = ("base.weight", "base.bias")
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a buffer, and a small one that is trained."""
+
+    def __init__(self, seed=0, base_seed=0, width=300):
+        super().__init__()
+        torch.manual_seed(base_seed)
+        self.base = nn.Linear(3, width).double().requires_grad_(False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        torch.manual_seed(seed)
+        self.adapter = nn.Linear(width, 1).double()
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.adapter(self.base(inputs).tanh())
+
+
+def batch(state, step):
+    inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).double()
+    return af.part((inputs, inputs.sum(1, keepdim=True)), state)
+
+
+def make(state, wrap=af.wrap_ddp, **options):
+    model = Adapted(**options)
+    return model, *af.build(state, wrap()(af.Plan(ours.mse, model, ours.adamw(model.parameters()))))
+
+
+def advance(state, step, count=2):
+    for _ in range(count):
+        state, _ = step(state, batch(state, state.step))
+    return state
+
+
+def trained(folder, state, wrap=af.wrap_ddp, **options):
+    """Save after two steps; return the model after two more."""
+    model, state, step = make(state, wrap)
+    state = advance(state, step)
+    af.save(folder, state, step, only="trained", **options)
+    state = af.load(folder, state, step)  # waits for what is written in the background
+    advance(state, step)
+    return ours.whole(model.state_dict())
+
+
+def resumed(folder, state, wrap=af.wrap_ddp, **options):
+    """Load into a program with other adapters; return the model after two more steps."""
+    model, state, step = make(state, wrap, seed=1, **options)
+    state = af.resume(folder, state, step)
+    assert state.step == 2
+    advance(state, step)
+    return ours.whole(model.state_dict())
+
+
+WORLDS = [
+    pytest.param(1, af.wrap_ddp, id="alone"),
+    pytest.param(2, af.wrap_ddp, id="replicas"),
+    pytest.param(3, af.wrap_fsdp, id="shards"),
+]
+
+
+@pytest.mark.parametrize(("size", "wrap"), WORLDS)
+@pytest.mark.parametrize(("size_before", "wrap_before"), WORLDS)
+def test_adapters_continue_in_any_world_on_the_base_of_the_program(
+    tmp_path, size_before, wrap_before, size, wrap
+):
+    saved = simulate(lambda state: trained(tmp_path, state, wrap_before), world_size=size_before)
+    found = simulate(lambda state: resumed(tmp_path, state, wrap), world_size=size)
+    compare = ours.assert_identical if size == size_before else ours.assert_close
+    for each in found:
+        compare(each, saved[0])
+
+
+def test_adapters_are_saved_in_the_background(tmp_path):
+    def run(state):
+        return trained(tmp_path, state, wait=False), resumed(tmp_path, state)
+
+    for expected, found in simulate(run, world_size=2):
+        ours.assert_identical(found, expected)
+
+
+def test_a_checkpoint_of_adapters_names_what_it_leaves_out_and_keeps_buffers(tmp_path):
+    model, state, step = make(af.DistState(), width=100_000)
+    advance(state, step)
+    path = af.save(tmp_path, state, step, only="trained")
+    manifest = read_manifest(path)
+    assert manifest.frozen.keys() == {f"model/{name}" for name in BASE}
+    assert "model/calls" in manifest.entries
+    held = 3 * sum(p.nbytes for p in model.adapter.parameters())  # with Adam's two averages
+    assert held < manifest.size < held + 20_000 < sum(p.nbytes for p in model.base.parameters())
+
+
+@pytest.mark.parametrize(("world_size", "wrap"), WORLDS)
+def test_adapters_of_another_base_are_refused_on_every_rank(tmp_path, world_size, wrap):
+    trained(tmp_path, af.DistState())
+
+    def run(state):
+        model, state, step = make(state, wrap, seed=1, base_seed=1)
+        before = ours.whole(model.state_dict())
+        with pytest.raises(CheckpointError) as caught:
+            af.load(tmp_path, state, step)
+        ours.assert_identical(ours.whole(model.state_dict()), before)
+        return str(caught.value)
+
+    assert set(simulate(run, world_size=world_size)) == {
+        f"load: {tmp_path / 'step_00000002'} leaves out frozen parameters, which the program must have "
+        "as they were saved, got other values in model/base.weight, model/base.bias; give the model the "
+        "weights that training began with, then load"
+    }
+
+
+def test_adapters_of_a_base_of_another_shape_are_refused(tmp_path):
+    trained(tmp_path, af.DistState())
+    _, state, step = make(af.DistState(), width=4)
+    with pytest.raises(CheckpointError, match=r"model/base.weight: float64 \[300, 3\] saved"):
+        af.load(tmp_path, state, step)
+
+
+def test_adapters_go_on_another_base_where_that_is_meant(tmp_path, capsys):
+    trained(tmp_path, af.DistState())
+    model, state, step = make(af.DistState(), base_seed=1)
+    before = model.base.weight.clone()
+    af.load(tmp_path, state, step, strict=False)
+    assert "got other values in model/base.weight, model/base.bias" in capsys.readouterr().err
+    assert torch.equal(model.base.weight, before)
+    assert step.plan.optimizer.state[model.adapter.weight]["step"] == 2
+
+
+def test_long_lists_of_frozen_parameters_are_cut(tmp_path):
+    def load(seed):
+        torch.manual_seed(seed)
+        base = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(5)]).requires_grad_(False)
+        model = nn.Sequential(base, nn.Linear(3, 1)).double()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(af.DistState(), plan)
+        state = af.resume(tmp_path, state, step)
+        af.save(tmp_path, state, step, only="trained")
+
+    load(0)
+    with pytest.raises(CheckpointError, match=r"0\.0\.weight, \S+, model/0\.2\.weight and 2 more;"):
+        load(1)
+
+
+def test_a_parameter_that_was_trained_first_is_saved(tmp_path):
+    model, state, step = make(af.DistState())
+    state = advance(state, step)
+    model.adapter.bias.requires_grad_(False)
+    af.save(tmp_path, state, step, only="trained")
+    other, state, step = make(af.DistState(), seed=1)
+    af.load(tmp_path, state, step)
+    ours.assert_identical(other.state_dict(), model.state_dict())
+
+
+def test_a_parameter_that_one_of_several_steps_trains_is_saved_for_it(tmp_path):
+    def steps(seed):
+        model = Adapted(seed)
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, first = af.build(af.DistState(), plan)
+        model.adapter.requires_grad_(False)
+        model.base.requires_grad_(True)
+        return model, state, {"first": first, "second": af.build(state, plan)[1]}
+
+    model, state, both = steps(0)
+    state, _ = both["second"](state, batch(state, 0))
+    path = af.save(tmp_path, state, both, only="trained")
+    assert not read_manifest(path).frozen
+    other, state, both = steps(1)
+    af.load(tmp_path, state, both)
+    ours.assert_identical(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize(("world_size", "wrap"), WORLDS)
+def test_a_teacher_that_the_loop_moves_is_refused(tmp_path, world_size, wrap, is_loaded):
+    def run(state):
+        model, state, step = make(state, wrap)
+        af.save(tmp_path, state, step, only="trained")
+        if is_loaded:
+            model, state, step = make(state, wrap)
+            state = af.load(tmp_path, state, step)
+        model.base.weight.data.mul_(0.5)
+        with pytest.raises(ArgumentError) as caught:
+            af.save(tmp_path, state, step, only="trained")
+        af.save(tmp_path, state, step)
+        return str(caught.value)
+
+    assert set(simulate(run, world_size=world_size)) == {
+        'save: only="trained" must leave out parameters that stay as they are, got a change since they '
+        "were last saved or loaded in model/base.weight; save without only"
+    }
+
+
+def test_frozen_parameters_are_read_once(tmp_path, monkeypatch):
+    _, state, step = make(af.DistState())
+    first = af.save(tmp_path, state, step, only="trained")
+    before = read_manifest(first).frozen
+    monkeypatch.delattr(frozen, "_hashes")
+    state = advance(state, step)
+    assert read_manifest(af.save(tmp_path, state, step, only="trained")).frozen == before
+
+
+def test_a_write_of_one_element_is_noticed(tmp_path):
+    model, state, step = make(af.DistState())
+    af.save(tmp_path, state, step, only="trained")
+    model.base.weight[299, 1] = 0.0  # none of the elements that are sampled
+    with pytest.raises(ArgumentError, match="got a change since they were last saved or loaded in"):
+        af.save(tmp_path, state, step, only="trained")
+
+
+def test_only_is_trained_or_none_and_the_same_on_every_rank(tmp_path):
+    def run(state):
+        _, state, step = make(state)
+        with pytest.raises(ArgumentError) as wrong:
+            af.save(tmp_path, state, step, only="adapters")
+        with pytest.raises(ArgumentError) as different:
+            af.save(tmp_path, state, step, only="trained" if state.rank else None)
+        return str(wrong.value), str(different.value)
+
+    assert set(simulate(run, world_size=2)) == {
+        (
+            """save: only must be "trained" or None, got 'adapters'""",
+            "save: only must be the same on every rank, got 'trained' on rank 1 and None on rank 0",
+        )
+    }
