@@ -42,11 +42,18 @@ def has_backend(device: torch.device) -> bool:
     return device.type in dist.Backend.backend_capability.get(name, ())
 
 
+def device_backend(group: ProcessGroup) -> Any:
+    """Return the backend whose collectives an accelerator queues; None where Gloo runs all of them."""
+    devices = [each for each in group._device_types if each.type != "cpu"]
+    backends = [group._get_backend(each) for each in devices]
+    own = next((each for each in backends if each.name() != dist.Backend.GLOO), None)
+    return getattr(own, "wrapped_pg", own)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+
+
 def nccl_of(group: ProcessGroup) -> Any:
     """Return the NCCL backend of a group; None where no device uses it."""
-    backends = [group._get_backend(device) for device in group._device_types]
-    nccl = next((each for each in backends if each.name() == dist.Backend.NCCL), None)
-    return getattr(nccl, "wrapped_pg", nccl)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    backend = device_backend(group)
+    return backend if backend is not None and backend.name() == dist.Backend.NCCL else None
 
 
 def current_world() -> tuple[int, int] | None:

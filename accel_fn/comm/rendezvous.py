@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accel_fn.base.state import Watchdog
-from accel_fn.comm.backends import current_world, nccl_of
+from accel_fn.comm.backends import current_world, device_backend, nccl_of
 from accel_fn.comm.watchdog.store_log import StoreLog
 from accel_fn.comm.watchdog.watchdog import StoreWatchdog, ending_error
 from accel_fn.errors import WorldError, WorldTimeoutError
@@ -70,7 +70,7 @@ def join_world(
         world_size=world_size,
         timeout_s=timeout_s,
         libraries=_LIBRARIES,
-        times_steps=nccl is not None,
+        times_steps=device_backend(group) is not None,
     )
     watchdog.start()
     return group, watchdog
@@ -99,7 +99,7 @@ def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
         group is dist.group.WORLD or group in dist.distributed_c10d._world.pg_map
     ):
         fails = ending_error() is not None or (watchdog is not None and watchdog.has_lost_rank)
-        if fails and nccl_of(group) is not None:
+        if fails and device_backend(group) is not None:
             # Destroying waits for kernels that are queued, whose peers may never come.
             dist.distributed_c10d._abort_process_group(group)
         else:

@@ -132,17 +132,18 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
     # Words of 32 bits at most: of 64, two signs that change places would move the sum by 2**64, which is 0.
     bits = {1: torch.int8, 2: torch.int16}.get(dense.element_size(), torch.int32)
     words = dense.reshape(-1).view(bits)
-    if words.device not in factors:
-        factors[words.device] = _factors(words.device)
-    of_places = factors[words.device]
+    largest = _PIECE_ON_HOST if words.is_cpu else _PIECE
+    of_places = factors.get(words.device)
+    # No more than it needs, since a device may be nearly full.
+    if of_places is None or len(of_places) < min(len(words), largest):
+        of_places = factors[words.device] = _factors(min(len(words), largest), words.device)
     first, *others = (
-        (piece * of_places[: len(piece)]).sum() for piece in torch.split(words, len(of_places))
+        (piece * of_places[: len(piece)]).sum() for piece in torch.split(words, largest)
     )
     return reduce(lambda total, each: total * _MIXING + each, others, first)
 
 
-def _factors(device: torch.device) -> Tensor:
+def _factors(size: int, device: torch.device) -> Tensor:
     """Factors for the places in a piece: odd, and not linear, since 0 and 3 would then be 1 and 2."""
-    size = _PIECE_ON_HOST if device.type == "cpu" else _PIECE
     mixed = torch.arange(size, device=device) * _MIXING
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

@@ -128,6 +128,8 @@ class FiniteNorm:
         if self._pending:  # an update was prepared and never applied
             self._delayed.last()
         norm = grads.norm()
+        if norm.device != self._in_a_row.device:
+            self._move(norm.device)  # else the host would wait for the device, to compare on it
         ok, changes = self._judge(norm)
         in_a_row = torch.where(ok, 0, self._in_a_row + 1)
         known, name = self._delayed(in_a_row), step_name(state.step + 1, state.call)
@@ -142,6 +144,11 @@ class FiniteNorm:
             **changes,
         }
         return ok
+
+    def _move(self, device: torch.device) -> None:
+        """Move the state to where norms are: on the host, if parameters are."""
+        held = {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
+        vars(self).update({name: each.to(device) for name, each in held.items()})
 
     def commit(self) -> None:
         """Count the update, once nothing can raise before it."""

@@ -387,32 +387,36 @@ def test_it_cuts_by_rows_alone():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, whose memory can be capped")
+@pytest.mark.skipif(
+    not hasattr(torch.get_device_module(), "set_per_process_memory_fraction"),
+    reason="needs an accelerator whose memory can be capped",
+)
 def test_an_accelerator_that_is_full_is_one_that_was_cut_from_the_start():
     """The device's allocator raises the error, and dropout draws from the device's generator."""
-    inputs, targets = (each.cuda() for each in ones(8))
+    state, device = af.init(), torch.get_device_module()
+    inputs, targets = (each.to(state.device) for each in ones(8))
 
     def loss_fn(model, batch):
         loss = ours.mse(model, (nn.functional.dropout(batch[0], 0.5), batch[1]))
-        torch.empty(len(batch[0]), 16 * 2**20, dtype=torch.uint8, device="cuda")
+        torch.empty(len(batch[0]), 16 * 2**20, dtype=torch.uint8, device=state.device)
         return loss
 
     def run(num_microbatches):
-        torch.cuda.manual_seed(1)
+        device.manual_seed(1)
         recipe = af.compose(af.place(), af.accumulate(num_microbatches))
-        state, step = make(af.DistState(device=torch.device("cuda")), loss_fn, recipe)
-        return *go_on(state, step, [(inputs, targets)] * 3), torch.cuda.get_rng_state()
+        start, step = make(af.init(), loss_fn, recipe)
+        return *go_on(start, step, [(inputs, targets)] * 3), device.get_rng_state()
 
     # First let the device's libraries allocate what they keep, then cap the memory.
-    _, expected, state, standing = run(4)
+    _, expected, _, standing = run(4)
     free_memory(state)
-    total = torch.cuda.get_device_properties().total_memory
-    room_for_two = torch.cuda.memory_reserved() + 48 * 2**20  # 32 MiB of them fit, 64 do not
-    torch.cuda.set_per_process_memory_fraction(room_for_two / total)
+    total = device.get_device_properties().total_memory
+    room_for_two = device.memory_reserved() + 48 * 2**20  # 32 MiB of them fit, 64 do not
+    device.set_per_process_memory_fraction(room_for_two / total)
     try:
         reports, actual, _, stands = run("auto")
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        device.set_per_process_memory_fraction(1.0)
     assert [report.extras["num_microbatches"] for report in reports] == [4, 4, 4]
     ours.assert_identical(actual, expected)
     assert torch.equal(stands, standing)

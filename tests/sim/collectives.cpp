@@ -24,9 +24,12 @@ struct Collectives final : c10d::Backend {
   explicit Collectives(BackendPtr made) : Backend(made->getRank(), made->getSize()), gloo(std::move(made)) {}
   const std::string getBackendName() const override { return "simccl"; }
 
-  struct Call {
+  using Run = std::function<WorkPtr(Tensors& outputs, Tensors& inputs)>;
+
+  // Runs a collective of Gloo's over the same memory. One without inputs works on its outputs in place.
+  static WorkPtr call(const Tensors& outputs, const Tensors& inputs, const Run& run) {
     sim::HostView view;
-    Tensors operator()(const Tensors& tensors) {
+    auto host = [&view](const Tensors& tensors) {
       Tensors made;
       for (auto& tensor : tensors) {
         TORCH_CHECK(sim::is_sim(tensor), "simccl: tensors must be on a sim device, got one on ", tensor.device());
@@ -34,61 +37,61 @@ struct Collectives final : c10d::Backend {
         sim::queue_work(sim::current_stream(tensor.device().index()));
       }
       return made;
-    }
-  };
-  static WorkPtr done(const WorkPtr& work, const Tensors& tensors) {
-    work->wait();
-    return c10::make_intrusive<Done>(tensors);
+    };
+    auto made = host(outputs), given = host(inputs);
+    run(made, given)->wait();
+    return c10::make_intrusive<Done>(outputs);
+  }
+
+  // As NCCL does: the end of a group waits for what the device has queued, unless it is aborted.
+  void shutdown() override {
+    for (int device = 0; device < sim::num_devices(); ++device) sim::host_waits_for(sim::current_stream(device));
+    gloo->shutdown();
+  }
+  void abort() override {
+    sim::wake();
+    gloo->abort();
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    Call host;
-    auto made = host(tensors);
-    return done(gloo->allreduce(made, options), tensors);
+    return call(tensors, {}, [&](auto& made, auto&) { return gloo->allreduce(made, options); });
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    Call host;
-    auto made = host(tensors);
-    return done(gloo->allreduce_coalesced(made, options), tensors);
+    return call(tensors, {}, [&](auto& made, auto&) { return gloo->allreduce_coalesced(made, options); });
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    Call host;
-    auto made = host(tensors);
-    return done(gloo->broadcast(made, options), tensors);
+    return call(tensors, {}, [&](auto& made, auto&) { return gloo->broadcast(made, options); });
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    Call host;
-    std::vector<Tensors> made;
-    for (auto& each : outputs) made.push_back(host(each));
-    auto given = host(inputs);
-    return done(gloo->allgather(made, given, options), outputs[0]);
+    return call(outputs.at(0), inputs, [&](auto& made, auto& given) {
+      std::vector<Tensors> lists{made};
+      return gloo->allgather(lists, given, options);
+    });
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    Call host;
-    auto made = host({output, input});
-    return done(gloo->_allgather_base(made[0], made[1], options), {output});
+    return call({output}, {input}, [&](auto& made, auto& given) { return gloo->_allgather_base(made[0], given[0], options); });
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    Call host;
-    auto made = host(outputs), given = host(inputs);
-    return done(gloo->allgather_into_tensor_coalesced(made, given, options), outputs);
+    return call(outputs, inputs, [&](auto& made, auto& given) {
+      return gloo->allgather_into_tensor_coalesced(made, given, options);
+    });
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    Call host;
-    auto made = host({output, input});
-    return done(gloo->_reduce_scatter_base(made[0], made[1], options), {output});
+    return call({output}, {input}, [&](auto& made, auto& given) {
+      return gloo->_reduce_scatter_base(made[0], given[0], options);
+    });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    Call host;
-    auto made = host(outputs), given = host(inputs);
-    return done(gloo->reduce_scatter_tensor_coalesced(made, given, options), outputs);
+    return call(outputs, inputs, [&](auto& made, auto& given) {
+      return gloo->reduce_scatter_tensor_coalesced(made, given, options);
+    });
   }
   WorkPtr alltoall_base(
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
-    Call host;
-    auto made = host({output, input});
-    return done(gloo->alltoall_base(made[0], made[1], output_sizes, input_sizes, options), {output});
+    return call({output}, {input}, [&](auto& made, auto& given) {
+      return gloo->alltoall_base(made[0], given[0], output_sizes, input_sizes, options);
+    });
   }
 };
 }  // namespace

@@ -10,13 +10,17 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <thread>
 
 namespace sim {
 std::recursive_mutex lock;
 
 namespace {
+constexpr size_t kMemory = size_t{1} << 30;  // of a device, in bytes
+
 struct Copy {
   int64_t number;  // of its piece of work in the stream
   bool to_device;
@@ -34,13 +38,21 @@ struct Event {
   int64_t num_kernels;
 };
 
+using Time = std::chrono::steady_clock;
+struct Sleep {
+  int64_t number;  // of its piece of work in the stream
+  Time::time_point end;
+};
+
 std::map<StreamKey, std::deque<Copy>> copies;
+std::map<StreamKey, Sleep> sleeps;  // the last one of each stream
 std::map<StreamKey, Clock> clocks;
 Clock host_clock;
 std::map<const char*, Block> blocks;
 std::map<StreamKey, std::vector<Block>> freed;  // since the last work of their home
 std::map<const char*, size_t> pinned;
-std::array<c10::CachingDeviceAllocator::DeviceStats, kNumDevices> stats;
+std::array<c10::CachingDeviceAllocator::DeviceStats, kMaxDevices> stats;
+std::array<size_t, kMaxDevices> limits{kMemory, kMemory};  // in bytes
 int64_t kernels = 0;
 std::atomic<int64_t> next_stream{1};
 thread_local int device_now = 0;
@@ -68,7 +80,17 @@ std::deque<Copy> make_copies(const Clock& until, bool for_host) {
   return made;
 }
 
+bool is_asleep(const Clock& until) {
+  Guarded guard(lock);
+  for (auto& [stream, number] : until) {
+    auto found = sleeps.find(stream);
+    if (found != sleeps.end() && found->second.number <= number && Time::now() < found->second.end) return true;
+  }
+  return false;
+}
+
 void host_waits(const Clock& until) {
+  while (is_asleep(until)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   std::deque<Copy> made;
   Guarded guard(lock);
   made = make_copies(until, true);
@@ -101,6 +123,10 @@ void report(const std::string& kind, const std::string& what, int64_t until) {
 
 // -- streams
 
+int num_devices() {
+  static const char* visible = std::getenv("SIM_VISIBLE_DEVICES");
+  return visible ? std::atoi(visible) : kMaxDevices;
+}
 int current_device() { return device_now; }
 int index_of(c10::Device device) { return device.has_index() ? device.index() : device_now; }
 StreamKey current_stream(int device) { return {device, streams_now[device]}; }
@@ -129,6 +155,18 @@ void put_off(StreamKey stream, bool to_device, std::function<void()> copy) {
 
 void host_waits_for(StreamKey stream) { host_waits(clock_of(stream)); }
 
+void sleep(StreamKey stream, std::chrono::nanoseconds duration) {
+  queue_work(stream);
+  Guarded guard(lock);
+  auto& last = sleeps[stream];
+  last = {clocks[stream][stream], std::max(last.end, Time::now()) + duration};
+}
+
+void wake() {
+  Guarded guard(lock);
+  sleeps.clear();
+}
+
 size_t num_copies_put_off() {
   Guarded guard(lock);
   size_t number = 0;
@@ -139,13 +177,21 @@ size_t num_copies_put_off() {
 // -- memory
 
 namespace {
+// Counts memory of a device that is taken, or given back by a negative size.
+void count(int device, int64_t size) {
+  for (auto* bytes : {&stats[device].allocated_bytes[0], &stats[device].reserved_bytes[0]}) {
+    if (size > 0) bytes->increase(size);
+    else bytes->decrease(-size);
+  }
+}
+
 void free_device(void* data) {
   {
     Guarded guard(lock);
     auto found = blocks.find(static_cast<char*>(data));
     const auto& block = found->second;
     std::memset(data, 0xFF, block.size);
-    stats[block.home.first].allocated_bytes[0].decrease(block.size);
+    count(block.home.first, -static_cast<int64_t>(block.size));
     freed[block.home].push_back(block);
     blocks.erase(found);
   }
@@ -162,11 +208,15 @@ void free_pinned(void* data) {
 
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
+    Guarded guard(lock);
+    const size_t taken = stats[device_now].allocated_bytes[0].current;
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, taken + size <= limits[device_now], "sim out of memory. Tried to allocate ", size, " bytes, ",
+        taken, " of ", limits[device_now], " are taken");
     void* data = std::malloc(std::max<size_t>(size, 1));
     std::memset(data, 0xFF, size);  // not a number in every width
-    Guarded guard(lock);
     blocks[static_cast<char*>(data)] = {size, current_stream(device_now), {}, {}};
-    stats[device_now].allocated_bytes[0].increase(size);
+    count(device_now, static_cast<int64_t>(size));
     return {data, data, &free_device, c10::Device(kSim, device_now)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
@@ -238,7 +288,7 @@ struct StreamsAndEvents final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, indexed, id);
   }
   c10::DeviceType type() const override { return kSim; }
-  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
+  c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
   c10::Device getDevice() const override { return {kSim, static_cast<c10::DeviceIndex>(device_now)}; }
   void setDevice(c10::Device device) const override {
     if (device.has_index()) device_now = device.index();
@@ -272,9 +322,12 @@ struct StreamsAndEvents final : c10::impl::DeviceGuardImplInterface {
     made = make_copies(clock, false);
     merge(clocks[key(stream)], clock);
   }
-  // Time passes while a program polls, so the answer is yes.
+  // Time passes while a program polls, so the answer is yes, unless a kernel takes long.
   bool queryEvent(void* event) const override {
-    if (event) host_waits(static_cast<Event*>(event)->clock);
+    if (!event) return true;
+    const auto& clock = static_cast<Event*>(event)->clock;
+    if (is_asleep(clock)) return false;
+    host_waits(clock);
     return true;
   }
   void synchronizeEvent(void* event) const override {
@@ -330,7 +383,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return kNumDevices; }
+  c10::DeviceIndex deviceCount() const override { return num_devices(); }
   c10::DeviceIndex getCurrentDevice() const override { return device_now; }
   void setCurrentDevice(c10::DeviceIndex device) const override { device_now = device; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return std::exchange(device_now, device); }
@@ -366,6 +419,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_collectives(module);
   module.def("listen", [](py::object function) {
     delete std::exchange(sim::listener, function.is_none() ? nullptr : new py::object(std::move(function)));
+  });
+  module.attr("memory") = sim::kMemory;
+  module.def("num_devices", &sim::num_devices);
+  module.def("limit_memory", [](int device, size_t limit) { sim::limits.at(device) = limit; });
+  module.def("sleep", [](int device, int64_t duration_ns) {
+    sim::sleep(sim::current_stream(device), std::chrono::nanoseconds(duration_ns));
   });
   module.def("num_kernels", &sim::num_kernels);
   module.def("num_blocks", &sim::num_blocks);

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Stream.h>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -11,7 +12,9 @@
 
 namespace sim {
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
-constexpr int kNumDevices = 2;
+constexpr int kMaxDevices = 2;
+// Fewer, if SIM_VISIBLE_DEVICES says so, as CUDA_VISIBLE_DEVICES hides some.
+int num_devices();
 
 using StreamKey = std::pair<int, c10::StreamId>;  // device, stream
 using Clock = std::map<StreamKey, int64_t>;       // of each stream: how much of its work is known to be done
@@ -34,6 +37,10 @@ void queue_work(StreamKey stream);
 // Puts a copy off until the host or another stream waits for the work that was queued last.
 void put_off(StreamKey stream, bool to_device, std::function<void()> copy);
 void host_waits_for(StreamKey stream);
+// Queues a kernel that takes so long: the host waits for it where it waits for its stream.
+void sleep(StreamKey stream, std::chrono::nanoseconds duration);
+// Ends all of them.
+void wake();
 size_t num_copies_put_off();
 
 // Memory.

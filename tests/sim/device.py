@@ -25,7 +25,6 @@ from tests.sim import build
 if build.compiler() is None:
     pytest.skip("the simulated device needs a C++ compiler", allow_module_level=True)
 
-NUM_DEVICES = 2
 _PACKAGE = str(Path(accel_fn.__file__).parent)
 
 
@@ -52,6 +51,7 @@ def _load() -> Any:
 
 
 native = _load()
+NUM_DEVICES = native.num_devices()
 _listeners: list[list[Seen]] = []
 _mode = "default"
 
@@ -101,6 +101,15 @@ def _manual_seed_all(seed: int) -> None:
         native.default_generator(device).manual_seed(seed)
 
 
+def _limit_memory(fraction: float, device: Any = None) -> None:
+    index = torch.accelerator.current_device_index() if device is None else _index(device)
+    native.limit_memory(index, int(fraction * native.memory))
+
+
+def _sleep(cycles: int) -> None:
+    native.sleep(torch.accelerator.current_device_index(), cycles)  # of a clock of 1 GHz
+
+
 def _torch_module() -> types.ModuleType:
     """Make `torch.sim`, what torch and accel_fn look for under a device's name."""
     module = types.ModuleType("torch.sim")
@@ -108,17 +117,20 @@ def _torch_module() -> types.ModuleType:
         Event=torch.Event,
         Stream=torch.Stream,
         _is_in_bad_fork=lambda: False,
-        _sleep=lambda cycles: None,
+        _sleep=_sleep,
         current_device=torch.accelerator.current_device_index,
         current_stream=torch.accelerator.current_stream,
         device=lambda device: torch.accelerator.device_index(_index(device)),
         device_count=lambda: NUM_DEVICES,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        get_device_properties=lambda device=None: types.SimpleNamespace(total_memory=native.memory),
         get_rng_state=lambda device="sim": native.default_generator(_index(device)).get_state(),
         is_available=lambda: True,
         is_initialized=lambda: True,
         manual_seed=_manual_seed,
         manual_seed_all=_manual_seed_all,
+        memory_reserved=torch.accelerator.memory_reserved,
+        set_per_process_memory_fraction=_limit_memory,
         set_device=torch.accelerator.set_device_index,
         set_rng_state=lambda state, device="sim": native.default_generator(
             _index(device)

@@ -71,6 +71,8 @@ namespace {
 const std::set<std::string> kWaits{
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
     "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::histc"};
+// Others take a number on the host as an argument of their kernel; this one copies it to the device first.
+const std::set<std::string> kCopiesNumbers{"aten::where"};
 const std::set<std::string> kTakesHostIndices{"aten::index", "aten::index_put_", "aten::_index_put_impl_"};
 
 // Lets the CPU's kernels draw from the device's generator, which they know only as the default one.
@@ -108,6 +110,7 @@ struct Operation {
         (!tensor.dim() && !written) || indices, "sim: Expected all tensors to be on the same device, ", schema.name(),
         " got ", argument.name(), " on ", tensor.device());
     if (tensor.dim()) report("sync", schema.name() + " by indices on the host");
+    else if (kCopiesNumbers.count(schema.name())) report("copy", schema.name() + " of a number on the host");
     return tensor;
   }
 
@@ -198,6 +201,7 @@ void make_wrong(at::Tensor target) {
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (!from.numel()) return to;
   PlainCopies plain;
   const bool to_device = is_sim(to);
   const auto stream = current_stream((to_device ? to : from).device().index());

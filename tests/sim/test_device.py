@@ -1,5 +1,7 @@
 """The simulated device makes wrong what a real one could make wrong, and counts waits."""
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,6 +114,9 @@ def test_memory_that_another_stream_still_uses_is_not_reused_unnoticed(protect):
         (lambda tensor: tensor[tensor > 0], 1),
         (lambda tensor: torch.accelerator.synchronize(), 1),
         (lambda tensor: torch.ones(2).to(SIM), 1),
+        (lambda tensor: torch.ones(0).to(SIM), 0),
+        (lambda tensor: torch.where(torch.tensor(True), tensor, 0.0), 1),
+        (lambda tensor: torch.where(tensor > 0, tensor, 0.0), 0),
         (lambda tensor: torch.ones(2).to(SIM, non_blocking=True), 0),
         (lambda tensor: tensor * 2 + torch.tensor(1.0), 0),
         (lambda tensor: torch.full((2,), 3.0, device=SIM), 0),
@@ -152,6 +157,40 @@ def test_numbers_are_drawn_from_the_generator_of_the_device():
     torch.manual_seed(3)
     assert torch.equal(first, F.dropout(torch.ones(64, device=SIM)))
     assert torch.equal(second, torch.rand(4, device=SIM))
+
+
+def test_the_host_waits_for_a_kernel_that_takes_long_where_it_waits_for_its_stream():
+    side, before = torch.Stream(SIM), torch.Event(SIM)
+    start = time.monotonic()
+    before.record()
+    torch.sim._sleep(300_000_000)
+    after = torch.Event(SIM)
+    after.record()
+    side.synchronize()
+    before.synchronize()
+    assert before.query()
+    assert not after.query()
+    assert time.monotonic() - start < 0.3
+    after.synchronize()
+    assert time.monotonic() - start >= 0.3
+    assert after.query()
+
+
+def test_memory_beyond_a_limit_is_refused():
+    torch.sim.set_per_process_memory_fraction(
+        (torch.accelerator.memory_allocated() + 1000) / native.memory
+    )
+    try:
+        held = torch.empty(900, dtype=torch.uint8, device=SIM)
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"^sim out of memory. Tried to allocate 9"
+        ):
+            held + 1
+        assert torch.ones(200, dtype=torch.uint8, device="sim:1").sum() == 200
+        del held
+        torch.empty(900, dtype=torch.uint8, device=SIM)
+    finally:
+        torch.sim.set_per_process_memory_fraction(1.0)
 
 
 def test_memory_is_counted_and_freed():

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel_fn as af
+from tests.forking import run_worlds
 from tests.processes import launch
 from tests.sim.device import native, recorded
 from tests.sim.programs import assert_equal, loss_fn, make_batches, make_model, train, waits_in
@@ -108,6 +109,88 @@ def test_ranks_that_the_script_started_keep_their_device_and_tensors_come_back_t
         rank = found["device"][1]
         assert found.pop("sum of host") == "cpu"
         assert found == {name: [f"sim:{rank}", rank] for name in found}
+
+
+def test_the_only_visible_device_of_a_process_is_taken_whatever_its_local_rank():
+    said = launch(
+        """
+        import json, os
+        os.environ["SIM_VISIBLE_DEVICES"] = "1"
+        import torch
+        from tests.sim import worlds
+        import accel_fn as af
+
+        state = af.init(timeout_s=60)
+        device = str(af.reduce_sum(torch.ones(2, device=state.device), state).device)
+        say(json.dumps([state.local_rank, str(state.device), device]))
+        """
+    )
+    ranks = sorted(map(json.loads, said.splitlines()))
+    assert ranks == [[0, "sim:0", "sim:0"], [1, "sim:0", "sim:0"]]
+
+
+DEVICE_SLEEPS = """
+    import torch
+    import tests.sim.device
+    import accel_fn as af
+    from tests.sim.programs import OPTIMIZERS, loss_fn, make_batches, make_model
+
+    state = af.init(timeout_s={timeout_s})
+
+    def sleeping(model, batch):
+        if state.step == 2 and state.rank in {ranks}:
+            if {fails}:
+                raise OSError("disk full")
+            torch.sim._sleep(10**12)  # as the kernel of a collective that a peer never joins
+        return loss_fn(model, batch)
+
+    model = make_model()
+    plan = af.Plan(sleeping, model, OPTIMIZERS["foreach"](model.parameters()))
+    state, step = af.build(state, af.compose(af.place(), af.wrap_ddp(), af.skip_nonfinite())(plan))
+    for batch in make_batches():
+        mark()
+        state, _ = step(state, batch)
+"""
+
+
+def test_a_hang_of_the_devices_alone_is_seen_by_the_watchdog(tmp_path):
+    script = DEVICE_SLEEPS.format(timeout_s=3, ranks=[0, 1], fails=False)
+    ranks = run_worlds({"script": script}, tmp_path, timeout_s=60)["script"]
+    for rank in ranks:
+        assert rank.exit_code == 124, rank.stderr
+        assert "step has waited for longer than timeout_s=3" in ranks[0].stderr + ranks[1].stderr
+
+
+def test_an_error_ends_ranks_whose_devices_wait_for_work_that_nobody_joins(tmp_path):
+    script = DEVICE_SLEEPS.format(timeout_s=60, ranks=[0, 1], fails="state.rank == 1")
+    ranks = run_worlds({"script": script}, tmp_path, timeout_s=30)["script"]
+    for rank, text in zip(ranks, ("rank 1", "OSError: disk full"), strict=True):
+        assert rank.exit_code == 1, rank.stderr
+        assert text in rank.stderr
+
+
+def test_embeddings_with_sparse_gradients_are_refused_where_the_device_sums_none():
+    launch(
+        """
+        import torch
+        import tests.sim.device
+        import accel_fn as af
+
+        state = af.init(timeout_s=60)
+        model = torch.nn.Sequential(torch.nn.Embedding(4, 3, sparse=True))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = af.Plan(lambda model, batch: model(batch).mean(), model, optimizer)
+        try:
+            af.build(state, af.compose(af.place(), af.wrap_ddp())(plan))
+        except ValueError as error:
+            say(error)
+        """,
+        expect=[
+            "build: wrap_ddp's model must have dense gradients on SIMCCL, which sums no others, "
+            "got '0'; use sparse=False"
+        ]
+        * 2,
+    )
 
 
 def waits_of_labels(recipe):

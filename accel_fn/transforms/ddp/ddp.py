@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_fn.base.state import DistState
-from accel_fn.comm.backends import nccl_of
+from accel_fn.comm.backends import device_backend
 from accel_fn.errors import ArgumentError, PlanError, message
 from accel_fn.step.checks.graph import not_reached
 from accel_fn.step.grads import Grads
@@ -102,9 +102,11 @@ class DDPSlot(SlotFunction):
             )
         tables = sparse_tables(plan.model)
         group = None if state.device.type == "cpu" else state.group
-        if tables and group is not None and nccl_of(group) is not None:
-            rule, repair = "have dense gradients on NCCL, which sums no others", "use sparse=False"
-            raise PlanError(message("build", "wrap_ddp's model", rule, next(iter(tables)), repair))
+        backend = None if group is None else device_backend(group)
+        if tables and backend is not None:
+            rule = f"have dense gradients on {backend.name().upper()}, which sums no others"
+            got, repair = next(iter(tables)), "use sparse=False"
+            raise PlanError(message("build", "wrap_ddp's model", rule, got, repair))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
