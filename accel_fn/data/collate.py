@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from accel_fn.base.batch import ATOMS, columns_of, tensors_of
 from accel_fn.base.mappings import node_of
 from accel_fn.base.samples import Samples
 from accel_fn.data.borrowed_rng import Generators
+from accel_fn.data.part import rows_of_rank
 from accel_fn.errors import BatchError
 
 _SHOWN = 3  # tensors that an error lists
@@ -53,6 +55,22 @@ class Collate:
         except Exception:  # such as a collate_fn that takes fields out of its samples
             return True
         return len(dict(_lists(twice)).get(place, ())) == 2 * count
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyBatch:
+    """Calls a collate_fn with a batch that the data set has ready, and takes this rank's rows."""
+
+    collate_fn: Callable[[Any], Any]
+    rank: int
+    world_size: int
+
+    def __call__(self, items: list[Any]) -> Any:
+        """Return the rows of the one item."""
+        repair = "give the DataLoader a batch_size if the data set gives samples"
+        return rows_of_rank(
+            self.collate_fn(items[0]), self.rank, self.world_size, "shard_loader", repair
+        )
 
 
 def _lists(tree: Any, place: Place = ()) -> Iterator[tuple[Place, list[Any] | tuple[Any, ...]]]:

@@ -21,7 +21,7 @@ Batch = TypeVar("Batch", covariant=True, default=Any)
 
 
 Numbered: TypeAlias = tuple[list[Any] | None, Batch]
-"""A batch after the samples in it, as its data set is indexed; None for the items of a stream."""
+"""A batch after the samples in it, as its data set is indexed; None where rows have no numbers."""
 
 
 class Source(Protocol[Batch]):

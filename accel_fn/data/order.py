@@ -173,6 +173,23 @@ class Order(Cut):
         return permute(places, self.num_samples, key=mix(mix(self.seed) + epoch))
 
 
+class ItemOrder(Order):
+    """The order of items that are global batches: every rank reads each, so it is that of one rank."""
+
+
+def no_numbers() -> ArgumentError:
+    """Make the error of asking such a batch for its samples."""
+    rule, got = "give samples", "batches, whose rows have no numbers"
+    return ArgumentError(message("indices", "data set", rule, got))
+
+
+def per_rank_error(got: str, owner: str) -> ArgumentError:
+    """Make the error of a loader whose batches, those of `owner`, have no size for each rank."""
+    rule = "have a batch_size where that is to be one rank's"
+    repair = f'the batches of {owner} are shared: use batch="global"'
+    return ArgumentError(message("shard_loader", "loader", rule, got, repair))
+
+
 def find_by_counting(
     step: int, batches_of: Callable[[int], Iterable[object]], window: int
 ) -> tuple[int, int]:

@@ -53,6 +53,11 @@ def part(tree: T, state: DistState) -> T:
     {'prompts': ['a', 'b'], 'tokens': 20}
     """
     check_state("part", state)
+    return rows_of_rank(tree, state.data.rank, state.data.world_size, "part")
+
+
+def rows_of_rank(tree: T, rank: int, world_size: int, function: str, repair: str = "") -> T:
+    """Take a rank's rows, as `part` does; errors are raised in the name of `function`."""
     if tree is None:
         return tree
     rows = tree if shapes_of(tree) else _marked(tree)
@@ -60,11 +65,11 @@ def part(tree: T, state: DistState) -> T:
     counts = {shape[0] for shape in shapes}
     if len(counts) != 1:
         rule, got = "hold tensors or lists of one length", shapes or type(tree).__name__
-        raise BatchError(message("part", "tree", rule, got))
-    if state.data.world_size == 1:
+        name = "tree" if function == "part" else "a ready batch"
+        raise BatchError(message(function, name, rule, got, repair))
+    if world_size == 1:
         return tree
-    sizes = part_sizes(counts.pop(), state.data.world_size)
-    found = split_rows(rows, sizes, "part")[state.data.rank]
+    found = split_rows(rows, part_sizes(counts.pop(), world_size), function)[rank]
     return cast("T", found if rows is tree else _unmarked(found))
 
 

@@ -44,7 +44,8 @@ def shard_loader(
         loader: over any data set; its collate_fn, workers, pinning and so on are
             kept. Rank 0 runs your own sampler or batch sampler, with its own random
             numbers, and sends every rank its part: all ranks iterate such a loader
-            together.
+            together. With `batch_size=None`, each item is a global batch, cut as by `part`, and each
+            list of indices that a sampler gives is cut before its rows are read.
         state: of this rank; its `seed`, and the loader's generator's, decide the order.
         batch: "global", or "per_rank" for torch's own meaning: `batch_size` is
             one rank's, and the global batch is world_size times that.
@@ -92,7 +93,7 @@ def shard_loader(
         return ShardedLoader(stream_source(loader, state, batch=batch, split=split), loader)
     order, channel = _agreed(loader, state, batch, split, read_ahead)
     if isinstance(order, Order):
-        return ShardedLoader(IndexedSource(loader, order, state.rank), loader)
+        return ShardedLoader(IndexedSource(loader, order, state.rank, state.world_size), loader)
     return ShardedLoader(SamplerSource(loader, order, state, channel), loader)
 
 

@@ -306,10 +306,6 @@ DATA = Numbers(12)
             "drop_last=True must leave a batch, got 3 samples for batch_size=4",
         ),
         (
-            lambda: DataLoader(DATA, batch_size=None),
-            "have a batch_size or a batch_sampler, got 'batch_size=None'",
-        ),
-        (
             lambda: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0), batch_size=4),
             "not be sharded over ranks already, got 'DistributedSampler'; leave that sampler out",
         ),

@@ -811,11 +811,6 @@ def split_by_node():
 @pytest.mark.parametrize(
     ("data", "options", "text"),
     [
-        (
-            Counting(9),
-            {"batch_size": None},
-            "have a batch_size over a stream, got 'batch_size=None'",
-        ),
         (Counting(9), {"batch_size": 1}, "batch_size=1 must give every one of 2 ranks a sample"),
         (Counting(9), {"num_workers": 1, "in_order": False}, "in_order must be True over a stream"),
         (

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
     Sampler,
+    SequentialSampler,
     Subset,
     TensorDataset,
     default_collate,
@@ -331,3 +334,65 @@ def taught_sampler(case: Case):
         return train(state, case, network(), mse, taught)
 
     return lambda: train_by_hand(network(), mse, batches(iter, lambda whole: whole)), run
+
+
+@kind("equal")
+def ready_batches(case: Case):
+    """Batches that a data set, a sampler of lists or a stream has ready."""
+    x, y = samples(case)
+    bounds = [*range(0, case.num_samples, case.batch_size), case.num_samples]
+    batches = [(x[a:b], y[a:b]) for a, b in pairwise(bounds)]
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self):
+            return iter(batches)
+
+    lists = BatchSampler(SequentialSampler(x), case.batch_size, drop_last=False)
+    loader = (
+        lambda: DataLoader(batches, batch_size=None),
+        lambda: DataLoader(TensorDataset(x, y), batch_size=None, sampler=lists),
+        lambda: DataLoader(Stream(), batch_size=None),
+    )[case.seed % 3]()
+    return two_loops(case, network, mse, loader)
+
+
+@kind("equal", batch_size=(3, 4))
+def growing_batches(case: Case):
+    """A batch sampler whose batches grow with the number of updates, over several epochs."""
+    rows = TensorDataset(*samples(case))
+
+    class Growing:
+        def __init__(self):
+            self.epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.epoch))
+            sizes = self.sizes()
+            return iter(order[: sum(sizes)].split(sizes))
+
+        def sizes(self):
+            step = 0
+            for _ in range(self.epoch + 1):
+                sizes = []
+                while sum(sizes) + (size := case.batch_size + step // 2) <= len(rows):
+                    sizes.append(size)
+                    step += 1
+            return sizes
+
+    def by_hand():
+        sampler, model = Growing(), network()
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            train_by_hand(model, mse, DataLoader(rows, batch_sampler=sampler))
+        return figures(model)
+
+    def run(state):
+        loader, model = DataLoader(rows, batch_sampler=Growing()), network()
+        batches = (batch for epoch in af.shard_loader(loader, state).epochs(3) for batch in epoch)
+        train(state, case, model, mse, batches)
+        return figures(model)
+
+    return by_hand, run

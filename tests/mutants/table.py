@@ -482,6 +482,22 @@ MUTANTS = [
         kind="data.taught_sampler",
     ),
     Mutant(
+        "a batch sampler stays in its first epoch",
+        "data/samplers/sampler_batches.py",
+        "InEpoch(nest(sampler), epoch)",
+        "InEpoch(nest(sampler), 0)",
+        "tests/data/test_sampler_source.py",
+        kind="data.growing_batches",
+    ),
+    Mutant(
+        "of a ready batch every rank takes the first rows",
+        "data/collate.py",
+        "self.collate_fn(items[0]), self.rank, self.world_size",
+        "self.collate_fn(items[0]), 0, self.world_size",
+        "tests/data/test_ready_batches.py",
+        kind="data.ready_batches",
+    ),
+    Mutant(
         "an evaluation moves the random generators of training",
         "observe/over_loader.py",
         "    with restored_random(state.device):",

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, defau
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from accel_fn.data.borrowed_rng import seed_process
-from accel_fn.data.collate import Collate
+from accel_fn.data.collate import Collate, ReadyBatch
 from accel_fn.data.seed_samples import reading
 from accel_fn.data.set_epoch import InEpoch, nested
 from accel_fn.data.workers.progress import Progress
@@ -28,8 +28,14 @@ class Part:
 
     epoch: int | None  # None is epoch 0, in which data sets keep the epoch that they are in
     batch: int  # the number of the batch in the epoch
-    numbers: Tensor | list[Any]
+    numbers: Any
+    """A tensor or list of samples of this rank; any other key is one of a whole batch."""
     seed: int | None = None  # seed of the global generators; None leaves those alone
+
+    @property
+    def is_split(self) -> bool:
+        """Has each rank samples of its own?"""
+        return isinstance(self.numbers, Tensor | list)
 
     def listed(self) -> Part:
         """Convert to lists for another process, which cost less to send than tensors."""
@@ -44,12 +50,9 @@ class Fetcher(Dataset[Any]):
     Workers note the number of the batch, and the place of the sample in it.
     """
 
-    def __init__(
-        self, dataset: Any, collate_fn: Callable[[Any], Any], progress: Progress | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
         self.dataset = dataset
-        self.collate_fn = collate_fn
-        self.progress = progress
+        self.progress: Progress | None = None
         self._collate = Collate(collate_fn)
         self._at_once = _stacks_plainly(collate_fn) and has_rows(dataset)
         self._together = _gives_many(dataset)
@@ -58,6 +61,12 @@ class Fetcher(Dataset[Any]):
     def of_pass(self) -> Fetcher:
         """Make a copy that sets the epoch anew: the loop may set another one between two passes."""
         return copy.copy(self)
+
+    def noting(self, progress: Progress) -> Fetcher:
+        """Make a copy for workers, which note what they read."""
+        found = copy.copy(self)
+        found.progress = progress
+        return found
 
     def __getitem__(self, part: Part) -> Any:
         """Return the batch of the samples of a part."""
@@ -121,6 +130,28 @@ class Fetcher(Dataset[Any]):
             raise
 
 
+class ReadyFetcher(Fetcher):
+    """Reads batches that the data set has ready: one by its key, or the rows of a list of indices."""
+
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any], rank: int, world_size: int
+    ) -> None:
+        super().__init__(dataset, collate_fn)
+        self._at_once = False
+        self._ready = ReadyBatch(collate_fn, rank, world_size)
+
+    def fetch(self, numbers: Any) -> Any:
+        """Return this rank's rows of the batch; a list holds those of this rank alone."""
+        if isinstance(numbers, Tensor):
+            numbers = numbers.tolist()
+        try:
+            item = self.dataset[numbers]
+        except Exception as error:
+            error.add_note(f"shard_loader: the data set failed to give batch {listed(numbers)}")
+            raise
+        return self._ready.collate_fn(item) if isinstance(numbers, list) else self._ready([item])
+
+
 def _gives_many(dataset: Any) -> bool:
     """Does the data set read many samples in one call? A subset asks the whole data set."""
     while type(dataset) is Subset:
@@ -128,8 +159,10 @@ def _gives_many(dataset: Any) -> bool:
     return bool(getattr(dataset, "__getitems__", None))
 
 
-def listed(numbers: list[Any]) -> str:
-    """Describe samples: the first numbers, and how many there are."""
+def listed(numbers: Any) -> str:
+    """Describe samples: the first numbers, and how many there are; or one key."""
+    if not isinstance(numbers, list):
+        return str(numbers)
     more = f", ... {len(numbers)} in all" if len(numbers) > _SHOWN else ""
     return f"{', '.join(map(str, numbers[:_SHOWN]))}{more}"
 

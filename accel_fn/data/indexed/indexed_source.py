@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from accel_fn.data.indexed.load_batches import Loading
 from accel_fn.data.loader import Numbered
-from accel_fn.data.order import Order, mix
+from accel_fn.data.order import ItemOrder, Order, no_numbers
 from accel_fn.errors import ArgumentError, message
 
 _SAMPLES_AT_ONCE = 4096  # so many samples cost little more to compute than one batch
@@ -20,10 +20,11 @@ _SAMPLES_AT_ONCE = 4096  # so many samples cost little more to compute than one 
 class IndexedSource:
     """A `Source`: this rank's part of every batch of a pure `Order`."""
 
-    def __init__(self, loader: DataLoader[Any], order: Order, rank: int) -> None:
+    def __init__(self, loader: DataLoader[Any], order: Order, rank: int, world_size: int) -> None:
         self.order = order
-        self.rank = rank
-        self._loading = Loading(loader)
+        self._is_of_items = isinstance(order, ItemOrder)
+        self.rank = 0 if self._is_of_items else rank
+        self._loading = Loading(loader, rank, world_size)
         self.num_batches = order.num_batches
         self.facts = order.facts
 
@@ -36,9 +37,10 @@ class IndexedSource:
     def _read(
         self, load: Callable[..., Iterator[Any]], epoch: int | None, first_batch: int
     ) -> Iterator[Any]:
-        parts = parts_of(self.order, self.rank, epoch or 0, first_batch)
-        seed = mix(mix(mix(self.order.seed) + (epoch or 0)) + self.rank)
-        return load(parts, epoch=epoch, first_batch=first_batch, seed=seed)
+        parts: Iterator[Any] = parts_of(self.order, self.rank, epoch or 0, first_batch)
+        if self._is_of_items:
+            parts = map(int, parts)
+        return load(parts, epoch=epoch, first_batch=first_batch, seed=self.order.seed)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return divmod(step, -(-self.num_batches() // window))
@@ -50,6 +52,8 @@ class IndexedSource:
         return self.order.global_indices(epoch, self._checked(batch))
 
     def _checked(self, batch: int) -> int:
+        if self._is_of_items:
+            raise no_numbers()
         last = self.num_batches() - 1
         if not 0 <= batch <= last:
             raise ArgumentError(message("indices", "batch", f"be in 0 .. {last}", batch))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from accel_fn.data.indexed.fetch import Fetcher, Part
+from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher
 from accel_fn.data.indexed.part_pool import PartPool
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import mix
@@ -33,8 +33,11 @@ _KEPT = (
 class Loading:
     """A user's loader without its order: its data set, collate_fn, pinning and workers."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], rank: int, world_size: int) -> None:
+        self._rank = rank
         self._fetcher = Fetcher(loader.dataset, loader.collate_fn)
+        if loader.batch_sampler is None:
+            self._fetcher = ReadyFetcher(loader.dataset, loader.collate_fn, rank, world_size)
         self._pins = loader.pin_memory and _can_pin()
         kept = {name: getattr(loader, name) for name in _KEPT}
         self._options: dict[str, Any] = {**kept, "pin_memory": self._pins}
@@ -47,18 +50,23 @@ class Loading:
     ) -> Iterator[Any]:
         """Yield the batch of each part, in order. Workers start with the first.
 
-        A part is [num_samples], int64, or a list of whatever the data set is indexed by. Workers'
-        random numbers are seeded at each batch; with a `worker_init_fn`, at each pass alone.
+        A part is [num_samples], int64, or a list of whatever the data set is indexed by; of ready
+        batches also the key of one, which all ranks read. Workers' random numbers are seeded at each
+        batch; with a `worker_init_fn`, at each pass alone.
         """
+        seed = mix(mix(seed) + (epoch or 0))
         of_epoch = (Part(epoch, batch, numbers) for batch, numbers in enumerate(parts, first_batch))
         if self._options["num_workers"]:
             if self._options["worker_init_fn"] is None:  # a worker_init_fn may have seeded them
-                of_epoch = (replace(part, seed=mix(mix(seed) + part.batch)) for part in of_epoch)
-            return self._by_workers(of_epoch, epoch, first_batch, seed)
+                seeds = [mix(mix(seed + rank)) for rank in (0, self._rank)]
+                of_epoch = (
+                    replace(part, seed=mix(seeds[part.is_split] + part.batch)) for part in of_epoch
+                )
+            return self._by_workers(of_epoch, epoch, first_batch, mix(seed + self._rank))
         return self._here(of_epoch, epoch, first_batch)
 
     def numbered(self, parts: Iterable[Any], **settings: Any) -> Iterator[Numbered[Any]]:
-        """Yield the same batches, each after the samples in it."""
+        """Yield the same batches, each after the samples in it; None for the key of a ready one."""
         ahead: deque[Any] = deque()  # workers take parts long before their batches come
 
         def noted() -> Iterator[Any]:
@@ -68,7 +76,9 @@ class Loading:
 
         for batch in self.batches(noted(), **settings):
             numbers = ahead.popleft()
-            yield numbers.tolist() if isinstance(numbers, Tensor) else [*numbers], batch
+            if isinstance(numbers, Tensor):
+                numbers = numbers.tolist()
+            yield [*numbers] if isinstance(numbers, list) else None, batch
 
     def _here(self, parts: Iterable[Any], epoch: int | None, first_batch: int) -> Iterator[Any]:
         batch = first_batch

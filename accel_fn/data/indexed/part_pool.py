@@ -25,7 +25,7 @@ class PartPool(WorkerPool):
         self._parts = _PartSampler(progress)
         self._generator = torch.Generator()
         loader = make_loader(
-            Fetcher(fetcher.dataset, fetcher.collate_fn, progress),
+            fetcher.noting(progress),
             sampler=self._parts,
             generator=self._generator,
             **{**options, "worker_init_fn": _WorkerInit(options["worker_init_fn"])},

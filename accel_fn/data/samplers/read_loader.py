@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from accel_fn.base.state import DistState
 from accel_fn.data.loader import ShardedLoader
-from accel_fn.data.order import Order, check_batch_size, check_sizes, mix
+from accel_fn.data.order import ItemOrder, Order, check_batch_size, check_sizes, mix, per_rank_error
 from accel_fn.data.same_loader import checksum_of_list, checksum_of_numbers, knows_ranks
 from accel_fn.data.samplers.sampler_batches import SamplerBatches, nest
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
@@ -61,15 +61,22 @@ def _num_beyond(loader: DataLoader[Any], batches: SamplerBatches, read_ahead: in
 
 def _read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBatches:
     _check(loader)
-    batch_sampler = loader.batch_sampler
+    batch_sampler, seed = _outermost(loader), _seed(loader, state)
+    is_ready = loader.batch_sampler is None
+    if batch == "per_rank" and is_ready:
+        raise per_rank_error("batch_size=None", "a data set or a sampler")
+    if is_ready and _goes_through(batch_sampler, loader.dataset):
+        shuffle, size = _is_of(batch_sampler, RandomSampler), len(loader.dataset)
+        order = ItemOrder(1, 1, drop_last=False, num_samples=size, shuffle=shuffle, seed=seed)
+        check_sizes("shard_loader", order, size)
+        return order
     if not _is_of(batch_sampler, BatchSampler):
         if batch == "per_rank":
-            name = type(batch_sampler).__name__
-            rule = "have a batch_size where that is to be one rank's"
-            repair = 'the batches of a batch_sampler are shared: use batch="global"'
-            raise ArgumentError(message("shard_loader", "loader", rule, name, repair))
-        seed = _seed(loader, state)
-        return SamplerBatches(batch_sampler, state.world_size, seed, length=_length(batch_sampler))
+            raise per_rank_error(type(batch_sampler).__name__, "a batch_sampler")
+        length = _length(batch_sampler)
+        return SamplerBatches(
+            batch_sampler, state.world_size, seed, length=length, gives_keys=is_ready
+        )
     sampler, drop_last = batch_sampler.sampler, batch_sampler.drop_last
     batch_size = check_count("shard_loader", "batch_size", batch_sampler.batch_size)
     batch_size *= state.world_size if batch == "per_rank" else 1
@@ -85,13 +92,13 @@ def _read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBat
             world_size=state.world_size,
             shuffle=_is_of(sampler, RandomSampler),
             drop_last=drop_last,
-            seed=_seed(loader, state),
+            seed=seed,
         )
         check_sizes("shard_loader", cut, num_samples, "data set" if plain else "sampler")
     if plain and cut is not None:
         return cut
     batches = BatchSampler(sampler, batch_size, drop_last)
-    return SamplerBatches(batches, state.world_size, _seed(loader, state), cut)
+    return SamplerBatches(batches, state.world_size, seed, cut)
 
 
 def _check(loader: Any) -> None:
@@ -102,11 +109,7 @@ def _check(loader: Any) -> None:
         raise ArgumentError(
             message("shard_loader", "loader", "be a torch DataLoader", name, repair)
         )
-    if loader.batch_sampler is None:
-        rule, got = "have a batch_size or a batch_sampler", f"batch_size={loader.batch_size}"
-        repair = "let the data set give samples, and the DataLoader batches of them"
-        raise ArgumentError(message("shard_loader", "loader", rule, got, repair))
-    for sampler in [*nest(loader.batch_sampler), *_held(loader.batch_sampler)]:
+    for sampler in [*nest(_outermost(loader)), *_held(_outermost(loader))]:
         if isinstance(sampler, DistributedSampler) or knows_ranks(sampler):
             rule, name = "not be sharded over ranks already", type(sampler).__name__
             repair = "leave that sampler out, and use shuffle=True if it shuffles"
@@ -117,6 +120,11 @@ def _check(loader: Any) -> None:
     if _length(loader.dataset) is None and _is_of(loader.sampler, SequentialSampler):
         rule, name = "have a length, or a sampler", type(loader.dataset).__name__
         raise ArgumentTypeError(message("shard_loader", "data set", rule, name))
+
+
+def _outermost(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that gives batches: without a batch_sampler, each is one that is ready."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _held(sampler: Any) -> list[Sampler[Any]]:
@@ -168,7 +176,7 @@ def _length(sized: Any) -> int | None:
 
 def _seed(loader: DataLoader[Any], state: DistState) -> int:
     """Return the state's seed, mixed with that of a generator that the user gave."""
-    samplers = [each for each in nest(loader.batch_sampler) if not _is_torchdatas(each)]
+    samplers = [each for each in nest(_outermost(loader)) if not _is_torchdatas(each)]
     for generator in (loader.generator, *(getattr(each, "generator", None) for each in samplers)):
         if isinstance(generator, torch.Generator):
             return mix(mix(state.seed) + generator.initial_seed())

@@ -1,4 +1,7 @@
-"""The global batches of a user's sampler: a function of seed and epoch, each with a sample for every rank."""
+"""The global batches of a user's sampler: a function of seed and epoch, each with a sample for every rank.
+
+A sampler of a data set that has batches ready may give the key of one in place of a list of samples.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,21 @@ _SAMPLES_AT_ONCE = 4096
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
 
-Batch = list[Any]
+Batch = Any
+"""A list of samples, or the key of a batch that the data set has ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerBatches:
     """The global batches of every epoch; a tail smaller than the world joins the batch before."""
 
-    batch_sampler: Iterable[Any]  # yields the samples of each batch
+    batch_sampler: Iterable[Any]  # yields the samples of each batch, or its key
     world_size: int
     seed: int  # seeds everything that the sampler draws
     cut: Order | None = None  # the cut into batches, if the number of samples is known before
     length: int | None = None  # batches of a batch sampler, before its tail is joined
     at_once: int | None = None  # batches that are read together; None: some thousand samples
+    gives_keys: bool = False  # the data set has batches ready
 
     @property
     def is_own(self) -> bool:
@@ -59,10 +64,8 @@ class SamplerBatches:
         if self.length is None or self.world_size == 1:
             return self.length
         # a sampler without an end may have a length too
-        some = islice(self._read(0), self.length + 1)
-        sizes = [len(batch) for batch in some]
-        joins = len(sizes) > 1 and sizes[-1] < self.world_size
-        return len(sizes) - joins
+        some = [self._is_small(batch) for batch in islice(self._read(0), self.length + 1)]
+        return len(some) - (len(some) > 1 and some[-1])
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """Yield the global batches of an epoch, read `at_once`."""
@@ -86,7 +89,7 @@ class SamplerBatches:
                 for context in inside:
                     stack.enter_context(context)
                 if batches is None:
-                    batches = map(plain, iter(sampler))
+                    batches = map(_key if self.gives_keys else plain, iter(sampler))
                 several = self.take(batches)
             if not several:
                 return
@@ -99,7 +102,7 @@ class SamplerBatches:
         found, num_samples = [], 0
         for batch in batches:
             found.append(batch)
-            num_samples += len(batch)
+            num_samples += len(batch) if isinstance(batch, list) else 1
             if num_samples >= _SAMPLES_AT_ONCE:
                 break
         return found
@@ -113,7 +116,7 @@ class SamplerBatches:
         for number, batch in enumerate(batches):
             if tail is not None:
                 raise self._too_small(tail, number - 1, epoch)
-            if len(batch) < self.world_size:
+            if self._is_small(batch):
                 if num_given and waiting is None:
                     raise self._too_small(batch, number, epoch)
                 tail = batch
@@ -121,7 +124,8 @@ class SamplerBatches:
             if waiting is not None:
                 yield waiting
             num_given = number + 1
-            waiting = batch if number >= first_waiting else None
+            waits = number >= first_waiting and isinstance(batch, list)
+            waiting = batch if waits else None
             if waiting is None:
                 yield batch
         if num_given == 0:
@@ -131,6 +135,10 @@ class SamplerBatches:
             )
         if waiting is not None:
             yield waiting + (tail or [])
+
+    def _is_small(self, batch: Batch) -> bool:
+        """Has it fewer samples than there are ranks?"""
+        return isinstance(batch, list) and len(batch) < self.world_size
 
     def _first_waiting(self) -> int:
         """Return the number of the first batch that waits for the next one: before it, no tail can come."""
@@ -189,9 +197,15 @@ def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
     return Generators(seed, list(own.values()))
 
 
-def plain(batch: Iterable[Any]) -> Batch:
+def plain(batch: Iterable[Any]) -> list[Any]:
     """Make a list of Python integers, which cost least to send and to use."""
     return [number if type(number) is int else _number(number) for number in batch]
+
+
+def _key(key: Any) -> Batch:
+    """Return a list of indices for a list, a range or an array; any other key as it is."""
+    is_list = isinstance(key, list | range) or getattr(key, "ndim", 0) > 0
+    return plain(key) if is_list else _number(key)
 
 
 def _number(number: Any) -> Any:

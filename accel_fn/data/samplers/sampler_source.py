@@ -16,7 +16,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel
 from accel_fn.data.indexed.load_batches import Loading
 from accel_fn.data.loader import Numbered
-from accel_fn.data.order import mix
+from accel_fn.data.order import no_numbers
 from accel_fn.data.samplers.sampler_batches import Batch, SamplerBatches
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
 
@@ -34,7 +34,7 @@ class SamplerSource:
         state: DistState,
         channel: Channel | None,
     ) -> None:
-        self._loading = Loading(loader)
+        self._loading = Loading(loader, state.rank, state.world_size)
         self._sampling = sampling
         self._rank = state.rank
         self._world_size = state.world_size
@@ -65,7 +65,7 @@ class SamplerSource:
     ) -> Iterator[Any]:
         channel = None if self._channel is None else self._channel.another()
         parts = self._parts(channel, epoch or 0, first_batch)
-        seed = mix(mix(mix(self._sampling.seed) + (epoch or 0)) + self._rank)
+        seed = self._sampling.seed
         found = load(parts, epoch=epoch, first_batch=first_batch, seed=seed)
         return found if channel is None else channel.sending_errors(found)
 
@@ -124,11 +124,16 @@ def _received(
 
 
 def _part(batch: Batch, rank: int, world_size: int) -> Batch:
+    """Return a rank's samples; the key of a ready batch goes to every rank, which cuts what it reads."""
+    if not isinstance(batch, list):
+        return batch
     start, stop = part_bounds(len(batch), world_size, rank)
     return batch[start:stop]
 
 
 def _numbers(batch: Batch) -> Tensor:
+    if not isinstance(batch, list):
+        raise no_numbers()
     try:
         return torch.tensor(batch, dtype=torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:

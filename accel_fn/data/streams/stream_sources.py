@@ -16,7 +16,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel, open_channel
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.data.collate import Collate
+from accel_fn.data.collate import Collate, ReadyBatch
 from accel_fn.data.loader import Numbered, unnumbered
 from accel_fn.data.order import Cut, find_by_counting, mix
 from accel_fn.data.same_loader import check_same
@@ -51,7 +51,9 @@ class _StreamSource:
     """A `Source` whose positions are computed if the data set has a length, else found by reading."""
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions, rank: int) -> None:
-        self._collate = Collate(loader.collate_fn)
+        self._collate: Collate | ReadyBatch = Collate(loader.collate_fn)
+        if loader.batch_size is None:
+            self._collate = ReadyBatch(loader.collate_fn, rank, options.world_size)
         self._cut = options.cut
         self._num_items = options.num_items
         self._seed = options.seed
@@ -135,8 +137,11 @@ class RoundRobinSource(_StreamSource):
         super().__init__(loader, options, rank)
         self._channel = channel
         seed = options.seed
+        place = (
+            rank if self._cut.world_size > 1 else 0
+        )  # ready batches are read whole by every rank
         stream_of = partial(
-            RoundRobinStream, data=loader.dataset, cut=self._cut, rank=rank, seed=seed
+            RoundRobinStream, data=loader.dataset, cut=self._cut, rank=place, seed=seed
         )
         kept, worker_seed = options_of(loader, WorkerInit), mix(seed) + rank
         collated = partial(stream_of, collate_fn=self._collate)
@@ -228,7 +233,9 @@ def _parts(blocks: Iterator[Any], cut: Cut, channel: Channel) -> Iterator[list[A
         yield from rebalanced_parts(HeldItems(blocks), cut, channel)
 
 
-def _collated(parts: Iterator[list[Any]], first_batch: int, collate_fn: Collate) -> Iterator[Any]:
+def _collated(
+    parts: Iterator[list[Any]], first_batch: int, collate_fn: Collate | ReadyBatch
+) -> Iterator[Any]:
     with closing(parts):  # type: ignore[type-var]
         for number, part in enumerate(parts):
             if number >= first_batch:
