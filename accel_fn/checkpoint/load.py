@@ -24,6 +24,7 @@ from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.regroup import regrouped
 from accel_fn.checkpoint.save import EXTRA
+from accel_fn.checkpoint.schedules import Choice, ResumedSchedules, check_choice
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import AccelError, CheckpointError, check_flag
@@ -52,6 +53,7 @@ def load(
     extras: Mapping[str, Any] | None = None,
     at: str | int = "latest",
     strict: bool = True,
+    schedule: Choice = None,
 ) -> DistState:
     """Resume from a checkpoint. Called on every rank, of a world of any size.
 
@@ -69,19 +71,28 @@ def load(
         at: "latest", the number of a step, or a checkpoint's name.
         strict: False: if the program differs, load what matches, leave the rest
             as it is, and log the differences as a warning.
+        schedule: which learning rates to go on with, if the run was given another length.
+            "saved": those of the checkpoint, with the lengths of its schedules. "program": `lr`,
+            `initial_lr` and momentum (betas) of the program's optimizers, whose schedules are stepped to
+            the saved update. Default: the saved ones, if lengths that schedulers know are equal. A
+            function has no length: rates of a `LambdaLR` are computed for the saved update by the
+            program's function, unless "program" computes them from the program's `initial_lr`, too.
 
     Returns:
         The state: `state` with the checkpoint's `step`, `call` and loss scale.
 
     Raises:
         RuntimeError: on every rank: there is no such checkpoint, a file is missing or damaged
-            (it is named), or the program differs (all differences are listed, with both values).
+            (it is named), or the program differs (all differences are listed, with both values), also
+            in `total_steps`, `T_max`, `total_iters` or `milestones` of a schedule without `schedule`. With
+            "program": a scheduler that follows a metric, ends before the saved update or is beyond it.
         ValueError: on every rank: an argument breaks its rule or differs between ranks.
 
     Cost: reads the checkpoint, each rank what it needs, and together once more to check
         hashes; no memory for tensors that lie on the host as they were saved, else that of the
         largest for each thread that reads; a few small collectives. What a checkpoint leaves out is read
-        once, each parameter on one rank, to hash it.
+        once, each parameter on one rank, to hash it. With schedule="program", two passes over all steps
+        of the schedules on the host.
 
     >>> import tempfile, accel_fn as af
     >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
@@ -97,15 +108,19 @@ def load(
     def check() -> None:
         checks.check_at(at, "load")
         check_flag("load", "strict", strict)
+        check_choice("load", schedule)
         for each in steps.values():
             checks.check_plan(each.plan, "check_loaded")
 
-    checks.check_call("load", state, folder, steps, extras, check, at=at, strict=strict)
+    options = {"at": at, "strict": strict, "schedule": schedule}
+    checks.check_call("load", state, folder, steps, extras, check, **options)
     finish_writing(notes_of(steps), state, "load")
     path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
     path = exchange(path, state, "load")[0]
 
-    loading = all_or_none(lambda: _Loading(path, steps, state, extras, strict), state, "load")
+    loading = all_or_none(
+        lambda: _Loading(path, steps, state, extras, strict, schedule), state, "load"
+    )
     files = loading.manifest.files
     share = sorted(files)[state.rank :: state.world_size]
     all_or_none(lambda: check_files(path, loading.manifest, share), state, "load")
@@ -146,6 +161,7 @@ class _Loading:
         state: DistState,
         extras: Mapping[str, Any],
         strict: bool,
+        schedule: Choice,
     ) -> None:
         self._before = contents_of(steps)
         checks.check_model(self._before.tensors, "load")
@@ -169,12 +185,16 @@ class _Loading:
             self.manifest, self._rests, problems = regrouped(
                 self.manifest, self._common["steps"], self._before
             )
+            self._schedules = ResumedSchedules(
+                steps, self._rests, extras, self._extras_saved, schedule
+            )
             self._compare(problems, strict=strict)
             self._choose(strict=strict)
 
     def _compare(self, found: list[str], *, strict: bool) -> None:
         """Refuse another program, or log what is another."""
         manifest, before = self.manifest, self._before
+        self._refuse([*self._schedules.obstacles()])
         if not strict:
             found += [
                 f"{function} starts fresh: its state was saved in other shapes"
@@ -182,6 +202,7 @@ class _Loading:
             ]
         found += compare.differences(manifest, self._rests, before, self._state)
         found += compare.extra_differences(self._extras_saved, self._extras)
+        found += self._schedules.differences()
         if strict:
             self._refuse(found)
         elif found and self._state.is_main:
@@ -261,6 +282,7 @@ class _Loading:
         return loaded
 
     def undo(self) -> None:
+        self._schedules.undo()
         for name, step in self._steps.items():
             rest, optimizers = self._before.rest[name], [*step.plan.optimizers]
             tensors = self._before.tensors
@@ -273,6 +295,7 @@ class _Loading:
         for name, options in self._options.items():
             plan = self._steps[name].plan
             put_back(plan, name, self._tensors, dict(self._rests[name]), **options)
+        self._schedules.follow()
         scaler = state.scaler and (scale_from_dict(self._common["scaler"], state) or state.scaler)
         step, call = self.manifest.step, self.manifest.call
         loaded = replace(state, step=step, call=call, scaler=scaler)

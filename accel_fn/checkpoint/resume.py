@@ -12,6 +12,7 @@ from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint.argument_checks import check_call
 from accel_fn.checkpoint.format.names import name_of, steps_in
 from accel_fn.checkpoint.load import load
+from accel_fn.checkpoint.schedules import Choice, check_choice
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.step.contents import named_steps
@@ -25,6 +26,8 @@ def resume(
     state: DistState,
     step: Step | Mapping[str, Step],
     extras: Mapping[str, Any] | None = None,
+    *,
+    schedule: Choice = None,
 ) -> DistState:
     """Load the newest checkpoint of a folder; return the state itself if there is none.
 
@@ -38,6 +41,7 @@ def resume(
         state: as `build` returned it.
         step: the step, or a dict of steps by name, as it is saved.
         extras: by the names that they are saved under; the loader among them.
+        schedule: as for `load`: "program" or "saved" for a run that goes on with more epochs.
 
     Returns:
         What `load` returns, or `state`.
@@ -60,12 +64,15 @@ def resume(
     check_state("resume", state)
     steps, given = named_steps(step), {} if extras is None else extras
 
-    check_call("resume", state, folder, steps, given)
+    def check() -> None:
+        check_choice("resume", schedule)
+
+    check_call("resume", state, folder, steps, given, check, schedule=schedule)
     found = all_or_none(lambda: steps_in(Path(folder)), state, "resume")
     is_there = bool(exchange(found, state, "resume")[0])
     if not is_there:
         return state
-    loaded = load(folder, state, step, extras=extras)
+    loaded = load(folder, state, step, extras=extras, schedule=schedule)
     if state.is_main:
         path = Path(folder) / name_of(loaded.step)
         _LOG.warning("the run resumes at step %d, from %s", loaded.step, path)

@@ -72,7 +72,7 @@ def contents_of(steps: Steps) -> Contents:
         plan = step.plan
         extra_state = _add_model(found, place_of("model", name), unwrapped(plan.model))
         transforms = {}
-        for place, where, function in _stateful_functions(plan, name):
+        for place, where, function in stateful_functions(plan, name):
             # Before the optimizer: a schedule may notice here that its learning rate was changed.
             saved = function.state_dict()
             tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
@@ -128,7 +128,7 @@ def _name(function: Any) -> str:
     return signature_of() if signature_of else describe(function).partition("(")[0]
 
 
-def _stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
+def stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
     """Yield functions of the plan that have state: how their entries begin, slot and name, function."""
     for slot in _STATE_SLOTS:
         for index, each in enumerate(getattr(plan, slot)):
@@ -196,7 +196,7 @@ def put_back(
     for name in optimizers:
         own, optimizer = under(place_of(name, step), tensors), plan.optimizers[name]
         _put_back_optimizer(plan, optimizer, own, rest["optimizers"][name])
-    for place, where, function in _stateful_functions(plan, step):
+    for place, where, function in stateful_functions(plan, step):
         if where in rest["transforms"] and place not in fresh:
             function.load_state_dict({**rest["transforms"][where], **under(place, tensors)})
 

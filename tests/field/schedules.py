@@ -59,3 +59,83 @@ def by_epoch(case: Case):
 
     stops_after = len(loader) + (case.seed % 2) * case.k
     return by_hand, lambda state: stopped_and_resumed(state, run, stops_after)
+
+
+@kind("refused", 'schedule="program"')
+def more_epochs(case: Case):
+    """A run is resumed with more epochs, and its schedule is made for as many."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+    short, long = 2 * len(loader), 4 * len(loader)
+
+    kinds = torch.optim.lr_scheduler
+    make = (
+        lambda optimizer, length: kinds.OneCycleLR(optimizer, 0.2, total_steps=length + 1),
+        kinds.CosineAnnealingLR,
+        kinds.PolynomialLR,
+    )[case.seed % 3]
+
+    def by_hand():
+        model = network()
+        optimizer = sgd(model)
+        for number, batch in enumerate([*loader] * 4):
+            other = torch.optim.SGD([torch.ones(1)], lr=0.1)
+            scheduler = make(other, short if number < short else long)
+            for _ in range(number):
+                other.step()
+                scheduler.step()
+            for name in ("lr", "momentum"):
+                optimizer.param_groups[0][name] = other.param_groups[0][name]
+            update(model, mse(model, batch), optimizer)
+        return figures(model)
+
+    def run(state, folder, stops_after, choice):
+        model = network()
+        optimizer = sgd(model)
+        length = long if stops_after is None else short
+        plan = af.compose(recipe(case), af.schedule(make(optimizer, length)))
+        state, step = af.build(state, plan(af.Plan(mse, model, optimizer)))
+        batches = af.shard_loader(loader, state)
+        state = af.resume(folder, state, step, extras={"data": batches}, schedule=choice)
+        for epoch in batches.epochs(4 if stops_after is None else 2, since=state):
+            for batch in epoch:
+                state, _ = step(state, batch)
+        af.save(folder, state, step, extras={"data": batches})
+        return figures(model)
+
+    def twice(state, choice):
+        return stopped_and_resumed(state, lambda *leg: run(*leg, choice), short)
+
+    return by_hand, lambda state: twice(state, None), lambda state: twice(state, "program")
+
+
+@kind("equal")
+def longer_function(case: Case):
+    """A run is resumed with more epochs; a function of their number is its schedule."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+    short, long = 2 * len(loader), 4 * len(loader)
+
+    def by_hand():
+        model = network()
+        optimizer = sgd(model)
+        for number, batch in enumerate([*loader] * 4):
+            optimizer.param_groups[0]["lr"] = 0.1 * (
+                1 - number / (short if number < short else long)
+            )
+            update(model, mse(model, batch), optimizer)
+        return figures(model)
+
+    def run(state, folder, stops_after):
+        model = network()
+        length = long if stops_after is None else short
+        linear = af.schedule(lambda num_updates: 1 - num_updates / length)
+        plan = af.compose(recipe(case), linear)
+        state, step = af.build(state, plan(af.Plan(mse, model, sgd(model))))
+        batches = af.shard_loader(loader, state)
+        state = af.resume(folder, state, step, extras={"data": batches})
+        for epoch in batches.epochs(4 if stops_after is None else 2, since=state):
+            for batch in epoch:
+                state, _ = step(state, batch)
+        af.save(folder, state, step, extras={"data": batches})
+        return figures(model)
+
+    return by_hand, lambda state: stopped_and_resumed(state, run, short)

@@ -27,6 +27,7 @@ GRADS, STATE = "step/grads.py", "base/state.py"
 LOSS_CHECK = "step/checks/loss.py"
 DDP, FSDP = "transforms/ddp/ddp.py", "transforms/fsdp/fsdp.py"
 ADVANCE, AVERAGE = "transforms/schedule/advance.py", "transforms/average.py"
+RESUMED_SCHEDULES = "checkpoint/schedules.py"
 ORDER, SOURCE = "data/order.py", "data/indexed/indexed_source.py"
 WORLDS, SCALING = f"{LAWS}worlds.py", f"{LAWS}scaling.py"
 SHARE = "return shares(weight, total, self._num_ranks)"
@@ -616,5 +617,29 @@ MUTANTS = [
         "if True",
         "tests/checkpoint/test_adapters.py",
         kind="loops.adapters_alone",
+    ),
+    Mutant(
+        "a longer schedule is resumed as if it were the saved one",
+        RESUMED_SCHEDULES,
+        "        if there != now:\n",
+        "        if False:\n",
+        f"{LAWS}more_epochs.py",
+        kind="schedules.more_epochs",
+    ),
+    Mutant(
+        "the program's schedule is one update late after it was loaded",
+        RESUMED_SCHEDULES,
+        "_count(each.state) - _count(state)\n",
+        "_count(each.state) - _count(state) - 1\n",
+        f"{LAWS}more_epochs.py",
+        kind="schedules.more_epochs",
+    ),
+    Mutant(
+        "a function makes one update at the saved rate",
+        RESUMED_SCHEDULES,
+        "if over[id(each.scheduler.optimizer)] == 1:",
+        "if False:",
+        f"{LAWS}more_epochs.py",
+        kind="schedules.longer_function",
     ),
 ]

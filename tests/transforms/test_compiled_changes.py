@@ -51,6 +51,28 @@ def test_a_schedule_that_moves_more_than_the_rate_takes_one_graph_more(optimizer
 
 
 @compiles
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_longer_schedule_is_followed_by_a_compiled_step_that_resumes(tmp_path, every):
+    def built(recipe, length):
+        plan = recipe(make_plan(optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)))
+        cycle = torch.optim.lr_scheduler.OneCycleLR(plan.optimizer, 0.2, total_steps=length)
+        return *af.build(af.DistState(), af.schedule(cycle, every=every)(plan)), plan
+
+    ends, batches = [], make_batches(*[8] * 7)
+    for number, recipe in enumerate((af.compose(), af.compiled(scope="step"))):
+        state, step, _ = built(recipe, 5)
+        for batch in batches[:4]:
+            state, _ = step(state, batch)
+        af.save(tmp_path / str(number), state, step)
+        state, step, plan = built(recipe, 9)
+        state = af.load(tmp_path / str(number), state, step, schedule="program")
+        for batch in batches[4:]:
+            state, _ = step(state, batch)
+        ends.append(plan.model.state_dict())
+    ours.assert_close(ends[1], ends[0])
+
+
+@compiles
 def test_parameters_that_come_to_the_optimizer_are_trained_by_a_step_that_is_built_again():
     found = []
     for recipe in (af.compose(), af.compiled(scope="step")):

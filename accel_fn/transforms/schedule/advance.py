@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,6 +122,11 @@ class Schedule:
         self._advance.hear_all()
         self._advance.put_back(saved)
 
+    @contextmanager
+    def rates_as_numbers(self) -> Iterator[None]:
+        """Let the optimizer hold its rates as numbers, which a scheduler may change meanwhile."""
+        yield
+
     def signature(self) -> str:
         """Return what a checkpoint compares: the class of the scheduler, not the call that made it."""
         return f"schedule({type(self.scheduler).__name__})"
@@ -214,9 +220,13 @@ class Rates:
         self._held = [torch.tensor(rate, device=device) for rate in self.advanced]
         self._show(self._held)
 
+    def show_numbers(self) -> None:
+        """Show a scheduler the rates as numbers, not as tensors on the device."""
+        self._show(self.advanced)
+
     def advance(self, advance: Callable[[], None], applied: Tensor) -> None:
         """Advance a scheduler on the host; the device takes the new rates if the update is applied."""
-        self._show(self.advanced)
+        self.show_numbers()
         advance()
         self.advanced = self._shown()
         for held, rate, before in zip(self._held, self.advanced, self.before, strict=True):
@@ -302,6 +312,13 @@ class DeviceSchedule(Schedule):
         self._hear(self._echo.last())
         super().load_state_dict(saved)
         self.rates.load(saved.get("rates"))
+
+    @contextmanager
+    def rates_as_numbers(self) -> Iterator[None]:
+        """Let the optimizer hold the rates as the host knows them; give it the new ones as tensors."""
+        self.rates.show_numbers()
+        yield
+        self.rates.load(None)
 
     def _hear(self, applied: Tensor | None) -> None:
         if applied is not None and self._before is not None and not applied:

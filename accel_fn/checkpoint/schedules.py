@@ -1,0 +1,232 @@
+"""Schedules of a run that resumes: the saved ones or the program's, at the update that was saved."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal, NamedTuple
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
+
+from accel_fn.errors import ArgumentError, message
+from accel_fn.step.contents import Steps, stateful_functions
+from accel_fn.transforms.schedule.advance import Schedule, Schedules
+from accel_fn.transforms.schedule.schedule import heeds_metric
+
+Choice = Literal["saved", "program"] | None
+_LENGTHS = ("total_steps", "T_max", "total_iters", "milestones", "_milestones")
+"""Attributes of schedulers that count updates of a whole run, so that they change with its length."""
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")
+
+
+def check_choice(function: str, schedule: object) -> None:
+    """Refuse all but the names of the two choices, and None."""
+    if schedule not in (None, "saved", "program"):
+        raise ArgumentError(
+            message(function, "schedule", 'be "saved" or "program", or left out', schedule)
+        )
+
+
+class _Saved(NamedTuple):
+    """A scheduler of the program and what was saved of it."""
+
+    name: str
+    scheduler: Any
+    state: Mapping[str, Any]
+    in_plan: Schedule | None
+    """The plan's schedule that advances it; None for an extra, which the loop advances."""
+
+
+class ResumedSchedules:
+    """The schedules of a checkpoint that is loaded into the running program."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        rests: Mapping[str, Mapping[str, Any]],
+        extras: Mapping[str, Any],
+        extras_saved: Mapping[str, Any],
+        choice: Choice,
+    ) -> None:
+        self._found = [*_in_plans(steps, rests), *_in_extras(extras, extras_saved)]
+        self._choice = choice
+        optimizers = [each for step in steps.values() for each in step.plan.optimizers.values()]
+        optimizers += [each.scheduler.optimizer for each in self._found]
+        with self._rates_as_numbers():
+            self._groups = [(each, _settings(each)) for each in dict.fromkeys(optimizers)]
+            self._states = [copy.deepcopy(each.scheduler.state_dict()) for each in self._found]
+
+    def differences(self) -> Iterator[str]:
+        """List lengths that differ, with both values, where neither was chosen."""
+        if self._choice is None:
+            for each, here in zip(self._found, self._states, strict=True):
+                yield from _other_lengths(each, here)
+
+    def obstacles(self) -> Iterator[str]:
+        """List why the program's schedules cannot be stepped to the saved update, where they are chosen."""
+        if self._choice == "program":
+            for each, here in zip(self._found, self._states, strict=True):
+                yield from _obstacles(each, here)
+
+    def follow(self) -> None:
+        """Move rates to what the chosen schedules give at the saved update, once all is loaded."""
+        with self._rates_as_numbers():
+            if self._choice == "program":
+                self._restart()
+                self._step_to_saved()
+            else:
+                self._call_functions()
+
+    def undo(self) -> None:
+        """Set the program's schedules back to where they were."""
+        if self._choice == "program":
+            with self._rates_as_numbers():
+                self._restart()
+
+    def _rates_as_numbers(self) -> ExitStack:
+        with ExitStack() as stack:
+            for each in self._found:
+                if each.in_plan is not None:
+                    stack.enter_context(each.in_plan.rates_as_numbers())
+            return stack.pop_all()
+
+    def _restart(self) -> None:
+        for optimizer, settings in self._groups:
+            for group, values in zip(optimizer.param_groups, settings, strict=True):
+                group.update(copy.deepcopy(values))
+        for each, state in zip(self._found, self._states, strict=True):
+            each.scheduler.load_state_dict(copy.deepcopy(state))
+
+    def _step_to_saved(self) -> None:
+        """Step the schedulers in turn, as in a run."""
+        left = [
+            _count(each.state) - _count(state)
+            for each, state in zip(self._found, self._states, strict=True)
+        ]
+        for number in range(max(left, default=0)):
+            for each, count in zip(self._found, left, strict=True):
+                if number < count:
+                    _step(each.scheduler)
+
+    def _call_functions(self) -> None:
+        """Compute the rates that are a function of the program, which no checkpoint holds."""
+        over = Counter(id(each.scheduler.optimizer) for each in self._found)
+        for each in self._found:
+            # Of several schedules the last ones may have changed the rate that a function gave.
+            if over[id(each.scheduler.optimizer)] == 1:
+                _step_again(each.scheduler)
+
+
+def _in_plans(steps: Steps, rests: Mapping[str, Mapping[str, Any]]) -> Iterator[_Saved]:
+    for step in (each for each in steps if each in rests):
+        saved = rests[step]["transforms"]
+        for _, where, function in stateful_functions(steps[step].plan, step):
+            name = f"{where} of step {step!r}" if step else where
+            for ending, schedule, state in _parts(function, saved.get(where, {})):
+                if "scheduler" in state:  # else it was saved of several optimizers, or of one
+                    yield _Saved(name + ending, schedule.scheduler, state["scheduler"], schedule)
+
+
+def _parts(
+    function: object, saved: Mapping[str, Any]
+) -> Iterator[tuple[str, Schedule, Mapping[str, Any]]]:
+    """Yield the schedule that a function of a plan is, or that it has for each of several optimizers."""
+    if isinstance(function, Schedule):
+        yield "", function, saved
+    elif isinstance(function, Schedules):
+        for optimizer, schedule in function.schedules.items():
+            yield f" of {optimizer}", schedule, saved.get(optimizer, {})
+
+
+def _in_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[_Saved]:
+    for name, extra in extras.items():
+        if name in saved and (isinstance(extra, LRScheduler) or heeds_metric(extra)):
+            yield _Saved(f"extras/{name}", extra, saved[name], None)
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Copy the settings of an optimizer's groups that schedules change."""
+    return [
+        {key: copy.deepcopy(group[key]) for key in (*_RATES, *_MOMENTA) if key in group}
+        for group in optimizer.param_groups
+    ]
+
+
+def _other_lengths(each: _Saved, here: Mapping[str, Any]) -> Iterator[str]:
+    saved, lengths = _lengths(each.state), _lengths(here)
+    for name in {**saved, **lengths}:
+        there, now = saved.get(name), lengths.get(name)
+        if there != now:
+            yield (
+                f"{each.name}: {name} {there} saved, {now} here; give "
+                'schedule="program" to follow that of this program, or schedule="saved"'
+            )
+
+
+def _obstacles(each: _Saved, here: Mapping[str, Any]) -> Iterator[str]:
+    kind = type(each.scheduler).__name__
+    if heeds_metric(each.scheduler):
+        yield f'{each.name}: {kind} follows metrics, which are not saved; give schedule="saved"'
+        return
+    count, now = _count(each.state), _count(here)
+    if now > count:
+        yield f"{each.name}: {count} steps saved, {now} here; build the program again"
+    total = here.get("total_steps", count)
+    if count > total:
+        yield f"{each.name}: {count} steps saved, total_steps {total} here; make it longer"
+
+
+def _lengths(state: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Return the lengths that a scheduler's state holds, and those of the schedulers in it, by name."""
+    found = {f"{place}{name}": _plain(state[name]) for name in _LENGTHS if name in state}
+    for number, inner in enumerate(state.get("_schedulers", ())):
+        found |= _lengths(inner, f"{place}schedulers[{number}].")
+    return found
+
+
+def _plain(length: Any) -> Any:
+    """Return a length as a number or a list: milestones are a Counter in a MultiStepLR."""
+    if isinstance(length, Mapping):
+        return sorted(Counter(length).elements())
+    return length if isinstance(length, int | float) else list(length)
+
+
+def _count(state: Mapping[str, Any]) -> int:
+    """Return how often a scheduler was stepped; a ChainedScheduler counts only in its parts."""
+    count: int = state["last_epoch"] if "last_epoch" in state else _count(state["_schedulers"][0])
+    return count
+
+
+def _step(scheduler: Any) -> None:
+    scheduler.optimizer._opt_called = True  # else torch warns that no update was made
+    scheduler.step()
+
+
+def _step_again(scheduler: Any) -> None:
+    """Repeat the newest step of the functions in a scheduler, and of what changes their rates."""
+    acting = list(_acting(scheduler))
+    functions = [number for number, each in enumerate(acting) if isinstance(each, LambdaLR)]
+    if not functions:
+        return
+    for each in acting[functions[-1] :]:
+        each.last_epoch -= 1
+        each._step_count -= 1
+        _step(each)
+    scheduler._last_lr = acting[-1]._last_lr
+
+
+def _acting(scheduler: Any) -> Iterator[Any]:
+    """Yield the schedulers, of those in a scheduler, that made the newest step."""
+    if isinstance(scheduler, SequentialLR):
+        number = bisect_right(scheduler._milestones, scheduler.last_epoch)
+        yield from _acting(scheduler._schedulers[number])
+    elif isinstance(scheduler, ChainedScheduler):
+        for each in scheduler._schedulers:
+            yield from _acting(each)
+    else:
+        yield scheduler
