@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +18,9 @@ from accel_fn.observe.over_loader import (
     check_loader,
     check_step,
     num_rows,
-    outcomes,
     over_loader,
+    over_parts,
+    settled,
 )
 from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
 from accel_fn.step.loss_module import Outcome, checked_metrics, run_forward
@@ -138,33 +139,35 @@ class _Own:
 
     def add(self, _: object, batch: Any) -> None:
         """Add a batch."""
-        parts = self._of_loss_fn(batch) if self._metric_fn is None else self._of_metric_fn(batch)
-        for found in parts:
-            self.totals = added(self.totals, found)
+        self._add(NOTHING)  # a rank that has batches but no rows knows no names
+        if self._metric_fn is None:
+            self._add_losses(batch)
+        else:
+            over_parts(self._step, self._state, self._metric_fn, batch, self._add_part)
 
-    def _of_loss_fn(self, batch: Any) -> Iterator[Totals]:
+    def _add(self, found: Totals) -> None:
+        self.totals = added(self.totals, found)
+
+    def _add_losses(self, batch: Any) -> None:
         state, plan, strategy = self._state, self._step.plan, self._step.strategy
         parts, weights = strategy.pad(state, None, *microbatches(plan, batch))
-        for part, weight in zip(parts, weights, strict=True):
-            outcome = run_forward(state, plan, strategy.loss_module, part, weight)
-            if weight:
-                yield totals_of(_sums_of(plan, outcome, weight, "loss_fn"), None)
-        strategy.settle(state)
-        if not parts:
-            yield NOTHING
+        with settled(strategy, state):
+            for part, weight in zip(parts, weights, strict=True):
+                outcome = run_forward(state, plan, strategy.loss_module, part, weight)
+                if weight:
+                    self._add(totals_of(_sums_of(plan, outcome, weight, "loss_fn"), None))
 
-    def _of_metric_fn(self, batch: Any) -> Iterator[Totals]:
-        assert self._metric_fn is not None
+    def _add_part(self, part: Any, found: Any) -> None:
+        """Add what `metric_fn` returned for a micro-batch."""
+        if type(found) is not tuple or len(found) != 2:
+            self._add(totals_of(found, num_rows(part)))
+            return
+        self.has_losses = True
         plan = self._step.plan
-        yield NOTHING
-        for part, found in outcomes(self._step, self._state, self._metric_fn, batch):
-            if type(found) is not tuple or len(found) != 2:
-                yield totals_of(found, num_rows(part))
-                continue
-            self.has_losses = True
-            (weight,) = weigh(plan.weight_fn, [part])
-            if weight:
-                yield totals_of(_sums_of(plan, _outcome(plan, *found), weight, "metric_fn"), None)
+        (weight,) = weigh(plan.weight_fn, [part])
+        if weight:
+            sums = _sums_of(plan, _outcome(plan, *found), weight, "metric_fn")
+            self._add(totals_of(sums, None))
 
 
 def _outcome(plan: Plan, loss: Any, metrics: Any) -> Outcome:

@@ -25,6 +25,7 @@ from accel_fn.step.loss_module import loss_module_of, run_placed
 from accel_fn.step.microbatches import cut
 from accel_fn.step.optimizer_modes import in_eval_mode
 from accel_fn.step.step import Step
+from accel_fn.step.strategy import Strategy
 
 _ENDED, _READY, _FAILED = 0, 1, 2
 """What a rank sends before each batch where all ranks must run as many."""
@@ -111,18 +112,35 @@ def _in_step(
         yield (None, None) if found is None else found
 
 
-def outcomes(
-    step: Step, state: DistState, fn: Callable[[Any, Any], Any], batch: Any
-) -> Iterator[tuple[Any, Any]]:
-    """Yield every micro-batch that has rows, and what `fn(model, micro-batch)` returned for it."""
+def over_parts(
+    step: Step,
+    state: DistState,
+    fn: Callable[[Any, Any], Any],
+    batch: Any,
+    use: Callable[[Any, Any], None],
+) -> None:
+    """Call `use` on every micro-batch that has rows and on what `fn(model, micro-batch)` returned."""
     plan, strategy = step.plan, step.strategy
     model = loss_module_of(strategy.loss_module).model
     own = [part for part in cut(plan, batch) if num_rows(part) != 0]
     parts, weights = strategy.pad(state, None, own, [1] * len(own))
-    for part, weight in zip(parts, weights, strict=True):
-        found = run_placed(state, plan, lambda placed: fn(model, placed), part)
-        if weight:
-            yield part, found
+    with settled(strategy, state):
+        for part, weight in zip(parts, weights, strict=True):
+            found = run_placed(state, plan, lambda placed: fn(model, placed), part)
+            if weight:
+                use(part, found)
+
+
+@contextmanager
+def settled(strategy: Strategy, state: DistState) -> Iterator[None]:
+    """Settle at the end; after an error too, so that this rank joins what the others still gather."""
+    try:
+        yield
+    except Exception:
+        with suppress(Exception):
+            strategy.settle(state)
+        strategy.reset()
+        raise
     strategy.settle(state)
 
 

@@ -18,8 +18,8 @@ from accel_fn.observe.over_loader import (
     check_loader,
     check_step,
     num_rows,
-    outcomes,
     over_loader,
+    over_parts,
 )
 from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
 from accel_fn.step.plan import Plan
@@ -96,11 +96,11 @@ def predict(
             rule = "be a function (model, batch) -> tree of rows"
             raise ArgumentTypeError(message("predict", "fn", rule, fn))
 
-        def add(numbers: list[Any] | None, batch: Any) -> None:
-            window = _window(step.plan, batch)
-            rows.add(numbers, list(outcomes(step, state, fn, batch)), window)
+        def use(numbers: list[Any] | None, batch: Any) -> None:
+            over_parts(step, state, fn, batch, rows.add)
+            rows.end_batch(numbers, _window(step.plan, batch))
 
-        looks = over_loader("predict", step, loader, state, add, progress)
+        looks = over_loader("predict", step, loader, state, use, progress)
         return len(rows.batches), rows.are_numbered, looks
 
     with step.strategy.evaluating(step.plan, state, "predict"):
@@ -159,27 +159,27 @@ class _Rows:
         """The batch of each row; those of a window count one by one."""
         self.are_numbered = True
         self._num_batches = 0
+        self._parts: list[tuple[Any, int]] = []
+        """The micro-batches of the batch that is being read, and the rows that each gave."""
 
-    def add(
-        self,
-        numbers: list[Any] | None,
-        outcomes: Sequence[tuple[Any, Any]],
-        window: list[Any] | None,
-    ) -> None:
-        """Add what `fn` returned for the micro-batches of a batch, or for the batches of a window."""
-        count, inside = 0, enumerate(window or ())
-        for part, tree in outcomes:
-            leaves, structure = flat_rows(tree)
-            num = _common_length(leaves)
+    def add(self, part: Any, tree: Any) -> None:
+        """Add what `fn` returned for a micro-batch."""
+        leaves, structure = flat_rows(tree)
+        self._parts.append((part, _common_length(leaves)))
+        pieces = [_on_host(leaf) for leaf in leaves]
+        if self.structure is None:
+            self.structure, self.pieces = structure, [[] for _ in pieces]
+        self._check_form(structure, pieces)
+        for column, piece in zip(self.pieces, pieces, strict=True):
+            column.append(piece)
+
+    def end_batch(self, numbers: list[Any] | None, window: list[Any] | None) -> None:
+        """Compare the rows of a batch with its samples, and note where they come from."""
+        inside, count = enumerate(window or ()), 0
+        for part, num in self._parts:
             wanted = num_rows(part)
             if numbers is None and wanted is not None:
                 _check_count(num, wanted, "")
-            pieces = [_on_host(leaf) for leaf in leaves]
-            if self.structure is None:
-                self.structure, self.pieces = structure, [[] for _ in pieces]
-            self._check_form(structure, pieces)
-            for column, piece in zip(self.pieces, pieces, strict=True):
-                column.append(piece)
             place = 0 if window is None else next(place for place, each in inside if each is part)
             self.batches += [self._num_batches + place] * num
             count += num
@@ -193,6 +193,7 @@ class _Rows:
             self.are_numbered &= known
             self.numbers += numbers if known and numbers is not None else [0] * count
         self._num_batches += 1 if window is None else len(window)
+        self._parts.clear()
 
     def _check_form(self, structure: pytree.TreeSpec, pieces: Sequence[Any]) -> None:
         rule = "predict: fn must return one structure for every batch"

@@ -384,12 +384,50 @@ def test_a_failure_on_one_rank_is_raised_on_all(data):
     assert "predict: failed on rank 1: OSError('gone')" in first
 
 
+def make_sharded(state):
+    model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
+    plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state, step = af.build(state, af.compose(af.wrap_fsdp(), af.accumulate(2))(plan))
+    return state, step, af.shard_loader(DataLoader(DATA, batch_size=4), state)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("function", [af.predict, af.evaluate])
+def test_with_shards_a_failure_on_one_rank_ends_all_and_can_be_followed(
+    function, is_late, is_first
+):
+    """The others gather shards in the forward that this rank leaves."""
+
+    def run(state):
+        state, step, loader = make_sharded(state)
+
+        def fn(model, batch, fails=True):
+            if state.rank == 1 and fails and not is_late:
+                raise OSError("gone")
+            outputs = model(batch[0]).squeeze(1)
+            if state.rank == 1 and fails and is_late:
+                raise OSError("gone")
+            return {"x": outputs}
+
+        whole = lambda model, batch: fn(model, batch, fails=False)
+        if not is_first:
+            function(step, loader, state, whole)
+        with pytest.raises((OSError, RuntimeError, ValueError)) as caught:
+            function(step, loader, state, fn)
+        function(step, loader, state, whole)
+        step(state, next(iter(loader)))
+        return str(caught.value)
+
+    first, second = simulate(run, world_size=2)
+    assert second == "gone"
+    text = f"{function.__name__}: failed on rank 1: OSError"
+    assert text in first or "FSDP units in the same order, got the end as" in first
+
+
 def test_another_number_of_rows_on_one_rank_is_refused_on_all_with_fsdp():
     def run(state):
-        model = nn.Linear(1, 1)
-        plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        state, step = af.build(state, af.compose(af.wrap_fsdp(), af.accumulate(2))(plan))
-        loader = af.shard_loader(DataLoader(DATA, batch_size=4), state)
+        state, step, loader = make_sharded(state)
 
         def fn(model, batch):
             return model(batch[0])[state.rank :]

@@ -53,6 +53,8 @@ class UnitOrder:
         self._num_calls = 0
         self._is_mixed = False
         """Does a loss hold collectives of its own? A rank could not join those for another."""
+        self._is_refused = False
+        """Have the ranks found that this pass differs? Each raises then, and compares no more of it."""
 
     @property
     def is_open(self) -> bool:
@@ -61,12 +63,12 @@ class UnitOrder:
 
     def begin(self, *kind: int) -> None:
         """Begin a pass of this kind, the same on every rank."""
-        self._place = kind, 0, ()
+        self._place, self._is_refused = (kind, 0, ()), False
         self._thread, self._num_calls = threading.get_ident(), primitives.num_calls()
 
     def end(self, unreached: Sequence[int]) -> None:
         """End a pass: return once all ranks have, with gradients for all parameters but these."""
-        if self.is_open:
+        if self.is_open and not self._is_refused:
             names = ", ".join([self._names[each] for each in unreached[:3]])
             more = ", ..." if len(unreached) > 3 else ""
             text = f"the end without gradients of {names}{more}" if names else "the end"
@@ -105,6 +107,7 @@ class UnitOrder:
     def _compare(self, event: Event, place: Place | tuple[()]) -> None:
         codes = primitives.exchange_number(hash((place, event.code)), self.state, "wrap_fsdp")
         if min(codes) != max(codes):
+            self._is_refused = True
             number = f" as number {place[1] + 1}" if place else ""
             texts = primitives.exchange(event.text + number, self.state, "wrap_fsdp")
             check_alike(texts, _RULE, _REPAIR, LossError)
