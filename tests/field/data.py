@@ -28,10 +28,14 @@ from tests.field.program import (
     labels,
     mse,
     network,
+    recipe,
     samples,
+    sgd,
+    stopped_and_resumed,
     train,
     train_by_hand,
     two_loops,
+    update,
 )
 
 
@@ -396,3 +400,41 @@ def growing_batches(case: Case):
         return figures(model)
 
     return by_hand, run
+
+
+@kind("equal")
+def drawn(case: Case):
+    """Noise and times are drawn for each batch, of which the last may be shorter; the run is stopped."""
+    loader = DataLoader(TensorDataset(samples(case)[0]), batch_size=case.batch_size)
+
+    def loss_fn(model, batch):
+        rows, noise, time = batch
+        return F.mse_loss(model(rows + time * (noise - rows)), (noise - rows)[:, :1])
+
+    def beside(rows, size, state):
+        noise = af.draw(state, lambda g: torch.randn(size, 4, generator=g).double(), "noise")
+        return rows, noise, af.draw(state, lambda g: torch.rand(size, 1, generator=g).double(), "t")
+
+    def by_hand():
+        model = network()
+        optimizer = sgd(model)
+        for number, (rows,) in enumerate([*loader] * 2):
+            batch = beside(rows, len(rows), af.DistState(step=number))
+            update(model, loss_fn(model, batch), optimizer)
+        return figures(model)
+
+    def run(state, folder, stops_after):
+        model = network()
+        state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, sgd(model))))
+        batches = af.shard_loader(loader, state)
+        state = af.resume(folder, state, step, extras={"data": batches})
+        for epoch in batches.epochs(2, since=state):
+            for (rows,) in epoch:
+                size = af.reduce_sum(len(rows), state)
+                state, _ = step(state, beside(rows, size, state))
+                if state.step == stops_after:
+                    af.save(folder, state, step, extras={"data": batches})
+                    return None
+        return figures(model)
+
+    return by_hand, lambda state: stopped_and_resumed(state, run, len(loader) + case.seed % 2)

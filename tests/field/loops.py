@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -189,9 +190,12 @@ def left_in_evaluation_mode(case: Case):
 
 @kind("equal", strategy=("wrap_ddp",))
 def gan(case: Case):
-    """Two plans, whose losses use both models."""
+    """Two plans, whose losses use both models; each step on a batch has noise of its own."""
     real, _ = samples(case)
-    noise = real.roll(1, 0)
+
+    def noise(state):
+        shape = case.num_samples, 4
+        return af.draw(state, lambda g: torch.randn(shape, generator=g, dtype=torch.float64))
 
     def models():
         torch.manual_seed(0)
@@ -208,17 +212,18 @@ def gan(case: Case):
 
         return of_critic, of_generator
 
-    def both(generator, critic):
-        return {**figures(generator), **{f"critic {n}": v for n, v in figures(critic).items()}}
-
     def by_hand():
         generator, critic = models()
         of_critic, of_generator = losses(generator, critic)
         optimizers = sgd(generator), sgd(critic)
-        for _ in range(3):
-            update(critic, of_critic(critic, (real, noise)), optimizers[1])
-            update(generator, of_generator(generator, noise), optimizers[0])
-        return both(generator, critic)
+        for number in range(3):
+            first, second = (
+                noise(af.DistState(step=number)),
+                noise(af.DistState(step=number, call=1)),
+            )
+            update(critic, of_critic(critic, (real, first)), optimizers[1])
+            update(generator, of_generator(generator, second), optimizers[0])
+        return figures(nn.ModuleList([generator, critic]))
 
     def run(state):
         generator, critic = models()
@@ -228,11 +233,51 @@ def gan(case: Case):
         plan = wraps(af.Plan(of_generator, generator, sgd(generator)))
         state, train_generator = af.build(state, plan)
         for _ in range(3):
-            state, _ = train_critic(state, af.part((real, noise), state))
-            state, _ = train_generator(state, af.part(noise, state))
-        return both(generator, critic)
+            batch = af.part(real, state), noise(state)
+            state, _ = train_critic(state, batch, advance=False)
+            state, _ = train_generator(state, noise(state))
+        return figures(nn.ModuleList([generator, critic]))
 
     return by_hand, run
+
+
+@kind("equal")
+def several_steps_a_batch(case: Case):
+    """A batch is trained on several times, with other noise each time; the run stops between two."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+    num_steps = 1 + case.seed % 3
+    positions = [(step, call) for step in range(2 * len(loader)) for call in range(num_steps)]
+
+    def noise(size, state):
+        return af.draw(state, lambda g: torch.randn(size, 4, generator=g, dtype=torch.float64))
+
+    def by_hand():
+        model = network()
+        optimizer = sgd(model)
+        batches = [*loader] * 2
+        for step, call in positions:
+            x, y = batches[step]
+            noisy = x + noise(len(x), af.DistState(step=step, call=call))
+            update(model, mse(model, (noisy, y)), optimizer)
+        return {**figures(model), "draws": torch.tensor(float(len(positions)))}
+
+    def run(state, folder, stops_after):
+        model = network()
+        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        batches = af.shard_loader(loader, state)
+        state = af.resume(folder, state, step, extras={"data": batches})
+        for x, y in chain.from_iterable(batches.epochs(2, since=state)):
+            size = af.reduce_sum(len(x), state)
+            for call in range(state.call, num_steps):
+                batch = x + noise(size, state), y
+                state, _ = step(state, batch, advance=call == num_steps - 1)
+                if (state.step, state.call) == (stops_after, num_steps // 2):
+                    af.save(folder, state, step, extras={"data": batches})
+                    return None
+        draws = {float(noise(2, af.DistState(step=n, call=call))[0, 0]) for n, call in positions}
+        return {**figures(model), "draws": torch.tensor(float(len(draws)))}
+
+    return by_hand, lambda state: stopped_and_resumed(state, run, len(loader))
 
 
 @kind("equal")
