@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint.compare import is_model
+from accel_fn.checkpoint.extras import check_extras
 from accel_fn.checkpoint.format.names import is_name
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import local
@@ -61,16 +62,6 @@ def check_model(tensors: Mapping[str, Tensor], function: str) -> None:
             raise ArgumentError(
                 f"{function}: step must hold tensors of the model that can be written, none that was "
                 f"expanded, got strides {held.stride()} for {name!r}; clone it"
-            )
-
-
-def check_extras(extras: Mapping[str, Any], function: str) -> None:
-    if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
-        raise ArgumentTypeError(message(function, "extras", "be a dict, by names", extras))
-    for name, extra in extras.items():
-        if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict")):
-            raise ArgumentTypeError(
-                message(function, f"extras[{name!r}]", "have state_dict and load_state_dict", extra)
             )
 
 

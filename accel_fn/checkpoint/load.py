@@ -18,6 +18,7 @@ from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import compare, frozen
 from accel_fn.checkpoint.background import finish_writing
 from accel_fn.checkpoint.draft import Run
+from accel_fn.checkpoint.extras import stateful
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS, file_of, name_of, steps_in
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
@@ -67,7 +68,8 @@ def load(
         state: as `build` returned it.
         step: the step, or a dict of steps by name, as it was saved.
         extras: by the names that they were saved under. If one has `differences_from(saved)`, as a
-            sharded loader has, the lines that it returns are listed with all other differences.
+            sharded loader has, the lines that it returns are listed with all other differences. A dict is
+            filled in place: saved keys overwrite, and other keys stay.
         at: "latest", the number of a step, or a checkpoint's name.
         strict: False: if the program differs, load what matches, leave the rest
             as it is, and log the differences as a warning.
@@ -118,6 +120,7 @@ def load(
     path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
     path = exchange(path, state, "load")[0]
 
+    extras = stateful(extras)
     loading = all_or_none(
         lambda: _Loading(path, steps, state, extras, strict, schedule), state, "load"
     )

@@ -19,6 +19,7 @@ from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import frozen
 from accel_fn.checkpoint.background import Background, finish_writing
 from accel_fn.checkpoint.draft import Draft, Run, tidy
+from accel_fn.checkpoint.extras import stateful
 from accel_fn.checkpoint.format.hashing import hash_of, memory_of, sync
 from accel_fn.checkpoint.format.manifest import FrozenEntry, Manifest
 from accel_fn.checkpoint.format.names import COMMON, file_of
@@ -78,8 +79,8 @@ def save(
         folder: of this run's checkpoints, on a file system that all machines share; made if missing.
         state: after the last step.
         step: the step, or a dict of steps by name.
-        extras: anything with `state_dict` and `load_state_dict`, by name, the same names on all
-            ranks; saved of every rank.
+        extras: by name, the same names on all ranks; saved of every rank: anything with `state_dict`
+            and `load_state_dict`, a dict of numbers, strings and tensors, or a `torch.Generator`.
         keep: how many whole checkpoints stay, >= 1; None: all. The one that this run
             was resumed from stays.
         keep_every: checkpoints at multiples of so many steps stay, too.
@@ -160,7 +161,7 @@ def save(
         head = _head(state, steps, contents, score, _frozen_entries(left_out, steps, state))
         run = notes_of(steps).setdefault("run", Run())
         draft = Draft(Path(folder).absolute(), head, keep, keep_every, keep_best, run)
-        _write(draft, contents, extras, state, notes_of(steps), beside, wait=wait)
+        _write(draft, contents, stateful(extras), state, notes_of(steps), beside, wait=wait)
     return draft.final
 
 

@@ -296,6 +296,52 @@ def test_extras_are_each_ranks_own(tmp_path):
     assert simulate(run, world_size=3) == [10, 11, 12]
 
 
+def test_a_dict_is_filled_in_place_by_what_was_saved(tmp_path):
+    def run(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        best = {"loss": 0.5 + state.rank, "at": "step 3", "where": torch.ones(2), 7: [1, 2]}
+        af.save(tmp_path, state, step, extras={"best": best})
+        again = {"loss": float("inf"), "new": 1}
+        af.load(tmp_path, state, step, extras={"best": again})
+        assert again.pop("where").tolist() == [1, 1]
+        return again
+
+    common = {"at": "step 3", 7: [1, 2], "new": 1}
+    assert simulate(run, world_size=2) == [{"loss": 0.5, **common}, {"loss": 1.5, **common}]
+
+
+def test_tensors_of_a_dict_stay_on_their_device(tmp_path):
+    state, step = make()
+    af.save(tmp_path, state, step, extras={"values": {"x": torch.ones(2)}})
+    values = {"x": torch.zeros(2, device="meta")}
+    af.load(tmp_path, state, step, extras={"values": values})
+    assert values["x"].device.type == "meta"
+
+
+def test_a_generator_draws_on_as_if_the_run_had_not_stopped(tmp_path):
+    state, step = make()
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=generator)
+    af.save(tmp_path, state, step, extras={"noise": generator})
+    expected = torch.rand(5, generator=generator)
+    again = torch.Generator()
+    af.load(tmp_path, state, step, extras={"noise": again})
+    assert torch.equal(torch.rand(5, generator=again), expected)
+
+
+def test_a_dict_of_other_things_is_refused(tmp_path):
+    state, step = make()
+    with pytest.raises(ValueError, match="save: extras/best must hold tensors, numbers, strings"):
+        af.save(tmp_path, state, step, extras={"best": {"model": Counter()}})
+
+
+def test_a_dict_in_place_of_a_generator_is_refused(tmp_path):
+    state, step = make()
+    af.save(tmp_path, state, step, extras={"noise": {"seed": 3}})
+    with pytest.raises(CheckpointError, match=r"differences:\n  KeyError\('state'\)"):
+        af.load(tmp_path, state, step, extras={"noise": torch.Generator()})
+
+
 def shared(num_samples=40, batch_size=4, *, seed=0, generator=None, **options):
     data = TensorDataset(torch.arange(num_samples))
     options = {"shuffle": True, **options}
@@ -832,7 +878,11 @@ MISTAKES_OF_ONE = {
     "step": (("run", {"a": 3}), {}, "step must be a Step or a dict of Steps"),
     "number": (("run", 3), {}, "step must be a Step or a dict of Steps, got 3"),
     "no step": (("run", {}), {}, "step must be a Step or a dict of Steps"),
-    "bad extra": ((), {"extras": {"n": 3}}, r"extras\['n'\] must have state_dict and load_state"),
+    "bad extra": (
+        (),
+        {"extras": {"n": 3}},
+        r"extras\['n'\] must have state_dict and load_state.*, or be a dict",
+    ),
     "bad name": (("run", {"a/b": STEP}), {}, "step must have names that are text without /, got"),
     "no name": (
         ("run", {None: STEP}),

@@ -1,6 +1,8 @@
 """when returns a transform or the identity."""
 
+import numpy as np
 import pytest
+import torch
 
 import accel_fn as af
 from tests import strategies as ours
@@ -23,9 +25,37 @@ def test_it_prints_as_its_call(condition):
     assert repr(recipe) == f"compose(when({condition}, clip(1.0)), accumulate(2))"
 
 
-@pytest.mark.parametrize("condition", [1, None, "bf16", af.clip(1.0)], ids=str)
-def test_a_condition_is_a_bool(condition):
-    with pytest.raises(TypeError, match="when: condition must be a bool, got"):
+@pytest.mark.parametrize("condition", [1, "bf16", torch.tensor(True), np.float32(0.5)], ids=str)
+def test_a_condition_is_what_if_takes(condition):
+    given = plan()
+    assert repr(af.when(condition, af.clip(1.0))(given)) == repr(af.clip(1.0)(given))
+
+
+@pytest.mark.parametrize("condition", [0, 0.0, None, "", [], torch.tensor(False)], ids=str)
+def test_a_function_without_parameters_is_called_if_the_condition_is_true(condition):
+    given = plan()
+    assert repr(af.when(condition, lambda: af.clip(0.0))(given)) == repr(given)
+    called = af.when(not condition, lambda: af.clip(2.0))
+    assert repr(called(given)) == repr(af.clip(2.0)(given))
+    assert repr(called) == "when(True, <lambda>)"
+
+
+def test_a_function_of_a_plan_is_a_transform_in_itself():
+    def clips(plan):
+        return af.clip(2.0)(plan)
+
+    given = plan()
+    assert repr(af.when(True, clips)(given)) == repr(af.clip(2.0)(given))
+
+
+def test_what_a_function_without_parameters_returns_is_a_transform():
+    with pytest.raises(TypeError, match="when: then must return a function Plan -> Plan, got None"):
+        af.when(True, lambda: None)
+
+
+@pytest.mark.parametrize("condition", [af.clip(1.0), lambda: True])
+def test_a_condition_is_no_function(condition):
+    with pytest.raises(TypeError, match=r"when: condition must be a value, got .*comes first"):
         af.when(condition, af.clip(1.0))
 
 
