@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, cast
@@ -32,7 +33,10 @@ from accel_fn.comm.backends import nccl_of
 from accel_fn.comm.primitives import broadcast, group_of
 
 _TIMEOUT_S = 30.0
+_NEVER_SENT = 1 << 30  # a tag
 _numbers = itertools.count()  # for names: threads share torch's table of groups
+_parts: dict[str, list[ProcessGroup]] = {}
+"""Groups of simulated ranks along the axes of meshes, by the name of the group that they are cut from."""
 
 
 def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
@@ -93,7 +97,9 @@ def _groups_by_hand(
     broadcast(number, state, 0, "build")  # rank 0's: another one each time
 
     def made(where: str, place: int, size: int) -> ProcessGroup:
-        return make_group(PrefixStore(f"{int(number)} {where}", store), place, size, _TIMEOUT_S)
+        part = make_group(PrefixStore(f"{int(number)} {where}", store), place, size, _TIMEOUT_S)
+        _parts.setdefault(group.group_name, []).append(part)
+        return part
 
     return {
         "replicate": made(f"column {column}", row, ranks.size(0)),
@@ -128,10 +134,23 @@ def make_group(store: Store, rank: int, world_size: int, timeout_s: float) -> Pr
     return group
 
 
+def close_group(group: ProcessGroup) -> None:
+    """Close the connections of a group of `make_group`, and of its parts: who waits in it fails at once.
+
+    Its peers fail with it. Gloo closes them after a time-out, and in no other way.
+    """
+    for each in (*_parts.get(group.group_name, ()), group):
+        if each.size() > 1:
+            peer = (each.rank() + 1) % each.size()
+            with suppress(RuntimeError):
+                each.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
 def release_group(group: ProcessGroup) -> None:
     """Let a group of `make_group`, in which nothing is under way, end with its other references.
 
-    Its two threads and its sockets end with it.
+    Its two threads and its sockets end with it, and those of its parts.
     """
-    _unregister_process_group(group.group_name)
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+    for each in (*_parts.pop(group.group_name, ()), group):
+        _unregister_process_group(each.group_name)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))

@@ -17,13 +17,13 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
 from accel_fn.base.state import DistState
-from accel_fn.comm.mesh import make_group, release_group
+from accel_fn.comm.mesh import close_group, make_group, release_group
 from accel_fn.errors import ArgumentTypeError, check_count, check_positive, message
 from accel_fn.testing.seed_turns import rank_of
 
 T = TypeVar("T")
 
-_SLACK_S, _SETTLE_S, _GLANCE_S = 5.0, 0.1, 0.05
+_GLANCE_S, _GRACE_S, _SETTLE_S, _END_WITHIN_S = 0.05, 1.0, 0.1, 5.0
 _MAX_LOST_SOCKETS = 256
 """Most sockets of failed worlds that may stay open: the limit of files is often 1024."""
 
@@ -52,12 +52,12 @@ class _Lost:
     """Threads of failed simulations: of their ranks, and one that recovers or releases the world."""
 
     def __init__(self) -> None:
-        self._ranks: list[tuple[list[threading.Thread], float]] = []
+        self._ranks: list[list[threading.Thread]] = []
         self._lock = threading.Lock()
 
-    def add(self, threads: list[threading.Thread], timeout_s: float) -> None:
+    def add(self, threads: list[threading.Thread]) -> None:
         with self._lock:
-            self._ranks.append((threads, 2 * timeout_s + _SLACK_S))
+            self._ranks.append(threads)
 
     def join_oldest(self, num_sockets: int = 0) -> None:
         """Join the oldest threads until the others hold at most `num_sockets`.
@@ -65,15 +65,13 @@ class _Lost:
         At exit all are joined: a thread that returns after Python's end aborts the process.
         """
         with self._lock:
-            waiting = [each for each in self._ranks if any(map(threading.Thread.is_alive, each[0]))]
+            waiting = [each for each in self._ranks if any(map(threading.Thread.is_alive, each))]
             first = len(waiting)
-            while (
-                first and sum(len(ranks) ** 2 for ranks, _ in waiting[first - 1 :]) <= num_sockets
-            ):
+            while first and sum(len(ranks) ** 2 for ranks in waiting[first - 1 :]) <= num_sockets:
                 first -= 1
             self._ranks = waiting[first:]
-        for threads, within_s in waiting[:first]:
-            _join(threads, within_s)
+        for threads in waiting[:first]:
+            _join(threads, _END_WITHIN_S)
 
 
 _exiting = threading.Event()
@@ -132,9 +130,9 @@ def simulate(
         The results of `fn`, in rank order.
 
     Raises:
-        BaseException: the first that `fn` raised on any rank, with a note of the rank; at once,
-            while the collectives of other ranks time out in the background. Python waits for
-            them at exit, and a later simulation if they are many.
+        BaseException: the first that `fn` raised on any rank, with a note of the rank; at once.
+            Collectives that other ranks are in fail a second later, in the background. Python waits
+            for them at exit for a few seconds, and so does a later simulation if they are many.
         ValueError: an argument is outside its range.
 
     Cost: about a millisecond a rank and the time of `fn`; groups are reused by
@@ -181,7 +179,7 @@ def simulate(
     except BaseException:
         _join(threads, _GLANCE_S)  # most errors are those of all ranks
         if any(map(threading.Thread.is_alive, threads)) or not _given_back(world, timeout_s, start):
-            _lost.add([*threads, _recover_later(threads, world, timeout_s, start)], timeout_s)
+            _lost.add([*threads, _recover_later(threads, world, timeout_s, start)])
         raise
     for thread in threads:
         thread.join()
@@ -205,12 +203,18 @@ def _recover_later(
     timeout_s: float,
     start: float,
 ) -> threading.Thread:
-    """Keep a world, or release its threads and sockets, once its ranks have ended and time is up."""
+    """Keep a world whose ranks end by themselves; else close its connections, and release its threads."""
 
     def recover() -> None:
+        _join(threads, _GRACE_S)
+        has_ended = not any(map(threading.Thread.is_alive, threads))
+        if has_ended and _given_back(world, timeout_s, start):
+            return
+        for group in filter(None, world):
+            close_group(group)
         for thread in threads:
             thread.join()
-        if not _given_back(world, timeout_s, start) and not _exiting.wait(timeout_s + _SETTLE_S):
+        if not _exiting.wait(_SETTLE_S):
             while world:
                 if (group := world.pop()) is not None:
                     release_group(group)

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 import accel_fn as af
+from accel_fn.comm import mesh as mesh_module
+from accel_fn.comm.mesh import make_mesh
 from accel_fn.testing import assert_equivalent, simulate
 from accel_fn.testing import simulation as simulate_module
 from tests import strategies as ours
@@ -87,6 +89,30 @@ def test_a_missing_rank_is_waited_for_no_longer_than_the_timeout():
     with pytest.raises(Exception, match=r"(?i)timed out|timeout|connection closed"):
         simulate(run, world_size=2, timeout_s=1)
     assert time.monotonic() - start < 8
+
+
+@pytest.mark.parametrize("where", ["the world", "a part of a mesh"])
+def test_ranks_of_a_failed_world_end_long_before_their_collectives_time_out(monkeypatch, where):
+    monkeypatch.setattr(mesh_module, "_TIMEOUT_S", 200.0)
+    others, ended = threading.enumerate(), queue.SimpleQueue()
+
+    def run(state):
+        group = state.group
+        if where == "a part of a mesh":
+            group = make_mesh(state, replicate=2)["shard"].get_group()
+        if state.is_main:
+            raise KeyError("broken")
+        for _ in range(2):  # the second fails at once
+            with contextlib.suppress(RuntimeError):
+                group.allreduce([torch.ones(1)]).wait()
+        ended.put(state.rank)
+
+    with pytest.raises(KeyError, match="broken"):
+        simulate(run, world_size=4, timeout_s=200)
+    for thread in set(threading.enumerate()) - set(others):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert {ended.get() for _ in range(3)} == {1, 2, 3}
 
 
 @pytest.fixture
