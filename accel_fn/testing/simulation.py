@@ -179,7 +179,7 @@ def simulate(
     except BaseException:
         _join(threads, _GLANCE_S)  # most errors are those of all ranks
         if any(map(threading.Thread.is_alive, threads)) or not _given_back(world, timeout_s, start):
-            _lost.add([*threads, _recover_later(threads, world, timeout_s, start)])
+            _recover_later(threads, world, timeout_s, start)
         raise
     for thread in threads:
         thread.join()
@@ -202,7 +202,7 @@ def _recover_later(
     world: list[ProcessGroup | None],
     timeout_s: float,
     start: float,
-) -> threading.Thread:
+) -> None:
     """Keep a world whose ranks end by themselves; else close its connections, and release its threads."""
 
     def recover() -> None:
@@ -221,7 +221,7 @@ def _recover_later(
 
     thread = threading.Thread(target=recover, name="recovery of a world", daemon=True)
     thread.start()
-    return thread
+    _lost.add([*threads, thread])
 
 
 def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
