@@ -3,7 +3,7 @@
 import math
 import numbers
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 __all__ = [
     "AccelError",
@@ -28,6 +28,10 @@ __all__ = [
     "WorldError",
     "WorldTimeoutError",
 ]
+
+
+_LONGEST = 300
+"""Characters of a value in a message."""
 
 
 class AccelError(Exception):
@@ -122,7 +126,37 @@ class RankError(AccelError, RuntimeError):
 def message(function: str, parameter: str, rule: str, value: object, repair: str = "") -> str:
     """Return `<function>: <parameter> must <rule>, got <value>[; <repair>]`."""
     ending = f"; {repair}" if repair else ""
-    return f"{function}: {parameter} must {rule}, got {value!r}{ending}"
+    return f"{function}: {parameter} must {rule}, got {shown(value)}{ending}"
+
+
+def shown(value: object) -> str:
+    """Return `repr(value)`, or its start if it is long. Aliases can make a short file a huge value."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > _LONGEST:
+            return f"{text[:_LONGEST]}..."
+    return text
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Yield `repr(value)` in pieces; items of a list, a tuple or a dict as they are asked for."""
+    if type(value) is dict:
+        yield "{"
+        for number, (key, each) in enumerate(value.items()):
+            yield ", " if number else ""
+            yield from _pieces(key)
+            yield ": "
+            yield from _pieces(each)
+        yield "}"
+    elif type(value) is list or type(value) is tuple:
+        yield "[" if type(value) is list else "("
+        for number, each in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(each)
+        yield "]" if type(value) is list else ",)" if len(value) == 1 else ")"
+    else:
+        yield repr(value)
 
 
 def check_positive(function: str, parameter: str, value: float, repair: str = "") -> float:

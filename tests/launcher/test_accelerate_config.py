@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_fn.launcher.machines.detect import Machine
+from accel_fn.launcher.settings import accelerate_config
 from accel_fn.launcher.settings.accelerate_config import UnusedSettingsWarning
 from accel_fn.launcher.settings.accelerate_keys import SECTIONS, named
 from tests.settings import PLAIN, TWO_GPUS, refused, resolved, written
@@ -75,6 +76,21 @@ def used(name, **context):
     given = {name: values[name] for name in values if found.is_given(name)}
     empty = {"gpu_ids": None, "cpu": False}
     return {name: value for name, value in given.items() if value != empty.get(name, ())}
+
+
+@pytest.mark.parametrize(
+    "key", sorted({*accelerate_config._KNOWN, "of_a_later_version"} - {"distributed_type"})
+)
+def test_a_null_is_a_question_that_was_left_open(tmp_path, key):
+    """accelerate's dialogue writes some; `fsdp_ignored_modules` is one that a later version has."""
+    inner = (
+        [f"{name}: null" for name in (*SECTIONS[key], "fsdp_ignored_modules")]
+        if key in SECTIONS
+        else []
+    )
+    null = "\n  ".join(["", *inner]) if inner else "null"
+    found = resolved(config=written(tmp_path, f"distributed_type: MULTI_CPU\n{key}: {null}\n"))
+    assert (found.settings.cpu, found.settings.num_processes) == (True, 1)
 
 
 def test_there_is_a_case_for_every_file():

@@ -16,7 +16,7 @@ import torch
 
 from accel_fn.checkpoint.format.hashing import FileMark, hash_of, opened
 from accel_fn.checkpoint.format.names import COMMON, file_of, step_of
-from accel_fn.errors import CheckpointError
+from accel_fn.errors import CheckpointError, shown
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -199,4 +199,4 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
 
 def _require(fits: bool, name: str, value: object, rule: str) -> None:
     if not fits:
-        raise ValueError(f"{name}={value!r}, which must be {rule}")
+        raise ValueError(f"{name}={shown(value)}, which must be {rule}")

@@ -53,7 +53,12 @@ def is_accelerate_config(given: Mapping[str, Given]) -> bool:
 
 
 def translate(given: Mapping[str, Given]) -> Layer:
-    """Make our settings of accelerate's; name the rest in one warning, refuse unknown keys."""
+    """Make our settings of accelerate's; name the rest in one warning, refuse unknown keys.
+
+    A null is a question that accelerate's dialogue left open, also of a key that a later version has.
+    """
+    kind = _distributed_type(given)
+    given = {name: each for name, each in given.items() if each.value is not None}
     environment = given.get("compute_environment")
     if environment is not None and environment.value != "LOCAL_MACHINE":
         environment.refuse("compute_environment", "be LOCAL_MACHINE")
@@ -63,7 +68,6 @@ def translate(given: Mapping[str, Given]) -> Layer:
         if each is not None and str(each.value).lower() not in ("true", "false", "yes", "no"):
             each.refuse(name, "be true or false")
     sections = {name: _section(name, given[name]) for name in SECTIONS if name in given}
-    kind = _distributed_type(given)
     translated = {
         **{name: given.get(name) for name in _SAME},
         "num_processes": _processes(given.get("num_processes"), kind),
@@ -80,11 +84,10 @@ def translate(given: Mapping[str, Given]) -> Layer:
 
 def _section(name: str, each: Given) -> Mapping[str, object]:
     """Read a section, by the keys that accelerate writes today."""
-    if each.value is None:
-        return {}
     if not isinstance(each.value, dict):
         each.refuse(name, "be a section")
-    section = {named(name, str(key)): value for key, value in each.value.items()}
+    keys = {key: value for key, value in each.value.items() if value is not None}
+    section = {named(name, str(key)): value for key, value in keys.items()}
     check_names(dict.fromkeys(section, f"{each.where}: {name}"), SECTIONS[name])
     return section
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from accel_fn.errors import shown
+
 _KEYS = {
     "fsdp_config": """
         fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_sharding_strategy
@@ -122,7 +124,11 @@ def in_script(key: str, value: object) -> str | None:
     text = _IN_SCRIPT.get(key)
     if text is None:
         return None
-    return text.format(", ".join(map(str, value)) if isinstance(value, list) else value)
+    return text.format(", ".join(map(_plain, value if isinstance(value, list) else [value])))
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
 
 
 def is_set(value: object) -> bool:

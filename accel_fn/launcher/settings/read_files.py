@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from accel_fn.errors import SettingsError, message
+from accel_fn.errors import SettingsError, message, shown
 from accel_fn.launcher.settings import accelerate_config
 from accel_fn.launcher.settings.settings import Settings
 from accel_fn.launcher.settings.value import Given, Layer, check_names
@@ -86,7 +86,8 @@ def _mapping(path: Path, node: yaml.Node | None) -> dict[str, Given]:
         raise SettingsError(f"{where}: file must be lines of `name: value`, got {_shape(node)}")
     given: dict[str, Given] = {}
     for key_node, value_node in node.value:
-        key, line = str(_value(key_node)), key_node.start_mark.line + 1
+        key, line = _value(key_node), key_node.start_mark.line + 1
+        key = key if isinstance(key, str) else shown(key)
         if key in given:
             raise SettingsError(
                 f"{path}:{line}: {key} must stand once, got it in line {given[key].line} too"
@@ -96,7 +97,7 @@ def _mapping(path: Path, node: yaml.Node | None) -> dict[str, Given]:
 
 
 def _shape(node: yaml.Node) -> str:
-    return "a list" if isinstance(node, yaml.SequenceNode) else f"{node.value!r}"
+    return "a list" if isinstance(node, yaml.SequenceNode) else shown(node.value)
 
 
 def _value(node: yaml.Node) -> Any:
