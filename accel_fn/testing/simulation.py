@@ -210,8 +210,8 @@ def _recover_later(
         has_ended = not any(map(threading.Thread.is_alive, threads))
         if has_ended and _given_back(world, timeout_s, start):
             return
-        for group in filter(None, world):
-            close_group(group)
+        for each in filter(None, world):
+            close_group(each)
         for thread in threads:
             thread.join()
         if not _exiting.wait(_SETTLE_S):
