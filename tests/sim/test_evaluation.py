@@ -28,6 +28,14 @@ def evaluated_average(state, step):
         return af.evaluate(step, make_batches(2), state)
 
 
+def predicted(state, step):
+    """Rows of tensors and of lists are on the host, whatever the device."""
+    rows = lambda model, batch: {"out": model(batch[0]), "items": [*model(batch[0])]}
+    found = af.predict(step, make_batches(2), state, rows)
+    assert {each.device.type for each in [found["out"], *found["items"]]} == {"cpu"}
+    return found
+
+
 def forward(state, step):
     return step.forward(state, make_batches(1)[0])
 
@@ -42,7 +50,9 @@ def weights(state, step):
     return {name: whole(each) for name, each in step.plan.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("function", [evaluated, evaluated_average, forward, by_hand, weights])
+@pytest.mark.parametrize(
+    "function", [evaluated, evaluated_average, predicted, forward, by_hand, weights]
+)
 def test_it_is_that_of_the_cpu(function):
     found, expected = (function(*make(device)) for device in ("sim", "cpu"))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, check_device=False)
