@@ -81,4 +81,9 @@ def test_two_devices_train_as_two_cpus(recipe):
         )
         return sorted(map(json.loads, said.splitlines()), key=lambda rank: rank["rank"])
 
-    torch.testing.assert_close(run(None), run("cpu"), rtol=0, atol=1e-12)
+    found, expected = run(None), run("cpu")
+    for rank in found:  # a full device cuts its batches, and those of its peers
+        assert rank.pop("num_microbatches") == (2 if recipe == "full" else 1)
+    for rank in expected:
+        assert rank.pop("num_microbatches") == 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

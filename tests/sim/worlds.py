@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from tests.sim.device import native, recorded
 from tests.sim.programs import OPTIMIZERS, Net, loss_fn, make_batches, make_model, waits_in, whole
 
+LossFn = Callable[[nn.Module, Any], Any]
 STRATEGIES = {
     "ddp": lambda: af.wrap_ddp(),
     "fsdp": lambda: af.wrap_fsdp(),
@@ -86,6 +90,39 @@ def train(
     }
 
 
+def repelled(state: af.DistState) -> LossFn:
+    """Make a loss whose rows depend on the rows of all ranks."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        return (outputs - af.gather(outputs, state).T).square().mean() + outputs.square().mean()
+
+    return loss_fn
+
+
+def centred(state: af.DistState) -> LossFn:
+    """Make a loss in which rank 1's mean is subtracted on all ranks."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        return F.mse_loss(outputs - af.broadcast(outputs.mean(), state, source=1), batch[1])
+
+    return loss_fn
+
+
+def filling(state: af.DistState) -> LossFn:
+    """Make a loss that takes 1 MiB a row, of which rank 1's device has room for two rows."""
+    if state.device.type == "sim" and state.rank == 1:
+        taken = torch.accelerator.memory_allocated()
+        torch.sim.set_per_process_memory_fraction((taken + 3 * 2**20) / native.memory)
+
+    def full(model: nn.Module, batch: Any) -> Any:
+        torch.empty(len(batch[0]), 2**20, dtype=torch.uint8, device=batch[0].device)
+        return loss_fn(model, batch)
+
+    return full
+
+
 RECIPES = {
     "local_sgd": lambda: af.local_sgd(2),
     "auto": lambda: af.compose(af.wrap_ddp(), af.accumulate("auto"), af.check_replicas(2)),
@@ -93,20 +130,36 @@ RECIPES = {
     "unused": lambda: af.compose(
         af.wrap_ddp(find_unused_parameters=True), af.freeze("first", until=3)
     ),
+    "gather, ddp": lambda: af.wrap_ddp(),
+    "gather, fsdp": lambda: af.wrap_fsdp(),
+    "broadcast": lambda: af.wrap_ddp(),
+    "full": lambda: af.compose(af.wrap_ddp(), af.accumulate("auto")),
+}
+LOSSES = {
+    "gather, ddp": repelled,
+    "gather, fsdp": repelled,
+    "broadcast": centred,
+    "full": filling,
 }
 
 
 def train_parts(state: af.DistState, recipe: str) -> dict[str, Any]:
     """Train on this rank's rows of each batch."""
     model = make_model()
-    plan = af.Plan(loss_fn, model, OPTIMIZERS["foreach"](model.parameters()))
+    loss = LOSSES[recipe](state) if recipe in LOSSES else loss_fn
+    plan = af.Plan(loss, model, OPTIMIZERS["foreach"](model.parameters()))
     state, step = af.build(state, af.compose(af.place(), RECIPES[recipe](), af.clip(0.5))(plan))
     losses = []
     for batch in make_batches():
         part = tuple(each[state.rank :: state.world_size] for each in batch)
         state, report = step(state, part)
         losses.append(float(report.loss))
-    return {"rank": state.rank, "losses": losses, "parameters": parameters(model)}
+    return {
+        "rank": state.rank,
+        "losses": losses,
+        "parameters": parameters(model),
+        "num_microbatches": report.extras.get("num_microbatches", 1),
+    }
 
 
 def parameters(model: Net) -> dict[str, list[float]]:
