@@ -36,4 +36,11 @@ class Report:
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     _verdict: Tensor | None = field(default=None, repr=False)
-    """`applied`, on the host if the host has waited for it already."""
+    """As `verdict_of` returns it; None: the same as `applied`."""
+
+
+def verdict_of(report: Report) -> Tensor:
+    """Return `applied`, on the host if the host has waited for it already."""
+    applied = report.applied if report._verdict is None else report._verdict
+    assert applied is not None
+    return applied

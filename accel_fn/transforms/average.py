@@ -25,7 +25,7 @@ from accel_fn.errors import (
     message,
 )
 from accel_fn.step.plan import Plan, Stateful, describe
-from accel_fn.step.report import Report
+from accel_fn.step.report import Report, verdict_of
 from accel_fn.step.step import Step
 from accel_fn.step.transform import Transform, fill, named
 
@@ -174,13 +174,13 @@ class Average:
             raise StateError(
                 "step: state must not be stepped within use_average(step), got an update"
             )
-        applied = report.applied
-        assert applied is not None
+        applied = verdict_of(report)
         heard = applied if self._always else self._echo(applied)
         if heard is not applied:
             self._hear(heard)
             self._follow(torch.where(applied, self._weight(), 0.0))
         elif self._always or applied:
+            self._hear(self._echo.last())  # of a step whose verdict the host did not know
             self._follow(self._weight())
             self._num_updates += 1
         return state

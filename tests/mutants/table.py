@@ -291,7 +291,7 @@ MUTANTS = [
     Mutant(
         "the schedule counts updates that were skipped",
         ADVANCE,
-        "if self._always or applied:",
+        "if self._always or verdict_of(report):",
         "if True:",
         f"{LAWS}schedule.py",
     ),

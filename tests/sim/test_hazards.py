@@ -1,11 +1,13 @@
 """What would go wrong on an accelerator first, each found here before it was mended."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel_fn as af
 from tests.forking import run_worlds
@@ -233,3 +235,67 @@ def test_a_verdict_is_read_once_however_many_functions_follow_it(optimizer):
     ]
     found = train("sim", transforms, optimizer=optimizer, overflows=True)
     assert {*found.waits} <= ({"update.py"} if optimizer == "foreach" else set())
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations but for views: on a real device each is a kernel, or a few."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def operations_of(transforms, num_parameters):
+    """Count the operations of a late step."""
+    model = nn.ParameterList([torch.full((3,), 1.0) for _ in range(num_parameters)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+    def loss_fn(model, batch):
+        return torch.cat([*model]).sum() * batch.mean()
+
+    plan = af.Plan(loss_fn, model, optimizer)
+    state, step = af.build(af.init(), af.compose(af.place(), *transforms)(plan), check_loss=False)
+    for _ in range(3):
+        with Operations() as seen:
+            state, _ = step(state, torch.ones(2))
+    return seen.number
+
+
+@pytest.mark.parametrize(
+    "transform", [af.clip(0.1), af.clip_value(0.1), af.average(0.9), af.with_amp("fp16")], ids=str
+)
+@pytest.mark.parametrize("together", [[], [af.skip_nonfinite()]], ids=["alone", "where_skipped"])
+def test_no_operation_of_a_transform_is_repeated_for_each_parameter(transform, together):
+    few, many = (
+        operations_of([*together, transform], number) - operations_of([], number)
+        for number in (2, 20)
+    )
+    assert many == few
+
+
+def test_gradients_are_scaled_by_a_number_without_a_wait():
+    def halve(plan):
+        return replace(plan, gradients=(*plan.gradients, lambda state, grads: grads.scaled(0.5)))
+
+    assert not train("sim", [halve]).waits
+
+
+def test_a_save_in_the_background_pins_its_share_once(tmp_path, monkeypatch):
+    pinned, empty = [], torch.empty
+
+    def counted(*args, **options):
+        made = empty(*args, **options)
+        pinned.append(made.nbytes if options.get("pin_memory") else 0)
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    model = make_model()
+    plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state, step = af.build(af.init(), af.place()(plan))
+    af.save(tmp_path, state, step, wait=False)
+    af.load(tmp_path, state, step)
+    share = sum(each.nbytes for each in model.parameters())
+    assert max(pinned) >= share
+    assert sum(pinned) < 1.5 * share

@@ -32,7 +32,7 @@ TRANSFORMS = {
     "check_replicas": lambda: af.check_replicas(1),
 }
 OFFLOADED = [
-    ("fsdp(offload)", "fp16", "clip", "schedule"),
+    ("fsdp(offload)", "fp16", "clip", "schedule", "average"),
     ("fsdp(offload)", "accumulate(2)", "clip", "skip_nonfinite", "schedule"),
     ("fsdp(offload)", "bf16", "accumulate(2)", "skip_spikes", "average"),
 ]

@@ -16,6 +16,7 @@ from torch import nn
 
 import accel_fn as af
 from accel_fn.base.torch_compile import MODES
+from accel_fn.step import step as step_module
 from accel_fn.testing import simulate
 from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
 from tests import strategies as ours
@@ -293,6 +294,14 @@ def test_modes_are_taken_where_no_cuda_graph_overwrites_a_gradient(device, recip
     plan = recipe(make_plan())
     [slot] = plan.compile_loss
     slot.validate(af.DistState(device=device), plan)
+
+
+@pytest.mark.parametrize(("mode", "copies"), [("default", False), ("reduce-overhead", True)])
+def test_gradients_are_copied_where_they_may_be_memory_of_a_cuda_graph(mode, copies):
+    plan, grads = af.compiled(mode=mode)(make_plan()), af.Grads([torch.ones(2), None])
+    kept = step_module._cloned(af.DistState(), plan, grads)
+    assert (kept.tensors[0] is not grads.tensors[0]) == copies
+    assert kept.tensors[0].tolist() == [1, 1]
 
 
 @pytest.mark.gpu

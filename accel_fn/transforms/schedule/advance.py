@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.step.plan import Plan
-from accel_fn.step.report import Report
+from accel_fn.step.report import Report, verdict_of
 
 MetricFn = Callable[[Report], Tensor | float]
 
@@ -107,8 +107,7 @@ class Schedule:
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._advance.note(state, report)
-        applied = report.applied if report._verdict is None else report._verdict
-        if self._always or applied:
+        if self._always or verdict_of(report):
             self._advance()
         return state
 
