@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import Any, Generic, Protocol, TypeAlias
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, messa
 
 _LOG = logging.getLogger("accel_fn.checkpoint")  # the logger of resuming
 
+_NEW_RUN = "begin a new run with a state at step 0, such as init returns"
+_Value = TypeVar("_Value")
 Batch = TypeVar("Batch", covariant=True, default=Any)
 """The type of a batch. Annotate it: torch's DataLoader knows that of a sample alone."""
 
@@ -57,6 +60,17 @@ class Source(Protocol[Batch]):
         """The samples of all ranks in a batch, in rank order: int64."""
 
 
+class _Count:
+    """Counts what passes through it."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, passing: _Value) -> _Value:
+        self.number += 1
+        return passing
+
+
 @dataclass(frozen=True, slots=True)
 class Epoch(Generic[Batch]):
     """One pass, or what is left of it, over this rank's batches.
@@ -64,17 +78,42 @@ class Epoch(Generic[Batch]):
     Attributes:
         index: which epoch, from 0.
         first_batch: where it starts; > 0 where a run resumes.
+        max_batches: it ends after so many, where the run does.
     """
 
     loader: ShardedLoader[Batch]
     index: int
     first_batch: int = 0
+    max_batches: int | None = None
+    _read: _Count = field(default_factory=_Count, repr=False, compare=False)
+    """Counts batches if `max_batches` is set."""
 
     def __len__(self) -> int:
-        return len(self.loader) - self.first_batch
+        left = len(self.loader) - self.first_batch
+        return left if self.max_batches is None else min(left, self.max_batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.loader._source.batches(self.index, self.first_batch)
+        return self._cut(self.loader._source.batches(self.index, self.first_batch))
+
+    def enumerate(self) -> Iterator[tuple[int, Batch]]:
+        """Yield each batch after its number in the whole epoch: from `first_batch` on, not from 0."""
+        return enumerate(self, self.first_batch)
+
+    def _numbered(self) -> Iterator[Numbered[Batch]]:
+        return self._cut(self.loader._source.numbered(self.index, self.first_batch))
+
+    def _cut(self, batches: Iterator[_Value]) -> Iterator[_Value]:
+        if self.max_batches is None:
+            return batches
+        self._read.number = 0
+        return map(self._read, islice(batches, self.max_batches))
+
+    def _num_read(self) -> int:
+        """Batches that it has, or that were read of it where its data have no length."""
+        try:
+            return len(self)
+        except ArgumentTypeError:
+            return self._read.number
 
 
 class ShardedLoader(Generic[Batch]):
@@ -101,11 +140,18 @@ class ShardedLoader(Generic[Batch]):
         """Epoch 0. `set_epoch` of a map-style data set is not called."""
         return self._source.batches(None, 0)
 
-    def epochs(self, num_epochs: int, *, since: DistState | None = None) -> Iterator[Epoch[Batch]]:
-        """Yield epoch after epoch up to `num_epochs`, from the position of a state.
+    def epochs(
+        self,
+        num_epochs: int | None,
+        *,
+        max_steps: int | None = None,
+        since: DistState | None = None,
+    ) -> Iterator[Epoch[Batch]]:
+        """Yield epoch after epoch up to `num_epochs` or `max_steps`, from the position of a state.
 
         Args:
-            num_epochs: of the whole run, >= 0.
+            num_epochs: of the whole run, >= 0; None beside `max_steps`: as many as these take.
+            max_steps: batches of the whole run, >= 0, which may end within an epoch. Default: all.
             since: its `step` is how many batches were consumed; they are
                 skipped by arithmetic, no sample is read. (A sampler without
                 a length is run so far, on rank 0.) Default: from the start.
@@ -117,27 +163,64 @@ class ShardedLoader(Generic[Batch]):
             `accel_fn.checkpoint`: a finished run was started again.
 
         Raises:
-            ValueError: the state is beyond the end of the run; `num_epochs` is negative.
-            TypeError: `since` is no state.
+            ValueError: the state is beyond the end of the run; `num_epochs` or `max_steps` is negative;
+                an epoch has no batch where `num_epochs` is None.
+            TypeError: `since` is no state; `num_epochs` is None without `max_steps`.
+
+        >>> import torch, accel_fn as af
+        >>> loader = af.shard_loader(torch.utils.data.DataLoader(range(6), batch_size=2), af.DistState())
+        >>> [(epoch.index, len(epoch)) for epoch in loader.epochs(None, max_steps=5)]
+        [(0, 3), (1, 2)]
         """
-        check_count("epochs", "num_epochs", num_epochs, minimum=0)
+        if num_epochs is not None or max_steps is None:
+            repair = "" if num_epochs is not None else "or give max_steps beside None"
+            check_count("epochs", "num_epochs", num_epochs, minimum=0, repair=repair)  # type: ignore[arg-type]
+        if max_steps is not None:
+            check_count("epochs", "max_steps", max_steps, minimum=0)
         if not isinstance(since, DistState | None):
             repair = "the state that the last step returned"
             raise ArgumentTypeError(message("epochs", "since", "be a DistState", since, repair))
-        start = (0, 0) if since is None else self._source.position(since.step)
-        if since is not None and start > (num_epochs, 0):
-            rule = f"be at most at the end of {num_epochs} epochs"
-            repair = f"that is batch {start[1]} of epoch {start[0]}; raise num_epochs"
+        if since is None:
+            return self._epochs(num_epochs, max_steps, 0, 0, 0)
+        if max_steps is not None and since.step > max_steps:
+            rule, repair = f"be at most at step {max_steps}", f"raise max_steps, or {_NEW_RUN}"
             raise ArgumentError(message("epochs", "since", rule, f"step {since.step}", repair))
-        if since is not None and since.step and start == (num_epochs, 0) and since.is_main:
-            _LOG.warning("the run has finished: %d epochs, %d steps", num_epochs, since.step)
-        return self._epochs(num_epochs, *start)
+        start = self._source.position(since.step)
+        if num_epochs is not None and start > (num_epochs, 0):
+            rule = f"be at most at the end of {num_epochs} epochs"
+            place = f"batch {start[1]} of epoch {start[0]}"
+            repair = f"that is {place}; raise num_epochs, or {_NEW_RUN}"
+            raise ArgumentError(message("epochs", "since", rule, f"step {since.step}", repair))
+        has_finished = since.step == max_steps or start == (num_epochs, 0)
+        if has_finished and since.step and since.is_main:
+            ended = "" if num_epochs is None else f"{num_epochs} epochs, "
+            _LOG.warning("the run has finished: %s%d steps; %s", ended, since.step, _NEW_RUN)
+        return self._epochs(num_epochs, max_steps, since.step, *start)
 
     def _epochs(
-        self, num_epochs: int, first_epoch: int, first_batch: int
+        self,
+        num_epochs: int | None,
+        max_steps: int | None,
+        step: int,
+        first_epoch: int,
+        first_batch: int,
     ) -> Iterator[Epoch[Batch]]:
-        for index in range(first_epoch, num_epochs):
-            yield Epoch(self, index, first_batch if index == first_epoch else 0)
+        numbers = count(first_epoch) if num_epochs is None else range(first_epoch, num_epochs)
+        for index in numbers:
+            if max_steps is None:
+                yield Epoch(self, index, first_batch)
+            elif step < max_steps:
+                epoch = Epoch(self, index, first_batch, max_steps - step)
+                yield epoch
+                step += epoch._num_read()
+                if num_epochs is None and not epoch._num_read():
+                    raise ArgumentError(
+                        "epochs: loader must give a batch in every epoch where num_epochs is None, got none "
+                        f"in epoch {index}"
+                    )
+            else:
+                return
+            first_batch = 0
 
     def state_dict(self) -> dict[str, int | None]:
         """Return what must be the same when a run resumes; the position is `state.step`."""
@@ -196,7 +279,7 @@ class ShardedLoader(Generic[Batch]):
 def numbered_batches(loader: Iterable[Any]) -> Iterator[Numbered[Any]]:
     """Yield the batches of a loader, each after the samples in it, which an iterable does not know."""
     if isinstance(loader, Epoch):
-        return loader.loader._source.numbered(loader.index, loader.first_batch)
+        return loader._numbered()
     if isinstance(loader, ShardedLoader):
         return loader._source.numbered(None, 0)
     return unnumbered(iter(loader))

@@ -81,8 +81,12 @@ def test_mistakes_are_refused_on_all_ranks_in_the_first_run_too(
     simulate(run, world_size=2)
 
 
+NEW_RUN = "begin a new run with a state at step 0, such as init returns"
+
+
 @pytest.mark.parametrize(
-    ("num_epochs", "finished"), [(2, ["the run has finished: 2 epochs, 10 steps"]), (3, [])]
+    ("num_epochs", "finished"),
+    [(2, [f"the run has finished: 2 epochs, 10 steps; {NEW_RUN}"]), (3, [])],
 )
 def test_a_run_logs_once_where_it_resumes_and_that_it_has_finished(
     tmp_path, capsys, num_epochs, finished

@@ -368,7 +368,8 @@ def test_a_state_beyond_the_end_is_refused_on_every_rank(step):
         loader = af.shard_loader(of(12), af.DistState(rank=rank, world_size=3))
         with pytest.raises(
             ValueError,
-            match=f"since must be at most at the end of 2 epochs, got 'step {step}'",
+            match=f"since must be at most at the end of 2 epochs, got 'step {step}'; .* raise num_epochs, "
+            "or begin a new run with a state at step 0",
         ):
             loader.epochs(2, since=af.DistState(step=step))
 

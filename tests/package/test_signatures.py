@@ -30,7 +30,7 @@ SIGNATURES = {
     af.num_samples: "batch",
     af.num_labels: "key_or_path, ignore_index=-100, *, shift=0, class_weight=None",
     af.shard_loader: "loader, state, *, batch='global', split='auto'",
-    ShardedLoader.epochs: "self, num_epochs, *, since=None",
+    ShardedLoader.epochs: "self, num_epochs, *, max_steps=None, since=None",
     af.part: "tree, state",
     af.draw: "state, fn, name=''",
     af.gather: "tree, state",

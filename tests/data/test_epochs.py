@@ -1,0 +1,158 @@
+"""Epochs up to a number of steps, and the numbers of their batches."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+import accel_fn as af
+from accel_fn.testing import simulate
+
+
+class Stream(IterableDataset):
+    """Numbers without a length: fewer in later epochs, if told so."""
+
+    def __init__(self, sizes=(6,)):
+        self.sizes = sizes
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(self.sizes[min(self.epoch, len(self.sizes) - 1)]))
+
+
+class Unsized(BatchSampler):
+    __len__ = None
+
+
+LOADERS = {
+    "order": lambda: DataLoader(range(6), batch_size=2, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), batch_size=2),
+    "sampler": lambda: DataLoader(
+        range(6), batch_sampler=Unsized(SequentialSampler(range(6)), 2, False)
+    ),
+}
+loaders = pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+
+
+def read(loader, num_epochs, **options):
+    """Return the number of each epoch and of each batch in it, with the batch."""
+    return [
+        (epoch.index, number, batch.tolist())
+        for epoch in loader.epochs(num_epochs, **options)
+        for number, batch in epoch.enumerate()
+    ]
+
+
+@loaders
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("max_steps", [0, 1, 3, 5, 6, 100])
+def test_a_run_of_so_many_steps_is_the_start_of_a_longer_one(make, world_size, max_steps):
+    def run(state):
+        loader = af.shard_loader(make(), state)
+        return read(loader, 4), read(loader, 4, max_steps=max_steps)
+
+    for every, some in simulate(run, world_size=world_size):
+        assert some == every[:max_steps]
+
+
+@loaders
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("step", [0, 2, 3, 4])
+def test_a_run_that_resumes_ends_at_the_same_step_and_counts_batches_as_before(
+    make, world_size, step
+):
+    def run(state):
+        loader = af.shard_loader(make(), state)
+        since = af.DistState(step=step)
+        return read(loader, None, max_steps=8), read(loader, None, max_steps=8, since=since)
+
+    for every, rest in simulate(run, world_size=world_size):
+        assert len(every) == 8
+        assert rest == every[step:]
+
+
+def test_the_length_of_the_last_epoch_is_that_of_its_part():
+    loader = af.shard_loader(LOADERS["order"](), af.DistState())
+    epochs = list(loader.epochs(None, max_steps=8, since=af.DistState(step=2)))
+    assert [(epoch.index, epoch.first_batch, len(epoch)) for epoch in epochs] == [
+        (0, 2, 1),
+        (1, 0, 3),
+        (2, 0, 2),
+    ]
+    assert [len(list(epoch)) for epoch in epochs for _ in range(2)] == [1, 1, 3, 3, 2, 2]
+
+
+@loaders
+def test_prefetch_and_windows_of_such_epochs_end_where_these_do(make):
+    state = af.DistState()
+    loader = af.shard_loader(make(), state)
+    expected = read(loader, None, max_steps=5)
+    assert read(af.prefetch(loader, state), None, max_steps=5) == expected
+    fetched = [
+        (epoch.index, number, batch.tolist())
+        for epoch in loader.epochs(None, max_steps=5)
+        for number, batch in af.prefetch(epoch, state).enumerate()
+    ]
+    assert fetched == expected
+    epochs = loader.epochs(None, max_steps=5)
+    assert [len(window) for epoch in epochs for window in af.window(epoch, 2)] == [2, 1, 2]
+    windows = af.window(loader, 2).epochs(None, max_steps=3)
+    assert [len(window) for epoch in windows for window in epoch] == [2, 1, 2]
+
+
+def test_evaluate_reads_no_more_than_the_epoch(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    plan = af.Plan(lambda model, x: x.double().mean(), model, torch.optim.SGD(model.parameters()))
+    state, step = af.build(af.DistState(), plan)
+    loader = af.shard_loader(DataLoader(range(6), batch_size=2), state)
+    (epoch,) = loader.epochs(1, max_steps=2)
+    assert af.evaluate(step, epoch, state)["loss"] == 1.5
+
+
+def test_threads_of_prefetch_end_with_the_last_step():
+    before = threading.active_count()
+    state = af.DistState()
+    loader = af.prefetch(af.shard_loader(LOADERS["order"](), state), state)
+    assert len(read(loader, None, max_steps=4)) == 4
+    assert threading.active_count() == before
+
+
+def test_a_run_that_has_consumed_its_steps_yields_no_epoch_and_logs_that(capsys):
+    loader = af.shard_loader(LOADERS["order"](), af.DistState())
+    assert read(loader, None, max_steps=4, since=af.DistState(step=4)) == []
+    assert capsys.readouterr().err == (
+        "the run has finished: 4 steps; begin a new run with a state at step 0, such as init returns\n"
+    )
+    with pytest.raises(
+        ValueError,
+        match="since must be at most at step 4, got 'step 5'; raise max_steps, or begin a",
+    ):
+        loader.epochs(None, max_steps=4, since=af.DistState(step=5))
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "text"),
+    [
+        (None, {}, "num_epochs must be an integer >= 0, got None; or give max_steps beside None"),
+        (2, {"max_steps": -1}, "max_steps must be an integer >= 0, got -1"),
+        (2, {"max_steps": 1.5}, "max_steps must be an integer >= 0, got 1.5"),
+    ],
+)
+def test_the_end_of_a_run_is_given_by_integers(given, options, text):
+    loader = af.shard_loader(LOADERS["order"](), af.DistState())
+    with pytest.raises(ValueError, match=f"epochs: {text}"):
+        loader.epochs(given, **options)
+
+
+def test_epochs_without_batches_are_refused_where_nothing_else_ends_the_run():
+    loader = af.shard_loader(DataLoader(Stream(sizes=(4, 0)), batch_size=2), af.DistState())
+    with pytest.raises(
+        ValueError,
+        match="loader must give a batch in every epoch where num_epochs is None, got none in epoch 1",
+    ):
+        read(loader, None, max_steps=3)
+    assert len(read(loader, 3, max_steps=3)) == 2
