@@ -75,5 +75,6 @@ def resume(
     loaded = load(folder, state, step, extras=extras, schedule=schedule)
     if state.is_main:
         path = Path(folder) / name_of(loaded.step)
-        _LOG.warning("the run resumes at step %d, from %s", loaded.step, path)
+        call = f", call {loaded.call}" if loaded.call else ""
+        _LOG.warning("the run resumes at step %d%s, from %s", loaded.step, call, path)
     return loaded

@@ -111,6 +111,16 @@ def test_a_run_logs_once_where_it_resumes_and_that_it_has_finished(
     assert capsys.readouterr().err.splitlines() == [resumed, *finished]
 
 
+def test_a_run_that_resumes_between_two_steps_of_a_batch_logs_how_many_were_made(tmp_path, capsys):
+    state, step = make()
+    state, _ = step(state, BATCH)
+    state, _ = step(state, BATCH, advance=False)
+    af.save(tmp_path, state, step)
+    af.resume(tmp_path, *make())
+    resumed = f"the run resumes at step 1, call 1, from {tmp_path / 'step_00000001'}\n"
+    assert capsys.readouterr().err == resumed
+
+
 SCRIPT = """
     import os, signal
     import torch
