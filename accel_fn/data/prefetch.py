@@ -17,6 +17,7 @@ from torch import Tensor
 from accel_fn.base.batch import map_tensors
 from accel_fn.base.host_copies import remember_source
 from accel_fn.base.state import DistState
+from accel_fn.data.draws import Drawn
 from accel_fn.data.loader import Batch, Epoch, Numbered, ShardedLoader, Source
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
@@ -62,7 +63,8 @@ def prefetch(
 
     Cost: a thread a pass, a handover between two threads a batch, and the memory of `depth`
     more batches, on the device too; integer tensors stay in host memory as long as their copies
-    live, so that `num_labels` does not wait. On an accelerator (but MPS) a copy is made from pinned
+    live, so that `num_labels` does not wait. A sampler of your own is read `depth` batches further,
+    in the thread of the loop. On an accelerator (but MPS) a copy is made from pinned
     memory, on a separate stream; the loop's stream waits for it, not the host. On a CPU nothing is copied.
     Without workers, the data set runs beside the training in one process, so its draws from
     global random generators are not reproducible: give the `DataLoader` workers, or the data
@@ -188,11 +190,15 @@ class _Pass(Iterator[Any]):
         self._ahead = ahead
         self._mover = ahead.mover()
         self._handover = _Handover(ahead.depth)
+        self._draws, self._num_each = None, 0
+        if isinstance(batches, Drawn):
+            self._draws, self._num_each = batches.draws, batches.num_each
         self._close: weakref.finalize[..., _Pass] | None = None
 
     def __next__(self) -> Any:
         handover = self._handover
         if self._close is None:
+            self._draw(handover.depth)
             reader = Reader(self._batches, handover, self._mover)
             reader.start()
             # also called when the iterator is dropped, and when the program ends
@@ -203,14 +209,22 @@ class _Pass(Iterator[Any]):
         found = handover.ready.get()
         if isinstance(found, _End):
             self._close()
+            if self._draws is not None and found.error is not None:
+                self._draws.send(found.error)
             try:
                 raise StopIteration if found.error is None else found.error
             finally:
                 # an error that this frame holds would keep the frame, and the frame the error
                 del found
         handover.taken += 1
+        self._draw(1)
         handover.permits.release()
         return self._mover.hand_over(found)
+
+    def _draw(self, num_batches: int) -> None:
+        """Draw the samples of batches before the thread reads them, since the loop may change the sampler."""
+        if self._draws is not None:
+            self._draws.draw(num_batches * self._num_each)
 
 
 def _stop(reader: Reader, handover: _Handover, together: bool) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Generic, overload
+from typing import Any, Generic, overload
 
 import torch
 from torch import Tensor
 
+from accel_fn.data.draws import Drawn
 from accel_fn.data.loader import Batch, Numbered, ShardedLoader, Source
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
@@ -92,9 +93,8 @@ class WindowedSource(Generic[Batch]):
         return _lists(self._source.batches(epoch, first_batch * self._k), self._k)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[list[Batch]]]:
-        for each in _lists(self._source.numbered(epoch, first_batch * self._k), self._k):
-            parts = [numbers for numbers, _ in each if numbers is not None]
-            yield [*chain(*parts)] if parts else None, [batch for _, batch in each]
+        windows = _lists(self._source.numbered(epoch, first_batch * self._k), self._k)
+        return _drawn_with(windows, map(_numbered, windows))
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return self._source.position(step, window * self._k)
@@ -112,6 +112,16 @@ class WindowedSource(Generic[Batch]):
 
 
 def _lists(batches: Iterable[Batch], k: int) -> Iterator[list[Batch]]:
-    rest = chain(batches)  # one iterator: some start again at each call of iter
-    while found := list(islice(rest, k)):
-        yield found
+    source = iter(batches)
+    rest = chain(source)  # one iterator: some start again at each call of iter
+    return _drawn_with(source, iter(lambda: list(islice(rest, k)), []), k)
+
+
+def _drawn_with(source: Iterator[Any], found: Iterator[Batch], k: int = 1) -> Iterator[Batch]:
+    """Let `prefetch` draw the samples of the batches from which something was found."""
+    return Drawn(found, source.draws, k * source.num_each) if isinstance(source, Drawn) else found
+
+
+def _numbered(window: list[Numbered[Batch]]) -> Numbered[list[Batch]]:
+    parts = [numbers for numbers, _ in window if numbers is not None]
+    return [*chain(*parts)] if parts else None, [batch for _, batch in window]

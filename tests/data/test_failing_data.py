@@ -70,11 +70,26 @@ def in_collate_fn(kind, act, **options):
     return kind(lambda number: None), {**options, "collate_fn": collate_fn}
 
 
-def own_sampler(where, act, **options):
+def listed_sampler(where, act, **options):
     data, options = where(Rows, act, **options)
     # the source reads beyond the batch that fails: it sends 4096 samples at once
     order = [index % SIZE for index in range(8 * SIZE)]
     return DataLoader(data, batch_size=BATCH_SIZE, sampler=order, **options)
+
+
+class OneByOne:
+    """A sampler of the user's own, which is read batch by batch."""
+
+    def __iter__(self):
+        return iter(range(SIZE))
+
+    def __len__(self):
+        return SIZE
+
+
+def own_sampler(where, act, **options):
+    data, options = where(Rows, act, **options)
+    return DataLoader(data, batch_size=BATCH_SIZE, sampler=OneByOne(), **options)
 
 
 def split_stream(where, act, **options):
@@ -101,7 +116,7 @@ def error_of(fn, *arguments):
 
 
 ahead_or_not = pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
-talkers = pytest.mark.parametrize("talker", [own_sampler, split_stream])
+talkers = pytest.mark.parametrize("talker", [listed_sampler, own_sampler, split_stream])
 
 
 @pytest.mark.parametrize("where", [in_data, in_collate_fn])
@@ -119,7 +134,7 @@ def test_an_evaluation_raises_on_all_ranks(where, talker, fails, ahead):
     assert found[1 - fails].endswith(f": failed on rank {fails}: ValueError('rotten')")
 
 
-@pytest.mark.parametrize("talker", [own_sampler, split_stream])
+@pytest.mark.parametrize("talker", [listed_sampler, own_sampler, split_stream])
 @pytest.mark.parametrize("fails", [0, 2])
 @ahead_or_not
 def test_a_loop_that_catches_the_error_continues_with_all_ranks(talker, fails, ahead):

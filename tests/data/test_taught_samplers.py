@@ -121,6 +121,39 @@ def numbers_of(seen):
     return [numbers for numbers, _ in seen]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({}, {"num_workers": 1, "prefetch_factor": 3}),
+        ({"num_workers": 1, "prefetch_factor": 2}, {"num_workers": 1, "prefetch_factor": 5}),
+    ],
+    ids=["no worker", "worker"],
+)
+def test_prefetch_reads_its_depth_further_as_workers_of_torch_would(options, ahead, world_size):
+    def prefetched(loader, state):
+        return af.prefetch(loader, state, depth=3)
+
+    assert on_ranks(world_size, around=prefetched, **options) == by_torch(**ahead)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_prefetch_of_windows_reads_all_their_batches_further(world_size):
+    def run(state):
+        sampler, seen = Hardest(), []
+        given = DataLoader(range(SIZE), sampler=sampler, batch_size=BATCH_SIZE)
+        windows = af.window(af.shard_loader(given, state), 2)
+        for window in af.prefetch(windows, state, depth=1):
+            numbers = af.gather(torch.cat(window), state).tolist()
+            seen.append((sorted(numbers), sampler.num_read))
+            sampler.learn(sorted(numbers))
+        return seen
+
+    seen = simulate(run, world_size=world_size)[0]
+    assert [num_read for _, num_read in seen] == [16, SIZE, SIZE]
+    assert seen == simulate(run, world_size=1)[0]
+
+
 def test_only_a_last_batch_that_is_smaller_than_the_world_is_read_with_the_one_before():
     alone, together = on_ranks(1), on_ranks(3)
     assert together[:4] == alone[:4]

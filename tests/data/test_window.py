@@ -195,7 +195,7 @@ ONE = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
 def test_what_is_no_window_is_refused_on_every_rank(batch, text, world_size):
     def run(state):
         state, step = built(state)
-        other = "on every rank; the error of another rank has the reason"
+        other = "every rank must be able to count its batch; another rank could not"
         with pytest.raises(ValueError, match=f"step: .*{text if state.is_main else other}"):
             step(state, batch if state.is_main else [ONE])
 

@@ -13,7 +13,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    Sampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -32,6 +31,7 @@ from tests.field.program import (
     samples,
     sgd,
     stopped_and_resumed,
+    taught_batches,
     train,
     train_by_hand,
     two_loops,
@@ -301,43 +301,37 @@ def masked_labels(case: Case):
 
 @kind("equal")
 def taught_sampler(case: Case):
-    """A sampler whose scores the loop changes after every batch, read in this process or by workers."""
-    rows = TensorDataset(*samples(case), torch.arange(case.num_samples))
-
-    class Hardest(Sampler[int]):
-        def __init__(self):
-            self.scores = torch.randn(len(rows), generator=case.generator())
-
-        def __iter__(self):
-            for _ in range(len(rows)):
-                index = int(self.scores.argmax())
-                self.scores[index] -= 1
-                yield index
-
-        def __len__(self):
-            return len(rows)
-
-        def learn(self, indices):
-            self.scores[indices] *= 0.5
-            self.scores[int(indices.sum()) % len(rows)] += 2
-
+    """A sampler that the loop changes after every batch, read in this process or by workers."""
     # ranks are threads here, which should not fork
-    options = {"num_workers": 1} if case.world_size == 1 and case.seed % 4 == 1 else {}
-
-    def batches(of_ranks, all_of):
-        sampler = Hardest()
-        loader = DataLoader(rows, case.batch_size, sampler=sampler, **options)
-        for batch in of_ranks(loader):
-            yield batch
-            sampler.learn(all_of(batch[2]))
+    options = {"num_workers": 1} if case.world_size == 1 and case.seed % 2 else {}
 
     def run(state):
-        taught = batches(
-            lambda loader: af.shard_loader(loader, state), lambda part: af.gather(part, state)
+        taught = taught_batches(
+            case,
+            lambda loader: af.shard_loader(loader, state),
+            lambda indices: af.gather(indices, state),
+            **options,
         )
         return train(state, case, network(), mse, taught)
 
-    return lambda: train_by_hand(network(), mse, batches(iter, lambda whole: whole)), run
+    by_hand = taught_batches(case, iter, torch.clone, **options)
+    return lambda: train_by_hand(network(), mse, by_hand), run
+
+
+@kind("equal")
+def taught_sampler_ahead(case: Case):
+    """The same under `prefetch`, which reads as far ahead as a worker of torch's loader."""
+
+    def run(state):
+        taught = taught_batches(
+            case,
+            lambda loader: af.prefetch(af.shard_loader(loader, state), state, depth=2),
+            lambda indices: af.gather(indices, state),
+        )
+        return train(state, case, network(), mse, taught)
+
+    by_hand = taught_batches(case, iter, torch.clone, num_workers=1, prefetch_factor=2)
+    return lambda: train_by_hand(network(), mse, by_hand), run
 
 
 @kind("equal")

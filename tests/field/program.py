@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import accel_fn as af
 
@@ -151,3 +151,38 @@ def predictions(model: nn.Module, batch: Any) -> dict[str, Any]:
 def rows_of(found: dict[str, Any]) -> dict[str, Tensor]:
     names = torch.tensor([float(name) for name in found["names"]], dtype=torch.float64)
     return {"outputs": found["outputs"].detach(), "names": names}
+
+
+class Hardest(Sampler[int]):
+    """A sampler of the highest scores, which the loop changes."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in self.scores:
+            index = int(self.scores.argmax())
+            self.scores[index] -= 1
+            yield index
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def learn(self, indices: Tensor) -> None:
+        self.scores[indices] *= 0.5
+        self.scores[int(indices.sum()) % len(self)] += 2
+
+
+def taught_batches(
+    case: Case,
+    of_ranks: Callable[[DataLoader[Any]], Iterable[Any]],
+    all_of: Callable[[Tensor], Tensor],
+    **options: Any,
+) -> Iterator[Any]:
+    """Yield batches of a sampler that learns from the indices of each, which `all_of` ranks have."""
+    x, y = samples(case)
+    sampler = Hardest(x.sum(1))
+    rows = TensorDataset(x, y, torch.arange(len(x)))
+    for batch in of_ranks(DataLoader(rows, case.batch_size, sampler=sampler, **options)):
+        yield batch
+        sampler.learn(all_of(batch[2]))

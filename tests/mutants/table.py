@@ -483,6 +483,14 @@ MUTANTS = [
         kind="data.taught_sampler",
     ),
     Mutant(
+        "prefetch draws from a sampler while the loop changes it",
+        "data/prefetch.py",
+        "        self._draw(1)\n",
+        "",
+        "tests/data/test_taught_samplers.py",
+        kind="data.taught_sampler_ahead",
+    ),
+    Mutant(
         "a batch sampler stays in its first epoch",
         "data/samplers/sampler_batches.py",
         "InEpoch(nest(sampler), epoch)",

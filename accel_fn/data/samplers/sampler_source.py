@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from accel_fn.base.split_batch import part_bounds
 from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel
+from accel_fn.data.draws import Drawn, Draws
 from accel_fn.data.indexed.load_batches import Loading
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import no_numbers
@@ -39,6 +40,7 @@ class SamplerSource:
         self._rank = state.rank
         self._world_size = state.world_size
         self._channel = channel
+        self._num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._num_batches: int | None = None  # None until it was counted
         self.facts = sampling.facts
 
@@ -66,8 +68,9 @@ class SamplerSource:
         channel = None if self._channel is None else self._channel.another()
         parts = self._parts(channel, epoch or 0, first_batch)
         seed = self._sampling.seed
-        found = load(parts, epoch=epoch, first_batch=first_batch, seed=seed)
-        return found if channel is None else channel.sending_errors(found)
+        draws = Draws(parts, self._num_ahead, None if channel is None else channel.fail)
+        found = load(draws, epoch=epoch, first_batch=first_batch, seed=seed)
+        return Drawn(found, draws)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Compute the position if the sampler has a length, else run it, which all ranks must do."""
