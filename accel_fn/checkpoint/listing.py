@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from accel_fn.checkpoint.format.manifest import NAME, read_manifest
-from accel_fn.checkpoint.format.names import name_of, steps_in
+from accel_fn.checkpoint.format.names import name_of, reading, steps_in
 from accel_fn.checkpoint.format.read import check_sizes
 from accel_fn.errors import CheckpointError
 
@@ -46,14 +46,18 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     Returns:
         One entry each. Contents are not read: `load` does that.
 
+    Raises:
+        RuntimeError: the folder may not be read.
+
     Cost: reads each manifest, and the sizes of files.
 
     >>> import accel_fn as af
     >>> af.list_checkpoints("no such folder")
     []
     """
-    steps = steps_in(Path(folder))
-    found = [_look(Path(folder) / name_of(step), step) for step in steps]
+    with reading(folder, "list_checkpoints"):
+        steps = steps_in(Path(folder))
+        found = [_look(Path(folder) / name_of(step), step) for step in steps]
     return [each for each in found if each is not None]
 
 
@@ -66,16 +70,20 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     Returns:
         Its folder; None if there is none.
 
+    Raises:
+        RuntimeError: the folder may not be read.
+
     Cost: reads a manifest, and the sizes of files.
 
     >>> import accel_fn as af
     >>> af.latest("no such folder") is None
     True
     """
-    for step in reversed(steps_in(Path(folder))):
-        found = _look(Path(folder) / name_of(step), step)
-        if found is not None and not found.damage:
-            return found.path
+    with reading(folder, "latest"):
+        for step in reversed(steps_in(Path(folder))):
+            found = _look(Path(folder) / name_of(step), step)
+            if found is not None and not found.damage:
+                return found.path
     return None
 
 
@@ -92,4 +100,6 @@ def _look(path: Path, step: int) -> Checkpoint | None:
         with suppress(OSError):
             saved_at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
             return Checkpoint(path, step, saved_at, size, world_size, damage, score)
+    with suppress(FileNotFoundError):
+        path.stat()  # raises where the folder can be listed and not searched
     return None

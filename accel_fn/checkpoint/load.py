@@ -20,7 +20,14 @@ from accel_fn.checkpoint.background import finish_writing
 from accel_fn.checkpoint.draft import Run
 from accel_fn.checkpoint.extras import stateful
 from accel_fn.checkpoint.format.manifest import read_manifest
-from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS, file_of, name_of, steps_in
+from accel_fn.checkpoint.format.names import (
+    COMMON,
+    COMMON_KEYS,
+    file_of,
+    name_of,
+    reading,
+    steps_in,
+)
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.regroup import regrouped
@@ -141,12 +148,13 @@ def load(
 
 def _choose(folder: Path, at: str | int) -> Path:
     """Find the checkpoint; "latest" is the highest name, so that a damaged one is not skipped."""
-    steps = steps_in(folder)
-    if at == "latest" and steps:
-        return folder / name_of(steps[-1])
-    path = folder / (at if isinstance(at, str) else name_of(at))
-    if path.is_dir():
-        return path
+    with reading(folder, "load"):
+        steps = steps_in(folder)
+        if at == "latest" and steps:
+            return folder / name_of(steps[-1])
+        path = folder / (at if isinstance(at, str) else name_of(at))
+        if path.is_dir():
+            return path
     there = ", ".join(map(str, steps[-5:])) or "none"
     raise CheckpointError(f"load: at={at!r} must be a checkpoint in {folder}, got steps {there}")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint.argument_checks import check_call
-from accel_fn.checkpoint.format.names import name_of, steps_in
+from accel_fn.checkpoint.format.names import name_of, reading, steps_in
 from accel_fn.checkpoint.load import load
 from accel_fn.checkpoint.schedules import Choice, check_choice
 from accel_fn.comm.collectives import all_or_none
@@ -67,8 +67,12 @@ def resume(
     def check() -> None:
         check_choice("resume", schedule)
 
+    def find() -> list[int]:
+        with reading(folder, "resume"):
+            return steps_in(Path(folder))
+
     check_call("resume", state, folder, steps, given, check, schedule=schedule)
-    found = all_or_none(lambda: steps_in(Path(folder)), state, "resume")
+    found = all_or_none(find, state, "resume")
     is_there = bool(exchange(found, state, "resume")[0])
     if not is_there:
         return state

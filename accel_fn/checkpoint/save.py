@@ -22,7 +22,7 @@ from accel_fn.checkpoint.draft import Draft, Run, tidy
 from accel_fn.checkpoint.extras import stateful
 from accel_fn.checkpoint.format.hashing import hash_of, memory_of, sync
 from accel_fn.checkpoint.format.manifest import FrozenEntry, Manifest
-from accel_fn.checkpoint.format.names import COMMON, file_of
+from accel_fn.checkpoint.format.names import COMMON, absolute, file_of
 from accel_fn.checkpoint.format.plain_data import to_plain
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, plan_parts, to_entries
 from accel_fn.checkpoint.format.write import Share, write_error
@@ -140,6 +140,7 @@ def save(
             raise ArgumentTypeError(message("save", "beside", "be a function of a path", beside))
         check_only("save", only)
         check_flag("save", "wait", wait)
+        absolute(folder)
         for each in steps.values():
             checks.check_plan(each.plan, "check_saved")
 
@@ -160,7 +161,7 @@ def save(
         left_out = frozen.take_frozen(contents, steps) if only else {}
         head = _head(state, steps, contents, score, _frozen_entries(left_out, steps, state))
         run = notes_of(steps).setdefault("run", Run())
-        draft = Draft(Path(folder).absolute(), head, keep, keep_every, keep_best, run)
+        draft = Draft(absolute(folder), head, keep, keep_every, keep_best, run)
         _write(draft, contents, stateful(extras), state, notes_of(steps), beside, wait=wait)
     return draft.final
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from accel_fn.errors import WorldError
 from accel_fn.launcher.machines.cpus import bind_ranks, read_processors
 from accel_fn.launcher.machines.detect import detect
 from accel_fn.launcher.machines.machines import Machines, place
@@ -38,6 +40,7 @@ def plan_launch(
     """Plan a launch on this machine; start nothing, but raise errors that can be known before."""
     command = Command(kind, target, arguments)
     check_command(command)
+    check_temporary_folder()
     settings, machines = resolved.settings, place(resolved, environment)
     processors = read_processors()
     cpus = bind_ranks(processors, machines.num_local)
@@ -52,3 +55,13 @@ def plan_launch(
         variables=launch_variables(settings, machines, processors, environment),
         cpus=cpus,
     )
+
+
+def check_temporary_folder() -> None:
+    """Refuse a machine on which no temporary file can be made: ranks record there what ends them."""
+    try:
+        tempfile.TemporaryFile().close()
+    except OSError as error:
+        raise WorldError(
+            f"launch: temporary folder must be one to write to, got: {error}; set TMPDIR"
+        ) from None

@@ -548,6 +548,49 @@ def test_a_folder_that_is_read_only_is_refused():
         loads(folder, 1)
 
 
+@pytest.mark.parametrize("mode", [0o000, 0o444], ids=oct)
+@pytest.mark.parametrize("function", [af.latest, af.list_checkpoints, af.load, af.resume])
+def test_a_folder_that_may_not_be_read_is_refused_in_one_line(function, mode):
+    """A run that found none there would begin anew."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        Path(place).chmod(0o755)
+        saver = run(folder, 1)
+        arguments = (folder, *saver) if function in (af.load, af.resume) else (folder,)
+        folder.chmod(mode)
+        name = "load" if (function, mode) == (af.resume, 0o444) else function.__name__
+        text = rf"^{name}: .* be (one|a file) that can be read \(Permission denied\)(, got '.*')?$"
+        with nobody(), pytest.raises(CheckpointError, match=text):
+            function(*arguments)
+        folder.chmod(0o755)
+
+
+def test_a_checkpoint_that_may_not_be_read_is_listed_with_the_reason():
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        Path(place).chmod(0o755)
+        run(folder, 1, 2)
+        (folder / "step_00000002").chmod(0o000)
+        with nobody():
+            whole, locked = af.list_checkpoints(folder)
+            assert af.latest(folder) == whole.path
+        assert "must be a file that can be read (Permission denied)" in locked.damage
+        (folder / "step_00000002").chmod(0o755)
+
+
+def test_a_relative_folder_is_refused_where_the_working_folder_was_removed(tmp_path, monkeypatch):
+    saver = run(tmp_path / "run", 1)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    text = (
+        "^save: folder must be an absolute path, since the working folder was removed, got 'run'$"
+    )
+    with pytest.raises(CheckpointError, match=text):
+        run("run", 2, saver=saver)
+    run(tmp_path / "run", 2, saver=saver)
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o2775, 0o700], ids=oct)
 def test_a_user_who_may_write_to_a_folder_may_lock_it(mode):
     with tempfile.TemporaryDirectory() as place:

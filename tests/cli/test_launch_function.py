@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import accel_fn as af
+from accel_fn.errors import WorldError
 from accel_fn.launcher.function.child import dumps
 from tests.cli.commands import run_python, surroundings
 from tests.cli.launchers import gone, is_running, until
@@ -315,6 +316,13 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(call, text, m
     fn, args = call.pop("fn"), call.pop("args")
     with pytest.raises(ValueError, match=f"launch: {text}"):
         af.launch(fn, *args, **call)
+
+
+def test_a_temporary_folder_that_is_missing_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    text = r"^launch: temporary folder must be one to write to, got: .*missing.*; set TMPDIR$"
+    with pytest.raises(WorldError, match=text):
+        af.launch(os.getpid, cpu=True)
 
 
 def test_a_rank_does_not_launch():

@@ -1,12 +1,15 @@
 """The plan of a launch, from settings, environment and machine."""
 
 import os
+import tempfile
 
 import pytest
 
+from accel_fn.errors import WorldError
 from accel_fn.launcher.machines.cpus import Processors
 from accel_fn.launcher.machines.detect import Machine
 from accel_fn.launcher.machines.machines import Machines, place
+from accel_fn.launcher.plan_launch import plan_launch
 from accel_fn.launcher.processes.environment import glibc_version, launch_variables
 from accel_fn.launcher.settings.settings import Settings
 from accel_fn.launcher.settings.sources import resolve
@@ -39,6 +42,17 @@ def test_alone_it_is_one_process_at_a_free_port(tmp_path):
     machines = placed(tmp_path)
     assert (*seen(machines), machines.port) == (1, 0, 1, "127.0.0.1", 0)
     assert seen(placed(tmp_path, SBATCH)) == seen(machines)  # a batch script is a world of one
+
+
+def test_a_launch_without_a_temporary_folder_is_refused_before_torch_is_imported(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    (tmp_path / "script.py").touch()
+    found = resolve({}, environment={}, folder=tmp_path, machine=Machine(num_cores=4))
+    text = r"^launch: temporary folder must be one to write to, got: .*missing.*; set TMPDIR$"
+    with pytest.raises(WorldError, match=text):
+        plan_launch(found, "script", str(tmp_path / "script.py"), (), {})
 
 
 def test_processes_are_counted_over_all_machines(tmp_path):

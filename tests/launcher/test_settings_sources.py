@@ -7,8 +7,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_fn.errors import SettingsError
 from accel_fn.launcher.settings.settings import Settings
-from accel_fn.launcher.settings.sources import user_file
+from accel_fn.launcher.settings.sources import resolve, user_file
 from tests.settings import PLAIN, TWO_GPUS, resolved, written
 
 NAMES = ("num_microbatches", "max_restarts", "timeout_s", "threads_per_process")
@@ -138,3 +139,12 @@ def test_a_setting_that_chooses_no_device_overrides_nothing(tmp_path, flag, valu
 def test_the_number_of_processes_is_given_or_detected(flags, machine, count, source):
     found = resolved(flags, machine=machine)
     assert (found.settings.num_processes, found.sources["num_processes"]) == (count, source)
+
+
+def test_a_working_folder_that_was_removed_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    text = "^config: working folder must be there, got one that was removed$"
+    with pytest.raises(SettingsError, match=text):
+        resolve({}, environment={}, machine=PLAIN)

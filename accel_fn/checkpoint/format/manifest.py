@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
@@ -83,8 +82,12 @@ class Manifest:
 
 def read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / NAME
-    if not os.path.lexists(path):
-        raise CheckpointError(f"load: {checkpoint} is no checkpoint: it has no {NAME}")
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"load: {checkpoint} is no checkpoint: it has no {NAME}") from None
+    except PermissionError:
+        pass  # the next line refuses it with the reason
     with opened(path) as file, open(file, "rb", closefd=False) as stream:
         head, _, rest = stream.read().partition(b"\n")
     body = rest.removesuffix(b"}\n")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accel_fn.checkpoint.format.hashing import sync
+from accel_fn.errors import CheckpointError, message
 
 COMMON = "common.pt"
 """The file of what is equal on all ranks and no tensor."""
@@ -49,6 +51,24 @@ def steps_in(folder: Path) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(step for step in found if step is not None)
+
+
+def absolute(folder: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(folder).absolute()
+    except FileNotFoundError:
+        rule = "be an absolute path, since the working folder was removed"
+        raise CheckpointError(message("save", "folder", rule, os.fspath(folder))) from None
+
+
+@contextmanager
+def reading(folder: str | os.PathLike[str], function: str) -> Iterator[None]:
+    """Refuse a folder whose names or checkpoints this user may not look at."""
+    try:
+        yield
+    except OSError as error:
+        rule = f"be one that can be read ({error.strerror})"
+        raise CheckpointError(message(function, "folder", rule, os.fspath(folder))) from error
 
 
 def draft_of(folder: Path, step: int) -> Path:

@@ -23,6 +23,7 @@ from accel_fn.launcher.function.wait import Place, run_ranks
 from accel_fn.launcher.machines.cpus import bind_ranks, read_processors
 from accel_fn.launcher.machines.detect import detect
 from accel_fn.launcher.machines.machines import Machines
+from accel_fn.launcher.plan_launch import check_temporary_folder
 from accel_fn.launcher.processes.environment import launch_variables, rank_variables
 from accel_fn.launcher.settings.setting_checks import check_machine
 from accel_fn.launcher.settings.settings import Settings, check_settings
@@ -44,6 +45,7 @@ def call(
     given = {name: each for name, each in settings.items() if each is not None}
     checked = check_settings(given, where)
     check_machine(checked, where, os.environ, detect())
+    check_temporary_folder()
     data = _pickle(fn, args, kwargs)
     with socket.create_server((_HOST, 0)) as listener:
         return run_ranks(data, _places(checked, listener), listener)

@@ -57,7 +57,7 @@ def resolve(
 
     Cost: reads files; runs nvidia-smi if torch is built for CUDA.
     """
-    layers = list(_layers(flags, config, environment, folder or Path.cwd()))
+    layers = list(_layers(flags, config, environment, folder or _working_folder()))
     machine = machine or detect(environment)
     given, sources = _merged(layers)
     where = {name: each.where for name, each in given.items()}
@@ -69,6 +69,15 @@ def resolve(
         settings = settings.model_copy(update={"num_processes": count})
         sources["num_processes"] = source
     return Resolved(settings, MappingProxyType(sources))
+
+
+def _working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise SettingsError(
+            "config: working folder must be there, got one that was removed"
+        ) from None
 
 
 def _merged(layers: list[Layer]) -> tuple[dict[str, Given], dict[str, str]]:
