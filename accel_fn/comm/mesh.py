@@ -7,36 +7,24 @@ torch; tests/step/test_torch_internals.py fails when one of them changes.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Mapping
-from contextlib import suppress
-from datetime import timedelta
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    HashStore,
-    PrefixStore,
-    Store,
-    _register_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel_fn.base.state import DistState
 from accel_fn.comm.backends import nccl_of
 from accel_fn.comm.primitives import broadcast, group_of
+from accel_fn.comm.thread_groups import make_group
 
 _TIMEOUT_S = 30.0
-_NEVER_SENT = 1 << 30  # a tag
-_numbers = itertools.count()  # for names: threads share torch's table of groups
-_parts: dict[str, list[ProcessGroup]] = {}
-"""Groups of simulated ranks along the axes of meshes, by the name of the group that they are cut from."""
+_numbers = itertools.count()  # a store of its own for each mesh that is cut from a group
 
 
 def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
@@ -97,60 +85,10 @@ def _groups_by_hand(
     broadcast(number, state, 0, "build")  # rank 0's: another one each time
 
     def made(where: str, place: int, size: int) -> ProcessGroup:
-        part = make_group(PrefixStore(f"{int(number)} {where}", store), place, size, _TIMEOUT_S)
-        _parts.setdefault(group.group_name, []).append(part)
-        return part
+        own = PrefixStore(f"{int(number)} {where}", store)
+        return make_group(own, place, size, _TIMEOUT_S, part_of=group)
 
     return {
         "replicate": made(f"column {column}", row, ranks.size(0)),
         "shard": made(f"row {row}", column, ranks.size(1)),
     }
-
-
-@cache
-def _device() -> Any:
-    """Return the Gloo device of all groups of this process: one thread, where each would have its own.
-
-    Messages between threads of one process then take at most half the CPU time.
-    """
-    return dist.ProcessGroupGloo.create_default_device()
-
-
-def make_group(store: Store, rank: int, world_size: int, timeout_s: float) -> ProcessGroup:
-    """Make a thread's end of a Gloo group; returns once all ranks have called it."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._timeout = [_device()], timedelta(seconds=timeout_s)
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
-    group = ProcessGroup(PrefixStore("group", store), rank, world_size)
-    kind = ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, gloo)
-    # Destroying such a group can deadlock on the GIL, while a thread of Gloo's lets go of a tensor: one
-    # reference too many keeps it to the end, or until `release_group`.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    # A mesh finds it by a name of its own.
-    group._set_group_name(cast("Any", f"accel_fn {next(_numbers)}"))
-    _register_process_group(group.group_name, group)
-    return group
-
-
-def close_group(group: ProcessGroup) -> None:
-    """Close the connections of a group of `make_group`, and of its parts: who waits in it fails at once.
-
-    Its peers fail with it. Gloo closes them after a time-out, and in no other way.
-    """
-    for each in (*_parts.get(group.group_name, ()), group):
-        if each.size() > 1:
-            peer = (each.rank() + 1) % each.size()
-            with suppress(RuntimeError):
-                each.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
-def release_group(group: ProcessGroup) -> None:
-    """Let a group of `make_group`, in which nothing is under way, end with its other references.
-
-    Its two threads and its sockets end with it, and those of its parts.
-    """
-    for each in (*_parts.pop(group.group_name, ()), group):
-        _unregister_process_group(each.group_name)
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
 from accel_fn.base.state import DistState
-from accel_fn.comm.mesh import close_group, make_group, release_group
+from accel_fn.comm.thread_groups import close_group, make_group, release_group
 from accel_fn.errors import ArgumentTypeError, check_count, check_positive, message
 from accel_fn.testing.seed_turns import rank_of
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 import accel_fn as af
 from accel_fn.comm import primitives
-from accel_fn.comm.mesh import make_group
+from accel_fn.comm.thread_groups import make_group
 from accel_fn.comm.watchdog.abort import Abort
 from accel_fn.comm.watchdog.hang_report import Place, Stack, list_ranks
 from accel_fn.comm.watchdog.store_log import Entry, StoreLog

@@ -78,7 +78,9 @@ DISTRIBUTED = {
         "torch.distributed",
         "torch._C._distributed_c10d",
     },  # worlds of processes
-    "comm/mesh.py": {  # groups of simulated ranks
+    # groups of simulated ranks
+    "comm/thread_groups.py": {"torch.distributed", "torch._C._distributed_c10d"},
+    "comm/mesh.py": {
         "torch.distributed",
         "torch._C._distributed_c10d",
         "torch.distributed.device_mesh",
@@ -156,14 +158,17 @@ def test_one_module_alone_calls_collectives():
         # objects of our own
         if ast.unparse(node.value) not in ("primitives", "self", "channel", "mean")
     }
-    assert callers == {"comm/primitives.py"}
+    # the last closes groups, and waits for Gloo's threads, by calls that meet no other
+    assert callers == {"comm/primitives.py", "comm/thread_groups.py"}
 
 
 # Mutable objects that modules hold, and why none of them belongs to a run.
 KEPT = {
     "comm/mesh.py _numbers": "a count, for names that no other mesh of this process has",
+    "comm/thread_groups.py _numbers": "a count, for names that no other group of this process has",
+    "comm/thread_groups.py _groups": "groups of worlds that are used again, which live to the end",
     "comm/primitives.py _calls": "a count of a thread, of which only differences are read",
-    "comm/mesh.py _device": "what all simulated groups send by",
+    "comm/thread_groups.py _device": "what all simulated groups send by",
     "base/host_copies.py _SOURCES": "what a tensor that lives was copied from, on the host",
     "base/rng.py GENERATORS": "a lock",
     "base/torch_compile.py _is_uncompiled": "whether a thread runs modules uncompiled, while it does",
