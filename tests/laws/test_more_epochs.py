@@ -304,6 +304,7 @@ def test_rates_on_the_device_are_those_of_the_longer_program(tmp_path, make, cho
     af.save(tmp_path, state, step)
     state, step = on_device(make, LONG)
     state = af.load(tmp_path, state, step, schedule=choice)
+    assert isinstance(step.plan.optimizer.param_groups[0]["lr"], torch.Tensor)
     _, more = go_on(state, step, batches[5:])
     assert rates + more == pytest.approx(expected.rates, rel=1e-6)  # rates are in float32
 
@@ -327,6 +328,26 @@ def test_two_schedules_of_one_optimizer_are_stepped_in_turn(tmp_path):
     _, expected = go_on(*built(LONG), batches)
     state, step = built(LONG)
     state = af.load(tmp_path, state, step, schedule="program")
+    assert go_on(state, step, batches[5:])[1] == expected[5:]
+
+
+@pytest.mark.parametrize("choice", [None, "saved", "program"])
+def test_a_function_beside_another_schedule_resumes_at_the_rate_of_both(tmp_path, choice):
+    def built():
+        plan = ours.plan(optimizer=sgd)
+        both = (
+            schedulers.LambdaLR(plan.optimizer, falling(LONG)),
+            schedulers.ExponentialLR(plan.optimizer, 0.5),
+        )
+        return af.build(af.DistState(), af.compose(*map(af.schedule, both))(plan))
+
+    batches = batches_of()
+    state, step = built()
+    state, _ = go_on(state, step, batches[:5])
+    af.save(tmp_path, state, step)
+    _, expected = go_on(*built(), batches)
+    state, step = built()
+    state = af.load(tmp_path, state, step, schedule=choice)
     assert go_on(state, step, batches[5:])[1] == expected[5:]
 
 
@@ -408,6 +429,27 @@ def test_a_scheduler_among_the_extras_is_compared_and_followed_too(tmp_path, cho
     assert stepped(state, step, scheduler, batches[4:])[1] == expected[4:]
 
 
+def test_a_scheduler_over_an_optimizer_among_the_extras_is_followed_too(tmp_path):
+    def built(length):
+        optimizer = sgd([torch.nn.Parameter(torch.ones(1))])
+        scheduler = schedulers.CosineAnnealingLR(optimizer, length)
+        return {"optimizer": optimizer, "rate": scheduler}
+
+    def advanced(extras, num_steps):
+        for _ in range(num_steps):
+            extras["optimizer"].step()
+            extras["rate"].step()
+        return extras["optimizer"].param_groups[0]["lr"]
+
+    state, step = af.build(af.DistState(), ours.plan())
+    extras = built(SHORT)
+    advanced(extras, 4)
+    af.save(tmp_path, state, step, extras=extras)
+    extras = built(LONG)
+    af.load(tmp_path, state, step, extras=extras, schedule="program")
+    assert advanced(extras, 3) == advanced(built(LONG), 7)
+
+
 def test_the_program_s_constant_rate_is_taken_too(tmp_path):
     state, step = af.build(af.DistState(), ours.plan(optimizer=sgd))
     af.save(tmp_path, state, step)
@@ -472,6 +514,26 @@ def test_a_function_that_fails_at_the_saved_update_leaves_the_program_as_it_was(
     make = [lambda o, n: falling(n), lambda o, n: lambda m: float("nan") if m == 5 else 1.0]
     text = "must give a finite number, after 5 updates, got nan"
     refused(tmp_path, make, text, error=ValueError, choice=None)
+
+
+def test_a_scheduler_among_the_extras_that_fails_on_its_way_stays_as_it_was(tmp_path):
+    def built(function):
+        plan = ours.plan(optimizer=sgd)
+        scheduler = schedulers.LambdaLR(plan.optimizer, function)
+        return (*af.build(af.DistState(), plan), scheduler)
+
+    def failing(number):
+        if number == 4:
+            raise ValueError("beyond the end")
+        return 1 / (1 + number)
+
+    state, step, scheduler = built(falling(LONG))
+    state, _ = stepped(state, step, scheduler, batches_of()[:5])
+    af.save(tmp_path, state, step, extras={"rate": scheduler})
+    state, step, scheduler = built(failing)
+    with pytest.raises(RuntimeError, match="beyond the end"):
+        af.load(tmp_path, state, step, extras={"rate": scheduler}, schedule="program")
+    assert (scheduler.last_epoch, step.plan.optimizer.param_groups[0]["lr"]) == (0, 0.1)
 
 
 @pytest.mark.parametrize("call", [af.load, af.resume])

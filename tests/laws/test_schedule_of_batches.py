@@ -1,5 +1,7 @@
 """With `every`, the learning rate of an update is a function of the number of batches before it."""
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from accel_fn.testing import simulate
 from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule, Schedule
 from tests import reference
 from tests import strategies as ours
+from tests.processes import launch
 
 NUM_EPOCHS = 4
 BY_EPOCH = {
@@ -268,6 +271,50 @@ def test_a_run_that_counts_other_batches_is_refused(tmp_path):
     )
     with pytest.raises(RuntimeError, match=text):
         af.load(tmp_path, *built(3))
+
+
+# -- over real processes
+
+LEG = """
+import json
+import accel_fn as af
+from tests.laws.test_schedule_of_batches import to_the_end_of
+
+state = af.init(device="cpu", timeout_s=60)
+say(json.dumps(to_the_end_of({num_epochs}, state, {folder!r}, {choice!r})))
+"""
+
+
+def to_the_end_of(num_epochs, state, folder, choice):
+    """Train so many epochs, by a cosine of as many; save, and return the parameters."""
+    loader = af.shard_loader(loader_of(16), state)
+    model = ours.regression_model()
+    optimizer = sgd(model.parameters())
+    cosine = schedulers.CosineAnnealingLR(optimizer, num_epochs)
+    recipe = af.compose(af.wrap_ddp(), af.accumulate(2), af.schedule(cosine, every=loader))
+    state, step = af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+    state = af.resume(folder, state, step, extras={"data": loader}, schedule=choice)
+    for epoch in loader.epochs(num_epochs, since=state):
+        for batch in epoch:
+            state, _ = step(state, batch)
+    af.save(folder, state, step, extras={"data": loader})
+    return {name: each.tolist() for name, each in model.state_dict().items()}
+
+
+def test_processes_that_resume_at_the_end_of_an_epoch_follow_a_longer_schedule(tmp_path):
+    model = ours.regression_model()
+    optimizer = sgd(model.parameters())
+    for epoch in af.shard_loader(loader_of(16), af.DistState()).epochs(5):
+        length = 2 if epoch.index < 2 else 5
+        rate = 0.05 * (1 + math.cos(math.pi * epoch.index / length))
+        optimizer.param_groups[0]["lr"] = rate
+        reference.train(model, ours.mse, optimizer, epoch)
+    launch(LEG.format(num_epochs=2, folder=str(tmp_path), choice=None))
+    output = launch(LEG.format(num_epochs=5, folder=str(tmp_path), choice="program"))
+    assert len(output.splitlines()) == 2
+    for line in output.splitlines():
+        found = {k: torch.tensor(v, dtype=torch.float64) for k, v in json.loads(line).items()}
+        ours.assert_close(found, model.state_dict())
 
 
 # -- mistakes

@@ -55,6 +55,27 @@ def test_a_checkpoint_moves_between_the_device_and_the_cpu(devices, tmp_path):
     torch.testing.assert_close(parameters(other), parameters(step), rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_longer_schedule_is_followed_on_the_device_as_on_the_cpu(every, tmp_path):
+    found = {}
+    for device in ("cpu", "sim"):
+        for length in (6, 12):
+            model = make_model()
+            optimizer = OPTIMIZERS["fused"](model.parameters())
+            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
+            recipe = af.compose(af.place(), af.skip_nonfinite(), af.schedule(cosine, every=every))
+            plan = recipe(af.Plan(loss_fn, model, optimizer))
+            state, step = af.build(af.init(device=device), plan)
+            folder = tmp_path / device
+            state = advance(af.resume(folder, state, step, schedule="program"), step, 4)
+            af.save(folder, state, step)
+        found[device] = {
+            **parameters(step),
+            "rate": torch.tensor(float(optimizer.param_groups[0]["lr"])),
+        }
+    torch.testing.assert_close(found["sim"], found["cpu"], rtol=0, atol=1e-7)
+
+
 def test_saving_in_the_background_does_not_wait_for_the_parameters(tmp_path):
     state, step = make()
     state = advance(state, step, 3)
