@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accel_fn.base.state import DistState
 from accel_fn.base.unwrap import unwrapped
-from accel_fn.checkpoint.format.hashing import hash_of, memory_of
+from accel_fn.checkpoint.format.hashing import hash_of_tensor
 from accel_fn.checkpoint.format.manifest import FrozenEntry
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import local, whole
@@ -81,16 +81,12 @@ def _mark(tensor: Tensor) -> tuple[int, str]:
     """Mark a tensor by its version and a few elements: writes through `.data` keep the version."""
     held = local(tensor).detach()
     few = held.flatten()[:: max(1, held.numel() // _SAMPLE)]
-    return held._version, _hash(few)
+    return held._version, hash_of_tensor(few)
 
 
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _MOST_SHOWN
     return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _hash(tensor: Tensor) -> str:
-    return hash_of(memory_of(tensor.cpu().resolve_conj().resolve_neg().contiguous()))
 
 
 def _hashes(tensors: Mapping[str, Tensor], state: DistState, function: str) -> dict[str, str]:
@@ -100,7 +96,7 @@ def _hashes(tensors: Mapping[str, Tensor], state: DistState, function: str) -> d
         gathered = whole(tensor)
         if number % state.world_size == state.rank:
             try:
-                own[name] = _hash(gathered)
+                own[name] = hash_of_tensor(gathered)
             except Exception as error:  # not raised at once: other ranks wait in the next gather
                 failures.append(error)
 

@@ -1,12 +1,14 @@
-"""Checkpoints without frozen parameters: adapters on a model that every program has."""
+"""Checkpoints and weight files without frozen parameters: adapters on a model that every program has."""
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import accel_fn as af
 from accel_fn.checkpoint import frozen
 from accel_fn.checkpoint.format.manifest import read_manifest
+from accel_fn.checkpoint.weights.export import export_model
 from accel_fn.errors import ArgumentError, CheckpointError
 from accel_fn.testing import simulate
 from tests import strategies as ours
@@ -235,3 +237,123 @@ def test_only_is_trained_or_none_and_the_same_on_every_rank(tmp_path):
             "save: only must be the same on every rank, got 'trained' on rank 1 and None on rank 0",
         )
     }
+
+
+# -- save_model and load_model
+
+
+@pytest.mark.parametrize("limit", ["5GB", 400], ids=["one file", "a file each"])
+@pytest.mark.parametrize(("world_size", "wrap"), WORLDS)
+def test_weights_of_adapters_go_back_onto_their_base(tmp_path, world_size, wrap, limit):
+    def run(state):
+        model, state, step = make(state, wrap)
+        advance(state, step)
+        if state.is_main or wrap is af.wrap_fsdp:
+            af.save_model(model, tmp_path, limit, only="trained")
+        af.barrier(state)
+        other, *_ = make(state, wrap, seed=1)
+        assert af.load_model(other, tmp_path) == []
+        whole = ours.whole(model.state_dict())
+        ours.assert_identical(ours.whole(other.state_dict()), whole)
+        return whole
+
+    saved = simulate(run, world_size=world_size)[0]
+    files = [load_file(path) for path in tmp_path.glob("*.safetensors")]
+    names = {name for file in files for name in file}
+    assert names == saved.keys() - set(BASE) == {"calls", "adapter.weight", "adapter.bias"}
+    alone = Adapted(seed=1)
+    af.load_model(alone, tmp_path)
+    ours.assert_identical(alone.state_dict(), saved)
+
+
+@pytest.mark.parametrize(("world_size", "wrap"), WORLDS)
+def test_weights_of_adapters_on_another_base_are_refused(tmp_path, world_size, wrap):
+    af.save_model(Adapted(), tmp_path, only="trained")
+
+    def run(state):
+        model, *_ = make(state, wrap, seed=1, base_seed=1)
+        before = ours.whole(model.state_dict())
+        with pytest.raises(ValueError, match=r"^load_model: ") as caught:
+            af.load_model(model, tmp_path)
+        ours.assert_identical(ours.whole(model.state_dict()), before)
+        assert af.load_model(model, tmp_path, strict=False) == []
+        now = ours.whole(model.state_dict())
+        ours.assert_identical({n: now[n] for n in BASE}, {n: before[n] for n in BASE})
+        return str(caught.value), now["adapter.weight"]
+
+    for text, adapter in simulate(run, world_size=world_size):
+        assert text == (
+            f"load_model: model must be the one saved in {tmp_path}, got 2 differences:\n"
+            "  base.weight: frozen and left out of the files, other values in the model\n"
+            "  base.bias: frozen and left out of the files, other values in the model"
+        )
+        assert torch.equal(adapter, Adapted().adapter.weight)
+
+
+def test_files_of_adapters_without_one_of_them_are_refused(tmp_path):
+    model = Adapted()
+    model.adapter.bias = None
+    af.save_model(model, tmp_path, only="trained")
+    with pytest.raises(ValueError, match=r"1 difference:\n  adapter\.bias: .*nothing in the files"):
+        af.load_model(Adapted(), tmp_path)
+
+
+def test_weights_of_adapters_are_loaded_under_other_names(tmp_path):
+    af.save_model(Adapted(), tmp_path, only="trained")
+    whole = nn.ModuleDict({"inner": Adapted(seed=1)})
+    assert af.load_model(whole, tmp_path, rename="inner.{}".format) == []
+    ours.assert_identical(whole["inner"].state_dict(), Adapted().state_dict())
+    other = nn.ModuleDict({"inner": Adapted(base_seed=1)})
+    with pytest.raises(ValueError, match=r"inner\.base\.weight: frozen and left out"):
+        af.load_model(other, tmp_path, rename="inner.{}".format)
+
+
+def test_tied_and_frozen_parameters_are_left_out_under_all_names(tmp_path):
+    def tied(seed):
+        model = Adapted(seed)
+        model.again = model.base
+        return model
+
+    af.save_model(tied(0), tmp_path, only="trained")
+    model = tied(1)
+    af.load_model(model, tmp_path)
+    ours.assert_identical(model.state_dict(), tied(0).state_dict())
+
+
+def test_a_checkpoint_of_adapters_is_exported_as_their_weights(tmp_path):
+    model, state, step = make(af.DistState())
+    path = af.save(tmp_path / "run", advance(state, step), step, only="trained")
+    export_model(path, tmp_path / "weights", "", 10**9)
+    other = Adapted(seed=1)
+    af.load_model(other, tmp_path / "weights")
+    ours.assert_identical(other.state_dict(), model.state_dict())
+    with pytest.raises(ValueError, match=r"base\.weight: frozen and left out of the files"):
+        af.load_model(Adapted(base_seed=1), tmp_path / "weights")
+
+
+@pytest.mark.parametrize(
+    ("model", "only", "text"),
+    [
+        (Adapted(), "lora", """only must be "trained" or None, got 'lora'"""),
+        (
+            Adapted().requires_grad_(False),
+            "trained",
+            "model must have a parameter that requires a gradient with only=\"trained\", got 'Adapted'",
+        ),
+    ],
+    ids=["unknown", "frozen"],
+)
+def test_what_is_saved_of_a_model_must_be_something_that_it_trains(tmp_path, model, only, text):
+    with pytest.raises(ValueError, match=f"^save_model: {text}$"):
+        af.save_model(model, tmp_path, only=only)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("listed", ["[]", "{", '{"base.weight": 3}', '{"base.weight": ""}'])
+def test_a_broken_list_of_frozen_parameters_is_refused(tmp_path, listed):
+    tensors = {"weight": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors", {"accel_fn.frozen": listed})
+    with pytest.raises(
+        ValueError, match=r"must list a hash of each parameter in accel_fn\.frozen, got"
+    ):
+        af.load_model(nn.ParameterDict(tensors), tmp_path)

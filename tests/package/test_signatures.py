@@ -40,7 +40,7 @@ SIGNATURES = {
     af.to_device: "tree, state",
     af.autocast: "step, state",
     af.compute_dtype: "plan",
-    af.save_model: "model, folder, max_shard_size='5GB', *, dtype=None",
+    af.save_model: "model, folder, max_shard_size='5GB', *, dtype=None, only=None",
     af.load_model: "model, folder, *, rename=None, strict=True",
     af.whole_state_dict: "model, state",
     af.reduce_mean: "tree, state, *, weight=1.0",

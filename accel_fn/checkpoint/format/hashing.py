@@ -138,6 +138,11 @@ def read_into(buffer: memoryview, file: int, start: int) -> int:
     return done
 
 
+def hash_of_tensor(tensor: Tensor) -> str:
+    """Hash the bytes of a whole tensor."""
+    return hash_of(memory_of(tensor.cpu().resolve_conj().resolve_neg().contiguous()))
+
+
 def memory_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")

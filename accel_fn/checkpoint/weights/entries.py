@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
@@ -26,6 +26,8 @@ class Entries:
     """Another name -> the first name of the same tensor."""
     dtype: torch.dtype | None = None
     """The dtype in which floating-point tensors are written; None: their own."""
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    """Parameter that is left out -> hash of its bytes."""
 
     def written_dtype(self, name: str) -> torch.dtype:
         own = self.tensors[name].dtype

@@ -51,6 +51,7 @@ def export_model(
     entries = Entries(
         under(prefix, tensors),
         {name: first.removeprefix(prefix) for name, first in under(prefix, manifest.tied).items()},
+        frozen={name: each.hash for name, each in under(prefix, manifest.frozen).items()},
     )
     with _named_export():
         check_storable(entries)

@@ -29,6 +29,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TIED = "accel_fn.tied"
 """The key of a file's metadata that lists the other names of its tensors."""
+FROZEN = "accel_fn.frozen"
+"""The key of a file's metadata that lists parameters which the set leaves out, with a hash of each."""
 
 _WRITTEN_HERE = re.compile(
     r"model(\.new-[0-9a-f]{8})?\.safetensors"
@@ -92,7 +94,8 @@ def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
         for key in keys
     }
     tied = {name: first for name, first in entries.tied.items() if first in held}
-    metadata = {"format": "pt"} | ({TIED: json.dumps(tied)} if tied else {})
+    listed = {TIED: tied, FROZEN: entries.frozen}
+    metadata = {"format": "pt"} | {key: json.dumps(each) for key, each in listed.items() if each}
     path.touch()
     mode = path.stat().st_mode
     try:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from accel_fn.checkpoint.weights.files import INDEX, SINGLE, TIED
+from accel_fn.checkpoint.weights.files import FROZEN, INDEX, SINGLE, TIED
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 
 
@@ -27,6 +27,8 @@ class Stored:
     """Key -> its name in that file, another one where keys were renamed."""
     tied: Mapping[str, str]
     """Another name -> the key that holds its value."""
+    frozen: Mapping[str, str]
+    """Parameter that the set leaves out -> hash of its bytes."""
 
     def key_of(self, name: str) -> str | None:
         return name if name in self.handles else self.tied.get(name)
@@ -39,7 +41,7 @@ class Stored:
         """The same tensors under other names."""
         names: dict[str, str] = {}
         olds: dict[str, str] = {}
-        for name in [*self.handles, *self.tied]:
+        for name in [*self.handles, *self.tied, *self.frozen]:
             new = names[name] = rename(name)
             if not isinstance(new, str):
                 rule = f"return the name of {name!r} in the model"
@@ -51,6 +53,7 @@ class Stored:
             {names[key]: file for key, file in self.handles.items()},
             {names[key]: name for key, name in self.keys.items()},
             {names[name]: names[first] for name, first in self.tied.items()},
+            {names[name]: each for name, each in self.frozen.items()},
         )
 
 
@@ -129,27 +132,33 @@ def _open(folder: Path, name: str, stack: ExitStack) -> Any:
 def _stored(folder: Path, files: Mapping[str, Any]) -> Stored:
     handles: dict[str, Any] = {}
     tied: dict[str, str] = {}
+    frozen: dict[str, str] = {}
     for name, file in files.items():
         keys = set(file.keys())
         twice = sorted(keys & handles.keys())
         if twice:
             raise _refusal(folder / name, "hold no key of another file", twice[0])
         handles.update(dict.fromkeys(file.keys(), file))
-        tied |= _read_tied(folder / name, file, keys)
+        path, rule = folder / name, f"tie names to its own keys in {TIED}"
+        tied |= _listed(path, file, TIED, rule, keys.__contains__)
+        frozen |= _listed(path, file, FROZEN, f"list a hash of each parameter in {FROZEN}", bool)
     for name in tied:
         if name in handles:
             raise _refusal(folder, "hold a tied name once", f"{name!r} as a tensor too")
-    return Stored(handles, {key: key for key in handles}, tied)
+    return Stored(handles, {key: key for key in handles}, tied, frozen)
 
 
-def _read_tied(path: Path, file: Any, keys: set[str]) -> dict[str, str]:
-    text = (file.metadata() or {}).get(TIED, "{}")
+def _listed(
+    path: Path, file: Any, key: str, rule: str, fits: Callable[[str], bool]
+) -> dict[str, str]:
+    """Read names, with a text that fits for each, from the metadata of a file."""
+    text = (file.metadata() or {}).get(key, "{}")
     try:
-        tied = json.loads(text)
+        found = json.loads(text)
     except (ValueError, RecursionError):
-        tied = None
-    if not isinstance(tied, dict) or not all(
-        isinstance(first, str) and first in keys for first in tied.values()
+        found = None
+    if not isinstance(found, dict) or not all(
+        isinstance(each, str) and fits(each) for each in found.values()
     ):
-        raise _refusal(path, f"tie names to its own keys in {TIED}", text)
-    return tied
+        raise _refusal(path, rule, text)
+    return found

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import DistState
+from accel_fn.base.unwrap import unwrapped
+from accel_fn.checkpoint.format.hashing import hash_of_tensor
 from accel_fn.checkpoint.weights.entries import (
     Entries,
     check_storable,
@@ -32,6 +35,7 @@ from accel_fn.errors import (
     check_count,
     check_flag,
     check_folder,
+    check_only,
     message,
 )
 
@@ -41,6 +45,7 @@ _UNITS = {
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
 }
 _MOST_SHOWN = 10
+T = TypeVar("T")
 
 
 def save_model(
@@ -49,6 +54,7 @@ def save_model(
     max_shard_size: int | str = "5GB",
     *,
     dtype: torch.dtype | None = None,
+    only: str | None = None,
 ) -> None:
     """Write parameters and persistent buffers as safetensors files, in Hugging Face's layout.
 
@@ -73,15 +79,19 @@ def save_model(
             a larger tensor gets a file of its own.
         dtype: of the floating-point tensors in the files, such as `torch.bfloat16`; the model is left
             as it is. Default: that of each tensor.
+        only: "trained": leave out parameters that require no gradient, such as the base of adapters. The
+            files list them, each with a hash. Default: write all.
 
     Raises:
         TypeError: `dtype` is no floating-point dtype.
         ValueError: `max_shard_size` is no size, or the model holds something that is no dense
-            tensor with values, or two tensors that share a part of their memory.
+            tensor with values, or two tensors that share a part of their memory, or, with `only`,
+            nothing that requires a gradient.
         OSError: the files cannot be written; what was there stays.
 
     Cost: one write of the model, and a wait for the disk; on the host, a copy of one shard if the model
-    is on an accelerator, and of its non-contiguous and converted tensors otherwise.
+    is on an accelerator, and of its non-contiguous and converted tensors otherwise. With `only`, one read
+    of what is left out.
 
     >>> import os, tempfile, torch, accel_fn as af
     >>> folder = tempfile.mkdtemp()
@@ -93,14 +103,18 @@ def save_model(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         rule = "be a floating-point torch.dtype or None"
         raise ArgumentTypeError(message("save_model", "dtype", rule, dtype))
+    check_only("save_model", only)
     path = _path("save_model", folder)
     entries = replace(read_entries("save_model", model), dtype=dtype)
+    axes, frozen = _axes(entries), _frozen(model, entries) if only else {}
+    tensors = {name: each for name, each in entries.tensors.items() if name not in frozen}
+    entries = replace(entries, tensors=tensors)
     check_storable(entries)
-    sharded = next(filter(is_sharded, entries.tensors.values()), None)
-    if sharded is not None:
-        _write_gathered(path, entries, limit, axes_of(sharded))
+    if axes:
+        _write_gathered(path, entries, frozen, limit, axes)
     else:
-        write_set(path, entries, limit)
+        hashes = {name: hash_of_tensor(each) for name, each in frozen.items()}
+        write_set(path, replace(entries, frozen=hashes), limit)
 
 
 def load_model(
@@ -114,7 +128,8 @@ def load_model(
 
     Everything is checked before anything is overwritten: names, shapes, dtypes (none is cast), and
     that the files are whole. If both are there, `model.safetensors` is read, and not the
-    index, as elsewhere. A name that the file ties to another gets its value, tied
+    index, as elsewhere. Of files that `save_model(only="trained")` wrote, the rest of the model stays,
+    and must be what was left out. A name that the file ties to another gets its value, tied
     in the model or not. Names that are tied in the model need one of them in the file; if there are
     several, they must be equal to the bit. Devices, `requires_grad` and ties of the model stay. With
     `wrap_fsdp`, call it on every rank, which reads its shards. An index names files in its folder
@@ -126,7 +141,8 @@ def load_model(
         rename: maps a name in the files to that in the model, for example
             `lambda name: name.removeprefix("encoder.")`.
         strict: False: load the tensors that both have, and leave the others of the model as they are.
-            What both have must still agree in shape and dtype.
+            What both have must still agree in shape and dtype. Frozen parameters that the files leave out
+            may have any values.
 
     Returns:
         With `strict=False`, a line for each tensor that only the model or only the files have; else
@@ -138,7 +154,8 @@ def load_model(
             returns one name twice; a file is missing or broken, or an index is not to be trusted. The
             model is as it was.
 
-    Cost: one read of the files, mapped, one tensor at a time.
+    Cost: one read of the files, mapped, one tensor at a time, and of parameters that they leave out as
+    frozen. For shards, two small collectives, and a gather of each of these parameters.
 
     >>> import tempfile, torch, accel_fn as af
     >>> folder, model, other = tempfile.mkdtemp(), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
@@ -149,7 +166,12 @@ def load_model(
     True
     """
     check_flag("load_model", "strict", strict)
-    with matching_set(model, folder, rename, strict=strict) as (entries, stored, left_out):
+    axes = _axes(read_entries("load_model", model))
+    with ExitStack() as stack:
+        opened = matching_set(model, folder, rename, strict=strict)
+        entries, stored, left_out = _on_all(lambda: stack.enter_context(opened), axes, "load_model")
+        if strict:
+            _check_frozen(_path("load_model", folder), entries, stored)
         for first, tensor in entries.tensors.items():  # detached: autograd does not see it
             for key in _keys_of(first, entries, stored)[:1]:
                 fill(tensor, stored.tensor(key))
@@ -179,23 +201,63 @@ def matching_set(
         yield entries, stored, left_out
 
 
-def _write_gathered(path: Path, entries: Entries, limit: int, axes: list[DistState]) -> None:
+def _write_gathered(
+    path: Path,
+    entries: Entries,
+    frozen: Mapping[str, Tensor],
+    limit: int,
+    axes: list[DistState],
+) -> None:
     """Gather on all ranks, one tensor after another, and write on the first."""
     barrier(axes[0])
     is_writer = all(axis.is_main for axis in axes)
-    tensors = {}
-    for name, tensor in entries.tensors.items():
+    tensors, hashes = {}, {}
+    for name, tensor in {**entries.tensors, **frozen}.items():
         gathered = whole(tensor)
-        if is_writer:
+        if is_writer and name in frozen:
+            hashes[name] = hash_of_tensor(gathered)
+        elif is_writer:
             tensors[name] = gathered.cpu()
 
     def write() -> None:
         if is_writer:
-            write_set(path, replace(entries, tensors=tensors), limit)
+            write_set(path, replace(entries, tensors=tensors, frozen=hashes), limit)
 
+    _on_all(write, axes, "save_model")
+
+
+def _on_all(fn: Callable[[], T], axes: list[DistState], function: str) -> T:
+    """Run `fn`; if it raises on one rank of a sharded model, raise on all."""
     for axis in axes:  # a failure reaches the peers on the first axis, then theirs on the next
-        write = partial(all_or_none, write, axis, "save_model")
-    write()
+        fn = partial(all_or_none, fn, axis, function)
+    return fn()
+
+
+def _axes(entries: Entries) -> list[DistState]:
+    """Return the axes that a model is sharded over; none if it is whole."""
+    sharded = next(filter(is_sharded, entries.tensors.values()), None)
+    return [] if sharded is None else axes_of(sharded)
+
+
+def _frozen(model: nn.Module, entries: Entries) -> dict[str, Tensor]:
+    """Select the parameters that require no gradient."""
+    parameters = dict(unwrapped(model).named_parameters())
+    if not any(each.requires_grad for each in parameters.values()):
+        rule = 'have a parameter that requires a gradient with only="trained"'
+        raise ArgumentError(message("save_model", "model", rule, type(model).__name__))
+    names = [name for name, each in parameters.items() if not each.requires_grad]
+    return {name: entries.tensors[name] for name in names if name in entries.tensors}
+
+
+def _check_frozen(path: Path, entries: Entries, stored: Stored) -> None:
+    """Refuse a model with other values than those that the files left out."""
+    lines = []
+    for first, tensor in entries.tensors.items():
+        saved = {stored.frozen[name] for name in entries.names_of(first) if name in stored.frozen}
+        if saved and saved != {hash_of_tensor(whole(tensor))}:
+            lines.append(f"{first}: frozen and left out of the files, other values in the model")
+    if lines:
+        raise ArgumentError(_report(path, lines))
 
 
 def parse_size(function: str, size: int | str) -> int:
@@ -232,6 +294,7 @@ def _left_out(entries: Entries, stored: Stored) -> list[str]:
     lines = [
         f"{first}: {_spec(entries.tensors[first])} in the model, nothing in the files"
         for first in _absent(entries, stored)
+        if stored.frozen.keys().isdisjoint(entries.names_of(first))
     ]
     known = entries.tensors.keys() | entries.tied.keys()
     unknown = {key: _spec(stored.tensor(key)) for key in stored.handles if key not in known}
