@@ -23,7 +23,7 @@ from accel_fn.observe.over_loader import (
     settled,
 )
 from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
-from accel_fn.step.loss_module import Outcome, checked_metrics, run_forward
+from accel_fn.step.loss_module import Outcome, checked_metrics
 from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, stacked
 from accel_fn.step.microbatches import microbatches
 from accel_fn.step.plan import Plan
@@ -153,7 +153,7 @@ class _Own:
         parts, weights = strategy.pad(state, None, *microbatches(plan, batch))
         with settled(strategy, state):
             for part, weight in zip(parts, weights, strict=True):
-                outcome = run_forward(state, plan, strategy.loss_module, part, weight)
+                outcome = strategy.outputs(plan, state, part, weight)
                 if weight:
                     self._add(totals_of(_sums_of(plan, outcome, weight, "loss_fn"), None))
 

@@ -45,6 +45,7 @@ def explain(plan: Plan | Step, state: DistState) -> str:
     """
     described = phases(plan.plan if isinstance(plan, Step) else plan, state)
     if isinstance(plan, Step):
+        described["backward"] = plan.strategy.describe(state, plan.plan)
         described["check"] = f"the loss {plan.checks.loss.verdict}"
     lines = [f"  {phase:<10} {text}" for phase, text in described.items()]
     return "\n".join([f"one step on {_ranks(state)}, {state.device}", *lines])

@@ -21,7 +21,7 @@ from accel_fn.data.prefetch import Prefetched
 from accel_fn.data.window import Windowed
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 from accel_fn.step.checks.first_batches import Looks, looks_of
-from accel_fn.step.loss_module import loss_module_of, run_placed
+from accel_fn.step.loss_module import run_placed
 from accel_fn.step.microbatches import cut
 from accel_fn.step.optimizer_modes import in_eval_mode
 from accel_fn.step.step import Step
@@ -73,8 +73,8 @@ def over_loader(
         try:
             modes = in_eval_mode(step.plan.optimizers.values())
             bar = _bar(function, loader, state, progress)
-            model = step.strategy.loss_module
-            with bar as shown, _evaluation_mode(model), modes, torch.no_grad():
+            module = step.strategy.module  # a loss_fn may be a module too
+            with bar as shown, _evaluation_mode(module), modes, torch.no_grad():
                 for numbers, batch in _in_step(function, batches, state) if together else batches:
                     if looks is None and state.world_size > 1:
                         looks = looks_of(batch)
@@ -121,12 +121,11 @@ def over_parts(
 ) -> None:
     """Call `use` on every micro-batch that has rows and on what `fn(model, micro-batch)` returned."""
     plan, strategy = step.plan, step.strategy
-    model = loss_module_of(strategy.loss_module).model
     own = [part for part in cut(plan, batch) if num_rows(part) != 0]
     parts, weights = strategy.pad(state, None, own, [1] * len(own))
     with settled(strategy, state):
         for part, weight in zip(parts, weights, strict=True):
-            found = run_placed(state, plan, lambda placed: fn(model, placed), part)
+            found = run_placed(state, plan, lambda placed: fn(strategy.model, placed), part)
             if weight:
                 use(part, found)
 

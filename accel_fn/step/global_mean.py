@@ -41,10 +41,9 @@ class GlobalMean:
         failure: Exception | None = None,
         *,
         stop: bool = False,
-        layout: Layout | None = None,
+        layout: Layout,
         is_forward: bool = False,
     ) -> None:
-        layout = layout or Layout(sizes={})
         # Ranks that train and ranks that evaluate must not take each other's numbers.
         self._suffix = " forward" if is_forward else ""
         failure = failure or layout.late

@@ -42,6 +42,10 @@ class Layout:
         self.late: LossError | None = None
         """Error for the next step, where all ranks can raise it."""
 
+    def without_metrics(self) -> Layout:
+        """The layout of a forward alone."""
+        return Layout(self.dtype, sizes={}, is_sum=self.is_sum, terms=self.terms)
+
     def zero(self, state: DistState) -> Tensor:
         """The mean loss of nothing, or those of its terms."""
         shape = (len(self.terms),) if self.terms else ()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
-from operator import call
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +12,13 @@ from torch import Tensor, nn
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.comm.collectives import exchange_failures
-from accel_fn.comm.dtensor import is_sharded, place_of
 from accel_fn.errors import ArgumentTypeError, PeerOutOfMemoryError, message
+from accel_fn.step import loop
 from accel_fn.step.checks.graph import GraphChecks
 from accel_fn.step.checks.parameters import TrainedParameters
-from accel_fn.step.global_mean import GlobalMean, seed_of
+from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.grads import Grads, global_norm
-from accel_fn.step.loss_module import run_forward
+from accel_fn.step.loss_module import Outcome, loss_module_of, run_forward
 from accel_fn.step.main_buffers import main_buffers
 from accel_fn.step.metric_sums import Layout
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
@@ -48,6 +46,7 @@ class Strategy:
     """Does a rank with fewer micro-batches than others run some of theirs?"""
     settles: bool = False
     """Do ranks compare what they have run, before they add up losses?"""
+    mean_type: ClassVar[type[GlobalMean]] = GlobalMean
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
@@ -55,24 +54,28 @@ class Strategy:
         self.module = module
         """Maps a batch to `(loss, metrics)`, as training runs it."""
         self.loss_module = module
-        """The same as a forward alone runs it."""
+        """The same, for a forward without gradients."""
+        self.model = loss_module_of(module).model
+        """The user's model, as it is placed."""
         self.inner = inner
         self.retries = state.world_size > 1 and bool(plan.having("retries"))
         """May a rank fail before gradients are averaged, and all do the batch again?"""
-        self._reachable = self.trainable()
+        self.reachable = self.trainable()
+        """The parameters that a backward may reach."""
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
-        self._trained = plan.trained()
+        self.trained = plan.trained()
+        """The optimizers' parameters that require a gradient, in their order."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
         self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
         """Are the gradients of the next update compared over the ranks? Those of the first are."""
         self.layout = Layout(
-            loss_dtype(self._trained), is_sum=plan.reduction == "sum", terms=plan.terms
+            loss_dtype(self.trained), is_sum=plan.reduction == "sum", terms=plan.terms
         )
         """Dtype of losses and metrics, and their names once a batch had items."""
         self.parameters = TrainedParameters(plan)
         self.checks = GraphChecks(
-            plan, self._reachable, finds_unused=self.finds_unused, is_main=state.is_main
+            plan, self.reachable, finds_unused=self.finds_unused, is_main=state.is_main
         )
 
     def trainable(self) -> Sequence[nn.Parameter]:
@@ -83,45 +86,18 @@ class Strategy:
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
         """Forward and backward of every micro-batch, to the exact mean over the global batch."""
-        try:
-            for parameter in self._reachable:
-                parameter.grad = None
-            stop = any(map(call, plan.should_stop))
-            parts, weights, failure = microbatches_or_failure(
-                plan, batch, self.parameters.check, retries=self.retries
-            )
-            mean = self.global_mean(state, weights, failure, stop)
-            parts, weights = self.pad(state, mean, parts, weights)
-            # A rank without items still joins every collective, with one micro-batch of weight 0.
-            idle = () if any(weights) or (parts and self.pads) else (None,)
-            parts, weights = (*parts, *idle), (*weights, *[0] * len(idle))
-            leading = [*map(bool, weights), True].index(True)
-            outputs = self.checks.watched(partial(run_forward, state, plan, self.module))
-            with ExitStack() as local:
-                if len(parts) > 1 or self.retries:
-                    local.enter_context(self.no_sync())
-                for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-                    is_last = index == len(parts) - 1 and not self.retries
-                    if is_last:
-                        local.close()  # this backward averages the gradients of all
-                    loss, metrics = outputs(part, weight)
-                    mean.add(loss.detach(), metrics, weight)
-                    if is_last and not self.settles:
-                        mean.send()  # beside the last backward
-                    self.backward(loss, seed_of(loss, mean.share(weight), state.scaler))
-                    if index < leading and not is_last:
-                        self.zero_gradients()
-            if self.retries or self.settles:
-                self._settle_and_send(state, mean, parts)
-            self.average(state)
-            loss, metrics, total = mean.close()
-            grads = self._take(state, total)
-        except BaseException as error:
-            self.reset()
-            self.parameters.explain(error)
-            raise
-        report = self.layout.report(loss, total, metrics=metrics, extras=mean.extras(plan))
-        return state, grads, report
+        return loop.gradients(self, plan, state, batch)
+
+    def run(
+        self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
+    ) -> None:
+        """Forward and backward of these micro-batches; add their losses to the mean."""
+        loop.run(self, plan, state, mean, parts, weights)
+
+    def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight = 1) -> Outcome:
+        """Loss and metrics of one micro-batch, not added up; without gradients no rank waits for others."""
+        module = self.module if torch.is_grad_enabled() else self.loss_module
+        return run_forward(state, plan, module, part, weight)
 
     def forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
         """The mean loss over the global batch, [], without gradients or metrics."""
@@ -138,22 +114,29 @@ class Strategy:
 
     def _forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
         parts, weights, failure = microbatches_or_failure(plan, batch)
-        own = self.layout
-        layout = Layout(own.dtype, sizes={}, is_sum=own.is_sum, terms=own.terms)
-        mean = GlobalMean(state, weights, failure, layout=layout, is_forward=True)
+        mean = self.global_mean(state, weights, failure, is_forward=True)
         with torch.no_grad():
             parts, weights = self.pad(state, mean, parts, weights)
             for part, weight in zip(parts, weights, strict=True):
-                mean.add(run_forward(state, plan, self.loss_module, part, weight)[0], {}, weight)
+                mean.add(self.outputs(plan, state, part, weight)[0], {}, weight)
             self.settle(state)
         mean.send()
         return mean.close()[0].sum()
 
     def global_mean(
-        self, state: DistState, weights: Weights, failure: Exception | None, stop: bool
+        self,
+        state: DistState,
+        weights: Weights,
+        failure: Exception | None,
+        stop: bool = False,
+        *,
+        is_forward: bool = False,
     ) -> GlobalMean:
-        """Start the mean over the global batch."""
-        return GlobalMean(state, weights, failure, stop=stop, layout=self.layout)
+        """Start the mean over the global batch; that of a forward alone has no metrics."""
+        layout = self.layout.without_metrics() if is_forward else self.layout
+        return self.mean_type(
+            state, weights, failure, stop=stop, layout=layout, is_forward=is_forward
+        )
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
@@ -172,11 +155,11 @@ class Strategy:
         """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""
         # Into these parameters alone: the generator's step of a GAN leaves `.grad` of the
         # discriminator as it is, so no `zero_grad` is needed anywhere.
-        run_backward(loss, seed, self._reachable)
+        run_backward(loss, seed, self.reachable)
 
     def zero_gradients(self) -> None:
         """Keep zeros of what micro-batches of weight 0 have reached, whatever 0 times theirs is."""
-        for parameter in self._reachable:
+        for parameter in self.reachable:
             if parameter.grad is not None:
                 grad = parameter.grad
                 (grad._values() if grad.is_sparse else grad).zero_()
@@ -186,14 +169,6 @@ class Strategy:
         failures = exchange_failures(state, failure)
         if any(failures):
             raise PeerOutOfMemoryError(failures)
-
-    def _settle_and_send(self, state: DistState, mean: GlobalMean, parts: Parts) -> None:
-        if self.retries:
-            if parts[0] is not None:
-                self.checks.check_reached()
-            self.vote(state)
-        self.settle(state)
-        mean.send()
 
     def average(self, state: DistState) -> None:
         """Average the gradients over the ranks, if the last backward has not done so."""
@@ -214,18 +189,6 @@ class Strategy:
         """Stage two of an update: optimizers and loss scale. Local writes alone."""
         return apply(plan, state, prepared, self._optimizers, self._always)
 
-    def placements(self, plan: Plan) -> Mapping[str, int]:
-        """Return which part of each parameter this rank holds, by name: 0 if it holds all of it."""
-        return {name: place_of(each) for name, each in plan.model.named_parameters()}
-
-    def holds_whole(self) -> bool:
-        """Does every rank hold all of every parameter?"""
-        return not any(is_sharded(each) for each in self.module.parameters())
-
-    def compared_ranks(self, state: DistState) -> Sequence[int]:
-        """The ranks whose parameters must equal this rank's, bit for bit."""
-        return range(state.world_size)
-
     def signature(self) -> Mapping[str, Any]:
         """Return the settings that decide the bits: a checkpoint refuses a step with others."""
         return {}
@@ -236,18 +199,6 @@ class Strategy:
 
     def reset(self) -> None:
         """Forget what a step that failed has left behind."""
-
-    def _take(self, state: DistState, weight: Weight) -> Grads:
-        """The gradients, off the parameters, with the factor that undoes the loss scale."""
-        tensors = tuple([parameter.grad for parameter in self._trained])
-        self.checks.check_gradients(tensors, bool(weight))
-        for parameter in self._reachable:
-            parameter.grad = None
-        if state.scaler is None:
-            return Grads(tensors, norm_fn=self.norm)
-        is_double = any(each is not None and each.dtype == torch.float64 for each in tensors)
-        dtype = torch.float64 if is_double else torch.float32
-        return Grads(tensors, state.scaler.scale.to(dtype).reciprocal(), norm_fn=self.norm)
 
 
 def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:

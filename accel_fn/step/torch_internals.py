@@ -20,25 +20,15 @@ _TORCH = torch.__path__[0]
 _WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
-def run_backward(
-    loss: Tensor,
-    seed: Tensor | None,
-    inputs: Sequence[nn.Parameter],
-    beside: Sequence[Tensor] = (),
-    loads: Sequence[Tensor] = (),
-) -> None:
-    """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss, and others beside it.
-
-    A tensor without another owner may become a gradient; a load that its owner keeps is copied.
-    """
-    roots = (loss, *beside)
-    seeds = (torch.ones_like(loss) if seed is None else seed, *loads)
+def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
+    """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
+    seed = torch.ones_like(loss) if seed is None else seed
     if type(loss) is not Tensor or type(inputs[0]) is not nn.Parameter:
-        torch.autograd.backward(roots, seeds, inputs=inputs)  # subclasses have their own rules
+        torch.autograd.backward(loss, seed, inputs=inputs)  # subclasses have their own rules
         return
     _engine_run_backward(
-        roots,
-        seeds,
+        (loss,),
+        (seed,),
         False,  # keep_graph
         False,  # create_graph
         tuple(inputs),

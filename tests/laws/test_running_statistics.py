@@ -120,7 +120,7 @@ def figures(state, step):
 
 def saved(step, state, folder):
     """Save the model, on every rank where it is sharded."""
-    if step.strategy.holds_whole():
+    if not any(hasattr(each, "to_local") for each in step.plan.model.parameters()):
         af.on_main(lambda: af.save_model(step.plan.model, folder), state)
     else:
         af.save_model(step.plan.model, folder)

@@ -22,7 +22,8 @@ class Mutant:
     """The kind of program that people write, in the fuzzer's words, whose results it makes wrong."""
 
 
-STRATEGY, MEAN, UPDATE = "step/strategy.py", "step/global_mean.py", "step/update.py"
+STRATEGY, LOOP, MEAN = "step/strategy.py", "step/loop.py", "step/global_mean.py"
+UPDATE = "step/update.py"
 GRADS, STATE = "step/grads.py", "base/state.py"
 LOSS_CHECK = "step/checks/loss.py"
 DDP, FSDP = "transforms/ddp/ddp.py", "transforms/fsdp/fsdp.py"
@@ -43,16 +44,16 @@ MUTANTS = [
     ),
     Mutant(
         "the last micro-batch is accumulated without averaging",
-        STRATEGY,
-        "local.close()  # this backward averages the gradients of all",
-        "pass",
+        LOOP,
+        "len(every) if strategy.retries else len(every) - 1",
+        "len(every)",
         WORLDS,
     ),
     Mutant(
         "every micro-batch is averaged, and the sum again",
-        STRATEGY,
-        "local.enter_context(self.no_sync())",
-        "pass",
+        LOOP,
+        "with strategy.no_sync():",
+        "if True:",
         f"{LAWS}fsdp.py {WORLDS}",
     ),
     Mutant(
@@ -121,16 +122,16 @@ MUTANTS = [
     ),
     Mutant(
         "what .grad held before counts",
-        STRATEGY,
-        "            for parameter in self._reachable:\n                parameter.grad = None",
-        "            pass",
+        LOOP,
+        "    for parameter in strategy.reachable:\n        parameter.grad = None\n    stop",
+        "    stop",
         "tests/step/test_step.py",
     ),
     Mutant(
         "gradients stay for the next step",
-        STRATEGY,
-        "        for parameter in self._reachable:\n            parameter.grad = None\n        if state",
-        "        if state",
+        LOOP,
+        "    for parameter in strategy.reachable:\n        parameter.grad = None\n    if state",
+        "    if state",
         "tests/step/test_step.py",
     ),
     Mutant(
@@ -164,7 +165,7 @@ MUTANTS = [
     ),
     Mutant(
         "the loss scale is not undone",
-        STRATEGY,
+        LOOP,
         "state.scaler.scale.to(dtype).reciprocal()",
         "torch.ones((), dtype=dtype)",
         SCALING,

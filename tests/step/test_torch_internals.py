@@ -153,14 +153,6 @@ def test_engine_is_called_as_the_public_backward_calls_it(monkeypatch, seed):
     assert public[2:] == ours[2:]
 
 
-def test_backward_starts_from_others_beside_the_loss_too():
-    weight, numbers = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
-    load = torch.tensor([1.0, 2.0, 3.0])
-    run_backward(weight.sum(), None, [weight, numbers], [numbers.view(-1)], [load])
-    assert torch.equal(weight.grad, torch.ones(2))
-    assert torch.equal(numbers.grad, torch.tensor([1.0, 2.0, 3.0]))
-
-
 def test_backward_leaves_parameters_alone_that_the_loss_does_not_reach():
     reached, unreached = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     run_backward(reached.sum(), None, [reached, unreached])

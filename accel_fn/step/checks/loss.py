@@ -25,7 +25,6 @@ from accel_fn.comm.differentiable import loss_of
 from accel_fn.comm.gather import gather
 from accel_fn.errors import AccelError, BatchError, LossError
 from accel_fn.step.checks.warn import warn_user
-from accel_fn.step.loss_module import run_forward
 from accel_fn.step.microbatches import splits_of
 from accel_fn.step.plan import Plan
 from accel_fn.step.strategy import Strategy
@@ -197,7 +196,7 @@ class LossCheck:
             for each in parts:
                 try:
                     plan.model.eval()
-                    loss = run_forward(state, plan, strategy.loss_module, each, weight)[0]
+                    loss = strategy.outputs(plan, state, each, weight)[0]
                     draws = draws or before.has_drawn()
                 finally:
                     before.restore()

@@ -48,7 +48,7 @@ class CompiledStep:
         self._made_of = MadeOf(plan)
         optimizers = list(plan.optimizers.values())
         self._captured = [Captured(each, trained_by(each), state.device) for each in optimizers]
-        module = loss_module_of(stages.strategy.loss_module)
+        module = loss_module_of(stages.strategy.module)
         self._layout = stages.strategy.layout
         self._run = compile_graph(_graph_function(plan, module, self._captured, self._layout))
         self._always = torch.ones((), dtype=torch.bool, device=state.device)

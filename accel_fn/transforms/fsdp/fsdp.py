@@ -20,7 +20,6 @@ from accel_fn.base.blocks import Blocks, check_blocks
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
-from accel_fn.comm.dtensor import place_of
 from accel_fn.comm.mesh import make_mesh
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, check_flag, message
 from accel_fn.step.global_mean import GlobalMean
@@ -190,10 +189,10 @@ class FSDP(Strategy):
         self.sharded = sharded
         super().__init__(state, sharded, plan, inner)
         names = {each: name for name, each in plan.model.named_parameters()}
-        self.order = UnitOrder(state, [names.get(each, "a parameter") for each in self._trained])
+        self.order = UnitOrder(state, [names.get(each, "a parameter") for each in self.trained])
         sharded.keep_order(self.order)
         sharded.refuse_gradients_of_shards()
-        self.parameters.known = {*map(id, self._reachable), *map(id, sharded.parameters())}
+        self.parameters.known = {*map(id, self.reachable), *map(id, sharded.parameters())}
 
     def zero_gradients(self) -> None:
         """Keep zeros of what micro-batches of weight 0 have reached, also where sums are wider."""
@@ -243,18 +242,12 @@ class FSDP(Strategy):
 
     def settle(self, state: DistState) -> None:
         """Compare what all ranks have gathered and reduced, and which parameters have a gradient."""
-        trained = self._trained if torch.is_grad_enabled() else ()
+        trained = self.trained if torch.is_grad_enabled() else ()
         self.order.end([index for index, each in enumerate(trained) if each.grad is None])
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context whose backward leaves the gradients on this rank, unsharded."""
         return self.sharded.no_sync()
-
-    def compared_ranks(self, state: DistState) -> Sequence[int]:
-        """Return the ranks that hold the same shards: those of the other groups with `replicate`."""
-        own = max(map(place_of, self.sharded.parameters()))
-        placed = primitives.exchange(own, state, "check_replicas")
-        return [rank for rank, place in enumerate(placed) if place == own]
 
     def reset(self) -> None:
         """Reshard every unit, and forget what was gathered and not finished."""

@@ -16,7 +16,7 @@ from accel_fn.errors import PlanError, StateError, check_count, message
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import Metrics, sparse_tables
-from accel_fn.step.microbatches import Weights
+from accel_fn.step.microbatches import Parts, Weights
 from accel_fn.step.plan import Plan, SlotFunction, Stateful, describe
 from accel_fn.step.plan_checks import leave_out_one
 from accel_fn.step.report import Report
@@ -135,10 +135,39 @@ def make_local(
     return kind(state, module, plan, inner)
 
 
+class OwnMean(GlobalMean):
+    """A mean whose shares are of this rank's items. It awaits nothing before the last backward."""
+
+    is_exact_over_ranks = False
+
+    def share(self, weight: Weight) -> Weight:
+        """Return the factor that the backward of a micro-batch of this weight starts from."""
+        return shares(weight, self.own_weight)
+
+    def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
+        """Add the losses unscaled, since the total is not known yet."""
+        self.add_scaled(loss, metrics, weight)
+
+    def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
+        """Return mean loss, mean metrics and weight of the global batch; waits for the sums."""
+        mean, metrics, total = super().close()
+        if not total:
+            return mean, metrics, total
+        assert not isinstance(total, tuple)
+        sizes = self.layout.sizes or {}
+        metrics = {n: each if sizes[n] == 2 else each / total for n, each in metrics.items()}
+        return mean / total, metrics, total
+
+    def extras(self, plan: Plan) -> dict[str, Any]:
+        """Return the entries that it adds to the report of a step."""
+        return {**super().extras(plan), "own_weight": self.own_weight}
+
+
 class LocalGradients(Strategy):
     """Lets every rank update from its own part of the batch; all start from rank 0's parameters."""
 
     traits = frozenset()
+    mean_type = OwnMean
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
@@ -166,44 +195,16 @@ class LocalGradients(Strategy):
                 each.check_averaged(function)
         return super().evaluating(plan, state, function)
 
-    def global_mean(
-        self, state: DistState, weights: Weights, failure: Exception | None, stop: bool
-    ) -> GlobalMean:
-        """Start the mean loss over the global batch; gradients are of the mean over the rank's own items."""
+    def run(
+        self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
+    ) -> None:
+        """Run the micro-batches, without a loss scale."""
         if state.scaler is not None:
             raise StateError(
                 "step: state must carry no loss scale under local_sgd, got one; keep a state of its own "
                 "for the step that scales"
             )
-        return OwnMean(state, weights, failure, stop=stop, layout=self.layout)
-
-
-class OwnMean(GlobalMean):
-    """A mean whose shares are of this rank's items. It awaits nothing before the last backward."""
-
-    is_exact_over_ranks = False
-
-    def share(self, weight: Weight) -> Weight:
-        """Return the factor that the backward of a micro-batch of this weight starts from."""
-        return shares(weight, self.own_weight)
-
-    def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
-        """Add the losses unscaled, since the total is not known yet."""
-        self.add_scaled(loss, metrics, weight)
-
-    def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
-        """Return mean loss, mean metrics and weight of the global batch; waits for the sums."""
-        mean, metrics, total = super().close()
-        if not total:
-            return mean, metrics, total
-        assert not isinstance(total, tuple)
-        sizes = self.layout.sizes or {}
-        metrics = {n: each if sizes[n] == 2 else each / total for n, each in metrics.items()}
-        return mean / total, metrics, total
-
-    def extras(self, plan: Plan) -> dict[str, Any]:
-        """Return the entries that it adds to the report of a step."""
-        return {**super().extras(plan), "own_weight": self.own_weight}
+        super().run(plan, state, mean, parts, weights)
 
 
 class RankAverage:

@@ -21,7 +21,8 @@ from accel_fn.errors import BatchError, LossError, PlanError, message
 from accel_fn.step.checks.first_batches import saved_buffers
 from accel_fn.step.global_mean import checked_total, seed_of, weighed
 from accel_fn.step.grads import Grads
-from accel_fn.step.loss_module import loss_module_of, run_forward
+from accel_fn.step.loop import take_gradients
+from accel_fn.step.loss_module import loss_module_of
 from accel_fn.step.metric_sums import MetricSums, differing_elsewhere
 from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan
@@ -78,7 +79,7 @@ class VirtualRanks(Strategy):
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
         """Add up the gradients of the virtual ranks as a binary tree, on this rank and then over all."""
-        for parameter in self._reachable:
+        for parameter in self.reachable:
             parameter.grad = None
         try:
             slices, total, stop = self._exchange_slices(plan, state, batch)
@@ -86,11 +87,11 @@ class VirtualRanks(Strategy):
         except BaseException as error:
             self.parameters.explain(error)
             raise
-        for parameter, tensor in zip(self._trained, tensors, strict=True):
+        for parameter, tensor in zip(self.trained, tensors, strict=True):
             parameter.grad = tensor
         extras = {"stop": stop} if plan.should_stop else {}
         report = self.layout.report(loss, total, metrics=metrics, extras=extras)
-        return state, self._take(state, total), report
+        return state, take_gradients(self, state, total), report
 
     def evaluating(
         self, plan: Plan, state: DistState, function: str
@@ -109,7 +110,7 @@ class VirtualRanks(Strategy):
         zero = self.layout.zero(state)
         if not total:
             none = self.layout.means({}, total, zero)
-            return zero, none, [torch.zeros_like(each) for each in self._trained]
+            return zero, none, [torch.zeros_like(each) for each in self.trained]
         tree, first = Tree(), state.rank * len(slices)
         metrics = [MetricSums() for _ in slices]
 
@@ -125,7 +126,7 @@ class VirtualRanks(Strategy):
             run_or_raise_on_all(run, state)
         vector = self._metric_vector(state, metrics, zero)
         mean, *tensors = sum_over_ranks(
-            [*tree.total(), *vector], [zero, *self._trained, *vector], state
+            [*tree.total(), *vector], [zero, *self.trained, *vector], state
         )
         assert mean is not None
         if not vector:
@@ -169,7 +170,7 @@ class VirtualRanks(Strategy):
     ) -> Tensors:
         """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
         mean: Tensor | None = None
-        outputs = self.checks.watched(partial(run_forward, state, plan, self.module))
+        outputs = self.checks.watched(partial(self.outputs, plan, state))
         for part, weight in zip(parts, weights, strict=True):
             loss, found = outputs(_in_own_memory(state, part), weight)
             part_of_all = shares(weight, total)
@@ -182,8 +183,8 @@ class VirtualRanks(Strategy):
             term = weighed(loss.detach().to(self.layout.dtype), share)
             mean = term if mean is None else mean + term
             metrics.add(found, part_of_all, term)
-        tensors = [mean, *[parameter.grad for parameter in self._trained]]
-        for parameter in self._reachable:
+        tensors = [mean, *[parameter.grad for parameter in self.trained]]
+        for parameter in self.reachable:
             parameter.grad = None
         return tensors
 
@@ -232,7 +233,7 @@ class VirtualRanks(Strategy):
 
     def _check_dense(self, plan: Plan) -> None:
         """Refuse sparse gradients, which the sum over virtual ranks cannot take."""
-        for parameter in self._reachable:
+        for parameter in self.reachable:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 named = plan.model.named_parameters()
                 name = next(name for name, each in named if each is parameter)

@@ -1,0 +1,116 @@
+"""The loop of a step: forward and backward of every micro-batch, to the mean over the global batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import call
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_fn.base.state import DistState
+from accel_fn.base.weights import Weight
+from accel_fn.step.global_mean import GlobalMean, seed_of
+from accel_fn.step.grads import Grads
+from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
+from accel_fn.step.plan import Plan
+from accel_fn.step.report import Report
+
+if TYPE_CHECKING:
+    from accel_fn.step.strategy import Strategy
+
+
+def gradients(
+    strategy: Strategy, plan: Plan, state: DistState, batch: Any
+) -> tuple[DistState, Grads, Report]:
+    """The gradients of the global batch, and the report of its losses."""
+    try:
+        mean, parts, weights = begin(strategy, plan, state, batch)
+        strategy.run(plan, state, mean, parts, weights)
+        grads, report = finish(strategy, plan, state, mean)
+    except BaseException as error:
+        strategy.reset()
+        strategy.parameters.explain(error)
+        raise
+    return state, grads, report
+
+
+def begin(
+    strategy: Strategy, plan: Plan, state: DistState, batch: Any
+) -> tuple[GlobalMean, Parts, Weights]:
+    """Split and weigh the batch, and start the sum of the weights over the ranks."""
+    for parameter in strategy.reachable:
+        parameter.grad = None
+    stop = any(map(call, plan.should_stop))
+    parts, weights, failure = microbatches_or_failure(
+        plan, batch, strategy.parameters.check, retries=strategy.retries
+    )
+    mean = strategy.global_mean(state, weights, failure, stop)
+    parts, weights = strategy.pad(state, mean, parts, weights)
+    # A rank without items still joins every collective, with one micro-batch of weight 0.
+    idle = () if any(weights) or (parts and strategy.pads) else (None,)
+    return mean, (*parts, *idle), (*weights, *[0] * len(idle))
+
+
+def run(
+    strategy: Strategy,
+    plan: Plan,
+    state: DistState,
+    mean: GlobalMean,
+    parts: Parts,
+    weights: Weights,
+) -> None:
+    """Run one micro-batch after the other; the backward of the last averages the gradients of all."""
+    outputs = strategy.checks.watched(partial(strategy.outputs, plan, state))
+    every = [*zip(parts, weights, strict=True)]
+    # If a rank may run out of memory, gradients stay on the ranks until all have voted.
+    num_local = len(every) if strategy.retries else len(every) - 1
+    # Micro-batches of weight 0 come first, so that whatever gradients they leave can be zeroed.
+    num_weightless = [*map(bool, weights), True].index(True)
+
+    def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
+        loss, metrics = outputs(part, weight)
+        mean.add(loss.detach(), metrics, weight)
+        if sends:
+            mean.send()
+        strategy.backward(loss, seed_of(loss, mean.share(weight), state.scaler))
+
+    if num_local:
+        with strategy.no_sync():
+            for index, (part, weight) in enumerate(every[:num_local]):
+                run_one(part, weight)
+                if index < num_weightless:
+                    strategy.zero_gradients()
+    if strategy.retries:
+        if parts[0] is not None:
+            strategy.checks.check_reached()
+        strategy.vote(state)
+    for part, weight in every[num_local:]:
+        run_one(part, weight, sends=not strategy.settles)  # losses travel beside the last backward
+    if strategy.retries or strategy.settles:
+        strategy.settle(state)
+        mean.send()
+
+
+def finish(
+    strategy: Strategy, plan: Plan, state: DistState, mean: GlobalMean
+) -> tuple[Grads, Report]:
+    """Average what is not averaged yet; take the gradients off the parameters, and the mean loss."""
+    strategy.average(state)
+    loss, metrics, total = mean.close()
+    grads = take_gradients(strategy, state, total)
+    extras = mean.extras(plan)
+    return grads, strategy.layout.report(loss, total, metrics=metrics, extras=extras)
+
+
+def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grads:
+    """The gradients, off the parameters, with the factor that undoes the loss scale."""
+    tensors = tuple([parameter.grad for parameter in strategy.trained])
+    strategy.checks.check_gradients(tensors, bool(weight))
+    for parameter in strategy.reachable:
+        parameter.grad = None
+    if state.scaler is None:
+        return Grads(tensors, norm_fn=strategy.norm)
+    is_double = any(each is not None and each.dtype == torch.float64 for each in tensors)
+    dtype = torch.float64 if is_double else torch.float32
+    return Grads(tensors, state.scaler.scale.to(dtype).reciprocal(), norm_fn=strategy.norm)
