@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ os.register_at_fork(  # a worker must not be forked while another thread has bor
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
 )
 _GLOBAL = (torch.default_generator, random, np.random)
+_NUM_BYTES = 625 * 4
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -64,14 +67,55 @@ def held_by(holder: Any) -> list[Any]:
     return [each for each in getattr(holder, "__dict__", {}).values() if isinstance(each, _KINDS)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """NumPy's global state as it lies in memory, and a normal number that is kept for the next call.
+
+    `get_state` and `set_state` take 100 us each, which is more than to read a batch.
+    """
+
+    words: bytes
+    kept: float | None
+
+    @classmethod
+    def taken(cls, memory: Any) -> _Words:
+        """Read the state, and take the normal number away."""
+        words = memory.raw
+        number = np.random.standard_normal()
+        if memory.raw == words:  # nothing was drawn for it
+            return cls(words, number)
+        np.random.standard_normal()  # normal numbers are drawn in pairs: this is the second one
+        memory.raw = words
+        return cls(words, None)
+
+    def set_in(self, memory: Any) -> None:
+        if self.kept is None:
+            memory.raw = self.words
+        else:
+            words = np.frombuffer(self.words, np.uint32)
+            np.random.set_state(("MT19937", words[:-1], int(words[-1]), 1, self.kept))
+
+
+def _numpys_memory() -> Any:
+    """Return the memory of NumPy's global generator: 624 words and a position; None for another kind."""
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # its stub leaves it out
+    if type(bits) is not np.random.MT19937:
+        return None
+    return (ctypes.c_char * _NUM_BYTES).from_address(bits.ctypes.state_address)
+
+
 def _state(generator: Any) -> Any:
+    if generator is np.random and (memory := _numpys_memory()) is not None:
+        return _Words.taken(memory)
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
+    if isinstance(state, _Words):
+        state.set_in(_numpys_memory())
+    elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif hasattr(generator, "setstate"):
         generator.setstate(state)
