@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel_fn as af
+from accel_fn.step.same_on_all_ranks import fingerprints
 from tests.forking import run_worlds
 from tests.processes import launch
 from tests.sim.device import native, recorded
@@ -273,6 +274,14 @@ def test_no_operation_of_a_transform_is_repeated_for_each_parameter(transform, t
         for number in (2, 20)
     )
     assert many == few
+
+
+def test_fingerprints_of_many_tensors_are_read_at_once():
+    tensors = [None, *(torch.full((4,), number, device="sim") for number in range(5))]
+    with recorded() as seen:
+        found = fingerprints(tensors)
+    assert len({*found}) == 6
+    assert len([each for each in seen if each.kind in ("sync", "copy")]) == 1
 
 
 def test_gradients_are_scaled_by_a_number_without_a_wait():
