@@ -9,7 +9,9 @@ import torch
 import accel_fn as af
 from tests.gpu.parts import (
     DEVICE,
+    GUARDS,
     IS_REHEARSAL,
+    TRANSFORMS,
     Stack,
     batches,
     distance,
@@ -18,35 +20,20 @@ from tests.gpu.parts import (
     whole,
 )
 
-TRANSFORMS = {
-    "fp16": lambda: af.with_amp("fp16", init_scale=2.0**10),
-    "bf16": lambda: af.with_amp("bf16"),
-    "accumulate": lambda: af.accumulate(2),
-    "auto": lambda: af.accumulate("auto"),
-    "clip": lambda: af.clip(0.1),
-    "clip_value": lambda: af.clip_value(0.05),
-    "skip_nonfinite": lambda: af.skip_nonfinite(),
-    "skip_spikes": lambda: af.skip_spikes(),
-    "schedule": lambda: af.schedule(lambda num_updates: 0.9**num_updates),
-    "average": lambda: af.average(0.9),
-    "checkpoint": lambda: af.checkpoint_activations(),
-    "checkpoint offload": lambda: af.checkpoint_activations(offload=True),
-    "fsdp": lambda: af.wrap_fsdp(param_dtype=torch.float32),
-    "fsdp offload": lambda: af.wrap_fsdp(offload=True),
-    "reproducible": lambda: af.reproducible(2),
+EVERY = {
+    **TRANSFORMS,
     "compiled": lambda: af.compiled(),
-    "compiled blocks": lambda: af.compiled(scope="blocks"),
-    "compiled step": lambda: af.compiled(scope="step"),
+    "compiled(blocks)": lambda: af.compiled(scope="blocks"),
+    "compiled(step)": lambda: af.compiled(scope="step"),
 }
-MORE = (("fsdp offload", "skip_nonfinite", "schedule"), ("fp16", "clip", "average"))
-GUARDS = {"fp16", "skip_nonfinite", "skip_spikes"}
+MORE = (("fsdp(offload)", "skip_nonfinite", "schedule"), ("fp16", "clip", "average"))
 _TOLERANCE, _TOLERANCE_BF16 = 1e-3, 2e-2
 
 
 def train(device, names, fused):
     model = Stack()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
-    recipe = af.compose(af.place(), *[TRANSFORMS[name]() for name in names])
+    recipe = af.compose(af.place(), *[EVERY[name]() for name in names])
     plan = recipe(af.Plan(mse_and_mae, model, optimizer))
     state, step = af.build(af.init(device=device), plan)
     applied = []
@@ -68,7 +55,7 @@ def compare(names, fused):
 
 
 def main():
-    names = [*TRANSFORMS][:5] if IS_REHEARSAL else [*TRANSFORMS]
+    names = [*EVERY][:5] if IS_REHEARSAL else [*EVERY]
     every = [(), *[(name,) for name in names]]
     every += [] if IS_REHEARSAL else [*itertools.combinations(names, 2), *MORE]
     for fused, chosen in itertools.product((True, False), every):

@@ -1,4 +1,4 @@
-"""What the programs are made of: the device, small models, data, clocks."""
+"""What the programs are made of: the device, transforms, small models, data, clocks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = "cpu" if ACCELERATOR is None else ACCELERATOR.type
 IS_REHEARSAL = DEVICE == "cpu"
 """Without an accelerator the programs run small, to see that they run."""
+
+
+TRANSFORMS: dict[str, Callable[[], af.Transform]] = {
+    "fp16": lambda: af.with_amp("fp16", init_scale=2.0**10),
+    "bf16": lambda: af.with_amp("bf16"),
+    "accumulate(2)": lambda: af.accumulate(2),
+    "accumulate(auto)": lambda: af.accumulate("auto"),
+    "clip": lambda: af.clip(0.1),
+    "clip_value": lambda: af.clip_value(0.05),
+    "skip_nonfinite": lambda: af.skip_nonfinite(),
+    "skip_spikes": lambda: af.skip_spikes(),
+    "schedule": lambda: af.schedule(lambda num_updates: 0.9**num_updates),
+    "average": lambda: af.average(0.9),
+    "checkpoint": lambda: af.checkpoint_activations(),
+    "checkpoint(offload)": lambda: af.checkpoint_activations(offload=True),
+    "fsdp": lambda: af.wrap_fsdp(param_dtype=torch.float32),
+    "fsdp(offload)": lambda: af.wrap_fsdp(offload=True),
+    "reproducible": lambda: af.reproducible(2),
+}
+GUARDS = {"fp16", "skip_nonfinite", "skip_spikes"}
+"""Those that may skip an update."""
 
 
 class Block(nn.Module):

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accel_fn as af
+from tests.gpu.parts import Block
+from tests.gpu.parts import mse_and_mae as loss_fn
 from tests.sim.device import Seen, native, recorded
 
 Transform = Callable[[af.Plan], af.Plan]
@@ -19,15 +20,6 @@ NUM_STEPS, STEADY = 6, 4
 """Steps of a run, and how many of them, at its end, are steady."""
 OVERFLOW = 3
 """The step whose batch is infinite, where updates may be skipped."""
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + torch.tanh(self.linear(self.norm(inputs)))
 
 
 class Net(nn.Module):
@@ -46,12 +38,6 @@ class Net(nn.Module):
 def make_model(dtype: torch.dtype = torch.float64) -> Net:
     torch.manual_seed(0)
     return Net().to(dtype)
-
-
-def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    inputs, targets = batch
-    outputs = model(inputs)
-    return F.mse_loss(outputs, targets), {"mae": (outputs - targets).abs().mean()}
 
 
 def make_batches(number: int = NUM_STEPS, dtype: torch.dtype = torch.float64) -> list[Any]:

@@ -100,7 +100,9 @@ def test_ranks_that_the_script_started_keep_their_device_and_tensors_come_back_t
         here = torch.full((2,), float(rank), device=state.device)
         say(json.dumps({
             "device": [str(state.device), rank],
-            "sum of host": str(af.reduce_sum(torch.ones(2), state).device),
+            "of host": [
+                str(reduce(torch.ones(2), state).device) for reduce in (af.reduce_sum, af.reduce_max)
+            ],
             "sum of device": [str(af.reduce_sum(here, state).device), rank],
             "on main": [str(af.on_main(lambda: {"a": here}, state)["a"].device), rank],
             "gathered": [str(af.gather(here, state).device), rank],
@@ -110,7 +112,7 @@ def test_ranks_that_the_script_started_keep_their_device_and_tensors_come_back_t
     for line in said.splitlines():
         found = json.loads(line)
         rank = found["device"][1]
-        assert found.pop("sum of host") == "cpu"
+        assert found.pop("of host") == ["cpu", "cpu"]
         assert found == {name: [f"sim:{rank}", rank] for name in found}
 
 

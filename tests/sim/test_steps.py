@@ -8,27 +8,14 @@ import pytest
 import torch
 
 import accel_fn as af
+from tests.gpu.parts import GUARDS, TRANSFORMS
 from tests.sim.programs import OPTIMIZERS, STEADY, assert_equal, make_model, train
 
-TRANSFORMS = {
-    "fp16": lambda: af.with_amp("fp16", init_scale=2.0**10),
-    "bf16": lambda: af.with_amp("bf16"),
-    "accumulate(2)": lambda: af.accumulate(2),
-    "accumulate(auto)": lambda: af.accumulate("auto"),
-    "clip": lambda: af.clip(0.1),
-    "clip_value": lambda: af.clip_value(0.05),
-    "skip_nonfinite": lambda: af.skip_nonfinite(),
-    "skip_spikes": lambda: af.skip_spikes(),
-    "schedule": lambda: af.schedule(lambda number: 0.9**number),
-    "average": lambda: af.average(0.9),
+EVERY = {
+    **TRANSFORMS,
     "average.uniform": lambda: af.average.uniform(),
     "freeze": lambda: af.freeze("first", until=3),
-    "checkpoint": lambda: af.checkpoint_activations(),
-    "checkpoint(offload)": lambda: af.checkpoint_activations(offload=True),
-    "fsdp": lambda: af.wrap_fsdp(param_dtype=torch.float32),
-    "fsdp(offload)": lambda: af.wrap_fsdp(offload=True),
     "ddp": lambda: af.wrap_ddp(),
-    "reproducible": lambda: af.reproducible(2),
     "check_replicas": lambda: af.check_replicas(1),
 }
 OFFLOADED = [
@@ -38,12 +25,11 @@ OFFLOADED = [
 ]
 NAMES = [
     (),
-    *((name,) for name in TRANSFORMS),
-    *itertools.combinations(TRANSFORMS, 2),
+    *((name,) for name in EVERY),
+    *itertools.combinations(EVERY, 2),
     *OFFLOADED,
 ]
 NUM_PARAMETERS = len([*make_model().parameters()])
-GUARDS = {"fp16", "skip_nonfinite", "skip_spikes"}
 
 
 def settings(names):
@@ -83,7 +69,7 @@ def named_waits(names, optimizer):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("names", NAMES, ids="+".join)
 def test_a_step_is_that_of_the_cpu_and_waits_where_its_cost_names_it(names, optimizer):
-    transforms = [TRANSFORMS[name]() for name in names]
+    transforms = [EVERY[name]() for name in names]
     options = {"optimizer": optimizer, **settings(names)}
     try:
         expected = train("cpu", transforms, **options)
