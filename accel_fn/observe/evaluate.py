@@ -15,17 +15,19 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, LossError, message
 from accel_fn.observe.metrics import NOTHING, Totals, added, means, totals_of, widest
 from accel_fn.observe.over_loader import (
+    Cut,
     check_loader,
     check_step,
     num_rows,
     over_loader,
     over_parts,
+    parts_of,
     settled,
 )
 from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
 from accel_fn.step.loss_module import Outcome, checked_metrics
 from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, stacked
-from accel_fn.step.microbatches import microbatches
+from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
@@ -108,7 +110,7 @@ def evaluate(
             rule = "be a function (model, batch) -> {name: values} or (loss, metrics)"
             raise ArgumentTypeError(message("evaluate", "metric_fn", rule, metric_fn))
         own = _Own(step, state, metric_fn)
-        looks = over_loader("evaluate", step, loader, state, own.add, progress)
+        looks = over_loader("evaluate", step, loader, state, own.cut_up, own.add, progress)
         totals = {name: total.to_host() for name, total in own.totals.items()}
         return totals, own.has_losses, looks
 
@@ -137,20 +139,25 @@ class _Own:
         self.has_losses = metric_fn is None
         """Does it hold the terms of a loss, whose sum is wanted too?"""
 
-    def add(self, _: object, batch: Any) -> None:
+    def cut_up(self, batch: Any) -> Any:
+        """Cut a batch into micro-batches, those of the plan's loss with their weights."""
+        plan = self._step.plan
+        return microbatches(plan, batch) if self._metric_fn is None else parts_of(plan, batch)
+
+    def add(self, each: Cut) -> None:
         """Add a batch."""
         self._add(NOTHING)  # a rank that has batches but no rows knows no names
         if self._metric_fn is None:
-            self._add_losses(batch)
+            self._add_losses(*each.parts)
         else:
-            over_parts(self._step, self._state, self._metric_fn, batch, self._add_part)
+            over_parts(self._step, self._state, self._metric_fn, each.parts, self._add_part)
 
     def _add(self, found: Totals) -> None:
         self.totals = added(self.totals, found)
 
-    def _add_losses(self, batch: Any) -> None:
+    def _add_losses(self, parts: Parts, weights: Weights) -> None:
         state, plan, strategy = self._state, self._step.plan, self._step.strategy
-        parts, weights = strategy.pad(state, None, *microbatches(plan, batch))
+        parts, weights = strategy.pad(state, None, parts, weights)
         with settled(strategy, state):
             for part, weight in zip(parts, weights, strict=True):
                 outcome = strategy.outputs(plan, state, part, weight)

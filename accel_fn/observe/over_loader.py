@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
 
@@ -24,6 +25,7 @@ from accel_fn.step.checks.first_batches import Looks, looks_of
 from accel_fn.step.loss_module import run_placed
 from accel_fn.step.microbatches import cut
 from accel_fn.step.optimizer_modes import in_eval_mode
+from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 from accel_fn.step.strategy import Strategy
 
@@ -58,10 +60,11 @@ def over_loader(
     step: Step,
     loader: Iterable[Any],
     state: DistState,
-    use: Callable[[list[Any] | None, Any], None],
+    cut_up: Callable[[Any], Any],
+    use: Callable[[Cut], None],
     progress: bool | None,
 ) -> Looks:
-    """Call `use` on every batch of this rank, after the numbers of its samples where it has such.
+    """Call `use` on every batch of this rank, with what `cut_up` made of it.
 
     Afterwards the modes of modules and optimizers, and the global generators, are as they were.
     Returns how the first batch looks where nobody has cut it.
@@ -70,22 +73,28 @@ def over_loader(
     together = step.strategy.pads and state.world_size > 1
     with restored_random(state.device):
         batches = numbered_batches(loader)
+        modes = in_eval_mode(step.plan.optimizers.values())
+        bar = _bar(function, loader, state, progress)
+        module = step.strategy.module  # a loss_fn may be a module too
+
+        def use_and_show(each: Cut) -> None:
+            nonlocal looks
+            if looks is None and state.world_size > 1:
+                looks = looks_of(each.batch)
+            use(each)
+            if shown is not None:
+                shown.update()
+
         try:
-            modes = in_eval_mode(step.plan.optimizers.values())
-            bar = _bar(function, loader, state, progress)
-            module = step.strategy.module  # a loss_fn may be a module too
             with bar as shown, _evaluation_mode(module), modes, torch.no_grad():
-                for numbers, batch in _in_step(function, batches, state) if together else batches:
-                    if looks is None and state.world_size > 1:
-                        looks = looks_of(batch)
-                    use(numbers, batch)
-                    if shown is not None:
-                        shown.update()
+                if together:
+                    _use_in_step(function, batches, state, cut_up, use_and_show)
+                else:
+                    for numbers, batch in batches:
+                        use_and_show(Cut(numbers, batch, cut_up(batch)))
         except Exception:
-            if together:
-                with suppress(Exception):
-                    primitives.exchange_number(_FAILED, state, function)
-            if state.world_size > 1:  # a request of this rank may move items to other ranks
+            # A request of this rank may move items to other ranks. With shards all stop together.
+            if state.world_size > 1 and not together:
                 with suppress(Exception):
                     for _ in batches:
                         pass
@@ -95,36 +104,68 @@ def over_loader(
     return looks or ([], [])
 
 
-def _in_step(
-    function: str, batches: Iterator[Numbered[Any]], state: DistState
-) -> Iterator[Numbered[Any]]:
-    """Yield this rank's batches, and then None for as long as another rank has one.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A batch of this rank, with the numbers of its samples where it has such, and its cut."""
 
-    Shards of parameters are gathered by all ranks, so each must run as many forwards. It ends early
-    where a rank has failed.
+    numbers: list[Any] | None
+    batch: Any
+    parts: Any
+
+
+def _use_in_step(
+    function: str,
+    batches: Iterator[Numbered[Any]],
+    state: DistState,
+    cut_up: Callable[[Any], Any],
+    use: Callable[[Cut], None],
+) -> None:
+    """Call `use` as often on every rank, with None where this rank has no more batches.
+
+    Shards of parameters are gathered by all ranks, so each must run as many forwards. Where a rank
+    has failed, all stop before the next batch.
     """
+    failure: Exception | None = None
     while True:
-        found = next(batches, None)
-        signal = _ENDED if found is None else _READY
-        signals = primitives.exchange_number(signal, state, function)
+        signal = _ENDED
+        try:
+            found = next(batches, None)
+            signal = _ENDED if found is None else _READY
+            numbers, batch = found or (None, None)
+            each = Cut(numbers, batch, cut_up(batch))
+        except Exception as error:
+            failure = failure or error
+        signals = primitives.exchange_number(_FAILED if failure else signal, state, function)
         if _FAILED in signals or _READY not in signals:
-            return
-        yield (None, None) if found is None else found
+            break
+        try:
+            use(each)
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            del failure  # an error that this frame holds would keep the frame, and it the error
+
+
+def parts_of(plan: Plan, batch: Any) -> list[Any]:
+    """Return the micro-batches that may have rows."""
+    return [part for part in cut(plan, batch) if num_rows(part) != 0]
 
 
 def over_parts(
     step: Step,
     state: DistState,
     fn: Callable[[Any, Any], Any],
-    batch: Any,
+    parts: list[Any],
     use: Callable[[Any, Any], None],
 ) -> None:
-    """Call `use` on every micro-batch that has rows and on what `fn(model, micro-batch)` returned."""
+    """Call `use` on every micro-batch and on what `fn(model, micro-batch)` returned for it."""
     plan, strategy = step.plan, step.strategy
-    own = [part for part in cut(plan, batch) if num_rows(part) != 0]
-    parts, weights = strategy.pad(state, None, own, [1] * len(own))
+    padded, weights = strategy.pad(state, None, parts, [1] * len(parts))
     with settled(strategy, state):
-        for part, weight in zip(parts, weights, strict=True):
+        for part, weight in zip(padded, weights, strict=True):
             found = run_placed(state, plan, lambda placed: fn(strategy.model, placed), part)
             if weight:
                 use(part, found)

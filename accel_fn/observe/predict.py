@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +16,13 @@ from accel_fn.comm.collectives import agreed, broadcast
 from accel_fn.comm.gather import flat_rows, join_rows
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 from accel_fn.observe.over_loader import (
+    Cut,
     check_loader,
     check_step,
     num_rows,
     over_loader,
     over_parts,
+    parts_of,
 )
 from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
 from accel_fn.step.plan import Plan
@@ -74,9 +77,10 @@ def predict(
         UserWarning: on the main rank: all ranks have the same first batch.
 
     Cost: a forward and a copy to the host a micro-batch, which waits for the device; with `wrap_fsdp`
-    one small collective a batch beside its own, else none. At the end, once, six small collectives and one
-    all-gather on the host. Each rank has memory for all rows on its host; while they are joined and
-    sorted, for about three times as many.
+    one small collective a batch beside its own, else none. At the end, once, four small collectives and one
+    all-gather on the host; two more and a small broadcast for each tensor of the tree, if a rank has no
+    rows; and what `evaluate` does for buffers. Each rank has memory for all rows on its host;
+    while they are joined and sorted, for about three times as many.
 
     >>> import torch, accel_fn as af
     >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
@@ -96,12 +100,14 @@ def predict(
             rule = "be a function (model, batch) -> tree of rows"
             raise ArgumentTypeError(message("predict", "fn", rule, fn))
 
-        def use(numbers: list[Any] | None, batch: Any) -> None:
-            over_parts(step, state, fn, batch, rows.add)
-            rows.end_batch(numbers, _window(step.plan, batch))
+        def use(each: Cut) -> None:
+            over_parts(step, state, fn, each.parts, rows.add)
+            rows.end_batch(each.numbers, _window(step.plan, each.batch))
 
-        looks = over_loader("predict", step, loader, state, use, progress)
-        return len(rows.batches), rows.are_numbered, looks
+        looks = over_loader(
+            "predict", step, loader, state, partial(parts_of, step.plan), use, progress
+        )
+        return rows.count, rows.are_numbered, looks
 
     with step.strategy.evaluating(step.plan, state, "predict"):
         every = agreed(read, state, "predict")
@@ -153,10 +159,11 @@ class _Rows:
         self.structure: pytree.TreeSpec | None = None
         self.pieces: list[list[Any]] = []
         """The pieces of each leaf, on the host."""
-        self.numbers: list[int] = []
-        """The sample of each row, 0 where it is not known."""
-        self.batches: list[int] = []
-        """The batch of each row; those of a window count one by one."""
+        self.count = 0
+        """The number of rows."""
+        none = torch.empty(0, dtype=torch.int64)
+        self._numbers, self._batches = [none], [none]
+        """The sample of each row, 0 where it is not known, and its batch; a window counts as several."""
         self.are_numbered = True
         self._num_batches = 0
         self._parts: list[tuple[Any, int]] = []
@@ -179,19 +186,20 @@ class _Rows:
         for part, num in self._parts:
             wanted = num_rows(part)
             if numbers is None and wanted is not None:
-                _check_count(num, wanted, "")
+                _check_count(num, wanted, "in a list, None may stand for a row that is missing")
             place = 0 if window is None else next(place for place, each in inside if each is part)
-            self.batches += [self._num_batches + place] * num
+            self._batches.append(torch.full((num,), self._num_batches + place))
             count += num
         if numbers is not None:
             repair = (
                 "where collate_fn leaves samples out or makes several of one, give iter(loader)"
             )
-            _check_count(count, len(numbers), f"; {repair}, whose rows come as they are read")
+            _check_count(count, len(numbers), f"{repair}, whose rows come as they are read")
         if count:
             known = numbers is not None and all(type(each) is int for each in numbers)
             self.are_numbered &= known
-            self.numbers += numbers if known and numbers is not None else [0] * count
+            self._numbers.append(torch.tensor(numbers if known else [0] * count))
+        self.count += count
         self._num_batches += 1 if window is None else len(window)
         self._parts.clear()
 
@@ -226,10 +234,7 @@ class _Rows:
         while self.pieces:  # a column is dropped once it is joined, so one alone is in memory twice
             leaves.append(_cat(self.pieces.pop(0)))
         tree = pytree.tree_unflatten(leaves, self.structure)
-        numbers, batches = (
-            torch.tensor(e, dtype=torch.int64) for e in (self.numbers, self.batches)
-        )
-        return tree, numbers, batches
+        return tree, torch.cat(self._numbers), torch.cat(self._batches)
 
 
 def _common_length(leaves: Sequence[Any]) -> int:
@@ -250,7 +255,7 @@ def _common_length(leaves: Sequence[Any]) -> int:
 def _check_count(num: int, wanted: int, repair: str) -> None:
     if num != wanted:
         rule = f"return one row for each of {wanted} samples"
-        raise ArgumentError(f"predict: fn must {rule}, got {num} rows{repair}")
+        raise ArgumentError(f"predict: fn must {rule}, got {num} rows; {repair}")
 
 
 def _on_host(leaf: Any) -> Any:

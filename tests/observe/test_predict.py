@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import accel_fn as af
 from accel_fn.testing import simulate
+from tests.observe.test_evaluate import Talking
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
 Found = namedtuple("Found", ["rows", "texts"])
@@ -243,7 +244,7 @@ def test_rows_are_compared_with_those_of_a_batch_without_numbers():
     def batches(state):
         return [(torch.ones(3, 1) * state.rank,)]
 
-    text = "predict: fn must return one row for each of 3 samples, got 2 rows$"
+    text = "predict: fn must return one row for each of 3 samples, got 2 rows; in a list, None may"
     refused(lambda model, batch: batch[0][:2], text, loader=batches)
 
 
@@ -384,23 +385,41 @@ def test_a_failure_on_one_rank_is_raised_on_all(data):
     assert "predict: failed on rank 1: OSError('gone')" in first
 
 
-def make_sharded(state):
+def make_sharded(state, *transforms, data=DATA, k=2):
     model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
+    for each in model.parameters():
+        nn.init.constant_(each, 0.1)
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    state, step = af.build(state, af.compose(af.wrap_fsdp(), af.accumulate(2))(plan))
-    return state, step, af.shard_loader(DataLoader(DATA, batch_size=4), state)
+    recipe = af.compose(af.wrap_fsdp(), af.accumulate(k), *transforms)
+    state, step = af.build(state, recipe(plan))
+    return state, step, af.shard_loader(DataLoader(data, batch_size=4), state)
 
 
+def test_it_gathers_the_shards_of_an_average():
+    def run(state):
+        state, step, loader = make_sharded(state, af.average(0.5))
+        for batch in loader:
+            state, _ = step(state, batch)
+        with af.use_average(step):
+            return af.predict(step, loader, state, lambda model, batch: model(batch[0]))
+
+    (expected,) = simulate(run, world_size=1)
+    for found in simulate(run, world_size=2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("data", [DATA, Talking()], ids=["map", "talking"])
+@pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("function", [af.predict, af.evaluate])
 def test_with_shards_a_failure_on_one_rank_ends_all_and_can_be_followed(
-    function, is_late, is_first
+    function, is_late, is_first, k, data
 ):
     """The others gather shards in the forward that this rank leaves."""
 
     def run(state):
-        state, step, loader = make_sharded(state)
+        state, step, loader = make_sharded(state, data=data, k=k)
 
         def fn(model, batch, fails=True):
             if state.rank == 1 and fails and not is_late:
@@ -423,6 +442,28 @@ def test_with_shards_a_failure_on_one_rank_ends_all_and_can_be_followed(
     assert second == "gone"
     text = f"{function.__name__}: failed on rank 1: OSError"
     assert text in first or "FSDP units in the same order, got the end as" in first
+
+
+@pytest.mark.parametrize(
+    "metric_fn", [None, lambda model, batch: {"x": model(batch[0]).squeeze(1)}]
+)
+@pytest.mark.parametrize("function", [af.predict, af.evaluate])
+def test_with_shards_a_batch_that_cannot_be_cut_or_read_ends_all(function, metric_fn):
+    def batches(state, fails_at_reading):
+        yield (torch.ones(4, 1) * state.rank,)
+        if state.rank == 1 and fails_at_reading:
+            raise OSError("gone")
+        yield (torch.ones(4, 1), *([torch.ones(3)] if state.rank == 1 else []))
+
+    def run(state):
+        state, step, _ = make_sharded(state)
+        fn = metric_fn or (rows if function is af.predict else None)
+        for fails_at_reading, text in ((True, "gone"), (False, "tensors of one leading dimension")):
+            with pytest.raises((OSError, ValueError, RuntimeError), match=text):
+                function(step, batches(state, fails_at_reading), state, fn)
+        function(step, [(torch.ones(2, 1) * state.rank,)], state, fn)
+
+    simulate(run, world_size=2)
 
 
 def test_another_number_of_rows_on_one_rank_is_refused_on_all_with_fsdp():
