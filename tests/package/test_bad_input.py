@@ -661,6 +661,7 @@ def test_a_value_that_is_no_state_is_refused(state):
         "grads": lambda: step.grads(state, af.DistState()),
         "update": lambda: step.update(state, grads, report),
         "evaluate": lambda: af.evaluate(step, [BATCH], state),
+        "predict": lambda: af.predict(step, [BATCH], state, lambda model, batch: batch[0]),
         "build": lambda: af.build(state, make_plan()),
     }
     for call in calls.values():

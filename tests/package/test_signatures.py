@@ -40,6 +40,8 @@ SIGNATURES = {
     af.to_device: "tree, state",
     af.autocast: "step, state",
     af.compute_dtype: "plan",
+    af.evaluate: "step, loader, state, metric_fn=None, *, progress=None",
+    af.predict: "step, loader, state, fn, *, progress=None",
     af.save_model: "model, folder, max_shard_size='5GB', *, dtype=None, only=None",
     af.load_model: "model, folder, *, rename=None, strict=True",
     af.whole_state_dict: "model, state",
