@@ -24,9 +24,9 @@ def test_every_choice_alone_is_a_program_that_equals_the_loop_by_hand_or_is_refu
     assert ChosenProgram({**SIMPLE, field: name}).verdict() in {"equal", "refused", "undefined"}
 
 
-@pytest.mark.parametrize(("field", "name"), EVERY)
-def test_a_program_of_one_choice_has_under_forty_lines(field, name):
-    assert len(printed(ChosenProgram({**SIMPLE, field: name}), "").splitlines()) < 40
+def test_a_program_of_one_choice_has_under_forty_lines():
+    programs = [printed(ChosenProgram({**SIMPLE, field: name}), "") for field, name in EVERY]
+    assert [each for each in programs if len(each.splitlines()) >= 40] == []
 
 
 PLANT_AND_HUNT = """

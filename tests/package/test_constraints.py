@@ -53,12 +53,12 @@ def test_torch_and_what_it_needs_on_one_kind_of_machine_are_left_free():
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("asked", [each for each in ASKED if not each.startswith("torch>")])
-def test_every_requirement_has_one_release_that_fits(asked, python):
-    requirement = Requirement(asked)
-    [pin] = pins_of(requirement.name, python)
-    [release] = pin.specifier
-    assert requirement.specifier.contains(release.version)
+def test_every_requirement_has_one_release_that_fits(python):
+    for requirement in map(Requirement, ASKED):
+        if requirement.name != "torch":
+            [pin] = pins_of(requirement.name, python)
+            [release] = pin.specifier
+            assert requirement.specifier.contains(release.version), requirement
 
 
 def test_every_session_but_those_that_choose_their_releases_installs_under_the_constraints():
