@@ -214,9 +214,10 @@ def find_by_counting(
 def check_batch_size(function: str, batch_size: int, world_size: int) -> None:
     """Refuse a batch that does not have a sample for every rank."""
     if batch_size < world_size:
+        ready = ", or batch_size=None where an item is a whole batch" if batch_size == 1 else ""
         raise ArgumentError(
             f"{function}: batch_size={batch_size} must give every one of {world_size} ranks a sample; "
-            f"use batch_size >= {world_size}"
+            f"use batch_size >= {world_size}{ready if function == 'shard_loader' else ''}"
         )
 
 

@@ -297,7 +297,7 @@ DATA = Numbers(12)
     [
         (
             lambda: of(12, batch_size=1),
-            "batch_size=1 must give every one of 2 ranks a sample; use batch_size >= 2",
+            "use batch_size >= 2, or batch_size=None where",
         ),
         (lambda: of(1), "data set must have a sample for every one of 2 ranks, got 1"),
         (lambda: of(0), "data set must have a sample for every one of 2 ranks, got 0"),
