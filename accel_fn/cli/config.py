@@ -137,8 +137,8 @@ def _as_in_file(value: object) -> str:
 
 def _write(output: Path | None, *, ask: bool, force: bool) -> None:
     """Ask the questions, or take the defaults, and write the file."""
+    from accel_fn.launcher.settings.files import render
     from accel_fn.launcher.settings.sources import SETTINGS_FILE
-    from accel_fn.launcher.settings.write_yaml import render
 
     path = output or Path(SETTINGS_FILE)
     if path.exists() and not force:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from accel_fn.cli.config import _prompt, choose_settings
 from accel_fn.launcher.machines.detect import Machine
-from accel_fn.launcher.settings.write_yaml import render
+from accel_fn.launcher.settings.files import render
 from tests.settings import TWO_GPUS, resolved, written
 
 

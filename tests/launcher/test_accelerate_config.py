@@ -9,8 +9,11 @@ import pytest
 
 from accel_fn.launcher.machines.detect import Machine
 from accel_fn.launcher.settings import accelerate_config
-from accel_fn.launcher.settings.accelerate_config import UnusedSettingsWarning
-from accel_fn.launcher.settings.accelerate_keys import SECTIONS, named
+from accel_fn.launcher.settings.accelerate_config import (
+    SECTIONS,
+    UnusedSettingsWarning,
+    spelled_today,
+)
 from tests.settings import PLAIN, TWO_GPUS, refused, resolved, written
 
 WRITTEN = Path(__file__).parent.parent / "cli" / "accelerate"
@@ -196,7 +199,9 @@ def test_every_key_that_accelerate_writes_is_known():
     assert {section for section, _ in asked | options} <= set(SECTIONS)
     assert len(asked) > 50
     unknown = {
-        key for section, key in asked | options if named(section, key) not in SECTIONS[section]
+        key
+        for section, key in asked | options
+        if spelled_today(section, key) not in SECTIONS[section]
     }
     assert not unknown
 

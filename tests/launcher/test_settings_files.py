@@ -7,9 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accel_fn.launcher.settings.read_files import read_yaml
+from accel_fn.launcher.settings.files import read_yaml, render
 from accel_fn.launcher.settings.settings import Settings
-from accel_fn.launcher.settings.write_yaml import render
 from tests.settings import refused, resolved, written
 
 

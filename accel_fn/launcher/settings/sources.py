@@ -150,7 +150,7 @@ def _from_variables(environment: Mapping[str, str]) -> Layer:
 
 def _read(path: Path, *, is_pyproject: bool = False) -> Layer | None:
     """Import the readers only if there is a file: a launch without one starts sooner."""
-    from accel_fn.launcher.settings.read_files import read_pyproject, read_yaml
+    from accel_fn.launcher.settings.files import read_pyproject, read_yaml
 
     return read_pyproject(path) if is_pyproject else read_yaml(path)
 

@@ -1,7 +1,8 @@
-"""Read settings from YAML and TOML, with the line of each."""
+"""Files of settings: read YAML and TOML, with the line of each value; write YAML with comments."""
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -12,8 +13,13 @@ import yaml
 
 from accel_fn.errors import SettingsError, message, shown
 from accel_fn.launcher.settings import accelerate_config
-from accel_fn.launcher.settings.settings import Settings
+from accel_fn.launcher.settings.settings import RULES, Settings
 from accel_fn.launcher.settings.value import Given, Layer, check_names
+
+_HEAD = """\
+# Settings of `accel-fn launch` in this folder and below. A flag or a variable, such as
+# ACCEL_FN_NUM_PROCESSES, goes before a line here. A line that is commented out is left open.
+"""
 
 _SECTION = "[tool.accel_fn]"
 _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
@@ -111,3 +117,24 @@ def _toml_line(text: str, key: str) -> int | None:
         text, max(start, 0)
     )
     return text.count("\n", 0, found.start() + len(found[0])) + 1 if found and start >= 0 else None
+
+
+def render(settings: Settings) -> str:
+    """The text of a file: a line for each setting, commented out if it was not set."""
+    return "\n".join([_HEAD, *(_entry(settings, name) for name in Settings.model_fields)])
+
+
+def _entry(settings: Settings, name: str) -> str:
+    about = f"# {Settings.model_fields[name].description} ({RULES[name].removeprefix('be ')})"
+    mark = "" if name in settings.model_fields_set else "# "
+    return f"{about}\n{mark}{_line(name, getattr(settings, name))}"
+
+
+def _line(name: str, value: object) -> str:
+    if isinstance(value, tuple):
+        return f"{name}: {list(value)}\n"
+    plain = str(value) if isinstance(value, Path) else value
+    # Any bound on the width would fold long paths into several lines; left unescaped, the
+    # line ends of Unicode would be folded when read.
+    readable = str(plain).isprintable()
+    return yaml.safe_dump({name: plain}, allow_unicode=readable, width=math.inf)
