@@ -25,7 +25,6 @@ from accel_fn.cli.output import (
     wrapped,
 )
 from accel_fn.comm.cluster_env import read_task
-from accel_fn.launcher.function.launch import launch
 from accel_fn.launcher.machines.detect import detect
 from accel_fn.launcher.processes.failures import Failure, cause
 from accel_fn.testing.selftest.results import Outcome, RankReport
@@ -102,6 +101,8 @@ def _check_new_world(
     num_processes: int | None, cpu: bool | None, config_file: Path | None, *, as_json: bool
 ) -> list[RankReport]:
     """Start ranks with the settings of a launch; return their reports."""
+    from accel_fn.launcher.function.launch import launch
+
     resolved = resolve_settings({"num_processes": num_processes, "cpu": cpu}, config_file)
     settings = resolved.settings
     if (settings.num_machines or 1) > 1:

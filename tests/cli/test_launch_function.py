@@ -280,8 +280,10 @@ def test_values_are_kept_where_a_rank_ends_badly_after_the_function():
         atexit.register(os._exit, 9)
         return "kept"
 
-    with pytest.warns(RuntimeWarning, match="rank 0 ended with exit code 9 after fn had returned"):
+    text = "rank 0 ended with exit code 9 after fn had returned"
+    with pytest.warns(RuntimeWarning, match=text) as caught:
         assert af.launch(work, num_processes=1) == ["kept"]
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize(

@@ -96,4 +96,4 @@ def test_no_class_of_errors_stands_anywhere_else():
         if any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
     }
     # it is never raised; it is the cause of another error
-    assert found == {"launcher/function/wait.py RankTraceback"}
+    assert found == {"launcher/function/ranks.py RankTraceback"}

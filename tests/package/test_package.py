@@ -93,7 +93,7 @@ DISTRIBUTED = {
     "transforms/ddp/ddp.py": {"torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel"},
     "transforms/fsdp/fsdp.py": {"torch.distributed.fsdp"},
     "testing/simulation.py": {"torch._C._distributed_c10d"},
-    "launcher/function/wait.py": {
+    "launcher/function/ranks.py": {
         "torch._C._distributed_c10d"
     },  # the store of the ranks' rendezvous
     "launcher/processes/agent.py": {

@@ -1,13 +1,37 @@
-"""launch: run a function on every rank of a new world, from Python and notebooks."""
+"""launch: run a function on every rank of a new world, from Python and notebooks.
+
+Torch's `start_processes` cannot do this: it imports the caller's script and torch in each rank before
+variables such as OMP_NUM_THREADS can be set, returns an exception as text, stops the peers of the rank
+that ends first before the cause is known, and does not notice the end of ranks where SIGCHLD is ignored.
+Torch's agent (`torch.distributed.launcher`) leaves its signal handlers behind in the caller's process.
+So `launch` starts the ranks itself. Only the store of their rendezvous is torch's.
+"""
 
 from __future__ import annotations
 
+import inspect
+import linecache
+import os
+import socket
+import sys
+import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never, TypeVar
 
-from accel_fn.errors import ArgumentTypeError, message
+from accel_fn.errors import ArgumentTypeError, WorldError, message
+from accel_fn.launcher.function.child import Call, dumps
+from accel_fn.launcher.function.ranks import run_ranks
+from accel_fn.launcher.machines.cpus import bind_ranks, read_processors
+from accel_fn.launcher.machines.detect import Machine, detect
+from accel_fn.launcher.machines.machines import Machines
+from accel_fn.launcher.plan_launch import check_temporary_folder
+from accel_fn.launcher.processes.environment import launch_variables, rank_variables
+from accel_fn.launcher.settings.setting_checks import check_machine
+from accel_fn.launcher.settings.settings import Settings, check_settings
 
 T = TypeVar("T")
+_HOST = "127.0.0.1"
 
 
 def launch(
@@ -75,18 +99,92 @@ def launch(
     for name, value in dict[str, object](others).items():
         rule, repair = "be an argument of launch", f"for fn, write kwargs={{{name!r}: ...}}"
         raise ArgumentTypeError(message("launch", name, rule, value, repair))
-    from accel_fn.launcher.function.call import call
-
-    return call(
-        fn,
-        args,
-        kwargs or {},
-        num_processes=num_processes,
-        cpu=cpu,
-        gpu_ids=None if gpu_ids is None else tuple(gpu_ids),
-        mixed_precision=mixed_precision,
-        num_microbatches=num_microbatches,
-        wrap=wrap,
-        threads_per_process=threads_per_process,
-        timeout_s=timeout_s,
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        rank, size = os.environ.get("RANK"), os.environ["WORLD_SIZE"]
+        raise WorldError(
+            f"launch: caller must not be a rank of a world itself, got rank {rank} of {size}; "
+            "call fn, and take the state from af.init()"
+        )
+    given = {
+        "num_processes": num_processes,
+        "cpu": cpu,
+        "gpu_ids": None if gpu_ids is None else tuple(gpu_ids),
+        "mixed_precision": mixed_precision,
+        "num_microbatches": num_microbatches,
+        "wrap": wrap,
+        "threads_per_process": threads_per_process,
+        "timeout_s": timeout_s,
+    }
+    where, machine = dict.fromkeys(Settings.model_fields, "launch"), detect()
+    settings = check_settings(
+        {name: each for name, each in given.items() if each is not None}, where
     )
+    check_machine(settings, where, os.environ, machine)
+    check_temporary_folder()
+    call = _pickle(fn, args, kwargs or {})
+    # The port is taken before a rank starts, so no other program can take it in between.
+    with socket.create_server((_HOST, 0)) as listener:
+        variables = _variables(settings, listener.getsockname()[1])
+        return run_ranks(call, variables, _processors(settings, machine), listener)
+
+
+def _pickle(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Pickle the call; if that fails, raise an error that names the argument."""
+    cells = {
+        name: entry
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and not os.path.exists(name)
+    }
+    try:
+        return dumps(Call(fn, args, kwargs, sys.argv, cells))
+    except Exception as error:
+        name, value = _unpicklable(fn, args, kwargs)
+        rule = f"be something that can be pickled ({error})"
+        raise ArgumentTypeError(message("launch", name, rule, value)) from error
+
+
+def _unpicklable(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, Any]:
+    """Find the part of a call that cannot be pickled."""
+    parts = {f"args[{index}]": value for index, value in enumerate(args)}
+    parts |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
+    if inspect.isfunction(fn):
+        used = inspect.getclosurevars(fn)
+        for name, value in {**used.nonlocals, **used.globals}.items():
+            parts[f"fn's {name}"] = value
+    for name, value in parts.items():
+        try:
+            dumps(value)
+        except Exception:
+            return name, value
+    return "fn", fn
+
+
+def _variables(settings: Settings, port: int) -> list[dict[str, str]]:
+    """The variables of each rank: as from `accel-fn launch` and torch's agent on this machine."""
+    machines = Machines(
+        num_machines=1,
+        machine_rank=0,
+        num_local=settings.num_processes or 1,
+        host=_HOST,
+        port=port,
+        backend="static",
+        job=uuid.uuid4().hex,
+        why=defaultdict(lambda: "launch"),
+    )
+    shared = launch_variables(settings, machines, read_processors(), os.environ)
+    ranks = [
+        [*shared, *rank_variables(machines, rank, 0, os.environ)]
+        for rank in range(machines.num_local)
+    ]
+    return [{each.name: each.value for each in rank if each.value is not None} for rank in ranks]
+
+
+def _processors(settings: Settings, machine: Machine) -> list[str]:
+    """The processors of each rank, as `0,1,2`; empty: any."""
+    num_local = settings.num_processes or 1
+    on_cpu = settings.cpu or not machine.num_devices
+    # A rank should be near its accelerator, and only the driver knows where that is.
+    cpus = (bind_ranks(read_processors(), num_local) if on_cpu else None) or [()] * num_local
+    return [",".join(map(str, each)) for each in cpus]

@@ -24,15 +24,8 @@ from accel_fn.launcher.processes.failures import Failure, cause, read_crash
 from accel_fn.launcher.processes.reaper import Reaper, kill_left
 
 _POLL_S, _SETTLE_S, _STOP_WITHIN_S = 0.02, 0.5, 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The variables and processors of one rank."""
-
-    variables: Mapping[str, str]
-    cpus: str
-    """Processors to run on, as `0,1,2`; empty: any."""
+"""A rank that lost a peer often ends before that peer has written its own error, which takes less than
+half a second; ranks get three seconds to save their work after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,31 +60,38 @@ class RankTraceback(Exception):  # noqa: N818 - it is the cause of an error, and
         return f'\n"""\n{self.args[0]}"""'
 
 
-def run_ranks(call: bytes, places: Sequence[Place], listener: socket.socket) -> list[Any]:
-    """Run a pickled call on a rank for each place; return their results in order.
+def run_ranks(
+    call: bytes,
+    variables: Sequence[Mapping[str, str]],
+    cpus: Sequence[str],
+    listener: socket.socket,
+) -> list[Any]:
+    """Run a pickled call on a rank for each set of variables; return the results in rank order.
 
-    If some fail, raise the error of the first once all have ended.
+    If ranks fail, raise the error of the rank that caused it, once all have ended. The socket is
+    that of the rendezvous.
     """
-    reaper = Reaper(places[0].variables["TORCHELASTIC_RUN_ID"])
+    reaper = Reaper(variables[0]["TORCHELASTIC_RUN_ID"])
     folder = reaper.make_folder(tempfile.gettempdir())
     ranks: list[Rank] = []
     try:
         (folder / CALL).write_bytes(call)
-        for number, place in enumerate(places):
-            ranks.append(_start(number, place, folder))
+        for number, own in enumerate(variables):
+            ranks.append(_start(number, own, cpus[number], folder))
+            # One at a time: if this process is killed here, no started rank is left behind.
             reaper.watch([ranks[-1].process.pid])
         failed_at = _wait(ranks, listener)
         if failed_at is not None:
             raise _failure(ranks, failed_at)
-        return [_result(rank) for rank in ranks]
+        # Not a comprehension, which is a frame in some Pythons: `_result` counts frames to warn.
+        return list(map(_result, ranks))
     finally:
         _stop(ranks)
         kill_left([rank.process.pid for rank in ranks], reaper.run_id)
         reaper.finish()
 
 
-def _start(number: int, place: Place, folder: Path) -> Rank:
-    """Start a rank in a new session, so that Ctrl-C on a terminal reaches only the caller."""
+def _start(number: int, variables: Mapping[str, str], cpus: str, folder: Path) -> Rank:
     own = folder / str(number)
     own.mkdir()
     code = (
@@ -99,20 +99,16 @@ def _start(number: int, place: Place, folder: Path) -> Rank:
         "from accel_fn.launcher.function.child import main; main(*sys.argv[1:])"
     )
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", code, str(os.getpid()), place.cpus, str(folder)],
-        env={**os.environ, **place.variables},
+        [sys.executable, "-u", "-c", code, str(os.getpid()), cpus, str(folder)],
+        env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        start_new_session=True,  # Ctrl-C on a terminal reaches the caller alone, which stops the ranks
     )
     return Rank(number, own, process)
 
 
 def _wait(ranks: Sequence[Rank], listener: socket.socket) -> float | None:
-    """Wait until all have ended, or half a second after one has failed; return when it failed.
-
-    The other ranks may write why they fail in that half second. Torch is imported, for its store,
-    when the first rank connects: ranks without a world need no torch.
-    """
+    """Wait until all have ended, or `_SETTLE_S` after one has failed; return when it failed."""
     store, failed_at = None, None
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -121,6 +117,7 @@ def _wait(ranks: Sequence[Rank], listener: socket.socket) -> float | None:
                 failed_at = time.time()
             if failed_at is not None and time.time() > failed_at + _SETTLE_S:
                 return failed_at
+            # Torch is imported, for its store, when a rank connects: many functions need no world.
             if selector.select(_POLL_S) and store is None:
                 selector.unregister(listener)
                 store = _serve(listener)
