@@ -383,9 +383,10 @@ def test_resuming_in_windows_of_a_joined_tail_is_going_on(world_size, k, sizes):
     assert all(simulate(run, world_size=world_size))
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(("size", "word"), [(SIZE - 3, "more"), (SIZE + 5, "fewer")])
-def test_a_length_that_is_not_kept_is_refused(size, word):
-    loader = shard(sampler=Own(globally, size=size), batch_size=3)
+def test_a_length_that_is_not_kept_is_refused(size, word, world_size):
+    loader = shard(world_size, sampler=Own(globally, size=size), batch_size=3)
     with pytest.raises(
         ValueError,
         match=f"sampler must give as many samples as its len, {size}, in every epoch, got {word} in "

@@ -118,14 +118,15 @@ class SamplerBatches:
                 raise self._too_small(tail, number - 1, epoch)
             if self._is_small(batch):
                 if num_given and waiting is None:
+                    if self.cut is not None:  # the sampler ends too early, which _counted refuses
+                        break
                     raise self._too_small(batch, number, epoch)
                 tail = batch
                 continue
             if waiting is not None:
                 yield waiting
             num_given = number + 1
-            waits = number >= first_waiting and isinstance(batch, list)
-            waiting = batch if waits else None
+            waiting = batch if number >= first_waiting and isinstance(batch, list) else None
             if waiting is None:
                 yield batch
         if num_given == 0:
