@@ -13,13 +13,13 @@ from accel_fn.base.state import DistState
 from accel_fn.checkpoint.compare import is_model
 from accel_fn.checkpoint.extras import check_extras
 from accel_fn.checkpoint.format.names import is_name
+from accel_fn.checkpoint.tied_weights import is_expanded
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import local
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, check_folder, message
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
-from accel_fn.step.ties import is_expanded
 
 
 def check_call(

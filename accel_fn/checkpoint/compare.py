@@ -11,16 +11,16 @@ from torch import Tensor
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint.format.manifest import Entry, FrozenEntry, Manifest
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, to_entries
-from accel_fn.step.contents import Contents, key_of, place_of
+from accel_fn.checkpoint.run_state import RunState, key_of, place_of
 
 _NOTHING = "nothing"
 _MODEL = ("model/", "model@")
 Rests = Mapping[str, Mapping[str, Any]]
-"""`Contents.rest`: by step, what is no tensor."""
+"""`RunState.rest`: by step, what is no tensor."""
 
 
 def differences(
-    manifest: Manifest, rests: Rests, contents: Contents, state: DistState
+    manifest: Manifest, rests: Rests, contents: RunState, state: DistState
 ) -> Iterator[str]:
     """List what differs between checkpoint and program, a line each, with both values."""
     compared = (*_MODEL, *misfits(manifest, contents))
@@ -64,7 +64,7 @@ def fitting_extras(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> list[
     return [name for name in extras if name in saved and not _differences_from(name, saved, extras)]
 
 
-def fitting(entries: Mapping[str, Entry | FrozenEntry], contents: Contents) -> dict[str, Tensor]:
+def fitting(entries: Mapping[str, Entry | FrozenEntry], contents: RunState) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in contents.tensors.items()
@@ -72,7 +72,7 @@ def fitting(entries: Mapping[str, Entry | FrozenEntry], contents: Contents) -> d
     }
 
 
-def misfits(manifest: Manifest, contents: Contents) -> dict[str, str]:
+def misfits(manifest: Manifest, contents: RunState) -> dict[str, str]:
     """Select state of transforms that was saved in other tensors: how its entries begin -> a name."""
     return {
         place: function
@@ -87,7 +87,7 @@ def misfits(manifest: Manifest, contents: Contents) -> dict[str, str]:
 
 
 def has_optimizer(
-    manifest: Manifest, contents: Contents, fits: Mapping[str, Tensor], step: str, optimizer: str
+    manifest: Manifest, contents: RunState, fits: Mapping[str, Tensor], step: str, optimizer: str
 ) -> bool:
     """Return whether that step was saved with this optimizer over these parameters, in shapes that fit."""
     saved, here = manifest.plans.get(step, {}), contents.plans[step]
@@ -124,7 +124,7 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
 
 
 def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
-    """List values of `Contents.rest` that no run of this program could have."""
+    """List values of `RunState.rest` that no run of this program could have."""
     for step, rest in saved.items():
         for part, values in rest.items():
             there = here[step][part]

@@ -20,12 +20,12 @@ from accel_fn.base.state import DistState, LossScale, check_state
 from accel_fn.checkpoint.argument_checks import check_plan, check_same
 from accel_fn.checkpoint.compare import listed, unlike
 from accel_fn.checkpoint.format.plain_data import from_plain
+from accel_fn.checkpoint.run_state import HOW, load_optimizer
 from accel_fn.checkpoint.weights.files import INDEX, SINGLE
 from accel_fn.checkpoint.weights.save_load_model import load_model, matching_set
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import is_sharded, shard_like
 from accel_fn.errors import AccelError, ArgumentTypeError, CheckpointError, check_folder, message
-from accel_fn.step.contents import HOW, load_optimizer
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from accel_fn.base.state import DistState
 from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.format.hashing import hash_of_tensor
 from accel_fn.checkpoint.format.manifest import FrozenEntry
+from accel_fn.checkpoint.run_state import RunState, Steps, place_of
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import local, whole
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import ArgumentError, CheckpointError
-from accel_fn.step.contents import Contents, Steps, place_of
 
 _SAMPLE, _MOST_SHOWN = 64, 3
 
@@ -28,7 +28,7 @@ class Hashed(NamedTuple):
     mark: tuple[int, str]
 
 
-def take_frozen(contents: Contents, steps: Steps) -> dict[str, Tensor]:
+def take_frozen(contents: RunState, steps: Steps) -> dict[str, Tensor]:
     """Take the parameters out of the contents that no step of the run trains, or has trained."""
     trained = set[int]().union(*(each.strategy.parameters.required for each in steps.values()))
     return {

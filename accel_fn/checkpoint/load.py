@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from accel_fn.base.optimizer_modes import in_train_mode
 from accel_fn.base.rng import derive_random, random_state, restore_random
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
@@ -31,22 +32,21 @@ from accel_fn.checkpoint.format.names import (
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.regroup import regrouped
-from accel_fn.checkpoint.save import EXTRA
-from accel_fn.checkpoint.schedules import Choice, ResumedSchedules, check_choice
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.primitives import exchange
-from accel_fn.errors import AccelError, CheckpointError, check_flag
-from accel_fn.step.contents import (
-    contents_of,
+from accel_fn.checkpoint.run_state import (
     named_steps,
     notes_of,
     put_back,
+    run_state_of,
     scale_from_dict,
     scale_to_dict,
     targets_for,
     under,
 )
-from accel_fn.step.optimizer_modes import in_train_mode
+from accel_fn.checkpoint.save import EXTRA
+from accel_fn.checkpoint.schedules import Choice, ResumedSchedules, check_choice
+from accel_fn.comm.collectives import all_or_none
+from accel_fn.comm.primitives import exchange
+from accel_fn.errors import AccelError, CheckpointError, check_flag
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class _Loading:
         strict: bool,
         schedule: Choice,
     ) -> None:
-        self._before = contents_of(steps)
+        self._before = run_state_of(steps)
         checks.check_model(self._before.tensors, "load")
         self._path, self._steps, self._state, self._extras = path, steps, state, extras
         self._strict, self._random = strict, random_state(state.device)
@@ -267,7 +267,7 @@ class _Loading:
                 [
                     *compare.unlike(self._buffers, here, "buffers"),
                     *compare.unlike(scale, scale_here, "scaler"),
-                    *compare.unlike_rests(contents_of(self._steps).rest, self._before.rest),
+                    *compare.unlike_rests(run_state_of(self._steps).rest, self._before.rest),
                 ]
             )
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from accel_fn.checkpoint.format.manifest import Manifest
-from accel_fn.step.contents import Contents, key_of, place_of
+from accel_fn.checkpoint.run_state import RunState, key_of, place_of
 
 Rests = Mapping[str, Mapping[str, Any]]
 
 
 def regrouped(
-    manifest: Manifest, rests: Rests, contents: Contents
+    manifest: Manifest, rests: Rests, contents: RunState
 ) -> tuple[Manifest, Rests, list[str]]:
     """Give what was saved to the program's optimizers, if these have other names.
 
@@ -67,7 +67,7 @@ def _misfits(plan: Mapping[str, Any], here: Mapping[str, Any], homes: _Homes) ->
 
 
 def _moved(
-    manifest: Manifest, rests: Rests, contents: Contents, step: str, homes: _Homes
+    manifest: Manifest, rests: Rests, contents: RunState, step: str, homes: _Homes
 ) -> tuple[Manifest, Rests]:
     """Write down what was saved as the program's own optimizers would have saved it."""
     saved, here = rests[step]["optimizers"], contents.rest[step]["optimizers"]

@@ -12,10 +12,10 @@ from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint.argument_checks import check_call
 from accel_fn.checkpoint.format.names import name_of, reading, steps_in
 from accel_fn.checkpoint.load import load
+from accel_fn.checkpoint.run_state import named_steps
 from accel_fn.checkpoint.schedules import Choice, check_choice
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
-from accel_fn.step.contents import named_steps
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)

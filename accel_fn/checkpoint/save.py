@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.rng import random_state
 from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
@@ -27,6 +28,13 @@ from accel_fn.checkpoint.format.plain_data import to_plain
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, plan_parts, to_entries
 from accel_fn.checkpoint.format.write import Share, write_error
 from accel_fn.checkpoint.lock import FolderLock
+from accel_fn.checkpoint.run_state import (
+    RunState,
+    named_steps,
+    notes_of,
+    run_state_of,
+    scale_to_dict,
+)
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import (
@@ -38,14 +46,6 @@ from accel_fn.errors import (
     message,
 )
 from accel_fn.observe.explain import explain
-from accel_fn.step.contents import (
-    Contents,
-    contents_of,
-    named_steps,
-    notes_of,
-    scale_to_dict,
-)
-from accel_fn.step.optimizer_modes import in_eval_mode
 from accel_fn.step.step import Step
 
 EXTRA = "extras/"
@@ -166,15 +166,15 @@ def save(
     return draft.final
 
 
-def _contents(steps: Mapping[str, Step]) -> Contents:
-    contents = contents_of(steps)
+def _contents(steps: Mapping[str, Step]) -> RunState:
+    contents = run_state_of(steps)
     checks.check_model(contents.tensors, "save")
     return contents
 
 
 def _write(
     draft: Draft,
-    contents: Contents,
+    contents: RunState,
     extras: Mapping[str, Any],
     state: DistState,
     notes: dict[str, Any],
@@ -230,7 +230,7 @@ def _put_beside(draft: Draft, state: DistState, beside: Callable[[Path], object]
         sync(path)
 
 
-def _share(state: DistState, contents: Contents, extras: Mapping[str, Any]) -> Share:
+def _share(state: DistState, contents: RunState, extras: Mapping[str, Any]) -> Share:
     own = _own_buffers(contents, state)
     shared = contents.tensors
     if not state.is_main:  # a tensor that is no replica is saved as rank 0 has it
@@ -250,7 +250,7 @@ def _share(state: DistState, contents: Contents, extras: Mapping[str, Any]) -> S
     return Share(state.rank, all_or_none(files, state, "save"), parts)
 
 
-def _own_buffers(contents: Contents, state: DistState) -> dict[str, Tensor]:
+def _own_buffers(contents: RunState, state: DistState) -> dict[str, Tensor]:
     """Select buffers that differ from those of rank 0 in some bit."""
     if state.world_size == 1 or not contents.buffers:
         return {}
@@ -278,7 +278,7 @@ def _frozen_entries(
 def _head(
     state: DistState,
     steps: Mapping[str, Step],
-    contents: Contents,
+    contents: RunState,
     score: float | None,
     left_out: Mapping[str, FrozenEntry],
 ) -> Manifest:

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
+from accel_fn.checkpoint.run_state import Steps, stateful_functions
 from accel_fn.errors import ArgumentError, message
-from accel_fn.step.contents import Steps, stateful_functions
 from accel_fn.transforms.schedule.advance import Schedule, Schedules
 from accel_fn.transforms.schedule.schedule import heeds_metric
 

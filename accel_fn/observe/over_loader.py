@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_fn.base.batch import num_samples
+from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.rng import restored_random
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
@@ -24,7 +25,6 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, messag
 from accel_fn.step.checks.first_batches import Looks, looks_of
 from accel_fn.step.loss_module import run_placed
 from accel_fn.step.microbatches import cut
-from accel_fn.step.optimizer_modes import in_eval_mode
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 from accel_fn.step.strategy import Strategy

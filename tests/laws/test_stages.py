@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import accel_fn as af
 from accel_fn.base.split_batch import split_batch
+from accel_fn.checkpoint.run_state import run_state_of, scale_to_dict
 from accel_fn.comm.dtensor import local
-from accel_fn.step.contents import contents_of, scale_to_dict
 from accel_fn.testing import simulate
 from tests import strategies as ours
 from tests.late import LateEcho
@@ -271,7 +271,7 @@ def bits(value):
 
 def kept(state, step):
     """Return the bits of parameters, optimizer state, stateful slot functions and loss scale."""
-    found = contents_of({"": step})
+    found = run_state_of({"": step})
     return bits({**found.tensors, "rest": found.rest, "scale": scale_to_dict(state.scaler)})
 
 

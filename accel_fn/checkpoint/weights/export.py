@@ -13,10 +13,10 @@ from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
+from accel_fn.checkpoint.run_state import place_of, under
 from accel_fn.checkpoint.weights.entries import Entries, check_dense, check_storable
 from accel_fn.checkpoint.weights.files import write_set
 from accel_fn.errors import ArgumentError, CheckpointError, message
-from accel_fn.step.contents import place_of, under
 
 
 def export_model(

@@ -19,7 +19,7 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Contents of one set of files."""
+    """RunState of one set of files."""
 
     handles: Mapping[str, Any]
     """Key -> the open file that holds it."""

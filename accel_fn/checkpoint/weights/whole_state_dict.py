@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from accel_fn.base.state import DistState, check_state
 from accel_fn.base.unwrap import unwrapped
+from accel_fn.checkpoint.tied_weights import split_tied
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import whole
 from accel_fn.errors import ArgumentTypeError, message
-from accel_fn.step.ties import split_tied
 
 
 def whole_state_dict(model: nn.Module, state: DistState) -> dict[str, Any]:

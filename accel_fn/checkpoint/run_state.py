@@ -1,4 +1,4 @@
-"""The contents of a step in a checkpoint: tensors by name, and the rest as plain data."""
+"""The state of a run that a checkpoint holds: tensors by name, and the rest as plain data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_map_only
 
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.base.unwrap import unwrapped
+from accel_fn.checkpoint.tied_weights import split_tied
 from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.errors import CheckpointError
 from accel_fn.step.plan import Plan, describe
 from accel_fn.step.step import Step
-from accel_fn.step.ties import split_tied
 
 Steps = Mapping[str, Step]
 HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -49,7 +49,7 @@ def notes_of(steps: Steps) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class RunState:
     """Everything of the steps of a run that is the same on all ranks."""
 
     tensors: dict[str, Tensor]
@@ -65,9 +65,9 @@ class Contents:
     """Entries that are no replicas: DDP lets running statistics differ between ranks."""
 
 
-def contents_of(steps: Steps) -> Contents:
+def run_state_of(steps: Steps) -> RunState:
     """Collect what is to be saved, or compared with what was. Tensors are not copied."""
-    found = Contents({}, {}, {}, {}, {}, [])
+    found = RunState({}, {}, {}, {}, {}, [])
     for name, step in steps.items():
         plan = step.plan
         extra_state = _add_model(found, place_of("model", name), unwrapped(plan.model))
@@ -204,7 +204,7 @@ def put_back(
 # -- the model
 
 
-def _add_model(found: Contents, prefix: str, model: nn.Module) -> dict[str, Any]:
+def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]:
     """Add tensors and ties; return what is no tensor."""
     saved = model.state_dict()
     extra_state = {key: each for key, each in saved.items() if not isinstance(each, Tensor)}
@@ -267,7 +267,7 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _add_optimizer(
-    found: Contents, prefix: str, plan: Plan, optimizer: Optimizer
+    found: RunState, prefix: str, plan: Plan, optimizer: Optimizer
 ) -> dict[str, Any]:
     """Add tensors by parameter and key; return the rest of the optimizer's `state_dict`."""
     saved = optimizer.state_dict()
