@@ -48,10 +48,12 @@ def _half_a_window(folder: str | None = None) -> tuple[Accelerator, nn.Module]:
 def worlds() -> str:
     AcceleratorState._reset_state(reset_partial_state=True)
     sizes = everywhere(Accelerator().num_processes)
-    fresh()
+    joined = fresh().num_processes
     count = everywhere(_launched() if rank() == 0 else 0)[0]
-    told = f"`launch --cpu --num_processes 2` is {count} process"
-    return f"{told}; under torchrun, 2 processes are worlds of {sizes[0]} and {sizes[1]}"
+    told = f"`launch --cpu --num_processes 2` is {count} process; under torchrun, `Accelerator()` makes"
+    return (
+        f"{told} worlds of {sizes[0]} and {sizes[1]}, `Accelerator(cpu=True)` a world of {joined}"
+    )
 
 
 def _launched() -> int:
