@@ -115,11 +115,15 @@ class Strategy:
     def _forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
         parts, weights, failure = microbatches_or_failure(plan, batch)
         mean = self.global_mean(state, weights, failure, is_forward=True)
-        with torch.no_grad():
-            parts, weights = self.pad(state, mean, parts, weights)
-            for part, weight in zip(parts, weights, strict=True):
-                mean.add(self.outputs(plan, state, part, weight)[0], {}, weight)
-            self.settle(state)
+        try:
+            with torch.no_grad():
+                parts, weights = self.pad(state, mean, parts, weights)
+                for part, weight in zip(parts, weights, strict=True):
+                    mean.add(self.outputs(plan, state, part, weight)[0], {}, weight)
+                self.settle(state)
+        except BaseException:
+            self.reset()
+            raise
         mean.send()
         return mean.close()[0].sum()
 

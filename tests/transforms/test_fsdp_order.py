@@ -139,20 +139,6 @@ def test_an_evaluation_is_refused_on_all_ranks(metric_fn):
     simulate(run, world_size=2)
 
 
-def test_a_loss_with_collectives_of_its_own_is_refused_alike():
-    """A rank that leaves the order could not join those for another."""
-
-    def loss_fn(state):
-        return lambda model, batch: model(batch).square().mean() + 0 * af.gather(batch, state).sum()
-
-    def run(state):
-        return refusals(state, loss_fn=loss_fn(state))
-
-    for first, second, third in simulate(run, world_size=2):
-        assert "got experts.1 as number 2 on rank 1" in second
-        assert first == third == ""
-
-
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_steps_after_the_first_two_have_three_small_collectives(num_microbatches, reshard):

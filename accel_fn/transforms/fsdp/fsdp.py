@@ -29,10 +29,15 @@ from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import follow_shards
-from accel_fn.transforms.fsdp.shardable import check_optimizer, check_shardable
 from accel_fn.transforms.fsdp.sharded_loss import ShardedLoss
 from accel_fn.transforms.fsdp.unit_order import UnitOrder
-from accel_fn.transforms.fsdp.units import ignored_in, tops_of, units_of
+from accel_fn.transforms.fsdp.units import (
+    check_optimizer,
+    check_shardable,
+    ignored_in,
+    tops_of,
+    units_of,
+)
 
 
 @transform
@@ -227,8 +232,6 @@ class FSDP(Strategy):
             counts = primitives.exchange_number(code, state, "step")
         source = max(range(len(counts)), key=lambda rank: (counts[rank] % 2, counts[rank]))
         most = max(counts) // 2
-        if self.order.is_open:
-            self.reset()  # the pass before has failed
         self.order.begin(torch.is_grad_enabled(), most)
         if min(counts) == 2 * most + counts[source] % 2:
             return parts, weights

@@ -19,8 +19,7 @@ from accel_fn.base.batch import map_tensors
 from accel_fn.comm.dtensor import axes_of, is_sharded
 from accel_fn.errors import LossError
 from accel_fn.step.loss_module import Outcome, loss_module_of
-from accel_fn.transforms.fsdp.ordered_collectives import OrderedGather, OrderedReduce
-from accel_fn.transforms.fsdp.unit_order import UnitOrder
+from accel_fn.transforms.fsdp.unit_order import OrderedGather, OrderedReduce, UnitOrder
 
 _BLOCKS_ALONE = (
     "step: wrap_fsdp must have a loss_fn that uses a block's parameters by calling the block, got one that "
@@ -151,13 +150,12 @@ class ShardedLoss(nn.Module):
         names = {each: name for name, each in loss_module_of(self).model.named_modules()}
         for number, unit in enumerate(self._kinds):
             name = names[unit] or "the model outside of its blocks"
-            records = [*self._group_parameters([unit])]
-            shards = [each for each in unit.parameters() if is_sharded(each)]
-            if not records:
+            if not any(self._group_parameters([unit])):
                 continue
+            shards = [each for each in unit.parameters() if is_sharded(each)]
             shard_axis, *others = axes_of(shards[0])
             replicas = others[0].group if others else None
-            gather = OrderedGather(order, number, name, records)
+            gather = OrderedGather(order, number, name)
             reduce = OrderedReduce(order, number, name, replicas, shard_axis.world_size)
             self._call("set_custom_all_gather", [unit], gather)
             self._call("set_custom_reduce_scatter", [unit], reduce)

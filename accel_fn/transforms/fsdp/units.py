@@ -1,12 +1,18 @@
-"""The FSDP units of a model, by name."""
+"""The FSDP units of a model, by name, and checks of what FSDP cannot shard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
 
 from accel_fn.base.blocks import Blocks, find_blocks, is_container, modules_in
+from accel_fn.comm.dtensor import is_sharded
+from accel_fn.errors import PlanError, message
+
+_WHOLE_ONLY = (Adafactor, Rprop)
+_NOT_FUSED = (SGD, Adagrad)
 
 
 def units_of(model: nn.Module, blocks: Blocks, ignore: Blocks = None) -> dict[str, nn.Module]:
@@ -29,3 +35,71 @@ def tops_of(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         return
     for child_name, child in module.named_children():
         yield from tops_of(child, f"{name}.{child_name}" if name else child_name)
+
+
+def check_shardable(
+    model: nn.Module, units: Mapping[str, nn.Module], ignored: Collection[nn.Parameter]
+) -> None:
+    """Refuse, by name, what FSDP cannot shard, or would only refuse in the first step."""
+    holders: dict[nn.Parameter, tuple[str, str]] = {}
+    first = next(p for p in model.parameters() if p.requires_grad)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in ignored:
+            if parameter.requires_grad:
+                rule = "match modules whose parameters are frozen, since no rank adds up their gradients"
+                repair = "call requires_grad_(False) on the module, or leave it out of ignore"
+                raise PlanError(message("build", "wrap_fsdp(ignore)", rule, name, repair))
+            continue
+        if parameter._backward_hooks:
+            raise PlanError(
+                f"build: wrap_fsdp's model must have no hooks on parameters, which shards replace, got "
+                f"one on {name}; register it after build, on the shard"
+            )
+        holder = max((each for each in units if _is_in(name, each)), key=len)
+        other, elsewhere = holders.setdefault(parameter, (name, holder))
+        alike = parameter.dtype == first.dtype or not parameter.requires_grad
+        whole = not is_sharded(parameter)
+        rules = {
+            "hold parameters whole; build once, with one loss_fn that chooses by the batch": whole,
+            "tie parameters within a block, or outside of all; name other blocks": elsewhere
+            == holder,
+            "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
+            "hold contiguous parameters; make it so": parameter.is_contiguous(),
+            f"train parameters of one dtype, {first.dtype}; convert it": alike,
+        }
+        for told, holds in rules.items():
+            if not holds:
+                rule, repair = told.split("; ")
+                got = name if other == name else f"{other} and {name}"
+                raise PlanError(f"build: wrap_fsdp's model must {rule}, got {got}; {repair}")
+
+
+def _is_in(name: str, unit: str) -> bool:
+    return not unit or name.startswith(f"{unit}.")
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse those of torch's whose update torch cannot compute on shards."""
+    name = type(optimizer).__name__
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if isinstance(optimizer, Muon):
+        rule = "update elements one by one: of a shard of a matrix it computes another update"
+        repair = "use AdamW, for example, or wrap_ddp"
+    elif isinstance(optimizer, _WHOLE_ONLY):
+        rule, repair = "be one that can update shards", "use AdamW, for example"
+    elif fused and isinstance(optimizer, _NOT_FUSED):
+        rule, repair, name = "have a kernel for shards", "leave out fused", f"{name}(fused=True)"
+    else:
+        rule, repair, name = _broken_state(optimizer)
+    if rule:
+        raise PlanError(f"build: wrap_fsdp's optimizer must {rule}, got {name}; {repair}")
+
+
+def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
+    """Rule, repair and shapes of optimizer state that cannot be sharded with its parameter."""
+    for parameter, held in optimizer.state.items():
+        for name, value in held.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                shapes = f"{name!r} of shape {list(value.shape)} for one of {list(parameter.shape)}"
+                return "hold tensors of its parameters' shapes", "make a new optimizer", shapes
+    return "", "", ""
