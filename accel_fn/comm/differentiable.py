@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -116,45 +114,15 @@ def inexact(
             "hold no tensor with a graph where ranks train apart, got one in a loss under local_sgd; use "
             "wrap_ddp or wrap_fsdp, or detach it"
         )
-    if joins_rows and any(map(_lost_graph, tensors)):
+    # The usual recipe puts a rank's own rows back. A tensor that was detached before looks like one
+    # that never had a graph, such as the keys of a momentum encoder.
+    if joins_rows and not torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return (
-            "hold tensors with their graph where a loss is computed, got one under no_grad() or "
-            "detach(), for which rows put back by hand train otherwise on several ranks; gather is "
-            "differentiable: pass the tensor itself, or a clone() of a detached one that needs no gradient"
+            "hold tensors with their graph where a loss is computed, got one under no_grad(), for "
+            "which rows put back by hand train otherwise on several ranks; gather is differentiable: "
+            "call it outside of no_grad(), or pass a detach() of what needs no gradient"
         )
     return ""
-
-
-def _lost_graph(tensor: Tensor) -> bool:
-    """Was it taken out of a graph just for this: by no_grad, or by detach, which shares its memory?"""
-    if tensor.requires_grad or not tensor.is_floating_point():
-        return tensor.requires_grad and not torch.is_grad_enabled()
-    if tensor.layout is not torch.strided:
-        return False
-    storage = tensor.untyped_storage()
-    if torch._C._storage_Use_Count(storage._cdata) <= 2:  # references by `tensor` and by `storage`
-        return False
-    # Only the variables of the callers: all objects of the process would include those that other
-    # threads are still making.
-    return any(
-        each.grad_fn is not None
-        and each.layout is torch.strided
-        and each.untyped_storage().data_ptr() == storage.data_ptr()
-        for each in _callers_tensors()
-    )
-
-
-def _callers_tensors() -> Iterator[Tensor]:
-    """The tensors in the local variables of all callers, and in their lists, tuples and dicts."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        for value in list(frame.f_locals.values()):
-            if type(value) in (list, tuple):
-                members = list(value)
-            else:
-                members = list(value.values()) if type(value) is dict else [value]
-            yield from (each for each in members if issubclass(type(each), Tensor))
-        frame = frame.f_back
 
 
 def detached_in_no_grad(tree: Any) -> Any:

@@ -59,7 +59,7 @@ def gather(tree: T, state: DistState) -> T:
         ValueError: on every rank alike, before any data moves: structures,
             dtypes or trailing dimensions differ, an item cannot be pickled, or a leaf has no rows. In a
             loss under training: beside `accumulate` or `reproducible`, which give it a part of the
-            batch; of a tensor with a graph under `no_grad` or `detach`, or beside `local_sgd`.
+            batch; of a tensor with a graph under `no_grad`, or beside `local_sgd`.
 
     Cost: two small collectives for shapes and lists, then one all-gather for
     tensors on the host and one for those on the device, of world_size times the

@@ -1,8 +1,9 @@
 """Device meshes: the ranks of a world as torch's mesh, and their process groups.
 
 Real processes get torch's own mesh. Torch keeps one table of groups for all threads of a process, so
-groups of simulated ranks are not in it, and their mesh is made by hand. That uses private names of
-torch; tests/step/test_torch_internals.py fails when one of them changes.
+groups of simulated ranks are not in it, and their mesh is made by hand, as is that of a world of one,
+which has no group. It stands here and not in `testing/`, since `wrap_fsdp` makes all of them. It uses
+private names of torch; tests/step/test_torch_internals.py fails when one of them changes.
 """
 
 from __future__ import annotations
