@@ -25,7 +25,7 @@ from accel_fn.base.torch_compile import MODES, without_clock
 from accel_fn.comm.mesh import make_mesh
 from accel_fn.comm.primitives import gather_shards
 from accel_fn.data.streams.read_stream import shown
-from accel_fn.data.workers.lost_workers import lost_workers, make_loader, start_workers
+from accel_fn.data.workers import lost_workers, make_loader, start_workers
 from accel_fn.step import torch_internals
 from accel_fn.step.torch_internals import (
     checkpoint_hook,

@@ -17,7 +17,7 @@ from accel_fn.data.borrowed_rng import seed_process
 from accel_fn.data.collate import Collate, ReadyBatch
 from accel_fn.data.seed_samples import reading
 from accel_fn.data.set_epoch import InEpoch, nested
-from accel_fn.data.workers.progress import Progress
+from accel_fn.data.workers import Progress
 
 _SHOWN = 8  # samples that an error lists
 

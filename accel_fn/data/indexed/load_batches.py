@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data._utils.worker import WorkerInfo
 
-from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher
-from accel_fn.data.indexed.part_pool import PartPool
+from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher, listed
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import mix
-from accel_fn.data.workers.lost_workers import worker_error
-from accel_fn.data.workers.pool import IdlePools
+from accel_fn.data.workers import IdlePools, Progress, WorkerPool, make_loader, worker_error
 
 _KEPT = (
     "num_workers",
@@ -42,7 +42,7 @@ class Loading:
         kept = {name: getattr(loader, name) for name in _KEPT}
         self._options: dict[str, Any] = {**kept, "pin_memory": self._pins}
         self._pools = IdlePools(
-            partial(PartPool, self._fetcher, self._options), loader.persistent_workers
+            partial(_PartWorkers, self._fetcher, self._options), loader.persistent_workers
         )
 
     def batches(
@@ -120,3 +120,87 @@ def _can_pin() -> bool:
     """Is there an accelerator with pinned memory? Without one, torch does not pin either."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device is not None and device.type != "mps"
+
+
+class _PartWorkers(WorkerPool):
+    """Worker processes that read the batch of each part."""
+
+    def __init__(self, fetcher: Fetcher, options: dict[str, Any]) -> None:
+        progress = Progress(options["num_workers"])
+        self._parts = _PartSampler(progress)
+        self._generator = torch.Generator()
+        loader = make_loader(
+            fetcher.noting(progress),
+            sampler=self._parts,
+            generator=self._generator,
+            **{**options, "worker_init_fn": _WorkerInit(options["worker_init_fn"])},
+        )
+        super().__init__(loader, self._parts.where)
+
+    def read(self, parts: Iterable[Part], seed: int) -> Iterator[Any]:
+        """Yield the batch of each part, in order; workers take parts ahead of time."""
+        self._parts.start(parts)
+        self._generator.manual_seed(seed)
+        self.start()
+        for batch in self.items():
+            self._parts.forget_oldest()
+            yield batch
+
+    def drop_rest(self) -> None:
+        # without parts, workers read nothing more; what they have read, torch drops at the next pass
+        self._parts.start(())
+
+
+class _PartSampler(Sampler[Any]):
+    """Gives the loader the parts of the current pass, once."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        # parts that were taken and not read yet, oldest first
+        self.pending: dict[int | None, Part] = {}
+        self.start(())
+
+    def start(self, parts: Iterable[Part]) -> None:
+        self._parts = iter(parts)
+        self.pending.clear()
+
+    def forget_oldest(self) -> None:
+        del self.pending[next(iter(self.pending))]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        part = next(self._parts).listed()
+        self.pending[part.batch] = part
+        return part
+
+    def where(self, worker: int) -> str:
+        """Describe what a worker is reading; empty if unknown."""
+        number, place = self._progress.of(worker) or (None, -1)
+        part = self.pending.get(number)
+        if part is None:
+            return ""
+        numbers: Any = part.numbers
+        samples = f"sample {numbers[place]}" if place >= 0 else f"samples {listed(numbers)}"
+        return f" in {samples} of batch {number} of epoch {part.epoch or 0}"
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerInit:
+    """Makes `get_worker_info` show the user's data set, then calls the user's worker_init_fn.
+
+    Which worker a data set takes itself for is a private global of torch.
+    """
+
+    fn: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        data: Any = info.dataset
+        _torch_worker._worker_info = WorkerInfo(
+            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=data.dataset
+        )
+        if self.fn is not None:
+            self.fn(worker)

@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel_fn.data.order import mix
 from accel_fn.data.streams.read_stream import WorkerInit, WorkerStream
-from accel_fn.data.workers.lost_workers import make_loader, worker_error
-from accel_fn.data.workers.pool import IdlePools, WorkerPool
-from accel_fn.data.workers.progress import Progress
+from accel_fn.data.workers import IdlePools, Progress, WorkerPool, make_loader, worker_error
 
 # Simulated ranks are threads: a worker that one of them forks while another forks its own would
 # hold the pipe by which that other is known to have ended, and locks that were held meanwhile.

@@ -22,7 +22,7 @@ from accel_fn.data.borrowed_rng import Generators
 from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.data.set_epoch import InEpoch
-from accel_fn.data.workers.progress import Progress
+from accel_fn.data.workers import Progress
 
 _BLOCK = 1024
 _INFO_LOCK = threading.RLock()  # simulated ranks are threads that share torch's global

@@ -26,7 +26,7 @@ from accel_fn.data.streams.rebalance import rebalanced_parts
 from accel_fn.data.streams.round_robin import RoundRobinStream, until_end
 from accel_fn.data.streams.split import HeldItems, ShardStream, Split
 from accel_fn.data.streams.stream_options import StreamOptions, read_stream_options
-from accel_fn.data.workers.lost_workers import identity
+from accel_fn.data.workers import identity
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
 
 SPLITS = ("auto", "round_robin", "workers")

@@ -1,4 +1,4 @@
-"""DataLoader workers that died: raise it where the loop waits for a batch, with worker, signal and sample.
+"""Worker processes of loaders: pools of them, what each one reads, and the error when one has died.
 
 Torch alone raises in the main thread wherever that is when a worker dies, in the middle of a step
 too, and names no sample. Every part of the watching here guards a fault that a test shows:
@@ -11,17 +11,19 @@ from __future__ import annotations
 import os
 import select
 import signal
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import current_process, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as _torch_worker
 
@@ -46,7 +48,7 @@ def make_loader(
 
 
 def identity(batch: Any) -> Any:
-    """Return it: a collate_fn for items that are batches already."""
+    """Return the batch: a collate_fn for items that are batches already."""
     return batch
 
 
@@ -59,6 +61,7 @@ def start_workers(loader: DataLoader[Any]) -> Any:
             raise worker_error(str(error).strip()) from error
         raise
     if getattr(running, "_worker_pids_set", False):
+        # Without their ids, torch's handler of SIGCHLD raises nothing in the middle of a step.
         signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
         running._worker_pids_set = False
         _end_partial_messages(running)
@@ -66,7 +69,8 @@ def start_workers(loader: DataLoader[Any]) -> Any:
 
 
 def _end_partial_messages(running: Any) -> None:
-    """Raise EOFError where a worker died in the middle of sending, else the read would never return."""
+    """Raise EOFError if a worker died in the middle of sending; the read would never return."""
+    # All workers write into one pipe, which the living ones keep open: no end of file is seen.
     reader, workers = running._worker_result_queue._reader, running._workers
     arriving = select.poll()
     arriving.register(reader.fileno(), select.POLLIN)
@@ -103,9 +107,8 @@ class _Watchdog:
         main = parent_process()
         assert main is not None
         if isinstance(current_process(), ForkServerProcess):
-            return (
-                main.is_alive()
-            )  # forked workers cannot use it: they hold its pipe open for each other
+            return main.is_alive()
+        # Forked workers hold the pipe behind `is_alive` open for each other, so it shows nothing.
         return os.getppid() == main.pid
 
 
@@ -124,6 +127,7 @@ def lost_workers(
             if worker.sentinel in ended:
                 worker.join(_PATIENCE_S)
     is_open = not getattr(running, "_shutdown", True)
+    # A worker of a stream ends by itself, with exit code 0, when its part of the stream ends.
     may_end = isinstance(getattr(running, "_dataset", None), IterableDataset)
     return ", ".join(
         f"worker {number} (process {worker.pid}) {_ending(worker.exitcode)}{where(number)}"
@@ -145,3 +149,105 @@ def _ending(exit_code: int | None) -> str:
     if exit_code is None or exit_code >= 0:
         return f"ended with exit code {exit_code}"
     return f"killed by {signal.Signals(-exit_code).name}"
+
+
+class WorkerPool:
+    """The workers of one DataLoader, for one pass at a time; `where` is the batch that one is reading."""
+
+    def __init__(self, loader: DataLoader[Any], where: Callable[[int], str]) -> None:
+        self.loader = loader
+        self._where = where
+        self._running: Any = None
+
+    def start(self) -> None:
+        """Begin a pass. Ends what was begun before."""
+        self._running = start_workers(self.loader)
+
+    def items(self) -> Iterator[Any]:
+        """Yield what the loader gives in this pass."""
+        while True:
+            try:
+                item = next(self._running)
+            except StopIteration as end:
+                if end.args:  # a worker's error, which torch raises again; not the end
+                    raise RuntimeError(*end.args) from end
+                return
+            except Exception as error:
+                if hasattr(self._running, "_workers"):
+                    # An error that is kept holds torch's frames, and these hold the workers.
+                    traceback.clear_frames(error.__traceback__)
+                raise
+            yield item
+
+    def drop_rest(self) -> None:
+        """Drop what is left to read; the workers stay for the next pass."""
+
+    def close(self) -> None:
+        """End the workers. Python might not: an error that is kept would keep them."""
+        self.drop_rest()
+        if hasattr(self._running, "_workers"):
+            self._running._shutdown_workers()
+        self._running = None
+
+    def lost(self, *, after: Exception | None = None) -> str:
+        """List the workers that have died, as `lost_workers` does."""
+        return lost_workers(self._running, self._where, after=after)
+
+
+Pool = TypeVar("Pool", bound=WorkerPool)
+
+
+class IdlePools(Generic[Pool]):
+    """The pools of persistent workers that no pass uses: passes at the same time have one each."""
+
+    def __init__(self, make: Callable[[], Pool], is_persistent: bool) -> None:
+        self._make = make
+        self._is_persistent = is_persistent
+        self._idle: list[Pool] = []
+
+    def take(self) -> Pool:
+        """Return one whose workers live, or a new one."""
+        while self._idle:
+            pool = self._idle.pop()
+            if not pool.lost():
+                return pool
+            pool.close()
+        return self._make()
+
+    def give_back(self, pool: Pool, *, failed: bool) -> None:
+        """After a pass: keep it for the next one, or end its workers."""
+        if self._is_persistent and not failed and not pool.lost():
+            pool.drop_rest()
+            self._idle.append(pool)
+        else:
+            pool.close()
+
+
+class Progress:
+    """Holds for each worker the numbers of a batch and of a sample in it, -1 for none."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._rows = torch.full((num_workers, 2), -1)
+        self._rows.share_memory_()  # type: ignore[no-untyped-call]
+
+    def begin(self, number: int) -> None:
+        """This worker starts to read batch `number`."""
+        self._row()[:] = number, -1
+
+    def at(self, place: int) -> None:
+        """It reads the sample at that place of the batch."""
+        self._row()[1] = place
+
+    def end(self) -> None:
+        """It has read the batch."""
+        self._row()[0] = -1
+
+    def _row(self) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return self._rows.numpy()[info.id]  # set in a tenth of a tensor's time
+
+    def of(self, worker: int) -> tuple[int, int] | None:
+        """Return the batch and the place in it that a worker reads; None between batches."""
+        number, place = self._rows[worker].tolist()
+        return None if number < 0 else (number, place)
