@@ -171,6 +171,7 @@ _READING = """
 """
 
 
+@pytest.mark.slow
 def test_what_workers_draw_continues_where_a_run_was_killed(tmp_path):
     """The run is killed in the second epoch of three, while a worker reads ahead."""
 

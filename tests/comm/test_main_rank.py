@@ -206,6 +206,7 @@ with af.distributed(device="cpu") as state:
 """
 
 
+@pytest.mark.slow
 def test_processes_follow_their_main_rank(tmp_path):
     launch(
         IN_PROCESSES.format(folder=str(tmp_path)),

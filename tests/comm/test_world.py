@@ -335,6 +335,7 @@ def test_two_states_and_worlds_one_after_the_other_are_usable():
     )
 
 
+@pytest.mark.slow
 def test_a_block_leaves_its_world_and_another_can_follow():
     launch(
         """
@@ -384,6 +385,7 @@ def test_a_state_whose_world_was_left_is_refused():
     )
 
 
+@pytest.mark.slow
 def test_a_world_that_the_script_has_joined_itself_is_taken_over():
     launch(
         """
@@ -401,6 +403,7 @@ def test_a_world_that_the_script_has_joined_itself_is_taken_over():
     )
 
 
+@pytest.mark.slow
 def test_a_world_that_mp_spawn_started_is_taken_over(tmp_path):
     script = tmp_path / "spawned.py"
     script.write_text(

@@ -12,6 +12,7 @@ import accel_fn as af
 from accel_fn.base.blocks import find_blocks
 from accel_fn.testing import simulate
 from tests import strategies as ours
+from tests.cases import pinned
 from tests.stacks import (
     CHOICES,
     LAYERS,
@@ -28,8 +29,15 @@ from tests.stacks import (
 pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
 
 
-@pytest.mark.parametrize("blocks", [blocks for blocks, _ in CHOICES], ids=str)
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("blocks", "reshard"),
+    pinned(
+        [(None, True), ((Block, nn.Linear), True)],
+        [blocks for blocks, _ in CHOICES],
+        [True, False],
+    ),
+    ids=str,
+)
 def test_any_choice_of_blocks_trains_the_same(blocks, reshard):
     wrap = af.wrap_fsdp(blocks=blocks, reshard_after_forward=reshard)
     assert_trains_as_alone(af.compose(wrap, af.accumulate(2)))

@@ -90,6 +90,7 @@ say(first, "got experts.1 as number 2 on rank 1" in second, third)
 """
 
 
+@pytest.mark.slow
 def test_processes_raise_alike_and_go_on():
     launch(SCRIPT, expect=[" True "] * 2)
 
@@ -139,8 +140,7 @@ def test_an_evaluation_is_refused_on_all_ranks(metric_fn):
     simulate(run, world_size=2)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("num_microbatches", "reshard"), [(1, False), (2, True)])
 def test_steps_after_the_first_two_have_three_small_collectives(num_microbatches, reshard):
     """Of weights, of what has been run, and of losses."""
 

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import accel_fn as af
 from accel_fn.testing import simulate
+from tests.cases import pinned
 
 
 class Model(nn.Module):
@@ -73,10 +74,20 @@ def made():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("goes_first", [True, False])
-@pytest.mark.parametrize("penalty", [*ALWAYS_EXACT, *OF_BLOCKS], ids=lambda fn: fn.__name__)
+PINS = [
+    *[(penalty, False, True, 2) for penalty in (*ALWAYS_EXACT, *OF_BLOCKS)],
+    *[(penalty, False, False, 1) for penalty in OF_BLOCKS],
+    (outside_of_blocks, True, False, 1),
+    (all_parameters, True, True, 1),
+    (all_parameters, True, False, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("penalty", "goes_first", "reshard", "k"),
+    pinned(PINS, [*ALWAYS_EXACT, *OF_BLOCKS], [True, False], [True, False], [1, 2]),
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
 def test_a_penalty_is_exact_or_refused_on_all_ranks(penalty, goes_first, reshard, k):
     def loss_fn(model, x):
         early = penalty(model) if goes_first else 0.0

@@ -65,7 +65,7 @@ OTHERS = ["ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RM
 )
 def test_optimizers_of_torch_update_shards_as_they_update_all(kind, foreach):
     make = lambda parameters: getattr(torch.optim, kind)(parameters, lr=0.01, foreach=foreach)
-    assert_trains_as_alone(af.wrap_fsdp(), 3, optimizer=make)
+    assert_trains_as_alone(af.wrap_fsdp(), 2, optimizer=make)
 
 
 def test_the_optimizer_points_at_the_parameters_of_the_model():

@@ -54,7 +54,8 @@ def train(state, recipe, limit):
     return [tensors, drawn, told_by(state.scaler)], counts
 
 
-@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 4])
 def test_ranks_that_had_room_do_it_again_as_well(num_processes):
     """Only the last rank runs out of memory."""
     lines = launch(SCRIPT, num_processes=num_processes).splitlines()
