@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_fn.cli.env import _lines
-from accel_fn.launcher import env_report
+from accel_fn.cli import env as command
 from tests.cli.commands import ROOT, run_command
 
 
@@ -84,18 +83,18 @@ def test_a_torch_that_crashes_or_hangs_is_a_line_too(tmp_path, monkeypatch):
         path.chmod(0o755)
         return str(path)
 
-    assert env_report.probe_torch(python("kill -SEGV $$")) == {"error": "signal 11"}
-    monkeypatch.setattr(env_report, "_TORCH_WITHIN_S", 0.2)
-    assert env_report.probe_torch(python("exec sleep 5")) == {"error": "no answer within 0.2 s"}
+    assert command.probe_torch(python("kill -SEGV $$")) == {"error": "signal 11"}
+    monkeypatch.setattr(command, "_TORCH_WITHIN_S", 0.2)
+    assert command.probe_torch(python("exec sleep 5")) == {"error": "no answer within 0.2 s"}
 
 
 def test_a_part_that_cannot_be_found_out_is_its_error(monkeypatch):
     def refuse():
         raise PermissionError("no /proc here")
 
-    monkeypatch.setattr(env_report, "_processor", refuse)
-    monkeypatch.setattr(env_report, "probe_torch", dict)
-    found = env_report.collect({})
+    monkeypatch.setattr(command, "_processor", refuse)
+    monkeypatch.setattr(command, "probe_torch", dict)
+    found = command.collect({})
     assert found["processor"] == {"error": "PermissionError('no /proc here')"}
     assert found["memory"]["total"] > 0
 
@@ -108,7 +107,7 @@ def test_the_report_is_printed_in_80_columns_with_hanging_indents():
         "network_interfaces": [],
         "variables": {"OMP_NUM_THREADS": "1"},
     }
-    lines = list(_lines(report))
+    lines = list(command._lines(report))
     assert lines[0] == "requirements"
     assert lines[1].splitlines()[0].startswith("  examples                     package0 1.0, ")
     assert lines[1].splitlines()[1].startswith(" " * 31 + "package")
