@@ -10,7 +10,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -26,8 +25,7 @@ from accel_fn.cli.output import (
 )
 from accel_fn.comm.cluster_env import read_task
 from accel_fn.launcher.machines.detect import detect
-from accel_fn.launcher.processes.failures import Failure, cause
-from accel_fn.testing.selftest.results import Outcome, RankReport
+from accel_fn.testing.outcomes import Outcome, RankReport, merge
 
 _TIMEOUT_S, _POLL_S = 60.0, 0.1
 _HEADINGS = "verdict   largest   bound  promise"
@@ -66,17 +64,17 @@ def test(
             reports, prints = _check_this_world(as_json=as_json)
         else:
             reports = _check_new_world(num_processes, cpu, config_file, as_json=as_json)
-    accept = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
+    merged = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
     if prints:
-        (_print_as_json if as_json else _print_summary)(reports[0], accept)
-    sys.exit(0 if all(verdict.holds for verdict in accept) else 1)
+        (_print_as_json if as_json else _print_summary)(reports[0], merged)
+    sys.exit(0 if all(verdict.holds for verdict in merged) else 1)
 
 
 def _check_this_world(*, as_json: bool) -> tuple[list[RankReport], bool]:
     """Check the world that this process is a rank of; return all reports, and if this is rank 0."""
     from accel_fn.comm.primitives import exchange
     from accel_fn.comm.world import init
-    from accel_fn.testing.selftest.check_world import check_promises
+    from accel_fn.testing.promises import check_promises
 
     state = init()
     report = check_promises(state)
@@ -92,7 +90,7 @@ def _check_this_world(*, as_json: bool) -> tuple[list[RankReport], bool]:
 
 
 def _check_in_rank(folder: str) -> RankReport:
-    from accel_fn.testing.selftest.check_world import check_this_rank
+    from accel_fn.testing.promises import check_this_rank
 
     return check_this_rank(folder)
 
@@ -161,27 +159,13 @@ def _read_outcomes(file: Path) -> list[Outcome]:
     return [Outcome(**json.loads(line)) for line in text.split("\n")[:-1]]
 
 
-def merge(ranks: Sequence[Outcome]) -> Outcome:
-    """Merge the outcomes of one promise on all ranks; the error is that of the rank that caused it."""
-    failed = {rank: outcome for rank, outcome in enumerate(ranks) if outcome.error}
-    if failed:
-        failures = [
-            Failure(rank, "", 0, 1, outcome.time, exception=outcome.error)
-            for rank, outcome in failed.items()
-        ]
-        return failed[cause(failures).rank]
-    found = [outcome.largest for outcome in ranks if outcome.largest is not None]
-    largest = math.nan if any(map(math.isnan, found)) else max(found)
-    return replace(ranks[0], largest=largest)
-
-
-def _print_as_json(report: RankReport, accept: Sequence[Outcome]) -> None:
+def _print_as_json(report: RankReport, merged: Sequence[Outcome]) -> None:
     def number(value: float | None) -> float | str | None:  # JSON has no infinity and no NaN
         return value if value is None or math.isfinite(value) else str(value)
 
     print_json(
         {
-            "holds": all(verdict.holds for verdict in accept),
+            "holds": all(verdict.holds for verdict in merged),
             "num_processes": report.world_size,
             "device": report.device,
             "backend": report.backend,
@@ -194,7 +178,7 @@ def _print_as_json(report: RankReport, accept: Sequence[Outcome]) -> None:
                     "error": each.error,
                     "traceback": each.traceback,
                 }
-                for each in accept
+                for each in merged
             ],
         }
     )
@@ -210,12 +194,12 @@ def _print_row(verdict: Outcome) -> None:
         click.echo(wrapped(_HANGING, verdict.error.splitlines()[-1]))
 
 
-def _print_summary(report: RankReport, accept: Sequence[Outcome]) -> None:
+def _print_summary(report: RankReport, merged: Sequence[Outcome]) -> None:
     ranks = f"{report.world_size} ranks" if report.world_size > 1 else "1 rank"
-    num_held = sum(verdict.holds for verdict in accept)
+    num_held = sum(verdict.holds for verdict in merged)
     where = f"{ranks}, {report.device}, backend {report.backend}"
-    click.echo(f"{num_held} of {len(accept)} promises hold on {where}")
-    for verdict in accept:
+    click.echo(f"{num_held} of {len(merged)} promises hold on {where}")
+    for verdict in merged:
         if verdict.traceback:
             click.echo(verdict.traceback, err=True)
     if report.world_size == 1:

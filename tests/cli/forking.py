@@ -24,7 +24,7 @@ _LOADED = (
     "launcher.settings.sources",
     "observe.estimate_memory",
     "observe.explain",
-    "testing.selftest.check_world",
+    "testing.promises",
     "transforms.ddp.ddp",
 )
 

@@ -12,16 +12,14 @@ import torch
 
 import accel_fn as af
 from accel_fn.base import weights
-from accel_fn.cli.test import merge
 from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.step import grads as grads_module
-from accel_fn.step import metric_sums, update
+from accel_fn.step import loop, metric_sums, update
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.strategy import Strategy
-from accel_fn.testing import simulate
-from accel_fn.testing.selftest import comm_checks
-from accel_fn.testing.selftest.check_world import check_promises
-from accel_fn.testing.selftest.results import NOT_RUN, Outcome
+from accel_fn.testing import promises, simulate
+from accel_fn.testing.outcomes import NOT_RUN, Outcome, merge
+from accel_fn.testing.promises import check_promises
 from accel_fn.transforms import clip
 from accel_fn.transforms.ddp import ddp
 from accel_fn.transforms.fsdp import fsdp
@@ -61,12 +59,12 @@ def test_a_mean_of_means_is_found(monkeypatch):
 
 
 def test_gradients_that_are_wrong_by_a_factor_are_found(monkeypatch):
-    take = Strategy._take
+    take_gradients = loop.take_gradients
 
     def doubled(strategy, state, weight):
-        return take(strategy, state, weight).scaled(2.0)
+        return take_gradients(strategy, state, weight).scaled(2.0)
 
-    monkeypatch.setattr(Strategy, "_take", doubled)
+    monkeypatch.setattr(loop, "take_gradients", doubled)
     assert broken() >= TRAINING
 
 
@@ -149,7 +147,7 @@ def test_a_rank_that_reads_another_ranks_part_is_found(monkeypatch):
     monkeypatch.setattr(
         IndexedSource,
         "__init__",
-        lambda source, loader, order, rank: init(source, loader, order, 0),
+        lambda source, loader, order, rank, *sizes: init(source, loader, order, 0, *sizes),
     )
     found = broken()
     assert "shards partition every epoch, in one order" in found
@@ -162,13 +160,13 @@ def test_a_run_that_starts_over_is_found(monkeypatch):
 
 
 def test_rows_that_are_not_gathered_are_found(monkeypatch):
-    monkeypatch.setattr(comm_checks, "gather", lambda tree, state: tree)
+    monkeypatch.setattr(promises, "gather", lambda tree, state: tree)
     assert broken() == {"gather gives the order of the data set"}
 
 
 def test_a_mean_without_weights_is_found(monkeypatch):
-    mean = comm_checks.reduce_mean
-    monkeypatch.setattr(comm_checks, "reduce_mean", lambda tree, state, weight: mean(tree, state))
+    mean = promises.reduce_mean
+    monkeypatch.setattr(promises, "reduce_mean", lambda tree, state, weight: mean(tree, state))
     assert broken() == {"reduce and broadcast give what one process has"}
 
 
@@ -232,19 +230,18 @@ def test_a_row_is_printed_as_each_promise_ends(tmp_path):
     """In a copy of the package, the last check waits until the rows before it have been read."""
     code = """
         import pathlib, sys, time
-        from accel_fn.testing.selftest import check_world, laws
+        from accel_fn.testing import promises
         from accel_fn.cli import test
 
         def check(state):
             while not pathlib.Path("read").exists(): time.sleep(0.02)
             return 0.0
 
-        def promises(state):
-            return [laws.Promise("at once", 0.0, lambda state: 0.0), laws.Promise("late", 0.0, check)]
-
         def in_rank(folder):
-            check_world.promises = promises
-            return check_world.check_this_rank(folder)
+            at_once = promises.Promise("at once", 0.0, lambda state: 0.0)
+            late = promises.Promise("late", 0.0, check)
+            promises.promises = lambda state: (at_once, late)
+            return promises.check_this_rank(folder)
 
         test._check_in_rank = in_rank
         sys.argv = ["accel-fn", "-n", "2", "--cpu"]

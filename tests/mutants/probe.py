@@ -13,7 +13,7 @@ import torch
 import accel_fn as af
 from accel_fn.errors import AccelError, NotEquivalentError
 from accel_fn.testing import assert_equivalent, simulate
-from accel_fn.testing.selftest.check_world import check_promises
+from accel_fn.testing.promises import check_promises
 from tests import strategies as ours
 
 
