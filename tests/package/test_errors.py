@@ -26,8 +26,8 @@ FOREIGN = {
     "cli/*.py click": "the command line's own errors, which click prints",
     "comm/gather_items.py pickle.PicklingError": "caught by gather: a BatchError",
     "data/prefetch.py StopIteration": "the end of an iterator",
-    "data/workers/pool.py RuntimeError": "an error of the user's data set, as torch raises it again",
-    "data/workers/lost_workers.py EOFError": "as a pipe raises it whose writer is gone",
+    "data/workers.py RuntimeError": "an error of the user's data set, as torch raises it again",
+    "data/workers.py EOFError": "as a pipe raises it whose writer is gone",
     "transforms/compile/optimizer_in_graph.py TypeError": "caught there: a PlanError",
     "transforms/preemption.py SystemExit": "the end of the process",
 }
