@@ -5,11 +5,8 @@ Uses private names of torch; tests/step/test_torch_internals.py fails when one o
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import itertools
-import os
-import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -26,7 +23,6 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroup
 
 _NEVER_SENT = 1 << 30  # a tag
-_SETTLE_S = 2.0
 _numbers = itertools.count()  # for names: threads share torch's table of groups
 _groups: dict[str, list[ProcessGroup]] = {}
 """Groups that are open, each with its parts behind it, by name."""
@@ -55,15 +51,17 @@ def make_group(
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout = [_device()], timedelta(seconds=timeout_s)
-    options._threads = 1  # in the order of calls: `_settle` relies on it
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
     group = ProcessGroup(PrefixStore("group", store), rank, world_size)
     kind = ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, gloo)
     # A mesh finds it by a name of its own.
-    group._set_group_name(cast("Any", f"{_prefix()}{next(_numbers)}"))
+    group._set_group_name(cast("Any", f"accel_fn {next(_numbers)}"))
     _register_process_group(group.group_name, group)
+    # Destroying such a group can deadlock on the GIL, while a thread of Gloo's lets go of a tensor: one
+    # reference too many keeps it to the end, or until `release_group`.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _groups.setdefault((part_of or group).group_name, []).append(group)
     return group
 
@@ -83,33 +81,8 @@ def close_group(group: ProcessGroup) -> None:
 def release_group(group: ProcessGroup) -> None:
     """Let a group in which nothing is under way, and its parts, end with their other references.
 
-    Their threads and sockets end with them. Destroying a group can deadlock on the GIL, while a thread
-    of Gloo's lets go of a tensor.
+    Their threads and sockets end with them.
     """
     for each in _groups.pop(group.group_name):
         _unregister_process_group(each.group_name)
-
-
-def _settle() -> None:
-    """Wait until Gloo's threads have let go of the tensors of all calls; keep the groups for ever.
-
-    Such a thread needs Python for it, and aborts a process whose Python has ended.
-    """
-    groups = [
-        each for name, parts in _groups.items() if name.startswith(_prefix()) for each in parts
-    ]
-    works = [each.allreduce([torch.zeros(1)]) for each in groups]
-    deadline = time.monotonic() + _SETTLE_S
-    for work in works:
-        with suppress(RuntimeError):  # of a world that failed
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-    for kept in (*groups, *works):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-
-
-def _prefix() -> str:
-    """Begin the names of this process's groups: those of the process that forked it have no threads here."""
-    return f"accel_fn {os.getpid()} "
-
-
-atexit.register(_settle)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))

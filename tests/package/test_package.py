@@ -163,7 +163,7 @@ def test_one_module_alone_calls_collectives():
         if isinstance(node, ast.Attribute) and node.attr in collectives
         if ast.unparse(node.value) not in OURS
     }
-    # the last closes groups, and waits for Gloo's threads, by calls that meet no other
+    # the last closes groups, by a call that meets no other
     assert callers == {"comm/primitives.py", "comm/thread_groups.py"}
 
 
