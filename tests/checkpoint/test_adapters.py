@@ -20,6 +20,8 @@ BASE = ("base.weight", "base.bias")
 class Adapted(nn.Module):
     """A frozen layer with a buffer, and a small one that is trained."""
 
+    counts = True
+
     def __init__(self, seed=0, base_seed=0, width=300):
         super().__init__()
         torch.manual_seed(base_seed)
@@ -29,12 +31,12 @@ class Adapted(nn.Module):
         self.adapter = nn.Linear(width, 1).double()
 
     def forward(self, inputs):
-        self.calls += 1
+        self.calls += self.counts
         return self.adapter(self.base(inputs).tanh())
 
 
 def batch(state, step):
-    inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).double()
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(step)).double()
     return af.part((inputs, inputs.sum(1, keepdim=True)), state)
 
 
@@ -93,6 +95,17 @@ def test_adapters_continue_in_any_world_on_the_base_of_the_program(tmp_path, bef
     compare = ours.assert_identical if size == size_before else ours.assert_close
     for each in found:
         compare(each, saved[0])
+
+
+def test_adapters_continue_to_the_bit_in_another_world_under_reproducible(tmp_path, monkeypatch):
+    monkeypatch.setattr(Adapted, "counts", False)  # each rank would count its virtual ranks
+
+    def wrap():
+        return af.reproducible(num_virtual_ranks=4)
+
+    saved = simulate(lambda state: trained(tmp_path, state, wrap), world_size=4)[0]
+    for found in simulate(lambda state: resumed(tmp_path, state, wrap), world_size=2):
+        ours.assert_identical(found, saved)
 
 
 def test_adapters_are_saved_in_the_background(tmp_path):

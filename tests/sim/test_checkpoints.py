@@ -55,6 +55,28 @@ def test_a_checkpoint_moves_between_the_device_and_the_cpu(devices, tmp_path):
     torch.testing.assert_close(parameters(other), parameters(step), rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("devices", [("sim", "cpu"), ("cpu", "sim")])
+def test_adapters_move_between_the_device_and_the_cpu(devices, tmp_path):
+    def adapted(device):
+        model = make_model()
+        next(model.parameters()).requires_grad_(False)
+        plan = af.place()(af.Plan(loss_fn, model, OPTIMIZERS["fused"](model.parameters())))
+        return af.build(af.init(device=device), plan)
+
+    state, step = adapted(devices[0])
+    state = advance(state, step, 3)
+    af.save(tmp_path, state, step, only="trained")
+    other_state, other = adapted(devices[1])
+    advance(other_state, other, 1)
+    af.load(tmp_path, other_state, other)
+    found, expected = parameters(other), parameters(step)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with torch.no_grad():
+        next(other.plan.model.parameters())[0] += 1
+    with pytest.raises(RuntimeError, match="leaves out frozen parameters"):
+        af.load(tmp_path, other_state, other)
+
+
 @pytest.mark.parametrize("every", [None, 2])
 def test_a_longer_schedule_is_followed_on_the_device_as_on_the_cpu(every, tmp_path):
     found = {}
