@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,8 @@ class Run:
     waits: Counter[str] = field(default_factory=Counter)
     """Of the steady steps together: how often each file of accel_fn made the host wait."""
     hazards: list[str] = field(default_factory=list)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Of the last report."""
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -82,11 +84,12 @@ def train(
     optimizer: str = "fused",
     dtype: torch.dtype = torch.float64,
     overflows: bool = False,
+    loss: Callable[[Any, Any], Any] = loss_fn,
 ) -> Run:
     """Train for some steps from batches in pinned memory, or on the CPU."""
     state = af.init(device=device) if isinstance(device, str) else device
     model = make_model(dtype)
-    plan = af.Plan(loss_fn, model, OPTIMIZERS[optimizer](model.parameters()))
+    plan = af.Plan(loss, model, OPTIMIZERS[optimizer](model.parameters()))
     state, step = af.build(state, af.compose(af.place(), *transforms)(plan))
     batches = make_batches(dtype=dtype)
     if overflows:
@@ -109,6 +112,7 @@ def train(
         rate=float(plan.optimizer.param_groups[0]["lr"]),
         waits=waits,
         hazards=hazards,
+        extras=reports[-1].extras,
     )
 
 

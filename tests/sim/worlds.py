@@ -105,7 +105,7 @@ def centred(state: af.DistState) -> LossFn:
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         outputs = model(batch[0])
-        return F.mse_loss(outputs - af.broadcast(outputs.mean(), state, source=1), batch[1])
+        return F.mse_loss(outputs - af.broadcast(outputs.mean(0), state, source=1), batch[1])
 
     return loss_fn
 
