@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 import threading
@@ -124,64 +123,6 @@ def generator_of(state: DistState, name: str) -> torch.Generator:
 def _position(state: DistState) -> str:
     """Name the position of a run in its data, and the step on that batch."""
     return step_name(state.step, state.call)
-
-
-Standing = tuple[Any, dict[str, Any]]
-"""The states of Python's generator and of NumPy's."""
-
-
-class Draws:
-    """Detects draws from Python's and NumPy's generators; cheap if there are none.
-
-    NumPy's `get_state` takes 0.1 ms, so it is called only if the generator's memory has changed.
-    """
-
-    def __init__(self) -> None:
-        self._memory: bytes | None = None
-        self._numpy: dict[str, Any] = {}
-
-    def now(self) -> Standing:
-        """Return both states; NumPy's is the same object as before if there was no draw."""
-        memory = _numpy_memory()
-        # A stored normal number is not in that memory.
-        if memory is None or memory != self._memory or self._numpy["has_gauss"]:
-            self._memory, self._numpy = memory, numpy_state()
-        return random.getstate(), self._numpy
-
-    def since(self, before: Standing) -> bool:
-        """Was there a draw since those states?"""
-        python, numpy = self.now()
-        return python != before[0] or numpy is not before[1]
-
-
-def numpy_state() -> dict[str, Any]:
-    """Return the state of NumPy's generator, of whatever kind."""
-    return np.random.get_state(legacy=False)
-
-
-def _numpy_memory() -> bytes | None:
-    """Return the memory of NumPy's Mersenne Twister; None for another generator."""
-    generator = np.random.mtrand.get_bit_generator()
-    if not isinstance(generator, np.random.MT19937):
-        return None
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)  # 624 words and a position
-
-
-@contextmanager
-def drawn_again(standing: Standing) -> Iterator[None]:
-    """Set Python's and NumPy's generators to these states, and restore them at the end."""
-    now = random.getstate(), numpy_state()
-    _set(standing)
-    try:
-        yield
-    finally:
-        _set(now)
-
-
-def _set(standing: Standing) -> None:
-    python, numpy = standing
-    random.setstate(python)
-    np.random.set_state(numpy)
 
 
 def _number(key: str) -> int:

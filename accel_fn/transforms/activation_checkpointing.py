@@ -13,7 +13,6 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from accel_fn.base.blocks import Blocks, check_blocks, find_blocks
-from accel_fn.base.rng import Draws, Standing, drawn_again
 from accel_fn.base.state import DistState
 from accel_fn.base.swap_forward import with_forwards
 from accel_fn.base.torch_compile import compile_inside
@@ -34,9 +33,10 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
     """Keep only the inputs of each block, and recompute the block in its backward.
 
     Memory for activations falls from all of the model's to those of one block; the forward of
-    the blocks is computed twice. The second time, the global generators of torch, NumPy and Python
-    and the buffers have their first values, so dropout and running statistics are those of the run
-    without it. With `compiled`, graphs begin and end with a block.
+    the blocks is computed twice. The second time, torch's global generators and the buffers have
+    their first values, so dropout and running statistics are those of the run without it. A block
+    that draws from Python's `random` or from NumPy draws other numbers: draw from torch instead.
+    With `compiled`, graphs begin and end with a block.
 
     Law: the identity, bit for bit; with `compiled`, to rounding.
 
@@ -54,9 +54,9 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
         ValueError: `blocks` are a list of none. In `build`, on all ranks: they match nothing, or
             `compiled` is given `scope="step"` or `fullgraph=True`.
 
-    Cost: one more forward of the blocks, and some tens of microseconds for each to see whether it
-    draws from Python or NumPy; with `offload`, a copy of their inputs to the host and back. No
-    host synchronisation on a CPU; on an accelerator that of `save_on_cpu`.
+    Cost: one more forward of the blocks, and a copy of their buffers; with `offload`, a copy of their
+    inputs to the host and back. No host synchronisation on a CPU; on an accelerator that of
+    `save_on_cpu`.
 
     Source: Chen et al. 2016, arXiv:1604.06174; `torch.utils.checkpoint`.
 
@@ -95,7 +95,6 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     pinned = state.device.type not in ("cpu", "mps")  # others copy from there without waiting
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     """Forwards of the blocks as they are in a step: another context may have replaced them."""
-    draws = Draws()
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward so that the backward knows only its inputs."""
@@ -109,7 +108,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
             # our context and of a compiled loss, and must save the same tensors then.
             return (forward if block._compiled_call_impl else plain)(*args, **kwargs)
         with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
-            contexts = partial(_contexts, block, draws)
+            contexts = partial(_contexts, block)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     # The same objects in every step, otherwise a compiler would compile again.
@@ -124,12 +123,10 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
 
 
 def _contexts(
-    block: nn.Module, draws: Draws
+    block: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for the forward and the recomputation, from the generators and buffers of now.
-
-    Buffers in tensors of their own; forwards are those that other contexts have given to modules inside.
-    """
+    """Return contexts for the forward and the recomputation, which begins with the buffers of now."""
+    # A backward runs outside of the contexts that have replaced forwards of modules inside.
     inside = [each for each in block.modules() if each is not block and "forward" in vars(each)]
     forwards = {each: each.forward for each in inside}
     buffers: Buffers = [
@@ -137,8 +134,7 @@ def _contexts(
         for module in block.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    drawn: list[Standing] = []
-    return _watched(draws, drawn), _Entered(partial(_again, buffers, forwards, drawn))
+    return _marked(), _Entered(partial(_again, buffers, forwards))
 
 
 class _Entered(AbstractContextManager[None]):
@@ -156,25 +152,20 @@ class _Entered(AbstractContextManager[None]):
 
 
 @contextmanager
-def _watched(draws: Draws, drawn: list[Standing]) -> Iterator[None]:
-    """Record the states of Python's and NumPy's generators if the block draws from them."""
+def _marked() -> Iterator[None]:
+    """Mark the hook of the checkpoint around as ours."""
     setattr(checkpoint_hook(), OURS, True)
-    before = draws.now()
     yield
-    if draws.since(before):
-        drawn.append(before)
 
 
 @contextmanager
-def _again(
-    buffers: Buffers, forwards: dict[nn.Module, Callable[..., Any]], drawn: list[Standing]
-) -> Iterator[None]:
-    """Restore generators, buffers and forwards for the recomputation."""
+def _again(buffers: Buffers, forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Restore buffers and forwards for the recomputation; torch restores its generators."""
     setattr(checkpoint_hook(), OURS, True)
     now = [(home, name, home[name]) for home, name, _ in buffers]
     _put(buffers)
     try:
-        with with_forwards(forwards), drawn_again(drawn[0]) if drawn else nullcontext():
+        with with_forwards(forwards):
             yield
     finally:
         _put(now)

@@ -1,11 +1,9 @@
 """checkpoint_activations: the identity, bit for bit, in less memory."""
 
 import copy
-import random
 from collections import Counter
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -16,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import accel_fn as af
-from accel_fn.base.rng import Draws, drawn_again, kept_random
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
 from tests.compilers import compiles
@@ -82,77 +79,6 @@ def test_random_numbers_and_running_statistics_are_those_of_the_run_without_it(
     assert found[0] == expected[0]
     ours.assert_identical(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
-
-
-DRAWS = {
-    "Python": random.random,
-    "Python's normal": lambda: random.gauss(0, 1),
-    "NumPy": np.random.rand,
-    "NumPy's normal": np.random.randn,  # NumPy computes two numbers at a time and stores one
-}
-
-
-class Drawing(nn.Module):
-    """A block whose output depends on a number that it draws from the process's generators."""
-
-    def __init__(self, draw):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.draw = draw
-
-    def forward(self, inputs):
-        strength = inputs.new_tensor(self.draw())
-        return inputs + self.layer(inputs).tanh() * strength
-
-
-@pytest.mark.parametrize("num_before", [0, 1])
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_numbers_that_a_block_draws_from_python_and_numpy_are_drawn_again(draw, num_before):
-    """The draws after the block are the same as without the transform."""
-
-    def run(recipe):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[Drawing(draw) for _ in range(3)], nn.Linear(3, 1)).double()
-        random.seed(0)
-        np.random.seed(0)
-        for _ in range(num_before):
-            draw()
-        batch = torch.ones(4, 3).double(), torch.zeros(4, 1).double()
-        losses, weights, _ = train(model, recipe, [batch] * 3)
-        return losses, weights, [each() for each in DRAWS.values()]
-
-    with kept_random(torch.device("cpu")):
-        expected, found = run(af.compose()), run(af.checkpoint_activations(blocks=Drawing))
-    assert found[0] == expected[0]
-    ours.assert_identical(found[1], expected[1])
-    assert found[2] == expected[2]
-
-
-def test_a_generator_of_numpy_s_that_is_of_another_kind_draws_again_too():
-    usual = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(0))
-    try:
-        draws = Draws()
-        before = draws.now()
-        first = np.random.rand()
-        assert draws.since(before)
-        with drawn_again(before):
-            assert np.random.rand() == first
-        assert np.random.rand() != first
-    finally:
-        np.random.set_bit_generator(usual)
-
-
-def test_where_nobody_draws_nothing_is_to_be_drawn_again():
-    with kept_random(torch.device("cpu")):
-        np.random.seed(0)
-        draws = Draws()
-        before = draws.now()
-        np.random.default_rng(0).random()
-        torch.rand(3)
-        assert not draws.since(before)
-        np.random.rand()
-        assert draws.since(before)
 
 
 @compiles
