@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ _ROUNDS, _ROUNDS_OF_FEW = 10, 24  # with fewer, neighbours fail a chi-square tes
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 _LOW = (1 << 64) - 1
 _31, _33 = np.uint64(31), np.uint64(33)
+
+_OF_RANK = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
 
 _Numbers = npt.NDArray[np.uint64]
 
@@ -234,3 +237,16 @@ def check_sizes(function: str, cut: Cut, num_samples: int, what: str = "data set
             f"{function}: drop_last=True must leave a batch, got {num_samples} samples for "
             f"batch_size={cut.batch_size}; use drop_last=False or a smaller batch"
         )
+
+
+def knows_ranks(source: Any) -> bool:
+    """Does a sampler or stream have the attributes of one that already gives each rank a part?"""
+    return any(all(hasattr(source, name) for name in names) for names in _OF_RANK)
+
+
+def length_of(data: Any) -> int | None:
+    """Return the length of a data set or a sampler; None without one."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):  # torch's own classes raise one or the other
+        return None

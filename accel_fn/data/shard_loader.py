@@ -8,17 +8,20 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_fn.base.state import DistState
-from accel_fn.comm.channel import Channel, open_channel
-from accel_fn.comm.collectives import all_or_none
+from accel_fn.comm.channel import open_channel
+from accel_fn.data.compare_loaders import same_on_all_ranks
 from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.order import Order
-from accel_fn.data.same_loader import check_same
-from accel_fn.data.samplers.read_loader import describe, read_order, refuse_read_ahead
+from accel_fn.data.samplers.read_loader import read_order, refuse_read_ahead
 from accel_fn.data.samplers.sampler_batches import SamplerBatches
 from accel_fn.data.samplers.sampler_source import SamplerSource
-from accel_fn.data.streams.stream_sources import SPLITS, stream_source
+from accel_fn.data.streams.round_robin import RoundRobinSource
+from accel_fn.data.streams.split import SplitSource
+from accel_fn.data.streams.stream_options import read_stream_options
 from accel_fn.errors import ArgumentError, message
+
+_SPLITS = ("auto", "round_robin", "workers")
 
 
 def shard_loader(
@@ -85,37 +88,41 @@ def shard_loader(
     """
     if batch not in ("global", "per_rank"):
         raise ArgumentError(message("shard_loader", "batch", 'be "global" or "per_rank"', batch))
-    if split not in SPLITS:
-        rule = "be one of " + ", ".join(map(repr, SPLITS))
+    if split not in _SPLITS:
+        rule = "be one of " + ", ".join(map(repr, _SPLITS))
         raise ArgumentError(message("shard_loader", "split", rule, split))
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         refuse_read_ahead(read_ahead)
-        return ShardedLoader(stream_source(loader, state, batch=batch, split=split), loader)
-    order, channel = _agreed(loader, state, batch, split, read_ahead)
+        return ShardedLoader(_stream_source(loader, state, batch, split), loader)
+    return ShardedLoader(_indexed_source(loader, state, batch, split, read_ahead), loader)
+
+
+def _stream_source(
+    loader: DataLoader[Any], state: DistState, batch: str, split: str
+) -> RoundRobinSource | SplitSource:
+    read = partial(read_stream_options, loader, state, batch=batch, split=split)
+    options = same_on_all_ranks(read, loader, state)
+    if options.split is not None:
+        return SplitSource(loader, options, options.split, open_channel(state))
+    is_alone = state.world_size == 1 or state.group is None
+    channel = None if is_alone else open_channel(state)
+    return RoundRobinSource(loader, options, state.rank, channel)
+
+
+def _indexed_source(
+    loader: DataLoader[Any], state: DistState, batch: str, split: str, read_ahead: int | None
+) -> IndexedSource | SamplerSource:
+    read = partial(_read_order, loader, state, batch, split, read_ahead)
+    order = same_on_all_ranks(read, loader, state)
     if isinstance(order, Order):
-        return ShardedLoader(IndexedSource(loader, order, state.rank, state.world_size), loader)
-    return ShardedLoader(SamplerSource(loader, order, state, channel), loader)
+        return IndexedSource(loader, order, state.rank, state.world_size)
+    channel = None if state.group is None else open_channel(state)
+    return SamplerSource(loader, order, state, channel)
 
 
-def _agreed(
-    loader: Any, state: DistState, batch: str, split: str, read_ahead: int | None
-) -> tuple[Order | SamplerBatches, Channel | None]:
-    """The order of the loader, the same on every rank; for a sampler also a channel."""
-    read = partial(_read, loader, state, batch, split, read_ahead)
-    if state.group is None:
-        return read(), None
-    order = all_or_none(read, state, "shard_loader")
-    if isinstance(order, Order):
-        check_same(order, loader.dataset, state)
-        return order, None
-    check_same(describe(loader, order), loader.dataset, state)
-    return order, open_channel(state)
-
-
-def _read(
+def _read_order(
     loader: Any, state: DistState, batch: str, split: str, read_ahead: int | None
 ) -> Order | SamplerBatches:
-    """Read and check it; data that can be indexed are not split."""
     if split != "auto":
         rule = "be left out for a data set that can be indexed"
         raise ArgumentError(message("shard_loader", "split", rule, split))

@@ -183,7 +183,7 @@ KEPT = {
     "data/set_epoch.py _LOCK": "a lock",
     "data/set_epoch.py _SHARED": "which epoch a data set that is being read was set to last",
     "data/borrowed_rng.py _LOCK": "a lock",
-    "data/streams/passes.py _STARTING": "a lock",
+    "data/streams/read_stream.py _STARTING": "a lock",
     "data/streams/read_stream.py _INFO_LOCK": "a lock",
     "data/seed_samples.py _epoch": "which epoch a sample is read for, while it is",
     "launcher/processes/traceback_lines.py _libraries": "where this Python's libraries are",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -14,13 +14,20 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
 )
 
 from accel_fn.base.state import DistState
 from accel_fn.data.loader import ShardedLoader
-from accel_fn.data.order import ItemOrder, Order, check_batch_size, check_sizes, mix, per_rank_error
-from accel_fn.data.same_loader import checksum_of_list, checksum_of_numbers, knows_ranks
+from accel_fn.data.order import (
+    ItemOrder,
+    Order,
+    check_batch_size,
+    check_sizes,
+    knows_ranks,
+    length_of,
+    mix,
+    per_rank_error,
+)
 from accel_fn.data.samplers.sampler_batches import SamplerBatches, nest
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
@@ -73,7 +80,7 @@ def _read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBat
     if not _is_of(batch_sampler, BatchSampler):
         if batch == "per_rank":
             raise per_rank_error(type(batch_sampler).__name__, "a batch_sampler")
-        length = _length(batch_sampler)
+        length = length_of(batch_sampler)
         return SamplerBatches(
             batch_sampler, state.world_size, seed, length=length, gives_keys=is_ready
         )
@@ -81,7 +88,7 @@ def _read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBat
     batch_size = check_count("shard_loader", "batch_size", batch_sampler.batch_size)
     batch_size *= state.world_size if batch == "per_rank" else 1
     plain = _goes_through(sampler, loader.dataset)
-    num_samples = _length(loader.dataset if plain else sampler)
+    num_samples = length_of(loader.dataset if plain else sampler)
     cut = None
     if num_samples is None:
         check_batch_size("shard_loader", batch_size, state.world_size)
@@ -117,7 +124,7 @@ def _check(loader: Any) -> None:
     if loader.num_workers and not getattr(loader, "in_order", True):
         rule = "keep batches in order, by which a run knows its position"
         raise ArgumentError(message("shard_loader", "loader", rule, "in_order=False"))
-    if _length(loader.dataset) is None and _is_of(loader.sampler, SequentialSampler):
+    if length_of(loader.dataset) is None and _is_of(loader.sampler, SequentialSampler):
         rule, name = "have a length, or a sampler", type(loader.dataset).__name__
         raise ArgumentTypeError(message("shard_loader", "data set", rule, name))
 
@@ -164,14 +171,7 @@ def _goes_through(sampler: Any, dataset: Any) -> bool:
     if not (_is_of(sampler, SequentialSampler) or _is_of(sampler, RandomSampler)):
         return False
     again = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None)
-    return not again and _length(sampler.data_source) == _length(dataset)
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except TypeError:
-        return None
+    return not again and length_of(sampler.data_source) == length_of(dataset)
 
 
 def _seed(loader: DataLoader[Any], state: DistState) -> int:
@@ -181,41 +181,3 @@ def _seed(loader: DataLoader[Any], state: DistState) -> int:
         if isinstance(generator, torch.Generator):
             return mix(mix(state.seed) + generator.initial_seed())
     return state.seed
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """Facts that must be the same on all ranks of a loader whose sampler rank 0 runs.
-
-    Workers read ahead what rank 0 sends, so all must be as far ahead.
-    """
-
-    samplers: tuple[str, ...]
-    num_samples: int | None
-    batch_size: int | None
-    drop_last: bool | None
-    length: int | None
-    checksum: int | None
-    num_workers: int
-    prefetch_factor: int | None
-    read_at_once: int | None
-
-
-def describe(loader: DataLoader[Any], sampling: SamplerBatches) -> Described:
-    """Describe this rank's loader, for a comparison over ranks."""
-    samplers = nest(sampling.batch_sampler)
-    # samples that only one rank's list holds would be lost
-    checksum = checksum_of_list(samplers[-1])
-    if type(samplers[-1]) is SubsetRandomSampler:
-        checksum = checksum_of_numbers(samplers[-1].indices)
-    return Described(
-        samplers=tuple(type(each).__name__ for each in samplers),
-        num_samples=_length(loader.dataset),
-        batch_size=getattr(samplers[0], "batch_size", None),
-        drop_last=getattr(samplers[0], "drop_last", None),
-        length=sampling.length if sampling.cut is None else sampling.cut.num_samples,
-        checksum=checksum,
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        read_at_once=sampling.at_once,
-    )

@@ -6,13 +6,50 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from accel_fn.base.split_batch import part_sizes
 from accel_fn.comm.channel import Channel
 from accel_fn.data.order import Cut
 from accel_fn.data.streams.pack import pack, unpack
-from accel_fn.data.streams.split import HeldItems
 
 _MOST = 4  # batches between two agreements; a rank holds about one part more than that
+
+
+class HeldItems:
+    """The items of a rank's own shards that are read and not used yet."""
+
+    def __init__(self, blocks: Iterator[Any]) -> None:
+        self._blocks = blocks
+        self._items: list[Any] = []
+        self.ended = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def fill(self, count: int) -> None:
+        """Read until `count` items are held, or the shards end."""
+        while len(self) < count and not self.ended:
+            block = next(self._blocks, None)
+            if block is None:
+                self.ended = True
+            else:
+                self.add(unpack(block) if isinstance(block, Tensor) else block)
+
+    def take(self, count: int) -> list[Any]:
+        """Remove and return the oldest items."""
+        taken, self._items = self._items[:count], self._items[count:]
+        return taken
+
+    def take_newest(self, count: int) -> list[Any]:
+        """Remove and return the items read last: those that other ranks get."""
+        kept = len(self) - count
+        self._items, taken = self._items[:kept], self._items[kept:]
+        return taken
+
+    def add(self, items: list[Any]) -> None:
+        """Add items that other ranks sent."""
+        self._items += items
 
 
 @dataclass(frozen=True, slots=True)

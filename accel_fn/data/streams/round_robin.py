@@ -5,16 +5,75 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
+from torch.utils.data import DataLoader
+
 from accel_fn.base.split_batch import part_bounds
 from accel_fn.comm.channel import Channel
-from accel_fn.data.order import Cut
-from accel_fn.data.streams.read_stream import Stream, WorkerStream
+from accel_fn.comm.collectives import all_or_none
+from accel_fn.comm.primitives import exchange
+from accel_fn.data.order import Cut, mix
+from accel_fn.data.streams.read_stream import Passes, Stream, WorkerInit, WorkerStream, options_of
+from accel_fn.data.streams.stream_options import StreamOptions
+from accel_fn.data.streams.stream_source import StreamSource
 from accel_fn.errors import check_alike
 
 _BLOCK = 16
+
+
+class RoundRobinSource(StreamSource):
+    """A `Source`: every rank reads the stream and keeps its part of every global batch."""
+
+    def __init__(
+        self, loader: DataLoader[Any], options: StreamOptions, rank: int, channel: Channel | None
+    ) -> None:
+        super().__init__(loader, options, rank)
+        self._channel = channel
+        seed = options.seed
+        # The cut of ready batches is that of one rank: every rank reads them whole.
+        place = rank if self._cut.world_size > 1 else 0
+        stream_of = partial(
+            RoundRobinStream, data=loader.dataset, cut=self._cut, rank=place, seed=seed
+        )
+        kept, worker_seed = options_of(loader, WorkerInit), mix(seed) + rank
+        collated = partial(stream_of, collate_fn=self._collate)
+        self._passes = Passes(collated, kept, worker_seed)
+        once = {**kept, "persistent_workers": False}
+        self._counting = Passes(partial(stream_of, collate_fn=_nothing), once, worker_seed)
+
+    def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        items = self._passes.start(epoch, first_batch)
+        if self._channel is None:
+            return until_end(items, None, first_batch)
+        channel = self._channel.another()
+        return channel.sending_errors(until_end(items, channel, first_batch))
+
+    def _count(self, epoch: int) -> Iterator[Any]:
+        return until_end(self._counting.start(epoch, 0), None, 0)
+
+    def position(self, step: int, window: int = 1) -> tuple[int, int]:
+        """Find the position; ranks that read for it compare what they find."""
+        find = partial(super().position, step, window)
+        if self._channel is None or self._num_items is not None:
+            return find()
+        state = self._channel.state
+        place = all_or_none(find, state, "epochs")
+        check_alike(
+            [
+                f"epoch {epoch} and batch {batch}"
+                for epoch, batch in exchange(place, state, "epochs")
+            ],
+            f"epochs: loader must be over the same stream on every rank, with one place after {step} steps",
+            "give every rank the whole stream",
+        )
+        return place
+
+
+def _nothing(items: list[Any]) -> None:
+    """Collate to nothing, to count batches only."""
 
 
 def parts_of_stream(

@@ -1,65 +1,104 @@
-"""Streams that can be split: the part that each worker reads, and the items that a rank holds."""
+"""Streams that can be split: every rank reads its own shards, and longer ones are rebalanced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
-from accel_fn.data.order import mix
-from accel_fn.data.streams.pack import pack, unpack
-from accel_fn.data.streams.read_stream import Stream, WorkerStream
-from accel_fn.errors import ArgumentTypeError, message
+from accel_fn.comm.channel import Channel
+from accel_fn.data.collate import Collate, ReadyBatch
+from accel_fn.data.order import Cut, mix
+from accel_fn.data.streams.pack import pack
+from accel_fn.data.streams.read_stream import Passes, Stream, WorkerInit, WorkerStream, options_of
+from accel_fn.data.streams.rebalance import HeldItems, rebalanced_parts
+from accel_fn.data.streams.stream_options import Split, StreamOptions, shard_of
+from accel_fn.data.streams.stream_source import StreamSource
+from accel_fn.data.workers import identity
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The division into shards: worker w of rank r is reader r * readers_per_rank + w."""
+class SplitSource(StreamSource):
+    """A `Source`: every rank reads its own shards, and what longer ones still hold is rebalanced."""
 
-    kind: str  # "shard": by the data set's method; "workers": it splits itself by `get_worker_info`
-    world_size: int
-    readers_per_rank: int
+    def __init__(
+        self, loader: DataLoader[Any], options: StreamOptions, split: Split, channel: Channel
+    ) -> None:
+        super().__init__(loader, options, channel.state.rank)
+        self._channel = channel
+        splits_itself = split.kind == "workers"
+        init = partial(
+            WorkerInit,
+            first=self._rank * split.readers_per_rank if splits_itself else None,
+            num_workers=split.num_readers if splits_itself else 1,
+        )
+        kept = options_of(loader, init)
+        if loader.num_workers:
+            kept["num_workers"] = split.readers_per_rank
+        # Workers give items in bytes; batches exist, and are pinned, only after the rebalancing.
+        self._pinning = {name: kept.pop(name) for name in ("pin_memory", "pin_memory_device")}
+        stream_of: Any = partial(
+            ShardStream,
+            data=loader.dataset,
+            rank=self._rank,
+            seed=options.seed,
+            split=split,
+            block_size=-(-self._cut.batch_size // self._cut.world_size),
+        )
+        self._passes = Passes(stream_of, kept, mix(options.seed) + self._rank)
 
-    @property
-    def num_readers(self) -> int:
-        return self.world_size * self.readers_per_rank
+    def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
+        channel = self._channel.another()
+        batches = _collated(self._parts(channel, epoch), first_batch, self._collate)
+        if not self._pinning["pin_memory"]:
+            return channel.sending_errors(batches)
+        pinning: DataLoader[Any] = DataLoader(
+            _Once(batches),
+            batch_size=None,
+            collate_fn=identity,
+            generator=torch.Generator(),  # else torch would draw from the user's global one
+            **self._pinning,
+        )
+        return channel.sending_errors(iter(pinning))
 
-    def open(
-        self, data: IterableDataset[Any], reader: int, epoch: int, *, seed: int, in_worker: bool
-    ) -> Stream:
-        """Start one pass over a reader's shard."""
-        own_seed = mix(seed + reader + 1)
-        info = None
-        if self.kind == "shard":
-            data = shard_of(data, self.num_readers, reader)
-        else:
-            worker_seed = torch.initial_seed() if in_worker else own_seed
-            info = WorkerInfo(
-                id=reader, num_workers=self.num_readers, seed=worker_seed, dataset=data
-            )
-        return Stream(data, epoch, seed=own_seed, info=info, in_worker=in_worker)
+    def _count(self, epoch: int) -> Iterator[Any]:
+        channel = self._channel.another()
+        return channel.sending_errors(self._parts(channel, epoch))
 
-
-def num_shards(data: Any) -> int | None:
-    """Return the largest number of shards of a data set; None without such an attribute."""
-    count = getattr(data, "num_shards", getattr(data, "n_shards", None))
-    return count if isinstance(count, int) else None
+    def _parts(self, channel: Channel, epoch: int) -> Iterator[list[Any]]:
+        # From the start of the epoch: how items moved before decides what a rank holds now.
+        return _parts(self._passes.start(epoch, 0), self._cut, channel)
 
 
-def shard_of(data: Any, num_shards: int, index: int) -> IterableDataset[Any]:
-    """Return one shard of a data set that can be split."""
-    shard = data.shard(num_shards=num_shards, index=index)
-    if not isinstance(shard, IterableDataset):
-        rule, got = "return an IterableDataset", type(shard).__name__
-        repair = 'or use split="round_robin"'
-        raise ArgumentTypeError(message("shard_loader", "shard()", rule, got, repair))
-    return shard
+def _parts(blocks: Iterator[Any], cut: Cut, channel: Channel) -> Iterator[list[Any]]:
+    """Yield this rank's parts of a split stream; the workers end with it."""
+    with closing(blocks):  # type: ignore[type-var]
+        yield from rebalanced_parts(HeldItems(blocks), cut, channel)
+
+
+def _collated(
+    parts: Iterator[list[Any]], first_batch: int, collate_fn: Collate | ReadyBatch
+) -> Iterator[Any]:
+    with closing(parts):  # type: ignore[type-var]
+        for number, part in enumerate(parts):
+            if number >= first_batch:
+                yield collate_fn(part)
+
+
+class _Once(IterableDataset[Any]):
+    """A data set over an iterator, for one pass of a loader."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
 
 
 @dataclass(eq=False)
@@ -78,7 +117,7 @@ class ShardStream(WorkerStream):
         return self._blocks(epoch, reader, in_worker=info is not None)
 
     def _blocks(self, epoch: int, reader: int, *, in_worker: bool) -> Iterator[Any]:
-        stream = self.split.open(self.data, reader, epoch, seed=self.seed, in_worker=in_worker)
+        stream = self._open(epoch, reader, in_worker=in_worker)
         for num_read in count(step=self.block_size):
             if self.progress is not None and in_worker:
                 self.progress.begin(num_read)
@@ -88,38 +127,15 @@ class ShardStream(WorkerStream):
                 return
             yield pack(items) if in_worker else items
 
-
-class HeldItems:
-    """The items of a rank's own shards that are read and not used yet."""
-
-    def __init__(self, blocks: Iterator[Any]) -> None:
-        self._blocks = blocks
-        self._items: list[Any] = []
-        self.ended = False
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def fill(self, count: int) -> None:
-        """Read until `count` items are held, or the shards end."""
-        while len(self) < count and not self.ended:
-            block = next(self._blocks, None)
-            if block is None:
-                self.ended = True
-            else:
-                self.add(unpack(block) if isinstance(block, Tensor) else block)
-
-    def take(self, count: int) -> list[Any]:
-        """Remove and return the oldest items."""
-        taken, self._items = self._items[:count], self._items[count:]
-        return taken
-
-    def take_newest(self, count: int) -> list[Any]:
-        """Remove and return the items read last: those that other ranks get."""
-        kept = len(self) - count
-        self._items, taken = self._items[:kept], self._items[kept:]
-        return taken
-
-    def add(self, items: list[Any]) -> None:
-        """Add items that other ranks sent."""
-        self._items += items
+    def _open(self, epoch: int, reader: int, *, in_worker: bool) -> Stream:
+        """Start one pass over a reader's shard."""
+        data, split, info = self.data, self.split, None
+        seed = mix(self.seed + reader + 1)
+        if split.kind == "shard":
+            data = shard_of(data, split.num_readers, reader)
+        else:
+            worker_seed = torch.initial_seed() if in_worker else seed
+            info = WorkerInfo(
+                id=reader, num_workers=split.num_readers, seed=worker_seed, dataset=data
+            )
+        return Stream(data, epoch, seed=seed, info=info, in_worker=in_worker)

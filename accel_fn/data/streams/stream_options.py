@@ -5,13 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_fn.base.state import DistState
-from accel_fn.data.order import Cut, check_batch_size, per_rank_error
-from accel_fn.data.same_loader import knows_ranks
-from accel_fn.data.streams.split import Split, num_shards, shard_of
-from accel_fn.errors import ArgumentError, StateError, check_count, message
+from accel_fn.data.order import Cut, check_batch_size, knows_ranks, length_of, per_rank_error
+from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_count, message
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The division into shards: worker w of rank r is reader r * readers_per_rank + w."""
+
+    kind: str  # "shard": by the data set's method; "workers": it splits itself by `get_worker_info`
+    world_size: int
+    readers_per_rank: int
+
+    @property
+    def num_readers(self) -> int:
+        return self.world_size * self.readers_per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,7 @@ def read_stream_options(
         cut,
         state.world_size,
         _split(loader, state, split),
-        _declared_length(loader.dataset),
+        length_of(loader.dataset),
         state.seed,
     )
 
@@ -62,7 +73,7 @@ def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
 def _split(loader: DataLoader[Any], state: DistState, option: str) -> Split | None:
     data, readers = loader.dataset, max(1, loader.num_workers)
     if option == "auto":
-        most = num_shards(data)
+        most = _num_shards(data)
         if most is not None:
             readers = min(readers, most // state.world_size)
     if loader.batch_size is None:
@@ -84,8 +95,17 @@ def _split(loader: DataLoader[Any], state: DistState, option: str) -> Split | No
     return split
 
 
-def _declared_length(data: Any) -> int | None:
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):  # streams without a length raise one or the other
-        return None
+def _num_shards(data: Any) -> int | None:
+    """Return the largest number of shards of a data set; None without such an attribute."""
+    count = getattr(data, "num_shards", getattr(data, "n_shards", None))
+    return count if isinstance(count, int) else None
+
+
+def shard_of(data: Any, num_shards: int, index: int) -> IterableDataset[Any]:
+    """Return one shard of a data set that can be split."""
+    shard = data.shard(num_shards=num_shards, index=index)
+    if not isinstance(shard, IterableDataset):
+        rule, got = "return an IterableDataset", type(shard).__name__
+        repair = 'or use split="round_robin"'
+        raise ArgumentTypeError(message("shard_loader", "shard()", rule, got, repair))
+    return shard

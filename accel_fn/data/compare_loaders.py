@@ -1,26 +1,37 @@
-"""Check that all ranks have the same loader over the same data, as far as is known at little cost."""
+"""Compare the loaders of all ranks and their data, as far as is known at little cost."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler
 
 from accel_fn.base.state import DistState
+from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
+from accel_fn.data.order import length_of
+from accel_fn.data.samplers.sampler_batches import SamplerBatches, nest
 from accel_fn.errors import check_alike
 
 _ENDS = 4096  # a list may be a long one in a file, so only this many at each end are compared
-_OF_RANK = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
+
+Options = TypeVar("Options")
 
 
-def check_same(options: object, dataset: Any, state: DistState) -> None:
-    """Compare options and samples of all ranks' loaders; if any differ, all ranks raise."""
-    found = exchange((options, checksum_of(dataset)), state, "shard_loader")
+def same_on_all_ranks(
+    read: Callable[[], Options], loader: DataLoader[Any], state: DistState
+) -> Options:
+    """Read the options of a loader; if a rank fails or if options or samples differ, all ranks raise."""
+    if state.group is None:
+        return read()
+    options = all_or_none(read, state, "shard_loader")
+    shown = _described(loader, options) if isinstance(options, SamplerBatches) else options
+    found = exchange((shown, _checksum(loader.dataset)), state, "shard_loader")
     loaders, samples = zip(*found, strict=True)
     check_alike(loaders, "shard_loader: loader must be the same on every rank")
     check_alike(
@@ -28,14 +39,48 @@ def check_same(options: object, dataset: Any, state: DistState) -> None:
         "shard_loader: data set must be the same on every rank",
         "give every rank the whole (and random_split or shuffle() one seed): shard_loader splits it",
     )
+    return options
 
 
-def knows_ranks(source: Any) -> bool:
-    """Does a sampler or stream have the attributes of one that already gives each rank a part?"""
-    return any(all(hasattr(source, name) for name in names) for names in _OF_RANK)
+@dataclass(frozen=True, slots=True)
+class SamplerOptions:
+    """Options that must be the same on all ranks of a loader whose sampler rank 0 runs.
+
+    Workers read ahead what rank 0 sends, so all must be as far ahead.
+    """
+
+    samplers: tuple[str, ...]
+    num_samples: int | None
+    batch_size: int | None
+    drop_last: bool | None
+    length: int | None
+    checksum: int | None
+    num_workers: int
+    prefetch_factor: int | None
+    read_at_once: int | None
 
 
-def checksum_of(dataset: Any) -> int | None:
+def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOptions:
+    """Describe this rank's loader, for a comparison over ranks."""
+    samplers = nest(sampling.batch_sampler)
+    # samples that only one rank's list holds would be lost
+    checksum = _of_list(samplers[-1])
+    if type(samplers[-1]) is SubsetRandomSampler:
+        checksum = _of_numbers(samplers[-1].indices)
+    return SamplerOptions(
+        samplers=tuple(type(each).__name__ for each in samplers),
+        num_samples=length_of(loader.dataset),
+        batch_size=getattr(samplers[0], "batch_size", None),
+        drop_last=getattr(samplers[0], "drop_last", None),
+        length=sampling.length if sampling.cut is None else sampling.cut.num_samples,
+        checksum=checksum,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        read_at_once=sampling.at_once,
+    )
+
+
+def _checksum(dataset: Any) -> int | None:
     """A checksum that is equal on ranks that hold the same samples; None where nothing is known.
 
     Of a `Subset` all indices count, at any depth; of a map of Hugging Face's its indices and its
@@ -43,9 +88,9 @@ def checksum_of(dataset: Any) -> int | None:
     themselves are not read otherwise: ranks may hold copies that differ, such as random numbers.
     """
     if isinstance(dataset, Subset):
-        return _mixed(checksum_of_numbers(dataset.indices), checksum_of(dataset.dataset))
+        return _mixed(_of_numbers(dataset.indices), _checksum(dataset.dataset))
     if isinstance(dataset, ConcatDataset):
-        return _mixed(*map(checksum_of, dataset.datasets))
+        return _mixed(*map(_checksum, dataset.datasets))
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_indices"):
         return _mixed(_ends(dataset.data, 1), _ends(dataset._indices, _ENDS))
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_ex_iterable"):
@@ -72,10 +117,10 @@ def _shard(shard: Any) -> Any:
     """Identity of a shard: the name of a file, which may lie in another folder on each machine."""
     if isinstance(shard, str):
         return shard.rpartition("/")[2]
-    return shard if isinstance(shard, bool | int | float | range) else checksum_of(shard)
+    return shard if isinstance(shard, bool | int | float | range) else _checksum(shard)
 
 
-def checksum_of_list(sampler: Any) -> int | None:
+def _of_list(sampler: Any) -> int | None:
     """Checksum of the numbers in a list of samples or batches, in any order; else None."""
     if isinstance(sampler, range):  # a range may be long
         return zlib.crc32(repr(sampler).encode())
@@ -83,10 +128,10 @@ def checksum_of_list(sampler: Any) -> int | None:
         return None
     batches = [each if isinstance(each, list | tuple | range) else [each] for each in sampler]
     numbers = np.asarray([*chain.from_iterable(batches)])
-    return checksum_of_numbers(np.sort(numbers) if numbers.dtype.kind in "iu" else numbers)
+    return _of_numbers(np.sort(numbers) if numbers.dtype.kind in "iu" else numbers)
 
 
-def checksum_of_numbers(numbers: Any) -> int:
+def _of_numbers(numbers: Any) -> int:
     """Checksum of whole numbers, or of other keys of samples."""
     try:
         found = np.asarray(numbers)
