@@ -20,7 +20,7 @@ from tests.stacks import (
 
 @pytest.mark.parametrize(
     ("world_size", "wrap"),
-    [(1, {"offload": True}), (2, {}), (4, {}), (4, {"replicate": 2})],
+    [(1, {"offload": True}), (2, {}), pytest.param(4, {"replicate": 2}, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_weights_of_shards_are_files_of_whole_tensors(tmp_path, world_size, wrap):
@@ -108,7 +108,9 @@ def train_tied(state, recipe):
     return model, step, state
 
 
-sizes = pytest.mark.parametrize("world_size", [2, 3])  # 7 rows over 3 ranks: 3, 3, 1
+sizes = pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), 3]
+)  # 7 rows over 3 ranks: 3, 3, 1
 
 
 @sizes
@@ -150,7 +152,7 @@ def test_weights_of_tied_shards_are_files_of_the_tied_model(tmp_path, world_size
 
 @pytest.mark.parametrize(
     ("world_size", "make", "start"),
-    [(size, stack, train) for size in (2, 3, 4)] + [(size, tied, train_tied) for size in (2, 3)],
+    [(3, stack, train), (3, tied, train_tied)],
 )
 def test_files_of_whole_tensors_are_read_into_shards(tmp_path, world_size, make, start):
     af.save_model(make(seed=1), tmp_path)

@@ -284,6 +284,7 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
     assert af.latest(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_a_failure_that_no_later_call_raises_is_logged_at_exit(tmp_path):
     """The process has a limit on the size of files."""
     script = f"""
@@ -308,6 +309,7 @@ def test_a_failure_that_no_later_call_raises_is_logged_at_exit(tmp_path):
     assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
 
 
+@pytest.mark.slow
 def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_code(tmp_path):
     """Handlers of the user run, each once, and open files are flushed."""
     script = f"""

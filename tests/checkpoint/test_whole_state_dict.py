@@ -128,6 +128,7 @@ def test_a_main_rank_out_of_memory_is_an_error_on_all_ranks():
     assert simulate(run, world_size=2) == [2, 2]
 
 
+@pytest.mark.slow
 def test_shards_of_processes_are_gathered():
     script = """
         import accel_fn as af

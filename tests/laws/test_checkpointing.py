@@ -130,12 +130,12 @@ def dealt_batches(draw):
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("offload", [False, True])
 @ours.share(0.3)
-@given(parts=dealt_batches(), num_microbatches=st.integers(1, 3))
+@given(parts=dealt_batches(), num_microbatches=st.integers(1, 3), offload=st.booleans())
 @example(
     parts=ours.dealt([(torch.ones(5, 3).double(), torch.ones(5, 1).double())] * 2, [[2, 3, 0]] * 2),
     num_microbatches=2,
+    offload=True,
 )
 def test_it_is_the_same_step_over_ranks(wrap, offload, parts, num_microbatches):
     recipe = af.compose(wrap, af.accumulate(num_microbatches), af.clip(0.1))

@@ -122,23 +122,28 @@ def built(recipe, *, late=False):
     return state, step
 
 
-@pytest.mark.parametrize("until", [1, 2, 3, 5])
-@pytest.mark.parametrize("skipped", [(), (1,), (3,), (2, 3)], ids=str)
-@pytest.mark.parametrize("saved_after", [None, 2, 3])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_it_thaws_at_the_given_update(tmp_path, until, skipped, saved_after, late):
+@given(
+    until=st.integers(1, 5),
+    skipped=st.sets(st.integers(1, 4), max_size=2),
+    saved_after=st.none() | st.integers(1, 4),
+)
+@example(until=3, skipped={2, 3}, saved_after=3)
+@example(until=2, skipped=set(), saved_after=2)
+def test_it_thaws_at_the_given_update(tmp_path_factory, until, skipped, saved_after, late):
     """The run may stop and resume anywhere, and the host may read the outcome of an update late."""
     first = {"0.weight": until, "2.bias": 4}
     recipe = af.compose(
         af.freeze("0", until=until), af.skip_nonfinite(), af.freeze("2.bias", until=4)
     )
     state, step = built(recipe, late=late)
+    folder = tmp_path_factory.mktemp("run")
     made = 0
     for number, batch in enumerate(spoilt(BATCHES, skipped), start=1):
         if number - 1 == saved_after:
-            af.save(tmp_path, state, step)
+            af.save(folder, state, step)
             state, step = built(recipe, late=late)
-            state = af.load(tmp_path, state, step)
+            state = af.load(folder, state, step)
         parameters = dict(step.plan.model.named_parameters())
         before = {name: parameters[name].detach().clone() for name in first}
         state, report = step(state, batch)

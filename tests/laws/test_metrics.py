@@ -127,11 +127,11 @@ def test_means_are_weighted_as_the_loss_is(dealt, num_microbatches):
         af.compose(af.wrap_ddp(), af.accumulate("auto")),
         af.compose(af.reproducible(4), af.accumulate(2)),
         af.compose(af.wrap_ddp(), af.clip(1.0), af.skip_nonfinite(), af.average(0.9)),
-        af.compose(af.wrap_ddp(), af.compiled()),
+        pytest.param(af.compose(af.wrap_ddp(), af.compiled()), marks=pytest.mark.slow),
     ],
     ids=["local_sgd", "auto", "reproducible", "transforms", "compiled"],
 )
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_strategy_reports_metrics(recipe, world_size):
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(8, 3, generator=generator, dtype=torch.float64)
@@ -319,6 +319,7 @@ say(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
 def test_metrics_of_processes_are_those_of_one(wrap):
     from tests.laws.test_real_processes import batches

@@ -174,6 +174,7 @@ def stopped_and_lengthened(folder, make, wrap, k, worlds, batches, stop, choice)
 
 
 RUNS = {
+    "wrap": st.sampled_from(list(WRAPS)),
     "bad": st.sets(st.integers(0, LONG - 2), max_size=4),
     "worlds": st.tuples(st.integers(1, 3), st.integers(1, 3)),
     "k": st.integers(1, 3),
@@ -181,9 +182,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("make", [make for make, _ in WITH_LENGTH.values()], ids=WITH_LENGTH)
-@ours.share(0.15)
+@ours.share(0.3)
 @given(**RUNS)
 def test_the_schedule_of_a_longer_program_goes_on_from_the_saved_update(
     tmp_path_factory, make, wrap, bad, worlds, k, stop
@@ -200,11 +200,9 @@ def test_the_schedule_of_a_longer_program_goes_on_from_the_saved_update(
         ours.assert_close(found, expected.model.state_dict())
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("choice", [None, "saved", "program"])
 @pytest.mark.parametrize("make", WITHOUT_LENGTH.values(), ids=WITHOUT_LENGTH)
-@ours.share(0.05)
-@given(**RUNS)
+@ours.share(0.3)
+@given(choice=st.sampled_from([None, "saved", "program"]), **RUNS)
 def test_a_function_of_a_longer_program_gives_the_rate_of_the_next_update(
     tmp_path_factory, make, choice, wrap, bad, worlds, k, stop
 ):
@@ -220,13 +218,12 @@ def test_a_function_of_a_longer_program_gives_the_rate_of_the_next_update(
         ours.assert_close(found, expected.model.state_dict())
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize(
     "make",
     [m for name, (m, _) in WITH_LENGTH.items() if name != "one cycle"],
     ids=list(WITH_LENGTH)[1:],
 )
-@ours.share(0.05)
+@ours.share(0.2)
 @given(**RUNS)
 def test_the_saved_schedule_goes_on_in_a_longer_program(
     tmp_path_factory, make, wrap, bad, worlds, k, stop

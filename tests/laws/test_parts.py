@@ -95,6 +95,7 @@ say(json.dumps([value.tolist() for value in model.state_dict().values()]))
 """
 
 
+@pytest.mark.slow
 def test_a_batch_encoding_is_trained_on_gathered_and_sent_over_processes():
     generator = torch.Generator().manual_seed(0)
     batches = [

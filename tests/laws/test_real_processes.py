@@ -115,15 +115,10 @@ def test_processes_and_microbatches_are_one_process_and_one_batch(num_processes,
         assert (told.applied, told.scale) == ([True] * 5, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_processes", "wrap"),
-    [
-        (3, "af.wrap_ddp()"),
-        *[
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((2, "af.wrap_ddp()"), (2, "af.wrap_fsdp()"), (4, "af.wrap_fsdp()"))
-        ],
-    ],
+    [(size, wrap) for size in (2, 3, 4) for wrap in ("af.wrap_ddp()", "af.wrap_fsdp()")],
 )
 def test_processes_are_one_process_by_tokens(num_processes, wrap):
     losses, expected = ours.trained_by_hand(
@@ -142,6 +137,7 @@ def test_processes_are_one_process_by_tokens(num_processes, wrap):
         assert told.losses == pytest.approx(losses, rel=1e-6)
 
 
+@pytest.mark.slow
 @worlds
 def test_an_overflow_in_one_process_skips_the_update_in_all(num_processes, wrap):
     clean = [batch for index, batch in enumerate(batches("mse")) if index != 2]
@@ -179,6 +175,7 @@ say(json.dumps([torch.equal(free, bounded), close, torch.equal(free, once)]))
 """
 
 
+@pytest.mark.slow
 @worlds
 def test_a_bound_that_is_not_met_changes_no_bit_and_one_that_is_given_twice_nothing(
     num_processes, wrap

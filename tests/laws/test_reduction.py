@@ -481,6 +481,7 @@ say(json.dumps(losses))
 """
 
 
+@pytest.mark.slow
 def test_sums_over_processes_are_those_of_one():
     losses, _ = ours.trained_by_hand(
         ours.regression_model(), fixed_batches("mse"), loss_fn=summed, optimizer=ours.sgd

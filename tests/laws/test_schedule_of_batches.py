@@ -301,6 +301,7 @@ def to_the_end_of(num_epochs, state, folder, choice):
     return {name: each.tolist() for name, each in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_processes_that_resume_at_the_end_of_an_epoch_follow_a_longer_schedule(tmp_path):
     model = ours.regression_model()
     optimizer = sgd(model.parameters())

@@ -244,6 +244,7 @@ say(json.dumps({{name: value.tolist() for name, value in ours.whole(model.state_
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
 def test_several_optimizers_over_processes_are_the_loop_by_hand(wrap):
     expected = by_hand(fixed_batches("mse"), halved)

@@ -394,6 +394,7 @@ say(json.dumps([parameters, [float(each.loss) for each in reports]]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
 def test_processes_are_one_process(wrap):
     losses, expected = ours.trained_by_hand(Detector(), FIXED, loss_fn=by_hand)
