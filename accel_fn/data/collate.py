@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from accel_fn.base.batch import ATOMS, columns_of, tensors_of
 from accel_fn.base.mappings import node_of
 from accel_fn.base.samples import Samples
-from accel_fn.data.borrowed_rng import Generators
 from accel_fn.data.part import rows_of_rank
+from accel_fn.data.random_generators import Generators
 from accel_fn.errors import BatchError
 
 _SHOWN = 3  # tensors that an error lists

@@ -38,7 +38,7 @@ class Source(Protocol[Batch]):
 
         None is epoch 0, in which a map-style data set keeps the epoch that the loop has set.
         Called in the thread of the loop, by all ranks in the same order. The
-        iterator may be read in another thread, of a sampler a `Drawn`.
+        iterator may be read in another thread, of a sampler as `SampledBatches`.
         """
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:

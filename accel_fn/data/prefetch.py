@@ -17,8 +17,8 @@ from torch import Tensor
 from accel_fn.base.batch import map_tensors
 from accel_fn.base.host_copies import remember_source
 from accel_fn.base.state import DistState
-from accel_fn.data.draws import Drawn
 from accel_fn.data.loader import Batch, Epoch, Numbered, ShardedLoader, Source
+from accel_fn.data.sampled_batches import SampledBatches
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
 _COPIED = ("mps", "meta")  # their memory belongs to no stream
@@ -151,8 +151,8 @@ class _Handover:
         self.permits = threading.Semaphore(depth)
         self.ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.taken = 0
-        # the total that will be read, once the loop has been left
         self.num_reads: int | None = None
+        """How many batches will be read in all, once the loop has been left."""
 
 
 class Reader(threading.Thread):
@@ -171,11 +171,11 @@ def _read(batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
                 handover.permits.acquire()
                 if handover.num_reads is not None and number >= handover.num_reads:
                     break
-                batch = next(batches, handover)  # the end, which is no batch
-                if batch is handover:
+                batch = next(batches, handover)
+                if batch is handover:  # stands for the end: no batch is this object
                     break
                 handover.ready.put(mover.move(batch))
-                del batch  # from here on only the loop holds it
+                del batch  # else this frame would hold it while the next one is read
     except BaseException as error:
         handover.ready.put(_End(error))
     else:
@@ -190,50 +190,54 @@ class _Pass(Iterator[Any]):
         self._ahead = ahead
         self._mover = ahead.mover()
         self._handover = _Handover(ahead.depth)
-        self._draws, self._num_each = None, 0
-        if isinstance(batches, Drawn):
-            self._draws, self._num_each = batches.draws, batches.num_each
+        self._parts, self._num_each = None, 0
+        if isinstance(batches, SampledBatches):
+            self._parts, self._num_each = batches.parts, batches.num_each
         self._close: weakref.finalize[..., _Pass] | None = None
 
     def __next__(self) -> Any:
         handover = self._handover
         if self._close is None:
-            self._draw(handover.depth)
+            self._take_samples(handover.depth)
             reader = Reader(self._batches, handover, self._mover)
             reader.start()
-            # also called when the iterator is dropped, and when the program ends
+            # A finalizer also runs when the iterator is dropped, and when the program ends.
             self._close = weakref.finalize(self, _stop, reader, handover, self._ahead.together)
+            # The thread alone holds the batches, so their workers end with it.
             del self._batches
         if not self._close.alive:
             raise StopIteration
         found = handover.ready.get()
         if isinstance(found, _End):
             self._close()
-            if self._draws is not None and found.error is not None:
-                self._draws.send(found.error)
+            if self._parts is not None and found.error is not None:
+                self._parts.send(found.error)
             try:
                 raise StopIteration if found.error is None else found.error
             finally:
-                # an error that this frame holds would keep the frame, and the frame the error
+                # An error that this frame holds would keep the frame, and the frame the error.
                 del found
         handover.taken += 1
-        self._draw(1)
+        # Before the permit: with it the thread may read a batch, whose samples must be taken by then.
+        self._take_samples(1)
         handover.permits.release()
         return self._mover.hand_over(found)
 
-    def _draw(self, num_batches: int) -> None:
-        """Draw the samples of batches before the thread reads them, since the loop may change the sampler."""
-        if self._draws is not None:
-            self._draws.draw(num_batches * self._num_each)
+    def _take_samples(self, num_batches: int) -> None:
+        """Take samples in the thread of the loop, which may change the sampler as it goes."""
+        if self._parts is not None:
+            self._parts.take_ahead(num_batches * self._num_each)
 
 
 def _stop(reader: Reader, handover: _Handover, together: bool) -> None:
     """Let the thread end, and wait for it."""
-    # finalizers run after the main thread has ended
+    # At the end of the program, finalizers run after the main thread has ended.
     ending = not threading.main_thread().is_alive()
+    # Ranks may exchange messages for each batch: one that stopped earlier would leave its peers waiting.
     handover.num_reads = handover.taken + handover.depth if together and not ending else 0
     handover.permits.release()
-    if reader is not threading.current_thread():  # garbage collection may run in this very thread
+    # The garbage collector may run this in the reading thread, which cannot wait for itself.
+    if reader is not threading.current_thread():
         reader.join(_PATIENCE_S if ending else None)
 
 
@@ -280,7 +284,7 @@ class _SideStream(Mover):
         self.stream = torch.Stream(self.device)
 
     def around(self) -> AbstractContextManager[Any]:
-        # A thread starts at device 0, and would pin for it.
+        # A thread starts at device 0, and would pin memory for it.
         return torch.accelerator.device_index(self.device.index)
 
     def move(self, batch: Any) -> tuple[Any, torch.Event]:
@@ -302,9 +306,10 @@ class _SideStream(Mover):
         stream = torch.accelerator.current_stream(self.device)
         stream.wait_event(copied)
 
-        def used(tensor: Tensor) -> Tensor:
+        def record_use(tensor: Tensor) -> Tensor:
             if tensor.device == self.device:
-                tensor.record_stream(stream)  # its memory is not reused before the loop is done
+                # Else the allocator could reuse its memory while kernels of the loop still read it.
+                tensor.record_stream(stream)
             return tensor
 
-        return map_tensors(used, batch)
+        return map_tensors(record_use, batch)

@@ -9,8 +9,8 @@ from typing import Any, Generic, overload
 import torch
 from torch import Tensor
 
-from accel_fn.data.draws import Drawn
 from accel_fn.data.loader import Batch, Numbered, ShardedLoader, Source
+from accel_fn.data.sampled_batches import SampledBatches
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
 
@@ -94,7 +94,7 @@ class WindowedSource(Generic[Batch]):
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[list[Batch]]]:
         windows = _lists(self._source.numbered(epoch, first_batch * self._k), self._k)
-        return _drawn_with(windows, map(_numbered, windows))
+        return _sampled_with(windows, map(_numbered, windows))
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return self._source.position(step, window * self._k)
@@ -114,12 +114,14 @@ class WindowedSource(Generic[Batch]):
 def _lists(batches: Iterable[Batch], k: int) -> Iterator[list[Batch]]:
     source = iter(batches)
     rest = chain(source)  # one iterator: some start again at each call of iter
-    return _drawn_with(source, iter(lambda: list(islice(rest, k)), []), k)
+    return _sampled_with(source, iter(lambda: list(islice(rest, k)), []), k)
 
 
-def _drawn_with(source: Iterator[Any], found: Iterator[Batch], k: int = 1) -> Iterator[Batch]:
-    """Let `prefetch` draw the samples of the batches from which something was found."""
-    return Drawn(found, source.draws, k * source.num_each) if isinstance(source, Drawn) else found
+def _sampled_with(source: Iterator[Any], found: Iterator[Batch], k: int = 1) -> Iterator[Batch]:
+    """Let `prefetch` take the samples of all batches from which one of `found` is made."""
+    if not isinstance(source, SampledBatches):
+        return found
+    return SampledBatches(found, source.parts, k * source.num_each)
 
 
 def _numbered(window: list[Numbered[Batch]]) -> Numbered[list[Batch]]:

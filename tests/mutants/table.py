@@ -486,7 +486,7 @@ MUTANTS = [
     Mutant(
         "prefetch draws from a sampler while the loop changes it",
         "data/prefetch.py",
-        "        self._draw(1)\n",
+        "        self._take_samples(1)\n",
         "",
         "tests/data/test_taught_samplers.py",
         kind="data.taught_sampler_ahead",

@@ -182,7 +182,7 @@ KEPT = {
     "checkpoint/weights/entries.py _has_code": "a fact about a dtype",
     "data/set_epoch.py _LOCK": "a lock",
     "data/set_epoch.py _SHARED": "which epoch a data set that is being read was set to last",
-    "data/borrowed_rng.py _LOCK": "a lock",
+    "data/random_generators.py _LOCK": "a lock",
     "data/streams/read_stream.py _STARTING": "a lock",
     "data/streams/read_stream.py _INFO_LOCK": "a lock",
     "data/seed_samples.py _epoch": "which epoch a sample is read for, while it is",

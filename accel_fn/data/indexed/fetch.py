@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from accel_fn.data.borrowed_rng import seed_process
 from accel_fn.data.collate import Collate, ReadyBatch
+from accel_fn.data.random_generators import seed_process
 from accel_fn.data.seed_samples import reading
 from accel_fn.data.set_epoch import InEpoch, nested
 from accel_fn.data.workers import Progress

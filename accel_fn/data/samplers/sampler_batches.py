@@ -22,8 +22,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_fn.data.borrowed_rng import Generators, held_by
 from accel_fn.data.order import Order, find_by_counting, mix
+from accel_fn.data.random_generators import Generators, held_by
 from accel_fn.data.set_epoch import InEpoch
 from accel_fn.errors import ArgumentError
 

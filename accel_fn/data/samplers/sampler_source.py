@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 from accel_fn.base.split_batch import part_bounds
 from accel_fn.base.state import DistState
 from accel_fn.comm.channel import Channel
-from accel_fn.data.draws import Drawn, Draws
 from accel_fn.data.indexed.load_batches import Loading
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import no_numbers
+from accel_fn.data.sampled_batches import SampledBatches, SampledParts
 from accel_fn.data.samplers.sampler_batches import Batch, SamplerBatches
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
 
@@ -68,9 +68,9 @@ class SamplerSource:
         channel = None if self._channel is None else self._channel.another()
         parts = self._parts(channel, epoch or 0, first_batch)
         seed = self._sampling.seed
-        draws = Draws(parts, self._num_ahead, None if channel is None else channel.fail)
-        found = load(draws, epoch=epoch, first_batch=first_batch, seed=seed)
-        return Drawn(found, draws)
+        sampled = SampledParts(parts, self._num_ahead, None if channel is None else channel.fail)
+        found = load(sampled, epoch=epoch, first_batch=first_batch, seed=seed)
+        return SampledBatches(found, sampled)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Compute the position if the sampler has a length, else run it, which all ranks must do."""

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
-from accel_fn.data.borrowed_rng import Generators
 from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
+from accel_fn.data.random_generators import Generators
 from accel_fn.data.set_epoch import InEpoch
 from accel_fn.data.workers import IdlePools, Progress, WorkerPool, make_loader, worker_error
 

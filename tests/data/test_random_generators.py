@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from accel_fn.data.borrowed_rng import Generators
+from accel_fn.data.random_generators import Generators
 
 
 def drawn(count):

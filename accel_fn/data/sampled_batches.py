@@ -1,0 +1,83 @@
+"""Batches of a sampler: the loop's thread takes their samples, while another may read their data."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from accel_fn.data.loader import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """Stands for the samples of a batch that the sampler could not give."""
+
+    error: Exception
+
+
+class SampledParts(Iterator[Any]):
+    """The samples of each batch of a pass, taken from the sampler ahead of time or when they are needed."""
+
+    def __init__(
+        self, parts: Iterator[Any], num_ahead: int, send: Callable[[Exception], None] | None
+    ) -> None:
+        """Workers need `num_ahead` parts more than they have read; `send` sends an error to the peers."""
+        self._parts = parts
+        self._num_ahead = num_ahead
+        self._send = send
+        self._taken: deque[Any] = deque()
+        self.by_loop = False
+        """Whether the loop takes them, by `take_ahead`."""
+
+    def take_ahead(self, num_batches: int) -> None:
+        """Take the samples of so many batches more; at first also of those that workers need."""
+        self._take(num_batches if self.by_loop else num_batches + self._num_ahead)
+        self.by_loop = True
+
+    def send(self, error: BaseException) -> None:
+        """Send an error of this rank to its peers, in the thread that runs the sampler."""
+        if self._send is not None and isinstance(error, Exception):
+            self._send(error)
+
+    def _take(self, num_batches: int) -> None:
+        try:
+            self._taken.extend(islice(self._parts, num_batches))
+        except Exception as error:
+            # Raised in place of its batch: the batches before it were read and are still wanted.
+            self._taken.append(_Failed(error))
+
+    def __next__(self) -> Any:
+        if not self._taken:
+            self._take(1)
+        if not self._taken:
+            raise StopIteration
+        found = self._taken.popleft()
+        if not isinstance(found, _Failed):
+            return found
+        try:
+            raise found.error
+        finally:
+            del found  # the frame would keep the error, which keeps the frame
+
+
+class SampledBatches(Iterator[Batch]):
+    """Batches that are read by `parts`, each from so many of them."""
+
+    def __init__(self, batches: Iterator[Batch], parts: SampledParts, num_each: int = 1) -> None:
+        self._batches = batches
+        self.parts = parts
+        self.num_each = num_each
+
+    def __next__(self) -> Batch:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except Exception as error:
+            # With `prefetch` this is its thread; the loop's thread sends the error where it raises it.
+            if not self.parts.by_loop:
+                self.parts.send(error)
+            raise
