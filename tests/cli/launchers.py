@@ -143,10 +143,10 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-def gone(pids, within_s: float = 5) -> None:
-    """Wait until all of these processes have ended; return whether they have."""
+def gone(pids) -> None:
+    """Wait until all of these processes have ended."""
     until(
         lambda: None if any(map(is_running, map(int, pids))) else True,
         lambda: f"the end of {[pid for pid in pids if is_running(int(pid))]}",
-        within_s,
+        timeout_s=60,
     )

@@ -77,10 +77,10 @@ def interrupt(folder, name, *, delay_s=0.0, program=(sys.executable,), sign="beg
         until(lambda: (folder / sign).exists() or None, lambda: f"a begin of {name}")
         time.sleep(delay_s)
         os.killpg(command.pid, signal.SIGINT)
-        _, stderr = command.communicate(timeout=10)
+        _, stderr = command.communicate(timeout=100)
     finally:
         command.kill()
-    until(lambda: None if processes(temporary) else True, lambda: f"the end of {name}", 5)
+    until(lambda: None if processes(temporary) else True, lambda: f"the end of {name}")
     assert list(temporary.iterdir()) == []
     return command.returncode, stderr
 

@@ -27,10 +27,10 @@ _FAMILY = """
     stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     for stop in stops:
         signal.signal(stop, signal.SIG_IGN)
-    program = subprocess.Popen(["sleep", "100"])
+    program = subprocess.Popen(["sleep", "600"])
     fork = os.fork()
     if fork == 0:
-        time.sleep(100)
+        time.sleep(600)
         os._exit(0)  # where nobody has ended it
     if "--tells" in sys.argv:
         for stop in stops:
@@ -64,7 +64,7 @@ def test_ranks_end_with_their_launcher_even_without_its_reaper(launchers, tmp_pa
         os.kill(int(pid), signal.SIGKILL)
     assert launcher.wait().exit_code == -signal.SIGKILL
     assert len(guards) == 1
-    gone(ranks, within_s=1)
+    gone(ranks)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_signal_reaches_every_rank_once(launchers, tmp_path, number, name):
     assert ended.exit_code == 128 + number
     assert ended.stderr == f"accel-fn launch: stopped by {name}\n"
     assert ended.stdout.count(f"told {number.value}") == ended.stdout.count("told") == 2
-    gone(pids, within_s=0.1)
+    gone(pids)
 
 
 def test_a_second_signal_does_not_wait_for_ranks(launchers, tmp_path):
@@ -92,7 +92,8 @@ def test_a_second_signal_does_not_wait_for_ranks(launchers, tmp_path):
     launcher.kill(signal.SIGTERM)
     time.sleep(0.5)
     assert all(is_running(int(pid)) for pid in pids[::3])  # ranks that ignore the first signal
-    assert launcher.kill(signal.SIGTERM).wait(timeout_s=15).exit_code == 143
+    # after one signal, ranks have 30 s to leave
+    assert launcher.kill(signal.SIGTERM).wait(timeout_s=25).exit_code == 143
     gone(pids)
 
 
@@ -101,7 +102,7 @@ def test_what_a_killed_rank_started_ends_too(launchers, tmp_path):
     pids = family(launcher)
     os.kill(int(pids[0]), signal.SIGKILL)
     assert launcher.wait().exit_code == 137
-    gone(pids, within_s=0.1)
+    gone(pids)
 
 
 def test_what_a_killed_rank_started_is_gone_before_the_next_attempt(launchers, tmp_path):
@@ -154,7 +155,7 @@ def test_a_launch_continues_when_its_stderr_is_closed(tmp_path, arguments, exit_
     os.close(heard)
     command = [sys.executable, "-m", "accel_fn.cli", "launch", *arguments, "script.py"]
     ended = subprocess.run(
-        command, stderr=said, cwd=tmp_path, env=surroundings(tmp_path), check=False, timeout=60
+        command, stderr=said, cwd=tmp_path, env=surroundings(tmp_path), check=False, timeout=500
     )
     os.close(said)
     assert ended.returncode == exit_code

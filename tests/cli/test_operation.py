@@ -34,7 +34,7 @@ def test_two_launchers_that_end_in_any_order_leave_nothing(
             machines[machine].kill(number)
         time.sleep(gap_s)
     for each in machines:
-        each.wait(timeout_s=30)
+        each.wait()
     gone(pids)
 
 
@@ -96,8 +96,9 @@ def test_ctrl_z_stops_the_launcher_alone_and_the_run_resumes_with_it(tmp_path, k
     command = f"{sys.executable} -m accel_fn.cli launch -n 2 script.py"
     shell = ["bash", "--norc", "--noprofile", "-i"]
     with Terminal(shell, tmp_path, surroundings(tmp_path, PS1="$ ")) as screen:
-        screen.type(f"{command}\n").read_until("up ").read_until("up ")
-        time.sleep(0.5)
+        screen.type(f"{command}\n")
+        for _ in range(2):
+            screen.read_until("up ").read_until("\n")
         pids = re.findall(r"up (\d+)\n", screen.text)
         assert len(pids) == 2
         screen.type("\x1a").read_until("Stopped")

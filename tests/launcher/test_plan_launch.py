@@ -203,5 +203,5 @@ def test_without_prctl_a_rank_polls_its_launcher(tmp_path):
         "    worker._die_after(launcher)\n"
         "time.sleep(0.5)\n"
     )
-    done = run_python(tmp_path, "-c", code, timeout_s=10)  # the pipe is open while the rank lives
+    done = run_python(tmp_path, "-c", code, timeout_s=100)  # the pipe is open while the rank lives
     assert (done.returncode, done.stdout) == (0, "up ")
