@@ -18,7 +18,7 @@ from accel_fn.cli.output import (
     print_table,
     readable_bytes,
 )
-from accel_fn.launcher.targets import call_target, load_target
+from accel_fn.cli.targets import call_target, load_target
 
 if TYPE_CHECKING:
     from accel_fn.observe.estimate_memory import MemoryEstimate

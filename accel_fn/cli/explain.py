@@ -20,8 +20,8 @@ from accel_fn.cli.output import (
     print_json,
     resolve_settings,
 )
+from accel_fn.cli.targets import call_target, load_target
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
-from accel_fn.launcher.targets import call_target, load_target
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_fn.cli.explain import explain_target
-from accel_fn.launcher.targets import load_target
+from accel_fn.cli.targets import load_target
 from tests.cli.commands import ROOT, run_command, surroundings
 from tests.cli.terminal import Terminal
 

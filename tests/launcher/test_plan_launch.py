@@ -181,7 +181,11 @@ def rank_code(tail, launcher="os.getppid()"):
 def test_a_rank_is_bound_to_its_own_processors(tmp_path):
     last = max(os.sched_getaffinity(0))
     (tmp_path / "script.py").write_text("import os; print(os.sched_getaffinity(0))")
-    variables = {"LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    variables = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+    }
     done = run_python(tmp_path, "-c", rank_code(f"'0,1;{last}'"), **variables)
     assert done.stdout == f"{{{last}}}\n", done.stderr
 
