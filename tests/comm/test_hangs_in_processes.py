@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from accel_fn.comm.watchdog.abort import EXIT_CODE
+from accel_fn.comm.watchdog.watchdog import EXIT_CODE
 from tests.forking import line_of, run_worlds
 
 pytestmark = pytest.mark.slow

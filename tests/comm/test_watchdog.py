@@ -15,10 +15,9 @@ from torch._C._distributed_c10d import HashStore
 import accel_fn as af
 from accel_fn.comm import primitives
 from accel_fn.comm.thread_groups import make_group
-from accel_fn.comm.watchdog.abort import Abort
 from accel_fn.comm.watchdog.hang_report import Place, Stack, list_ranks
 from accel_fn.comm.watchdog.store_log import Entry, StoreLog
-from accel_fn.comm.watchdog.watchdog import StoreWatchdog
+from accel_fn.comm.watchdog.watchdog import Abort, StoreWatchdog
 from accel_fn.testing import simulate
 from tests.processes import free_port
 
@@ -147,9 +146,9 @@ def test_a_step_that_does_not_end_hangs_where_the_host_does_not_wait_for_collect
     watchdog.begin_step("7")
     if ended:
         watchdog.end_step()
-    watchdog._look_once(time.monotonic() + 59)
+    watchdog._check(time.monotonic() + 59)
     assert not ends
-    watchdog._look_once(time.monotonic() + 61)
+    watchdog._check(time.monotonic() + 61)
     assert [each for each in ends if each.startswith("step")] == expected
 
 
@@ -158,7 +157,7 @@ def test_a_step_that_compiles_may_take_longer_than_the_timeout(ends):
     watchdog.begin_step("7")
 
     def backend(graph, inputs):
-        watchdog._look_once(time.monotonic() + 61)
+        watchdog._check(time.monotonic() + 61)
         return graph.forward
 
     torch.compile(lambda values: values + 1, backend=backend)(torch.ones(2))

@@ -17,6 +17,9 @@ _PYTHON = f"{os.path.dirname(os.__file__)}{os.sep}"
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _NUM_CALLS, _NUM_TENSORS, _NUM_LINES = 30, 4, 12
 _COMPILING = (f"_dynamo{os.sep}convert_frame.py", f"_inductor{os.sep}compile_fx.py")
+"""Files of torch that are on the stack while it compiles."""
+
+# Found on the stack, so that a step records nothing between its phases.
 _PHASES = {"run_forward": "forward", "run_backward": "backward", "apply_update": "update"}
 
 
@@ -59,7 +62,7 @@ class Collective(NamedTuple):
     """A collective of accel_fn that a rank has entered."""
 
     number: int
-    """Counted alike on every rank; 0 for a message between two ranks."""
+    """The same on every rank; 0 for a message between two ranks."""
     function: str
     shapes: tuple[Any, ...]
     place: Place | None
@@ -73,7 +76,8 @@ class Collective(NamedTuple):
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return dtypes and shapes of the first tensors, without keeping the tensors."""
+    """Return dtypes and shapes of the first tensors."""
+    # Not the tensors: the record of a collective must not keep their memory.
     return tuple(
         [
             (leaf.dtype, leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__

@@ -1,4 +1,4 @@
-"""The store log: what the ranks of a world write for each other into the store of their rendezvous."""
+"""The store log: the latest work of each rank, kept in the store of the rendezvous for its peers."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Entry:
     rank: int
     doing: str
     left: bool = False
+    """Has it left the world?"""
 
 
 class StoreLog:
@@ -43,7 +44,8 @@ class StoreLog:
     """
 
     def __init__(self, store: Store, address: tuple[str, int] | None) -> None:
-        self._store = store.clone()  # the original may be in use, by a rendezvous that waits
+        # The original may be in use, by a rendezvous that waits.
+        self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._address = address
 
@@ -74,7 +76,8 @@ class StoreLog:
         return self._call(lambda store: store.add(_REPORTS, more), 0)
 
     def is_served(self) -> bool:
-        """Does the server accept connections? Torch's client prints pages where none does."""
+        """Does the server accept connections?"""
+        # Torch's client would print pages of native frames where no server answers.
         if self._address is None:
             return True
         try:

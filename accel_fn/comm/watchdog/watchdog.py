@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import faulthandler
+import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
-from accel_fn.comm.watchdog.abort import Abort
 from accel_fn.comm.watchdog.hang_report import (
     Collective,
     Place,
@@ -23,19 +25,24 @@ from accel_fn.comm.watchdog.hang_report import (
 from accel_fn.comm.watchdog.store_log import Entry, StoreLog
 from accel_fn.errors import WorldError
 
+EXIT_CODE = 124
+"""Exit code of a process whose world timed out, as of `timeout` in coreutils."""
+
 _OF_GLOO, _TIMED_OUT = "gloo/transport", "Timed out waiting"
-_LONGEST_PERIOD_S, _RANKS_PER_S = 0.5, 2000
-_STDERR = 2
 _ABORTED = "another rank has waited for too long"
+_STDERR = 2
+_LONGEST_PERIOD_S, _READS_PER_S = 0.5, 2000
+"""One process serves the store to all ranks: the larger the world, the less often each rank reads it."""
+
+_SLACK_S, _LINGER_S, _POLL_S = 1.0, 0.3, 0.05
 
 
 class StoreWatchdog:
     """The flight recorder and the watchdog of one rank. Mutable; one per group.
 
-    A thread looks a few times per timeout. If this rank has waited for longer, it requests an
-    abort in the store log, and every rank prints a report and ends its process: a main thread
-    that waits in native code cannot raise. A rank that entered a collective within half the
-    timeout does not read the store, so a healthy run costs no traffic.
+    A thread checks a few times per timeout. If this rank has waited for longer, it requests an
+    abort in the store log, and every rank prints a report and ends its process. A rank that entered
+    a collective within half the timeout does not read the store, so a healthy run costs no traffic.
     """
 
     def __init__(
@@ -53,26 +60,27 @@ class StoreWatchdog:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._libraries = tuple(libraries)
-        self._period_s = max(min(_LONGEST_PERIOD_S, timeout_s / 8), world_size / _RANKS_PER_S)
+        self._period_s = max(min(_LONGEST_PERIOD_S, timeout_s / 8), world_size / _READS_PER_S)
         self._abort = Abort(log, rank, world_size, self._period_s)
-        self._seen = time.monotonic()
+        self._progress_at = time.monotonic()
         self._number = 0
         self._last: Collective | None = None
         self._step: tuple[str, Place | None] | None = None
         self._waits: dict[int, tuple[float, Collective]] = {}
+        # The host does not wait for a device's collectives: there, a step that lasts is the only sign.
         self._times_steps = times_steps
-        """Does a step that outlasts the timeout hang? The host does not wait for a device's collectives."""
         self._step_began: float | None = None
         self._stopped = threading.Event()
         self._diagnosing = threading.Lock()
-        self._thread = threading.Thread(target=self._look, name="accel_fn watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="accel_fn watchdog", daemon=True)
         self._shows_crashes = False
         self.has_lost_rank = False
         """Has a collective failed because a rank is gone?"""
 
     def start(self) -> None:
         """Start the thread."""
-        if not faulthandler.is_enabled():  # backends end a process by abort(): show where it was
+        # Backends end a process by abort(), of which Python prints nothing by itself.
+        if not faulthandler.is_enabled():
             faulthandler.enable(_STDERR)
             self._shows_crashes = True
         self._thread.start()
@@ -81,20 +89,19 @@ class StoreWatchdog:
         """End the thread and add a last entry for the peers. Does nothing the second time."""
         if not self._stopped.is_set():
             self._stopped.set()
+            # A peer that still waits for this rank reads here why its connection was closed.
             self._log.add(Entry(self._rank, f"has left{_reason()}{self._history()}", left=True))
             if self._shows_crashes:
                 faulthandler.disable()
         self._thread.join()
 
     def enter(self, function: str, leaves: Sequence[Any], *, counts: bool = True) -> Waiting:
-        """Record that a collective of these leaves begins; enter the result to wait for it.
-
-        A message between two ranks is not counted: numbers are alike on all ranks.
-        """
+        """Record that a collective of these leaves begins; enter the result to wait for it."""
         place = place_of(sys._getframe(1), self._libraries)
+        # Ranks send each other different numbers of messages: only collectives have one number on all.
         if not counts:
             return Waiting(self, Collective(0, function, shapes_of(leaves), place))
-        self._seen = time.monotonic()
+        self._progress_at = time.monotonic()
         self._number += 1
         self._last = Collective(self._number, function, shapes_of(leaves), place)
         return Waiting(self, self._last)
@@ -107,13 +114,13 @@ class StoreWatchdog:
         """Record that the collective is complete."""
         _, collective = self._waits.pop(threading.get_ident())
         if collective.number:
-            self._seen = time.monotonic()
+            self._progress_at = time.monotonic()
 
     def begin_step(self, name: str) -> None:
         """Record that a step begins."""
-        self._seen = time.monotonic()
+        self._progress_at = time.monotonic()
         self._step = name, place_of(sys._getframe(1), self._libraries)
-        self._step_began = self._seen if self._times_steps else None
+        self._step_began = self._progress_at if self._times_steps else None
 
     def end_step(self) -> None:
         """Record that the step has returned or raised."""
@@ -129,7 +136,8 @@ class StoreWatchdog:
             if _TIMED_OUT in text:
                 self._request_abort(function, error)
             entries = self._abort.wait_for_entries(self._explains, 0)
-            if self._log.is_abort_requested():  # peers close connections when they abort
+            # Ranks that abort close their connections, which is an error here, too.
+            if self._log.is_abort_requested():
                 self._end(_ABORTED, error)
         self.has_lost_rank = True
         entries[self._rank] = self._entry(Stack.of_error(error))
@@ -141,20 +149,22 @@ class StoreWatchdog:
         """Do these entries explain why a connection was closed?"""
         return any(entry.left for entry in entries.values()) or self._log.is_abort_requested()
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         while not self._stopped.wait(self._period_s):
             with self._diagnosing:
-                self._look_once(time.monotonic())
+                self._check(time.monotonic())
 
-    def _look_once(self, now: float) -> None:
+    def _check(self, now: float) -> None:
+        # A period more than the timeout: Gloo's own error comes first, with the stack of its thread.
+        longest = self._timeout_s + self._period_s
         for since, collective in list(self._waits.values()):
-            if now - since > self._timeout_s + self._period_s:
+            if now - since > longest:
                 self._request_abort(collective.function)
         began = self._step_began
         # A compiler may take longer than any collective.
-        if began and now - began > self._timeout_s + self._period_s and not is_compiling():
+        if began and now - began > longest and not is_compiling():
             self._request_abort("step")
-        if now - self._seen > self._timeout_s / 2 and self._log.is_abort_requested():
+        if now - self._progress_at > self._timeout_s / 2 and self._log.is_abort_requested():
             self._end(_ABORTED)
 
     def _request_abort(self, function: str, error: BaseException | None = None) -> NoReturn:
@@ -216,8 +226,81 @@ class Waiting:
             self._watchdog.end_wait()
 
 
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The end of all ranks together, each with a report."""
+
+    log: StoreLog
+    rank: int
+    world_size: int
+    notice_s: float
+    """Time until every rank that can has seen the request to abort."""
+    begun: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, reason: str, stacks: Mapping[str, Stack], entry: Entry) -> NoReturn:
+        """Write a report to stderr, wait for those of the peers, and end this process."""
+        # The thread and a collective that timed out may both come here: the first ends the process.
+        while not self.begun.acquire(blocking=False):
+            time.sleep(60)
+        try:
+            self.log.add(entry)
+            entries = self.wait_for_entries(
+                lambda found: len(found) == self.world_size, self.notice_s
+            )
+            _write(self._report(reason, {**entries, self.rank: entry}, stacks))
+            # A launcher stops all ranks when the first one ends, which would cut reports short.
+            self.wait_for_reports(sum(not each.left for each in entries.values()))
+        finally:
+            # Not an exception: the main thread may wait in native code, which none interrupts.
+            os._exit(EXIT_CODE)
+
+    def wait_for_entries(
+        self, is_enough: Callable[[Mapping[int, Entry]], bool], notice_s: float
+    ) -> dict[int, Entry]:
+        """Return the entries of the log as soon as they are enough, or time is up."""
+        deadline = time.monotonic() + notice_s + _SLACK_S
+        while True:
+            entries = self.log.entries()
+            if is_enough(entries) or time.monotonic() > deadline or not self.log.is_served():
+                return entries
+            time.sleep(_POLL_S)
+
+    def _report(
+        self, reason: str, entries: Mapping[int, Entry], stacks: Mapping[str, Stack]
+    ) -> str:
+        rank = f"rank {self.rank} of {self.world_size} ({socket.gethostname()}, pid {os.getpid()})"
+        shown = [f"{name}, innermost call last:\n{stack}" for name, stack in stacks.items()]
+        head = f"accel_fn: {rank} ends with exit code {EXIT_CODE}: {reason}\n"
+        ranks = list_ranks(entries, self.world_size)
+        return "".join([head, ranks, self.log.missing_server(), *shown])
+
+    def wait_for_reports(self, num_ranks: int) -> None:
+        """Return when so many ranks have reported, this one included, or time is up."""
+        deadline = time.monotonic() + self.notice_s + _SLACK_S
+        num_reports = self.log.count_reports(1)
+        while num_reports < num_ranks and time.monotonic() < deadline and self.log.is_served():
+            time.sleep(_POLL_S)
+            num_reports = self.log.count_reports()
+        # Rank 0 may serve the store, from which its peers read that all have reported.
+        if self.rank == 0:
+            time.sleep(_LINGER_S)
+
+
+def _write(report: str) -> None:
+    """Flush what was printed so far, if possible, and write the report at once."""
+    # In threads, since a thread that hangs may hold the lock of a stream.
+    for stream in (sys.stdout, sys.stderr):
+        flushing = threading.Thread(target=stream.flush, daemon=True)
+        flushing.start()
+        flushing.join(_SLACK_S)
+    data = report.encode(errors="backslashreplace")
+    while data:
+        data = data[os.write(_STDERR, data) :]
+
+
 def ending_error() -> BaseException | None:
     """Return the error that this process ends with, if any."""
+    # `last_value` is set by then, as exit handlers run after the traceback was printed.
     return sys.exc_info()[1] or getattr(sys, "last_value", None)
 
 
@@ -225,5 +308,5 @@ def _reason() -> str:
     error = ending_error()
     if error is None:
         return ""
-    first = str(error).partition("\n")[0][:200]
-    return f" by {type(error).__name__}" + (f": {first}" if first else "")
+    first_line = str(error).partition("\n")[0][:200]
+    return f" by {type(error).__name__}" + (f": {first_line}" if first_line else "")
