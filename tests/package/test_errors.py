@@ -19,7 +19,7 @@ CLASSES = {
 
 # Errors of others that a file raises, and why.
 FOREIGN = {
-    "data/draws.py StopIteration": "the end of an iterator",
+    "data/sampled_batches.py StopIteration": "the end of an iterator",
     "__init__.py AttributeError": "how a module answers for a name that it does not have",
     "testing/__init__.py AttributeError": "likewise",
     "checkpoint/format/manifest.py ValueError": "caught in read_manifest: a CheckpointError",
