@@ -211,7 +211,7 @@ class _Pass(Iterator[Any]):
         if isinstance(found, _End):
             self._close()
             if self._parts is not None and found.error is not None:
-                self._parts.send(found.error)
+                self._parts.send_error(found.error)
             try:
                 raise StopIteration if found.error is None else found.error
             finally:

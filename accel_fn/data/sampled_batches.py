@@ -37,7 +37,7 @@ class SampledParts(Iterator[Any]):
         self._take(num_batches if self.by_loop else num_batches + self._num_ahead)
         self.by_loop = True
 
-    def send(self, error: BaseException) -> None:
+    def send_error(self, error: BaseException) -> None:
         """Send an error of this rank to its peers, in the thread that runs the sampler."""
         if self._send is not None and isinstance(error, Exception):
             self._send(error)
@@ -79,5 +79,5 @@ class SampledBatches(Iterator[Batch]):
         except Exception as error:
             # With `prefetch` this is its thread; the loop's thread sends the error where it raises it.
             if not self.parts.by_loop:
-                self.parts.send(error)
+                self.parts.send_error(error)
             raise
