@@ -92,10 +92,10 @@ def leg(state, loader, make, wrap, k, every, folder, stop):
     return {name: each.clone() for name, each in ours.whole(step.plan.model.state_dict()).items()}
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("make", BY_EPOCH.values(), ids=BY_EPOCH)
-@ours.share(0.2)
+@ours.share(0.3)
 @given(
+    wrap=st.sampled_from(list(WRAPS)),
     num_samples=st.sampled_from([6, 9, 16, 24]),
     bad=st.sets(st.integers(0, 5), max_size=2),
     worlds=st.tuples(st.integers(1, 3), st.integers(1, 3)),

@@ -104,7 +104,7 @@ ONE_SIDED = [a_batch([0, 2, 1], [3, 0, 0])]
     ],
     ids=["wrap_ddp", "find_unused", "wrap_fsdp", "kept_whole"],
 )
-@ours.share(0.5)
+@ours.share(0.3)
 @given(dealt=dealt(), num_microbatches=st.integers(1, 3))
 @example(dealt=(ONE_SIDED, [[1, 2]]), num_microbatches=1)
 @example(dealt=(ONE_SIDED, [[3]]), num_microbatches=3)
