@@ -45,8 +45,6 @@ _IMPORTS = (
     "accel_fn.step.step",
     "accel_fn.transforms.ddp.ddp",
     "accel_fn.transforms.fsdp.fsdp",
-    "sklearn.datasets",
-    "matplotlib.figure",
 )
 
 

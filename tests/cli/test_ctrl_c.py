@@ -161,6 +161,7 @@ _STOPPING = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["script", "program"])
 def test_ranks_that_still_start_print_nothing_on_ctrl_c(tmp_path, launchers, kind):
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(_STOPPING))

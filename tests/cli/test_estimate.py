@@ -48,6 +48,7 @@ def test_the_command_prints_a_column_for_each_world_and_number_of_microbatches(l
     assert rows[-2][:2] == ["activations", "1.88 KiB"]  # 12 * 40 * 4 + 4 bytes
 
 
+@pytest.mark.slow
 def test_a_terminal_of_80_columns_shows_that_it_works_then_whole_words(script):
     command = [sys.executable, "-m", "accel_fn.cli", "estimate", "net.py:model", "-n", "1,2,4,8,16"]
     environment = surroundings(script, TERM="xterm-256color", COLUMNS="80")

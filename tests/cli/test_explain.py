@@ -164,6 +164,7 @@ def test_settings_that_a_launch_would_refuse_are_one_line(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_on_a_terminal_phases_wrap_at_words_and_hang(folder):
     command = [sys.executable, "-m", "accel_fn.cli", "explain", "train.py:make_plan"]
     with Terminal(

@@ -115,6 +115,7 @@ def test_a_dry_run_and_the_help_are_quick_and_import_no_torch(tmp_path):
         assert used < seconds  # CPU time, since other processes may keep the machine busy
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_are_two_worlds(launchers, tmp_path):
     script = """
         import os, sys, time
@@ -133,6 +134,7 @@ def test_two_launches_at_once_are_two_worlds(launchers, tmp_path):
     assert ports[0][0] == ports[0][1] != ports[1][0] == ports[1][1]
 
 
+@pytest.mark.slow
 def test_a_given_port_is_taken_or_refused(launchers, tmp_path):
     script = "import os; print(os.environ['MASTER_PORT'], flush=True)"
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -277,6 +279,7 @@ def test_a_restart_is_printed_and_has_a_new_store(launchers, tmp_path):
     assert len({port for _, port in ports}) == 2
 
 
+@pytest.mark.slow
 def test_restarts_run_out(launchers, tmp_path):
     script = "import os, sys; sys.exit(4 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))"
     ended = launchers.run(tmp_path, "--max-restarts", 2, "script.py", script=script)

@@ -131,6 +131,7 @@ def test_the_others_are_stopped_also_those_that_refuse(launchers, tmp_path):
     gone(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise ValueError('of the fork')", "sys.exit(5)", "os.abort()"])
 def test_a_process_that_a_rank_forks_does_not_end_the_rank(launchers, tmp_path, how):
     """An error or a crash of the fork is not the rank's, which fails later by itself."""
@@ -155,6 +156,7 @@ def test_an_exit_code_is_the_one_that_the_system_sees(launchers, tmp_path, code,
     assert (ended.exit_code, ended.last_lines[-1]) == (status, f"exit code {status}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "last"),
     [("raise ValueError('boom')", 1, "ValueError: boom"), ("sys.exit(3)", 3, "exit code 3")],
@@ -169,6 +171,7 @@ def test_a_rank_that_spoils_its_end_keeps_its_error_and_exit_code(
     assert (ended.exit_code, ended.last_lines[-1]) == (code, last)
 
 
+@pytest.mark.slow
 def test_a_failure_is_seen_also_if_the_parent_ignores_sigchld(tmp_path):
     """The system then drops the exit codes of children, unless the launcher sets it back."""
     (tmp_path / "script.py").write_text("raise SystemExit(3)")
@@ -180,6 +183,7 @@ def test_a_failure_is_seen_also_if_the_parent_ignores_sigchld(tmp_path):
     assert (done.returncode, done.stderr.splitlines()[-1]) == (3, "exit code 3")
 
 
+@pytest.mark.slow
 def test_a_child_with_a_group_of_its_own_ends_with_a_launch_and_one_with_a_session_stays(
     launchers, tmp_path
 ):
@@ -197,6 +201,7 @@ def test_a_child_with_a_group_of_its_own_ends_with_a_launch_and_one_with_a_sessi
     os.kill(apart, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_files_of_the_user_in_a_log_folder_are_left_alone(launchers, tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
@@ -210,6 +215,7 @@ def test_files_of_the_user_in_a_log_folder_are_left_alone(launchers, tmp_path):
     assert kept == {"pid", "crash", "stopped", "deeper/pid", "deeper/crash"}
 
 
+@pytest.mark.slow
 def test_a_launch_does_not_disarm_the_reaper_of_another_in_the_same_log_folder(launchers, tmp_path):
     script = """
         import os, subprocess, sys, time
@@ -229,6 +235,7 @@ def test_a_launch_does_not_disarm_the_reaper_of_another_in_the_same_log_folder(l
     gone([child])
 
 
+@pytest.mark.slow
 def test_a_temporary_folder_with_a_line_end_in_its_name_is_removed_and_no_other(
     launchers, tmp_path
 ):
@@ -275,6 +282,7 @@ def test_a_program_gives_its_exit_code(launchers, tmp_path):
     assert (ended.exit_code, ended.last_lines[0], ended.last_lines[-1]) == (9, "why", "exit code 9")
 
 
+@pytest.mark.slow
 def test_a_failed_rank_that_hangs_prints_its_error_and_is_killed(tmp_path):
     """The waits are shortened, since they would take half a minute."""
     (tmp_path / "script.py").write_text(
@@ -340,6 +348,7 @@ def matches(lines, patterns):
     return len(lines) == len(patterns) and all(map(re.fullmatch, patterns, lines))
 
 
+@pytest.mark.slow
 def test_an_error_in_the_loss_shows_the_users_frames_and_the_innermost(launchers, tmp_path):
     """The other rank, which lost its peer, stands above if it fails before it is ended."""
     ended = launchers.run(tmp_path, "-n", 2, "--cpu", "script.py", script=_TRAIN)
@@ -351,6 +360,7 @@ def test_an_error_in_the_loss_shows_the_users_frames_and_the_innermost(launchers
     assert not above or re.match(lost_its_peer, above)
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_same_and_the_users_own_hook_gets_every_frame(tmp_path):
     (tmp_path / "script.py").write_text(_TRAIN)
     command = [sys.executable, "-m", "accel_fn.cli", "launch", "--cpu", "script.py", "hook"]
@@ -361,9 +371,8 @@ def test_a_terminal_shows_the_same_and_the_users_own_hook_gets_every_frame(tmp_p
     assert int(count) > 10
 
 
-@pytest.mark.parametrize(
-    "requested", ["by a flag", pytest.param("by a variable", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("requested", ["by a flag", "by a variable"])
 def test_every_frame_is_shown_on_request(launchers, tmp_path, requested):
     is_flag = requested == "by a flag"
     flags = ["--full-traceback"] if is_flag else []

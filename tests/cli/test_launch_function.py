@@ -123,6 +123,7 @@ def test_it_works_where_the_accelerator_is_in_use_already():
     assert af.launch(work, num_processes=1) == [(device.type, 3.0)]
 
 
+@pytest.mark.slow
 def test_two_at_once_do_not_meet():
     def work(name):
         time.sleep(0.3)
@@ -186,6 +187,7 @@ def test_the_cause_is_raised_and_not_what_follows_from_it():
         af.launch(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "echo",
     [
@@ -233,6 +235,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
     assert isinstance(caught.value, RuntimeError)
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_failed_and_does_not_end_is_ended():
     def work():
         threading.Thread(target=time.sleep, args=(600,)).start()
@@ -245,12 +248,14 @@ def test_a_rank_that_has_failed_and_does_not_end_is_ended():
     assert time.monotonic() - start < 100
 
 
+@pytest.mark.slow
 def test_a_native_crash_shows_the_line_that_called_it():
     with pytest.raises(RuntimeError, match="was killed by SIGSEGV") as caught:
         af.launch(lambda: ctypes.string_at(0), num_processes=1)
     assert f'File "{__file__}"' in str(caught.value.__cause__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
@@ -265,6 +270,7 @@ def test_the_error_of_a_rank_without_a_result_names_its_end(fn, text):
         af.launch(fn, num_processes=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_process_that_the_function_forks_is_not_the_rank(raises):
     def work():
@@ -279,6 +285,7 @@ def test_a_process_that_the_function_forks_is_not_the_rank(raises):
     assert af.launch(work, num_processes=1) == ["of the rank"]
 
 
+@pytest.mark.slow
 def test_values_are_kept_where_a_rank_ends_badly_after_the_function():
     def work():
         atexit.register(os._exit, 9)
@@ -380,6 +387,7 @@ def library(tmp_path):
     (tmp_path / "library" / "factors.py").write_text("THREE = 3\ndef three():\n    return THREE\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [["script.py"], ["-c", SCRIPT]], ids=["script", "no file"])
 def test_a_program_without_a_guard_launches_its_own_functions(tmp_path, library, start):
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -412,6 +420,7 @@ except ValueError:
 '''
 
 
+@pytest.mark.slow
 def test_functions_of_a_notebooks_cells_run_and_their_lines_are_in_tracebacks(tmp_path):
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     done = run_python(tmp_path, "notebook.py")
@@ -501,6 +510,7 @@ def test_an_interrupt_stops_the_ranks_at_once_and_continues_as_an_interrupt(wait
     assert list(folder.glob("accel_fn_*")) == []
 
 
+@pytest.mark.slow
 def test_no_process_outlives_its_caller(waiting):
     caller, pids, folder = waiting
     caller.kill()

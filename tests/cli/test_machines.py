@@ -151,6 +151,7 @@ _ENDS_FIRST = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("restarts", "code"), [(0, 9), (1, 0)])
 def test_a_machine_that_has_finished_goes_by_those_that_have_not(
     launchers, tmp_path, restarts, code
@@ -210,6 +211,7 @@ def test_a_launcher_that_was_killed_is_replaced_though_the_others_did_not_notice
     assert [each.wait().exit_code for each in (first, third)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_store_listens_at_the_machines_own_address_alone(launchers, tmp_path):
     port = free_port()
     machine = start_one(launchers, tmp_path, 0, port, "script.py", script="")
@@ -218,6 +220,7 @@ def test_the_store_listens_at_the_machines_own_address_alone(launchers, tmp_path
     assert machine.kill(signal.SIGINT).wait().exit_code == 130
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_started_again_joins_the_next_attempt(launchers, tmp_path):
     """A cluster replaces a machine in this way; here it does so twice."""
     script = """
