@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.cli.commands import run_command
 
 
@@ -31,6 +33,7 @@ def trained(launchers, folder, *options):
     ], ended.stderr
 
 
+@pytest.mark.slow
 def test_it_trains_on_one_process_and_on_two_and_resumes(launchers, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     for folder, num_epochs in ((one, 2), (two, 1)):

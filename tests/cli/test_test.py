@@ -36,7 +36,9 @@ TRAINING = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [2, *[pytest.param(each, marks=pytest.mark.slow) for each in (1, 3, 5)]]
+)
 def test_every_promise_holds_in_every_world(world_size):
     """Some batches have fewer samples than three or five ranks."""
     for report in simulate(check_promises, world_size=world_size, timeout_s=100):
@@ -68,6 +70,7 @@ def test_gradients_that_are_wrong_by_a_factor_are_found(monkeypatch):
     assert broken() >= TRAINING
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_off_by_a_millionth_is_found(monkeypatch):
     clip_norm = clip.clip_norm
 
@@ -88,11 +91,13 @@ def test_a_norm_that_takes_shards_for_replicas_is_found(monkeypatch):
     assert broken() == {"shards train as one"}
 
 
+@pytest.mark.slow
 def test_shards_whose_gradients_are_added_up_roughly_are_found(monkeypatch):
     monkeypatch.setattr(fsdp, "_adding", lambda *given: torch.float32)
     assert broken() == {"shards train as one"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean")
 def test_labels_that_count_though_they_are_ignored_are_found(monkeypatch):
     def all_labels(batch, *, path, ignore_index):
@@ -118,6 +123,7 @@ def test_ranks_that_start_from_their_own_parameters_are_found(monkeypatch):
         assert not report.outcomes[1].holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["loss", "weight"])
 def test_a_report_that_is_not_of_the_global_batch_is_found(monkeypatch, name):
     def off(**fields):
@@ -127,6 +133,7 @@ def test_a_report_that_is_not_of_the_global_batch_is_found(monkeypatch, name):
     assert broken() >= TRAINING - {"training through shard_loader is training through the loader"}
 
 
+@pytest.mark.slow
 def test_a_schedule_that_counts_batches_is_found(monkeypatch):
     monkeypatch.setattr(Schedule, "_always", True, raising=False)
     monkeypatch.setattr(
@@ -137,11 +144,13 @@ def test_a_schedule_that_counts_batches_is_found(monkeypatch):
     assert broken() == {"a schedule follows the updates that are made"}
 
 
+@pytest.mark.slow
 def test_a_scale_that_stays_is_found(monkeypatch):
     monkeypatch.setattr(af.LossScale, "adjust", lambda scale, ok: scale)
     assert broken() == {"an fp16 overflow on one rank skips the update on all"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_another_ranks_part_is_found(monkeypatch):
     init = IndexedSource.__init__
     monkeypatch.setattr(
@@ -154,16 +163,19 @@ def test_a_rank_that_reads_another_ranks_part_is_found(monkeypatch):
     assert "training through shard_loader is training through the loader" in found
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_over_is_found(monkeypatch):
     monkeypatch.setattr(IndexedSource, "position", lambda source, step: (0, 0))
     assert broken() == {"a run resumes where it stopped"}
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_gathered_are_found(monkeypatch):
     monkeypatch.setattr(promises, "gather", lambda tree, state: tree)
     assert broken() == {"gather gives the order of the data set"}
 
 
+@pytest.mark.slow
 def test_a_mean_without_weights_is_found(monkeypatch):
     mean = promises.reduce_mean
     monkeypatch.setattr(promises, "reduce_mean", lambda tree, state, weight: mean(tree, state))
@@ -226,6 +238,7 @@ def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
     assert max(map(len, rows)) <= 80
 
 
+@pytest.mark.slow
 def test_a_row_is_printed_as_each_promise_ends(tmp_path):
     """In a copy of the package, the last check waits until the rows before it have been read."""
     code = """
