@@ -11,7 +11,7 @@ from torch import Tensor
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint.format.manifest import Entry, FrozenEntry, Manifest
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, to_entries
-from accel_fn.checkpoint.run_state import RunState, key_of, place_of
+from accel_fn.checkpoint.run_state import RunState, is_optimizer, key_of, place_of
 
 _NOTHING = "nothing"
 _MODEL = ("model/", "model@")
@@ -23,14 +23,36 @@ def differences(
     manifest: Manifest, rests: Rests, contents: RunState, state: DistState
 ) -> Iterator[str]:
     """List what differs between checkpoint and program, a line each, with both values."""
+    other = dict(_other_optimizers(rests, contents.rest))
+    yield from other.values()
+    plans = [
+        {
+            step: {key: plan[key] for key in plan if step not in other or not is_optimizer(key)}
+            for step, plan in each.items()
+        }
+        for each in (manifest.plans, contents.plans)
+    ]
     compared = (*_MODEL, *misfits(manifest, contents))
     saved: dict[str, Entry | FrozenEntry] = {**manifest.entries, **manifest.frozen}
     here = to_entries(contents.tensors)
     facts = [
-        _facts(manifest.seed, manifest.plans, manifest.tied, saved, rests, compared),
-        _facts(state.seed, contents.plans, contents.tied, here, contents.rest, compared),
+        _facts(manifest.seed, plans[0], manifest.tied, saved, rests, compared),
+        _facts(state.seed, plans[1], contents.tied, here, contents.rest, compared),
     ]
-    return _compare(*facts)
+    yield from _compare(*facts)
+
+
+def _other_optimizers(saved: Rests, here: Rests) -> Iterator[tuple[str, str]]:
+    """Describe, by step, plans whose optimizers have other names than those that were saved."""
+    for step in (each for each in here if each in saved):
+        names, names_here = (sorted(each[step]["optimizers"]) for each in (saved, here))
+        if names != names_here:
+            where = f"optimizers of step {step!r}" if step else "optimizers"
+            yield (
+                step,
+                f"{where}: {names} saved, {names_here} here; give Plan those that were saved, or load "
+                "with strict=False, which starts them fresh",
+            )
 
 
 def _facts(

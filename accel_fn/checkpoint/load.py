@@ -31,7 +31,6 @@ from accel_fn.checkpoint.format.names import (
 )
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
-from accel_fn.checkpoint.regroup import regrouped
 from accel_fn.checkpoint.run_state import (
     named_steps,
     notes_of,
@@ -43,7 +42,12 @@ from accel_fn.checkpoint.run_state import (
     under,
 )
 from accel_fn.checkpoint.save import EXTRA
-from accel_fn.checkpoint.schedules import Choice, ResumedSchedules, check_choice
+from accel_fn.checkpoint.schedules import (
+    Choice,
+    ResumedSchedules,
+    check_choice,
+    of_other_optimizers,
+)
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import AccelError, CheckpointError, check_flag
@@ -193,24 +197,25 @@ class _Loading:
         self._common, self._of_rank = read
         self._extras_saved = under(EXTRA, self._of_rank)
         with self._expecting():
-            self.manifest, self._rests, problems = regrouped(
-                self.manifest, self._common["steps"], self._before
-            )
+            self._rests = self._common["steps"]
             self._schedules = ResumedSchedules(
                 steps, self._rests, extras, self._extras_saved, schedule
             )
-            self._compare(problems, strict=strict)
+            # By how their entries begin: transforms that a load of another program leaves as they are.
+            self._fresh: dict[str, tuple[str, str]] = {}
+            if not strict:
+                for place, name in compare.misfits(self.manifest, self._before).items():
+                    self._fresh[place] = name, "its state was saved in other shapes"
+                for place, name in of_other_optimizers(steps, self._rests):
+                    self._fresh[place] = name, "it was saved for other optimizers"
+            self._compare(strict=strict)
             self._choose(strict=strict)
 
-    def _compare(self, found: list[str], *, strict: bool) -> None:
+    def _compare(self, *, strict: bool) -> None:
         """Refuse another program, or log what is another."""
         manifest, before = self.manifest, self._before
         self._refuse([*self._schedules.obstacles()])
-        if not strict:
-            found += [
-                f"{function} starts fresh: its state was saved in other shapes"
-                for function in compare.misfits(manifest, before).values()
-            ]
+        found = [f"{name} starts fresh: {reason}" for name, reason in self._fresh.values()]
         found += compare.differences(manifest, self._rests, before, self._state)
         found += compare.extra_differences(self._extras_saved, self._extras)
         found += self._schedules.differences()
@@ -224,11 +229,10 @@ class _Loading:
         manifest, before = self.manifest, self._before
         fits = compare.fitting(manifest.entries, before)
         self.frozen = compare.fitting(manifest.frozen, before)
-        fresh = {} if strict else compare.misfits(manifest, before)
         specs = {
             name: (getattr(torch, entry.dtype), entry.shape)
             for name, entry in manifest.entries.items()
-            if not name.startswith(tuple(fresh))
+            if not name.startswith(tuple(self._fresh))
         }
         self._tensors, self._options = dict(fits), {}
         for name in self._steps.keys() & manifest.plans.keys():
@@ -239,7 +243,7 @@ class _Loading:
                 if strict
                 or compare.has_optimizer(manifest, before, {**fits, **self.frozen}, name, optimizer)
             ]
-            self._options[name] = {"optimizers": optimizers, "fresh": fresh}
+            self._options[name] = {"optimizers": optimizers, "fresh": self._fresh}
             for kind in ["transforms", *optimizers]:
                 self._tensors |= targets_for(kind, plan, name, before.tensors, specs)
         buffers = self._of_rank["buffers"]

@@ -117,6 +117,11 @@ def key_of(optimizer: str) -> str:
     return optimizer if optimizer == "optimizer" else f"optimizer {optimizer!r}"
 
 
+def is_optimizer(key: str) -> bool:
+    """Return whether a key of a signature is of an optimizer."""
+    return key.startswith("optimizer")
+
+
 def _groups(plan: Plan, optimizer: Optimizer) -> list[list[str]]:
     """Name the parameters of each group."""
     names = {id(parameter): name for name, parameter in unwrapped(plan.model).named_parameters()}

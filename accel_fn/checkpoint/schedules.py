@@ -42,6 +42,18 @@ class _Saved(NamedTuple):
     """The plan's schedule that advances it; None for an extra, which the loop advances."""
 
 
+def of_other_optimizers(
+    steps: Steps, rests: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Yield schedules that were saved for optimizers of other names: how entries begin, name."""
+    for step in (each for each in steps if each in rests):
+        saved = rests[step]["transforms"]
+        for place, where, function in stateful_functions(steps[step].plan, step):
+            parts = _parts(function, saved.get(where, {}))
+            if where in saved and any("scheduler" not in state for _, _, state in parts):
+                yield place, f"{where} of step {step!r}" if step else where
+
+
 class ResumedSchedules:
     """The schedules of a checkpoint that is loaded into the running program."""
 
