@@ -15,7 +15,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.data.order import length_of
-from accel_fn.data.samplers.sampler_batches import SamplerBatches, nest
+from accel_fn.data.samplers.sampler_batches import SamplerBatches, nested_samplers
 from accel_fn.errors import check_alike
 
 _ENDS = 4096  # a list may be a long one in a file, so only this many at each end are compared
@@ -62,7 +62,7 @@ class SamplerOptions:
 
 def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOptions:
     """Describe this rank's loader, for a comparison over ranks."""
-    samplers = nest(sampling.batch_sampler)
+    samplers = nested_samplers(sampling.batch_sampler)
     # samples that only one rank's list holds would be lost
     checksum = _of_list(samplers[-1])
     if type(samplers[-1]) is SubsetRandomSampler:

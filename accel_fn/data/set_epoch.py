@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch.utils.data import ConcatDataset, StackDataset, Subset
-
-from accel_fn.data.seed_samples import SeededSamples
-
 
 class _Shared:
-    """The epoch of an object that several passes may read."""
+    """The epoch of an object that several passes may read, and the lock of the pass that reads it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -22,6 +18,8 @@ class _Shared:
 
 
 _LOCK = threading.Lock()
+# A table of the process, since passes that share an object know nothing of each other: the epochs of
+# a training and a validation loader over one data set, or a pass under `prefetch` and the next one.
 # Keyed by the id of the object, which each InEpoch keeps alive.
 _SHARED: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
 
@@ -39,7 +37,7 @@ class InEpoch:
         shared = {key: _Shared() if alone else _shared_of(key) for key in distinct}
         self.epoch = epoch
         self._readers = [(each, shared[key]) for key, each in distinct.items()]
-        # In one order in all passes: two that share several readers would wait for each other.
+        # All passes take locks in one order: else two that share several readers could deadlock.
         self._locks = [shared[key].lock for key in sorted(shared)]
         self._is_set = False
 
@@ -49,7 +47,7 @@ class InEpoch:
         try:
             for reader, shared in self._readers:
                 if self.epoch is None:
-                    shared.epoch = None  # the loop may have set any epoch
+                    shared.epoch = None  # the loop may have set any epoch by hand
                 elif not self._is_set or shared.epoch != self.epoch:
                     reader.set_epoch(self.epoch)
                     shared.epoch = self.epoch
@@ -66,18 +64,3 @@ class InEpoch:
 def _shared_of(key: int) -> _Shared:
     with _LOCK:
         return _SHARED.setdefault(key, _Shared())
-
-
-def nested(dataset: Any) -> Iterator[Any]:
-    """Yield a map-style data set and those that it reads, the outermost first."""
-    yield dataset
-    inner: Iterable[Any] = ()
-    if isinstance(dataset, Subset):
-        inner = [dataset.dataset]
-    elif isinstance(dataset, SeededSamples):
-        inner = [dataset.data]
-    elif isinstance(dataset, ConcatDataset | StackDataset):
-        several: Any = dataset.datasets
-        inner = several.values() if isinstance(several, Mapping) else several
-    for each in inner:
-        yield from nested(each)

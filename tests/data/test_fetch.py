@@ -147,7 +147,7 @@ def test_a_memory_mapped_array_is_read_at_once(tmp_path):
 @pytest.mark.parametrize("dataset", AT_ONCE.values(), ids=AT_ONCE)
 def test_what_can_be_indexed_by_many_is_read_at_once(dataset):
     assert has_rows(dataset)
-    assert Fetcher(dataset, default_collate)._at_once
+    assert Fetcher(dataset, default_collate)._reads_rows
 
 
 @pytest.mark.parametrize("name", sorted(set(ONE_BY_ONE) - {"subset from the end"}))

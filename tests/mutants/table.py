@@ -494,8 +494,8 @@ MUTANTS = [
     Mutant(
         "a batch sampler stays in its first epoch",
         "data/samplers/sampler_batches.py",
-        "InEpoch(nest(sampler), epoch)",
-        "InEpoch(nest(sampler), 0)",
+        "InEpoch(nested_samplers(sampler), epoch)",
+        "InEpoch(nested_samplers(sampler), 0)",
         "tests/data/test_sampler_source.py",
         kind="data.growing_batches",
     ),

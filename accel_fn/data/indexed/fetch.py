@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from accel_fn.data.collate import Collate, ReadyBatch
 from accel_fn.data.random_generators import seed_process
-from accel_fn.data.seed_samples import reading
-from accel_fn.data.set_epoch import InEpoch, nested
+from accel_fn.data.seed_samples import SeededSamples, reading
+from accel_fn.data.set_epoch import InEpoch
 from accel_fn.data.workers import Progress
 
 _SHOWN = 8  # samples that an error lists
@@ -26,19 +33,22 @@ _SHOWN = 8  # samples that an error lists
 class Part:
     """The samples of a batch, and the epoch that they are read in."""
 
-    epoch: int | None  # None is epoch 0, in which data sets keep the epoch that they are in
-    batch: int  # the number of the batch in the epoch
+    epoch: int | None
+    """None is epoch 0 without a call of `set_epoch`: the data set stays in the epoch that it is in."""
+    batch: int
+    """The number of the batch in the epoch."""
     numbers: Any
-    """A tensor or list of samples of this rank; any other key is one of a whole batch."""
-    seed: int | None = None  # seed of the global generators; None leaves those alone
+    """A tensor or list: samples of this rank. Anything else: the key of a whole batch."""
+    seed: int | None = None
+    """Seed of the global random generators; None: they are not seeded."""
 
     @property
     def is_split(self) -> bool:
-        """Has each rank samples of its own?"""
+        """Does each rank have its own samples of the batch?"""
         return isinstance(self.numbers, Tensor | list)
 
     def listed(self) -> Part:
-        """Convert to lists for another process, which cost less to send than tensors."""
+        """Convert a tensor to a list, which costs less to send to another process."""
         numbers = self.numbers
         return replace(self, numbers=numbers.tolist() if isinstance(numbers, Tensor) else numbers)
 
@@ -54,12 +64,13 @@ class Fetcher(Dataset[Any]):
         self.dataset = dataset
         self.progress: Progress | None = None
         self._collate = Collate(collate_fn)
-        self._at_once = _stacks_plainly(collate_fn) and has_rows(dataset)
-        self._together = _gives_many(dataset)
-        self._inside: InEpoch | None = None  # of the last batch
+        self._reads_rows = _stacks_plainly(collate_fn) and has_rows(dataset)
+        self._reads_many = _gives_many(dataset)
+        self._inside: InEpoch | None = None
+        """The context of the epoch of the last batch."""
 
     def of_pass(self) -> Fetcher:
-        """Make a copy that sets the epoch anew: the loop may set another one between two passes."""
+        """Make a copy that calls `set_epoch` anew: the loop may call it between two passes."""
         return copy.copy(self)
 
     def noting(self, progress: Progress) -> Fetcher:
@@ -78,13 +89,14 @@ class Fetcher(Dataset[Any]):
         return found
 
     def _read(self, part: Part) -> Any:
-        if self._at_once:  # rows are read without the user's code, which would need the epoch
+        # No code of the user's runs to read rows, so none needs the epoch or a seed.
+        if self._reads_rows:
             return self.fetch(part.numbers)
         if part.seed is not None:
             seed_process(part.seed)
         if self._inside is None or self._inside.epoch != part.epoch:
             in_worker = self.progress is not None
-            self._inside = InEpoch(nested(self.dataset), part.epoch, alone=in_worker)
+            self._inside = InEpoch(_nested(self.dataset), part.epoch, alone=in_worker)
         with reading(part.epoch or 0), self._inside:
             return self.fetch(part.numbers)
 
@@ -93,14 +105,13 @@ class Fetcher(Dataset[Any]):
 
         An exception of the data set's gets a note that names the sample.
         """
-        if self._at_once:
+        if self._reads_rows:
             try:
                 if not isinstance(numbers, Tensor):
                     numbers = _places(numbers, len(self.dataset))
                 return rows(self.dataset, numbers)
             except _NotPlacesError:
-                # such as a negative number: reading sample by sample works, or its error names the
-                # sample
+                # Sample by sample, a negative number works, and an error names its sample.
                 pass
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
@@ -109,10 +120,10 @@ class Fetcher(Dataset[Any]):
     def _samples(self, numbers: list[Any]) -> Any:
         number: Any = listed(numbers)
         try:
-            if self._together:
+            if self._reads_many:
                 return self.dataset.__getitems__(numbers)
             samples = []
-            # an error names the sample that was being read
+            # A loop, not a list comprehension: an error names the sample that was being read.
             for place, number in enumerate(numbers):
                 if self.progress is not None:
                     self.progress.at(place)
@@ -137,7 +148,7 @@ class ReadyFetcher(Fetcher):
         self, dataset: Any, collate_fn: Callable[[Any], Any], rank: int, world_size: int
     ) -> None:
         super().__init__(dataset, collate_fn)
-        self._at_once = False
+        self._reads_rows = False
         self._ready = ReadyBatch(collate_fn, rank, world_size)
 
     def fetch(self, numbers: Any) -> Any:
@@ -152,8 +163,24 @@ class ReadyFetcher(Fetcher):
         return self._ready.collate_fn(item) if isinstance(numbers, list) else self._ready([item])
 
 
+def _nested(dataset: Any) -> Iterator[Any]:
+    """Yield a map-style data set and those that it reads, the outermost first."""
+    yield dataset
+    inner: Iterable[Any] = ()
+    if isinstance(dataset, Subset):
+        inner = [dataset.dataset]
+    elif isinstance(dataset, SeededSamples):
+        inner = [dataset.data]
+    elif isinstance(dataset, ConcatDataset):
+        inner = dataset.datasets
+    elif isinstance(dataset, StackDataset):
+        inner = _columns(dataset)
+    for each in inner:
+        yield from _nested(each)
+
+
 def _gives_many(dataset: Any) -> bool:
-    """Does the data set read many samples in one call? A subset asks the whole data set."""
+    """Does the data set read many samples in one call? A `Subset` does if its data set does."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
@@ -223,7 +250,7 @@ def rows(dataset: Any, numbers: Tensor) -> Any:
 
 
 class _NotPlacesError(Exception):
-    """Raised if samples are keyed by something else than numbers from 0."""
+    """Raised if some keys of samples are not numbers in 0 .. size - 1."""
 
 
 def _mapped(subset: Subset[Any], numbers: Tensor) -> Tensor:
@@ -239,7 +266,7 @@ def _mapped(subset: Subset[Any], numbers: Tensor) -> Tensor:
 
 def _places(values: Any, size: int) -> Tensor:
     """Convert integers in 0 .. size - 1 to a tensor [num_values], int64."""
-    try:  # by way of NumPy, which reads a list at a quarter of the time
+    try:  # NumPy reads a list in a quarter of torch's time
         places = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
     except (TypeError, ValueError) as error:
         raise _NotPlacesError from error

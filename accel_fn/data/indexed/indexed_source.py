@@ -14,7 +14,7 @@ from accel_fn.data.loader import Numbered
 from accel_fn.data.order import ItemOrder, Order, no_numbers
 from accel_fn.errors import ArgumentError, message
 
-_SAMPLES_AT_ONCE = 4096  # so many samples cost little more to compute than one batch
+_SAMPLES_AT_ONCE = 4096  # the order of so many samples costs little more than that of one batch
 
 
 class IndexedSource:
@@ -23,6 +23,7 @@ class IndexedSource:
     def __init__(self, loader: DataLoader[Any], order: Order, rank: int, world_size: int) -> None:
         self.order = order
         self._is_of_items = isinstance(order, ItemOrder)
+        # Every rank reads a whole item and cuts it, so the order of items has one rank.
         self.rank = 0 if self._is_of_items else rank
         self._loading = Loading(loader, rank, world_size)
         self.num_batches = order.num_batches
@@ -62,6 +63,7 @@ class IndexedSource:
 
 def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor]:
     """Yield a rank's samples, batch by batch; many batches are computed at once."""
+    # The last batch may have another size, so it is computed alone.
     last = order.num_batches() - 1
     start, stop = order.part(0, rank) if last > 0 else (0, 0)
     at_once = max(1, _SAMPLES_AT_ONCE // max(1, stop - start))

@@ -50,14 +50,16 @@ class Loading:
     ) -> Iterator[Any]:
         """Yield the batch of each part, in order. Workers start with the first.
 
-        A part is [num_samples], int64, or a list of whatever the data set is indexed by; of ready
-        batches also the key of one, which all ranks read. Workers' random numbers are seeded at each
-        batch; with a `worker_init_fn`, at each pass alone.
+        A part is [num_samples], int64, or a list of keys of the data set; where the data set has
+        batches ready, it may be the key of one, which all ranks read. Workers' random generators are
+        seeded at each batch; with a `worker_init_fn`, at each pass only.
         """
         seed = mix(mix(seed) + (epoch or 0))
         of_epoch = (Part(epoch, batch, numbers) for batch, numbers in enumerate(parts, first_batch))
         if self._options["num_workers"]:
-            if self._options["worker_init_fn"] is None:  # a worker_init_fn may have seeded them
+            # A worker_init_fn may have seeded them itself.
+            if self._options["worker_init_fn"] is None:
+                # All ranks read a whole ready batch, so its random numbers must be those of one rank.
                 seeds = [mix(mix(seed + rank)) for rank in (0, self._rank)]
                 of_epoch = (
                     replace(part, seed=mix(seeds[part.is_split] + part.batch)) for part in of_epoch
@@ -67,15 +69,16 @@ class Loading:
 
     def numbered(self, parts: Iterable[Any], **settings: Any) -> Iterator[Numbered[Any]]:
         """Yield the same batches, each after the samples in it; None for the key of a ready one."""
-        ahead: deque[Any] = deque()  # workers take parts long before their batches come
+        # A queue, since workers take parts long before their batches come.
+        taken: deque[Any] = deque()
 
-        def noted() -> Iterator[Any]:
+        def recorded() -> Iterator[Any]:
             for part in parts:
-                ahead.append(part)
+                taken.append(part)
                 yield part
 
-        for batch in self.batches(noted(), **settings):
-            numbers = ahead.popleft()
+        for batch in self.batches(recorded(), **settings):
+            numbers = taken.popleft()
             if isinstance(numbers, Tensor):
                 numbers = numbers.tolist()
             yield [*numbers] if isinstance(numbers, list) else None, batch
@@ -156,8 +159,8 @@ class _PartSampler(Sampler[Any]):
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        # parts that were taken and not read yet, oldest first
         self.pending: dict[int | None, Part] = {}
+        """Parts that were taken and not read yet, oldest first."""
         self.start(())
 
     def start(self, parts: Iterable[Part]) -> None:
@@ -188,10 +191,7 @@ class _PartSampler(Sampler[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _WorkerInit:
-    """Makes `get_worker_info` show the user's data set, then calls the user's worker_init_fn.
-
-    Which worker a data set takes itself for is a private global of torch.
-    """
+    """Makes `get_worker_info` show the user's data set, then calls the user's worker_init_fn."""
 
     fn: Callable[[int], None] | None
 
@@ -199,6 +199,7 @@ class _WorkerInit:
         info = get_worker_info()
         assert info is not None
         data: Any = info.dataset
+        # `get_worker_info` reads a private global of torch; there is no public way to set it.
         _torch_worker._worker_info = WorkerInfo(
             id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=data.dataset
         )

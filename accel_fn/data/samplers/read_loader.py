@@ -28,7 +28,7 @@ from accel_fn.data.order import (
     mix,
     per_rank_error,
 )
-from accel_fn.data.samplers.sampler_batches import SamplerBatches, nest
+from accel_fn.data.samplers.sampler_batches import SamplerBatches, nested_samplers
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
 _SEVERAL = 100  # a long list may be a list of samples, so this many are looked at
@@ -116,7 +116,7 @@ def _check(loader: Any) -> None:
         raise ArgumentError(
             message("shard_loader", "loader", "be a torch DataLoader", name, repair)
         )
-    for sampler in [*nest(_outermost(loader)), *_held(_outermost(loader))]:
+    for sampler in [*nested_samplers(_outermost(loader)), *_held(_outermost(loader))]:
         if isinstance(sampler, DistributedSampler) or knows_ranks(sampler):
             rule, name = "not be sharded over ranks already", type(sampler).__name__
             repair = "leave that sampler out, and use shuffle=True if it shuffles"
@@ -176,7 +176,7 @@ def _goes_through(sampler: Any, dataset: Any) -> bool:
 
 def _seed(loader: DataLoader[Any], state: DistState) -> int:
     """Return the state's seed, mixed with that of a generator that the user gave."""
-    samplers = [each for each in nest(_outermost(loader)) if not _is_torchdatas(each)]
+    samplers = [each for each in nested_samplers(_outermost(loader)) if not _is_torchdatas(each)]
     for generator in (loader.generator, *(getattr(each, "generator", None) for each in samplers)):
         if isinstance(generator, torch.Generator):
             return mix(mix(state.seed) + generator.initial_seed())

@@ -50,7 +50,7 @@ class SamplerBatches:
     @property
     def is_own(self) -> bool:
         """Is it, or one that it holds, a class of the user's, which a loop may change as it goes?"""
-        return any(type(each) not in _KNOWN for each in nest(self.batch_sampler))
+        return any(type(each) not in _KNOWN for each in nested_samplers(self.batch_sampler))
 
     def facts(self) -> dict[str, int | None]:
         """Return the facts that are known before the sampler runs."""
@@ -82,7 +82,7 @@ class SamplerBatches:
         """Yield the batches of the sampler, unchanged."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
-        inside = [_generators(sampler, seed), InEpoch(nest(sampler), epoch)]
+        inside = [_generators(sampler, seed), InEpoch(nested_samplers(sampler), epoch)]
         batches: Iterator[Batch] | None = None
         while True:
             with ExitStack() as stack:
@@ -169,7 +169,7 @@ class SamplerBatches:
             raise ArgumentError(f"shard_loader: sampler must {rule}, got {got}; {repair}")
 
 
-def nest(sampler: Any) -> list[Any]:
+def nested_samplers(sampler: Any) -> list[Any]:
     """Yield a sampler and those inside it, the outermost first."""
     found: list[Any] = []
     while sampler is not None and not any(sampler is each for each in found):
@@ -191,7 +191,7 @@ def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
 
 def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
     """Give the generators that a user's sampler may draw from states that follow from the seed."""
-    foreign = [each for each in nest(sampler) if type(each) not in _KNOWN]
+    foreign = [each for each in nested_samplers(sampler) if type(each) not in _KNOWN]
     if not foreign:
         return nullcontext()
     own = {id(held): held for each in foreign for held in held_by(each)}
