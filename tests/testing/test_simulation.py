@@ -162,6 +162,21 @@ def test_a_rank_that_outlives_its_simulation_may_simulate(monkeypatch):
     assert found.get(timeout=60) == [2, 2]
 
 
+@pytest.mark.usefixtures("lost")
+def test_what_recovers_a_world_that_ran_out_of_time_is_joined_at_exit():
+    others = threading.enumerate()
+
+    def miss(state):
+        if not state.is_main:
+            with contextlib.suppress(RuntimeError):
+                af.barrier(state)
+
+    simulate(miss, world_size=2, timeout_s=0.2)
+    assert set(threading.enumerate()) > set(others)
+    simulate_module._lost.join_oldest()  # as at exit
+    assert set(threading.enumerate()) <= set(others)
+
+
 @pytest.mark.slow
 def test_ranks_that_still_wait_when_python_ends_do_not_abort_it(tmp_path):
     """They time out in the background, and need the interpreter for that."""
