@@ -49,7 +49,9 @@ def of_epochs(num_epochs):
 
 
 @pytest.mark.parametrize("since", [0, 5, 13, 14, 19])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size", [2, *[pytest.param(each, marks=pytest.mark.slow) for each in (1, 3)]]
+)
 def test_batches_grow_alike_on_all_ranks_and_in_a_resumed_run(world_size, since):
     def run(state):
         loader = af.shard_loader(DataLoader(range(SIZE), batch_sampler=Growing()), state)

@@ -128,7 +128,12 @@ def on_ranks(world_size, make, options, *, since=0, around=lambda loader, state:
     return [[*chain.from_iterable(parts)] for parts in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+some_worlds = pytest.mark.parametrize(
+    "world_size", [2, *[pytest.param(each, marks=pytest.mark.slow) for each in (1, 3)]]
+)
+
+
+@some_worlds
 @pytest.mark.parametrize(("make", "options"), READY.values(), ids=READY)
 def test_the_parts_of_ready_batches_are_the_batches_of_torchs_loader(make, options, world_size):
     whole = 2 * [listed(batch) for batch in DataLoader(make(), batch_size=None, **options)]
@@ -142,7 +147,7 @@ def test_workers_read_ready_batches(name):
     assert on_ranks(2, make, options) == on_ranks(1, *READY[name])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@some_worlds
 @pytest.mark.parametrize(("make", "options"), READY.values(), ids=READY)
 def test_a_resumed_run_goes_on_at_its_batch(make, options, world_size):
     whole = on_ranks(world_size, make, options)

@@ -109,7 +109,7 @@ SAMPLERS = {
 FIXED = ("a list", "another data set's")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_order_does_not_depend_on_the_world(name, world_size):
     def loader(state):

@@ -10,10 +10,12 @@ import pytest
 from tests.field import data, evaluations, loops, losses, models, schedules  # noqa: F401
 from tests.field.catalogue import KINDS, FieldProgram
 
-NUM_DRAWS = 3
+NUM_DRAWS = 5
 
 
-@pytest.mark.parametrize("number", range(NUM_DRAWS))
+@pytest.mark.parametrize(
+    "number", [0, *[pytest.param(each, marks=pytest.mark.slow) for each in range(1, NUM_DRAWS)]]
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_program_does_what_is_right_for_its_kind(name, number):
     drawn = FieldProgram.draw(random.Random(f"{name} {number}"), name)
