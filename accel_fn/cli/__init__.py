@@ -18,6 +18,7 @@ def main() -> None:
     if sys.argv[1:2] and not ignored:
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)
         _find_temporary_folder()
+    # Imported late: click takes time, in which Ctrl-C would print a traceback.
     from accel_fn.cli.app import app
 
     app(prog_name="accel-fn")

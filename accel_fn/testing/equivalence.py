@@ -146,7 +146,7 @@ def train(
 
 @torch.no_grad()
 def _move(model: torch.nn.Module, rank: int) -> None:
-    """Change all that a rank other than the first must be given in `build`."""
+    """Change parameters and buffers of all ranks but the first, whose values `build` must copy."""
     for value in [*model.parameters(), *model.buffers()] if rank else []:
         if value.is_floating_point() and value.itemsize > 1:
             value += rank
@@ -164,7 +164,7 @@ def copied(plan: Plan) -> Plan:
 
 
 def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> None:
-    """Refuse what every plan would be equivalent to."""
+    """Refuse a training to which every plan would be equivalent."""
     start, end = dict(plan.model.named_parameters()), trace[-1].values
     rule = ""
     if not any(weight for after in trace for weight in _weights(after.report).values()):

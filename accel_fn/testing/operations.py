@@ -16,12 +16,12 @@ from torch.utils._debug_mode import DebugMode
 from torch.utils._pytree import tree_leaves
 
 _VIEWS = {"aten.detach.default", "aten.t.default", "aten.view.default"}
-"""They give what they are given: left out."""
+"""Left out: their output is their input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation of torch and the L1 norm of each tensor that it gave."""
+    """An operation of torch and the L1 norm of each tensor that it returned."""
 
     name: str
     norms: tuple[float, ...]
@@ -29,7 +29,7 @@ class Operation:
 
 @contextmanager
 def recorded() -> Iterator[list[Operation]]:
-    """Record the operations of this thread, backwards on the CPU included; they are there afterwards."""
+    """Record the operations of this thread, with those of its backwards; the list is filled at the end."""
     operations: list[Operation] = []
     with DebugMode() as mode, DebugMode.log_tensor_hashes(hash_fn="norm"):
         yield operations

@@ -1,4 +1,4 @@
-"""Simulated ranks are threads: torch's one generator and its mark of compiling are kept apart here."""
+"""Turns of simulated ranks, which are threads, at torch's one generator of random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import ProcessGroup
 
-_GLANCE_S, _PATIENCE_S = 0.0005, 2.0
+_POLL_S, _LONGEST_TURN_S = 0.0005, 2.0
 
 
 class _Turn:
@@ -21,7 +21,8 @@ class _Turn:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._count = _num_collectives(group)
-        self._until = time.monotonic() + _PATIENCE_S  # a rank may wait for a peer in another way
+        # A rank may wait for a peer by other means than a collective: its turn ends with time, too.
+        self._until = time.monotonic() + _LONGEST_TURN_S
 
     def lasts(self) -> bool:
         """Does the rank still draw without having waited for another one?"""
@@ -32,7 +33,7 @@ class _Rank(threading.local):
     """The simulated rank of this thread, and the turn of whichever rank has it."""
 
     process: int | None = None
-    """Where it is one: in a process that it forks, as for a worker of a loader, it is none."""
+    """Its process: in one that is forked from here, as for a worker of a loader, no thread is a rank."""
     group: ProcessGroup | None = None
     turn: _Turn | None = None
     lock = threading.Lock()
@@ -57,7 +58,7 @@ def _seed_in_turn(seed: Any) -> torch.Generator:
                     _rank.turn = _Turn(_rank.group)
                     _rank.turns[:] = [_rank.turn]
                     break
-            time.sleep(_GLANCE_S)
+            time.sleep(_POLL_S)
     return _seed(seed)
 
 
@@ -72,13 +73,10 @@ def end_turn() -> None:
 
 @contextmanager
 def rank_of(group: ProcessGroup | None) -> Iterator[None]:
-    """Inside, this thread is a rank of a world of several, which draws its own numbers after a seed.
-
-    From then on, `torch.compiler.is_compiling()` is true in traced code alone. torch (2.13) sets it
-    for the whole process while one thread compiles; an optimizer that updates in another thread
-    then counts its steps in float32.
-    """
+    """Inside, this thread is a rank of a world of several, which draws its own numbers after a seed."""
     torch.manual_seed = torch.random.manual_seed = _seed_in_turn
+    # Torch (2.13) sets `torch.compiler.is_compiling()` for the whole process while one thread compiles;
+    # an optimizer that updates in another thread would then count its steps in float32.
     if hasattr(torch.compiler, "_compile_session_context"):
         torch.compiler._compile_session_context = nullcontext  # type: ignore[assignment]
     _rank.group, _rank.process = group, os.getpid()

@@ -23,13 +23,13 @@ from accel_fn.testing.seed_turns import rank_of
 
 T = TypeVar("T")
 
-_GLANCE_S, _GRACE_S, _SETTLE_S, _END_WITHIN_S = 0.05, 1.0, 0.1, 5.0
+_POLL_S, _GRACE_S, _SETTLE_S, _END_WITHIN_S = 0.05, 1.0, 0.1, 5.0
 _MAX_LOST_SOCKETS = 256
 """Most sockets of failed worlds that may stay open: the limit of files is often 1024."""
 
 
-class _Idle:
-    """A cache of worlds for the next simulation: making one costs more than using it."""
+class _IdleWorlds:
+    """Worlds that wait for the next simulation: making one costs more than using it."""
 
     def __init__(self) -> None:
         self._worlds: dict[tuple[int, float], list[list[ProcessGroup | None]]] = {}
@@ -48,7 +48,7 @@ class _Idle:
             self._worlds.setdefault((len(world), timeout_s), []).append(world)
 
 
-class _Lost:
+class _LostThreads:
     """Threads of failed simulations: of their ranks, and one that recovers or releases the world."""
 
     def __init__(self) -> None:
@@ -75,10 +75,11 @@ class _Lost:
 
 
 _exiting = threading.Event()
-_lost = _Lost()
+_lost = _LostThreads()
+# The last registered is called first: threads that recover see the end, and wait for nothing more.
 atexit.register(_lost.join_oldest)
-atexit.register(_exiting.set)  # called first
-_idle = _Idle()  # groups cannot be destroyed safely, so they are reused
+atexit.register(_exiting.set)
+_idle = _IdleWorlds()
 
 
 def _make_world(world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
@@ -94,7 +95,7 @@ def _make_world(world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
     return world
 
 
-def _called_alike(world: Sequence[ProcessGroup | None]) -> bool:
+def _called_equally_many(world: Sequence[ProcessGroup | None]) -> bool:
     """Have all ranks called equally many collectives?"""
     groups = [group for group in world if group is not None]
     counts = {group._get_sequence_number_for_group() for group in groups}  # type: ignore[attr-defined]
@@ -177,7 +178,8 @@ def simulate(
     try:
         results = _results(endings, world_size)
     except BaseException:
-        _join(threads, _GLANCE_S)  # most errors are those of all ranks
+        # Most errors are raised on all ranks, which then end at once: their world can be used again.
+        _join(threads, _POLL_S)
         if any(map(threading.Thread.is_alive, threads)) or not _given_back(world, timeout_s, start):
             _recover_later(threads, world, timeout_s, start)
         raise
@@ -191,7 +193,7 @@ def simulate(
 def _given_back(world: list[ProcessGroup | None], timeout_s: float, start: float) -> bool:
     """Keep a world whose ranks have ended for the next simulation, if nothing in it can be under way."""
     # `fn` may have caught a time-out, and left a collective that not all ranks called.
-    fits = time.monotonic() - start < timeout_s and _called_alike(world)
+    fits = time.monotonic() - start < timeout_s and _called_equally_many(world)
     if fits:
         _idle.give(world, timeout_s)
     return fits
@@ -229,7 +231,7 @@ def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
     results: list[Any] = [None] * world_size
     for _ in range(world_size):
         ending = endings.get()
-        if ending.error is not None:  # the world is lost with its ranks: it is not given back
+        if ending.error is not None:
             ending.error.add_note(f"on simulated rank {ending.rank} of {world_size}")
             raise ending.error
         results[ending.rank] = ending.value

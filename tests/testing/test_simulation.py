@@ -118,7 +118,7 @@ def test_ranks_of_a_failed_world_end_long_before_their_collectives_time_out(monk
 @pytest.fixture
 def lost(monkeypatch):
     """Record failed worlds apart from those of other tests."""
-    lost = simulate_module._Lost()
+    lost = simulate_module._LostThreads()
     monkeypatch.setattr(simulate_module, "_lost", lost)
     yield
     lost.join_oldest()

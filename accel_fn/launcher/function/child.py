@@ -60,7 +60,8 @@ def main(caller: str, cpus: str, place: str) -> None:
     try:
         value = _run((folder / CALL).read_bytes())
     except BaseException as error:
-        if os.getpid() != pid:  # a fork of the rank is not the rank
+        # A process that `fn` forks is not the rank, and writes no result.
+        if os.getpid() != pid:
             raise
         _write(own / RAISED, pickle.dumps(_raised(error)))
         sys.exit(1)
@@ -82,7 +83,8 @@ def _run(data: bytes) -> bytes:
 
 
 def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
-    """Pickle code as cloudpickle does, with the file's name: from 3.1.3 on it writes `<dynamic-code>`."""
+    """Pickle code as cloudpickle does, with the file's name."""
+    # From 3.1.3 on, cloudpickle writes `<dynamic-code>`, of which tracebacks show no line.
     make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
     return _make_code, (make, parts, code.co_filename)
 

@@ -95,7 +95,8 @@ class StoreRendezvous(RendezvousHandler):
         return store, port
 
     def _take_over(self, store: TCPStore) -> None:
-        """If another launcher was this machine, wait until the others or its silence show its end."""
+        """Take the place of an earlier launcher of this machine, once it has ended."""
+        # It has ended if the other machines are at an attempt without it, or if its beat has stopped.
         deadline, latest, beat = time.monotonic() + GONE_AFTER_S, 0, f"beat/{self._rank}"
         first = store.get(beat) if store.check([beat]) else b""
         while time.monotonic() < deadline:
@@ -108,13 +109,12 @@ class StoreRendezvous(RendezvousHandler):
                     f"launch: machine_rank must be another on each machine, got {self._rank} twice"
                 )
             time.sleep(_POLL_S)
-        self.attempt = latest  # the others leave this one for the next
+        # `next_rendezvous` counts on from here: the machines that wait leave this attempt for the next.
+        self.attempt = latest
 
     def beat(self) -> int | None:
-        """Show the others that this launcher runs; machine 0 returns the first that is silent.
-
-        The silence of machine 0 needs no count: its store is gone with it.
-        """
+        """Show the other machines that this launcher runs; machine 0 returns the first silent one."""
+        # Machine 0 is not watched for silence: its store is gone with it.
         now = time.monotonic()
         if self._machines.num_machines == 1 or self._store is None or now < self._beat_at + _BEAT_S:
             return None
@@ -128,7 +128,8 @@ class StoreRendezvous(RendezvousHandler):
                 if last != beat:
                     self._beats[peer] = beat, now
                 elif now > since + GONE_AFTER_S:
-                    del self._beats[peer]  # its successor has as long
+                    # A launcher that takes its place has as much time to show itself.
+                    del self._beats[peer]
                     return peer
         except DistError:
             pass  # machine 0 is gone: `has_ended` returns True
@@ -187,7 +188,7 @@ class StoreRendezvous(RendezvousHandler):
             time.sleep(_POLL_S)
 
     def _linger(self, store: TCPStore) -> None:
-        """Machine 0 serves the store: it stays until the others have read what they need."""
+        """Wait on machine 0, which serves the store, until all machines have read it."""
         store.add("left", 1)
         deadline = time.monotonic() + _LINGER_S
         while self._rank == 0 and time.monotonic() < deadline:

@@ -93,8 +93,9 @@ class Agent(LocalElasticAgent):
         self._kill_at_once = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        """Start the ranks; all machines count restarts alike."""
+        """Start the ranks."""
         most = worker_group.spec.max_restarts
+        # Torch counts the restarts of this machine alone; those of other machines are attempts, too.
         if self._machines is not None:
             self._remaining_restarts = max(0, most - self._machines.attempt)
         attempt = most - self._remaining_restarts
@@ -104,8 +105,9 @@ class Agent(LocalElasticAgent):
                 why = cause(self.failures).summary
             _logger.warning("restart %d of %d: %s", attempt, most, why)
         self.failures = []
+        # Ranks inherit the mask: Ctrl-C reaches them once they can end without a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:  # ranks inherit it: Ctrl-C reaches them once they can end without a traceback
+        try:
             started: dict[int, int] = super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -121,7 +123,8 @@ class Agent(LocalElasticAgent):
     ) -> None:
         """Stop the ranks; kill them if another signal comes during the wait."""
         try:
-            if self._pcontext is not None:  # torch before 2.12 has no timeout to pass on
+            # Closed here, since torch before 2.12 has no timeout to pass on.
+            if self._pcontext is not None:
                 self._pcontext.close(signal.SIGKILL if self._kill_at_once else death_sig, timeout)
             super()._shutdown(death_sig)
         except SignalException:
@@ -129,7 +132,8 @@ class Agent(LocalElasticAgent):
             raise
 
     def forward_signal(self, number: int, frame: FrameType | None) -> None:
-        """Send a signal on to the ranks; those that leave for it are not started again here."""
+        """Send a signal on to the ranks."""
+        # Ranks that end because of it save for the next job: they are not started again here.
         self._remaining_restarts = 0
         if self._pcontext is not None:
             for pid in self._pcontext.pids().values():
@@ -141,8 +145,9 @@ class Agent(LocalElasticAgent):
         exit_codes = self._poll_until_cause()
         ended, stopped_at = _failed(exit_codes), time.time()
         has_lost = self._has_lost_machine()
+        # Torch would poll again, and could see ends whose causes were not waited for.
         if None in exit_codes.values() and not ended and not has_lost:
-            return RunResult(state=WorkerState.HEALTHY)  # torch would poll again: others may end
+            return RunResult(state=WorkerState.HEALTHY)
         if ended or has_lost:
             self._shutdown(timeout=_STOP_WITHIN_S)
             self._kill_left()
@@ -160,8 +165,9 @@ class Agent(LocalElasticAgent):
                 )
                 for rank, failure in result.failures.items()
             ]
+        # Ranks here have finished, but if another machine fails, all machines start again.
         elif not has_lost and self._machines is not None and not self._machines.all_finished():
-            return RunResult(state=WorkerState.HEALTHY)  # if another fails, all start again
+            return RunResult(state=WorkerState.HEALTHY)
         if has_lost:
             return RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
@@ -179,11 +185,8 @@ class Agent(LocalElasticAgent):
         return silent is not None
 
     def _poll_until_cause(self) -> dict[int, int | None]:
-        """Each local rank's exit code, None while it runs; a failure counts once its cause is known.
-
-        A rank that loses a peer ends at once, while the peer may still be unwinding from its
-        own error: it gets a moment to record that.
-        """
+        """Each local rank's exit code, None while it runs; a failure counts once its cause is known."""
+        # A rank that loses a peer ends at once, while the peer may still unwind from its own error.
         deadline = time.monotonic() + _RECORD_WITHIN_S
         folders = self._folders.ranks
         while True:
@@ -198,12 +201,13 @@ class Agent(LocalElasticAgent):
             time.sleep(_POLL_S)
 
     def _poll(self) -> dict[int, int | None]:
-        """Poll the ranks. One that recorded an error has failed, also if an exit handler has left with 0."""
+        """Poll the ranks."""
         assert isinstance(self._pcontext, SubprocessContext)
         processes = {rank: each.proc for rank, each in self._pcontext.subprocess_handlers.items()}
         for rank, process in processes.items():
+            # An exit handler may end a rank with 0 after an error; torch reads `returncode`, too.
             if process.poll() == 0 and has_failed(self._folders.ranks[rank]):
-                process.returncode = 1  # torch reads it too
+                process.returncode = 1
         return {rank: process.returncode for rank, process in processes.items()}
 
     def _kill_left(self) -> None:

@@ -57,7 +57,8 @@ def threads_variable(
 
 
 def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
-    """Make glibc keep freed memory: it would return it at once, and each step would fault it in again."""
+    """Make glibc keep freed memory."""
+    # By default it returns large tensors to the system at once, and each step faults them in again.
     version = glibc_version()
     if version is None or "malloc" in environment.get("LD_PRELOAD", ""):
         return
@@ -96,12 +97,14 @@ def settings_variables(settings: Settings) -> list[Variable]:
 
 
 def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Variable]:
-    """Name the interface: Gloo would otherwise use the host name's address, often a loopback one."""
-    if machines.backend != "static":  # torch's rendezvous would give the ranks the previous store
+    """The store of torch's rendezvous, and Gloo's interface."""
+    # Torch would give the ranks of a restart the store that those before them wrote to.
+    if machines.backend != "static":
         why = "a new store for each attempt"
         yield Variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why)
     if machines.num_machines == 1:
         return
+    # Gloo would use the address of the host's name, which often is a loopback one.
     name = "GLOO_SOCKET_IFNAME"
     if environment.get(name):
         yield Variable(name, environment[name], "set already")

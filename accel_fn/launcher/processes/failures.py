@@ -111,6 +111,7 @@ def read_failure(
     """Describe a failed rank, from the record of its end in its folder if there is one."""
     stack, exception, time, own_code = _read_record(folder, stopped_at)
     place = place_in_traceback(stack) if exception else ""
+    # SIGTERM made it write its stack: the line at which it waited for the rank that failed.
     if stopped and not exception:
         place = place_of_wait(_read_stack(folder))
     # A rank that wrote its record before the world was stopped was only slow to leave.
@@ -177,11 +178,12 @@ def lost_peer(folder: Path) -> bool:
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that caused the others.
+    """The failure that caused all others.
 
-    A killed rank records no time, and its peers notice before the launcher does. So crashes
-    come first, then errors and exits of ranks, then errors from lost peers; of a kind the earliest.
+    Crashes come first, then errors of ranks, then exits, then errors from lost peers; of a kind the
+    earliest.
     """
+    # Not by time alone: a killed rank records none, and its peers notice before the launcher does.
     return min(failures, key=lambda failure: (_kind(failure), failure.time, failure.rank))
 
 

@@ -30,7 +30,8 @@ class Reaper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the launcher
+            # Ctrl-C ends the launcher, and must not end this first.
+            start_new_session=True,
         )
 
     def make_folder(self, parent: str) -> Path:
@@ -46,7 +47,8 @@ class Reaper:
 
     def _send(self, value: object) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # a launch needs no reaper to succeed
+        # Without its reaper, a launch still succeeds.
+        with suppress(OSError):
             self._process.stdin.write(f"{json.dumps(value)}\n".encode())
             self._process.stdin.flush()
 
@@ -62,6 +64,7 @@ def kill_left(ranks: Iterable[int], run_id: str) -> None:
     A process that opened a session of its own is not in them: it was meant to stay.
     """
     sessions = {*ranks}
+    # Several times, since a process may start another while the first list is read.
     for _ in range(_TRIES):
         left = [pid for pid in _members(sessions) if _is_of(run_id, pid)]
         if not left:

@@ -47,6 +47,7 @@ def run(plan: LaunchPlan) -> tuple[int, str]:
     machines, settings, command = plan.machines, plan.settings, plan.command
     run_id = machines.job or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     reaper = Reaper(run_id)
+    # Torch's agent starts ranks with this process's environment.
     os.environ.update({each.name: each.value for each in plan.variables if each.value is not None})
     _quieten_torch()
     redirects = Std.ALL if settings.log_dir or settings.tee else Std.NONE
@@ -68,7 +69,8 @@ def run(plan: LaunchPlan) -> tuple[int, str]:
             role=ROLE,
             local_world_size=machines.num_local,
             entrypoint=sys.executable,
-            args=tuple(each.replace("$", "$$") for each in arguments),  # torch fills in ${...}
+            # Torch replaces `${...}` in arguments by its own values.
+            args=tuple(each.replace("$", "$$") for each in arguments),
             rdzv_handler=handler,
             max_restarts=settings.max_restarts,
             local_addr=machines.host,
@@ -86,13 +88,15 @@ def _wait(
     agent: Agent, handler: RendezvousHandler, machines: Machines, settings: Settings
 ) -> tuple[int, str]:
     """Run the agent to its end; return the exit code and the report."""
-    before = signal.signal(signal.SIGUSR1, agent.forward_signal)  # Slurm sends it before its limit
+    # Slurm sends it before a job's time is over.
+    before = signal.signal(signal.SIGUSR1, agent.forward_signal)
     try:
         result = agent.run()
     except SignalException as stop:
         _logger.warning(
             "stopped by %s", "Ctrl-C" if stop.sigval is signal.SIGINT else stop.sigval.name
         )
+        # With restarts, the other machines wait for a successor of this launcher.
         if isinstance(handler, StoreRendezvous) and not settings.max_restarts:
             handler.leave()
         return 128 + stop.sigval, ""
@@ -153,7 +157,8 @@ def _log_folder(log_dir: Path | None) -> Path | None:
 
 
 def _quieten_torch() -> None:
-    """Silence torch's agent, whose log of a failure would stand between the ranks' output and the report."""
+    """Silence torch's agent, unless the user has set a level."""
+    # Its log of a failure would stand between the ranks' output and the report.
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):

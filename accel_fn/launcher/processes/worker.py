@@ -33,8 +33,9 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
     if kind == "program":
+        # Python's handler would note a Ctrl-C that comes just before the exec, which forgets it.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # as every program starts with
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         _unblock_ctrl_c()
         os.execvp(target, [target, *arguments])  # noqa: S606
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
@@ -49,6 +50,7 @@ def die_with(launcher: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     else:
         threading.Thread(target=_die_after, args=(launcher,), daemon=True).start()
+    # The launcher may have ended before the line above, which then waits for another parent's end.
     if os.getppid() != launcher:
         os._exit(1)
 
@@ -57,7 +59,8 @@ def record_stacks(path: Path) -> None:
     """Have Python write the line at which native code crashes, or SIGTERM interrupts this rank."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    except FileNotFoundError:  # its folder is gone, and so is the launcher
+    except FileNotFoundError:
+        # The reaper has removed the folder, since the launcher is gone.
         os._exit(1)
     faulthandler.enable(file)
     faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
@@ -66,7 +69,7 @@ def record_stacks(path: Path) -> None:
 
 
 def _unblock_ctrl_c() -> None:
-    """The launcher blocks it while a rank starts."""
+    # The launcher blocks it while a rank starts: before here, Python would print a traceback.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -92,14 +95,16 @@ def _run(
     show: bool,
 ) -> None:
     """Run the user's program; write what ended it to a file, of which the launcher prints one."""
-    hook, own, rank = _Hook(), os.getpid(), os.environ["RANK"]  # the program may empty os.environ
+    # Read now, since the program may empty os.environ.
+    hook, own, rank = _Hook(), os.getpid(), os.environ["RANK"]
     if not show:
         sys.excepthook = hook
     try:
         _unblock_ctrl_c()
         start(target, arguments)
     except SystemExit as end:
-        if _status(end) == 0 or os.getpid() != own:  # a fork of the rank is not the rank
+        # A process that the program forks is not the rank, and writes no record.
+        if _status(end) == 0 or os.getpid() != own:
             raise
         text = _record(end, None, file)
         if isinstance(end.code, int):
@@ -118,6 +123,7 @@ def _run(
         sys.excepthook(type(error), error, frames)
     else:
         return
+    # Threads and exit handlers may keep a failed rank alive, and its peers waiting for it.
     late = "" if show else f"rank {rank} has failed and is slow to end\n{text}"
     threading.Thread(target=_end_late, args=(late,), daemon=True).start()
     sys.exit(1)
@@ -165,7 +171,8 @@ def _search_first(folder: str) -> None:
 
 
 def _replace_main(**attributes: object) -> ModuleType:
-    """Make a new `__main__`, which stays for the program's threads after its last line."""
+    """Make a new `__main__`."""
+    # It stays for the program's threads; runpy would put this file back after the program's last line.
     main_module = ModuleType("__main__")
     main_module.__dict__.update({"__annotations__": {}, "__builtins__": builtins} | attributes)
     sys.modules["__main__"] = main_module
@@ -198,8 +205,9 @@ def _record(error: BaseException, frames: TracebackType | None, file: Path) -> s
         "time": now,
     }
     try:
+        # Renamed, so that the launcher finds a whole file or none.
         Path(f"{file}.new").write_text(json.dumps(content))
-        os.replace(f"{file}.new", file)  # whole, or not there
+        os.replace(f"{file}.new", file)
     except OSError:
         print(text, file=sys.stderr)
     return text
