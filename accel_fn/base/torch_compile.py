@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from accel_fn.base.unguarded import Unguarded
+from accel_fn.base.module_guards import ModuleGuards
 from accel_fn.errors import PlanError
 
 MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
@@ -91,7 +91,7 @@ def compile_in_place(
 
     run = _by_key(make, call)
     for module in modules:
-        module._compiled_call_impl = partial(run, Unguarded(module), module)
+        module._compiled_call_impl = partial(run, ModuleGuards(module), module)
 
 
 def compile_inside(
@@ -112,10 +112,10 @@ def compile_inside(
     if not settings:
         return call_alone
     run = _by_key(partial(compile_function, call, **_settings(**settings[0])), call)
-    unguarded = {module: Unguarded(module) for module in modules}
+    guards = {module: ModuleGuards(module) for module in modules}
 
     def call_compiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(unguarded[module], *args, **kwargs)
+        return run(guards[module], *args, **kwargs)
 
     return call_compiled
 
@@ -136,10 +136,10 @@ def _by_key(
     """Return a function that keeps other graphs for each key of what torch's guards do not look at."""
     graphs = defaultdict[Any, Callable[..., Any]](make)
 
-    def run(unguarded: Unguarded, *args: Any, **kwargs: Any) -> Any:
+    def run(guards: ModuleGuards, *args: Any, **kwargs: Any) -> Any:
         if _is_uncompiled.get():
             return plain(*args, **kwargs)
-        return graphs[unguarded.key()](*args, **kwargs)
+        return graphs[guards.key()](*args, **kwargs)
 
     return run
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accel_fn.base.mappings import opened
@@ -23,7 +25,6 @@ from accel_fn.comm.differentiable import (
     is_training,
     with_gradients,
 )
-from accel_fn.comm.gather_items import pack, typed, unpack
 from accel_fn.errors import BatchError, check_alike
 
 T = TypeVar("T")
@@ -122,7 +123,7 @@ def _put_into_graph(
 
 
 def _typed_like(leaf: Any, joined: Any) -> Any:
-    return typed(joined, type(leaf), vars(leaf)) if isinstance(leaf, Tensor) else joined
+    return _typed(joined, type(leaf), vars(leaf)) if isinstance(leaf, Tensor) else joined
 
 
 def flat_rows(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -168,7 +169,7 @@ def _describe(leaf: Any) -> tuple[_Leaf, list[Tensor]]:
         kind, tensors = f"{leaf.dtype} [rows, {list(leaf.shape[1:])}]", [leaf]
     elif isinstance(leaf, list):
         try:
-            items, tensors = pack(leaf)
+            items, tensors = _pack(leaf)
         except Exception as error:
             return _Leaf(kind, problem=f"hold items that can be pickled, got {error!r}"), []
     else:
@@ -265,5 +266,55 @@ def _join(
             next(part).clone().view(spec.dtype).view(spec.shape)  # copies only these bytes
             for spec in each.specs
         ]
-        items += unpack(each.items, tensors)
+        items += _unpack(each.items, tensors)
     return items
+
+
+def _pack(items: Sequence[Any]) -> tuple[bytes, list[Tensor]]:
+    """Pickle items without their tensors; return the tensors too, in the order of their places."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(items)
+    return file.getvalue(), pickler.tensors
+
+
+def _unpack(data: bytes, tensors: Sequence[Tensor]) -> Sequence[Any]:
+    """Restore the items that `_pack` was given, with other tensors in the places of theirs."""
+    return _Unpickler(data, tensors).load()  # type: ignore[no-any-return]
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) is not Tensor and type(value) is not nn.Parameter:
+            return None
+        self.tensors.append(value)
+        return len(self.tensors) - 1
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        if hasattr(value, "__tensor_flatten__"):  # a wrapper of other tensors
+            raise pickle.PicklingError(f"a {type(value).__name__} is no plain tensor")
+        return _typed, (value.detach().as_subclass(Tensor), type(value), vars(value))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = tensors
+
+    def persistent_load(self, place: int) -> Tensor:
+        return self._tensors[place]
+
+
+def _typed(tensor: Tensor, kind: type[Tensor], attributes: dict[str, Any]) -> Tensor:
+    """Return a plain tensor as the subclass that it was."""
+    if kind is Tensor or kind is nn.Parameter:
+        return tensor
+    found = tensor.as_subclass(kind)
+    vars(found).update(attributes)
+    return found

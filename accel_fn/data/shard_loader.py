@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_fn.base.state import DistState
-from accel_fn.comm.channel import open_channel
+from accel_fn.comm.messages import open_channel
 from accel_fn.data.compare_loaders import same_on_all_ranks
 from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.data.loader import ShardedLoader

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import accel_fn as af
-from accel_fn.comm.channel import open_channel
+from accel_fn.comm.messages import open_channel
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.testing import simulate
 from tests.processes import ROOT

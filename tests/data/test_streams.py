@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import accel_fn as af
-from accel_fn.comm.channel import Channel
+from accel_fn.comm.messages import Channel
 from accel_fn.data.random_generators import Generators
 from accel_fn.data.streams.pack import pack, unpack
 from accel_fn.errors import PeerError

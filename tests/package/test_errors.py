@@ -24,7 +24,7 @@ FOREIGN = {
     "testing/__init__.py AttributeError": "likewise",
     "checkpoint/format/manifest.py ValueError": "caught in read_manifest: a CheckpointError",
     "cli/*.py click": "the command line's own errors, which click prints",
-    "comm/gather_items.py pickle.PicklingError": "caught by gather: a BatchError",
+    "comm/gather.py pickle.PicklingError": "caught by gather: a BatchError",
     "data/prefetch.py StopIteration": "the end of an iterator",
     "data/workers.py RuntimeError": "an error of the user's data set, as torch raises it again",
     "data/workers.py EOFError": "as a pipe raises it whose writer is gone",
@@ -65,7 +65,7 @@ def test_every_error_that_is_raised_on_purpose_is_ours():
             if name.removeprefix("self.") in ours or name.startswith("_"):  # private: of its module
                 continue
             found.add("cli/*.py click" if name.startswith("click.") else f"{file} {name}")
-    again = {"comm/channel.py failure.kind", "checkpoint/weights/export.py type(error)"}
+    again = {"comm/messages.py failure.kind", "checkpoint/weights/export.py type(error)"}
     again |= {
         "comm/main_rank.py failures.pop",
         "errors.py error",

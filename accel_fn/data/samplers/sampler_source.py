@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel_fn.base.split_batch import part_bounds
 from accel_fn.base.state import DistState
-from accel_fn.comm.channel import Channel
+from accel_fn.comm.messages import Channel
 from accel_fn.data.indexed.load_batches import Loading
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import no_numbers

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from accel_fn.base.split_batch import part_sizes
-from accel_fn.comm.channel import Channel
+from accel_fn.comm.messages import Channel
 from accel_fn.data.order import Cut
 from accel_fn.data.streams.pack import pack, unpack
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader
 
 from accel_fn.base.split_batch import part_bounds
-from accel_fn.comm.channel import Channel
 from accel_fn.comm.collectives import all_or_none
+from accel_fn.comm.messages import Channel
 from accel_fn.comm.primitives import exchange
 from accel_fn.data.order import Cut, mix
 from accel_fn.data.streams.read_stream import Passes, Stream, WorkerInit, WorkerStream, options_of

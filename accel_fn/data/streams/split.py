@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
-from accel_fn.comm.channel import Channel
+from accel_fn.comm.messages import Channel
 from accel_fn.data.collate import Collate, ReadyBatch
 from accel_fn.data.order import Cut, mix
 from accel_fn.data.streams.pack import pack

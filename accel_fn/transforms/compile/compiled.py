@@ -29,7 +29,7 @@ from accel_fn.step.microbatches import splits_of
 from accel_fn.step.plan import Plan, SlotFunction, describe
 from accel_fn.step.step import Stages
 from accel_fn.step.transform import Transform, fill, transform
-from accel_fn.transforms.compile.made_of import hooked
+from accel_fn.transforms.compile.plan_guards import hooked
 from accel_fn.transforms.compile.whole_step import CompiledStep, GraphFn
 
 _IN_CPP = ("default", "max-autotune-no-cudagraphs")

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from accel_fn.base.torch_compile import compile_function, reason_of
 from accel_fn.errors import LossError, PlanError
-from accel_fn.transforms.compile.scalars_as_tensors import Factored
 
 Memory = dict[str, Any]
 Group = dict[str, Any]
@@ -278,3 +278,32 @@ def _compare(trial: Optimizer, device: torch.device) -> None:
     for ours, theirs in zip(*ends, strict=True):
         if not torch.allclose(ours, theirs, rtol=1e-3):
             raise TypeError("in a graph it computes something else")
+
+
+class Factored(TorchFunctionMode):
+    """A mode in which an optimizer's operations multiply by their numbers, with the same rounding.
+
+    A compiler keeps a number as an input of a graph where tensors are multiplied by it. As the
+    weight of `lerp_`, for example, it is a part of the graph, and each value takes another graph.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        first, *others = args
+        if func in (Tensor.add, Tensor.add_) and "alpha" in kwargs:
+            return func(first, others[0] * kwargs["alpha"])
+        if func is Tensor.addcmul_ and "value" in kwargs:
+            return first.add_(others[0] * others[1] * kwargs["value"])
+        if func is Tensor.addcdiv_ and "value" in kwargs:
+            return first.add_(others[0] / others[1] * kwargs["value"])
+        if func is Tensor.lerp_ and not isinstance(others[1], Tensor):
+            return first.add_((others[0] - first) * others[1])
+        if func is Tensor.__rpow__ and not isinstance(others[0], Tensor):
+            return (torch.zeros_like(first) + others[0]) ** first
+        return func(*args, **kwargs)

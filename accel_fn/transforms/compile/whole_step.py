@@ -20,7 +20,6 @@ from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan, trained_by
 from accel_fn.step.report import Report
 from accel_fn.step.step import Stages
-from accel_fn.transforms.compile.made_of import MadeOf
 from accel_fn.transforms.compile.optimizer_in_graph import (
     Captured,
     Group,
@@ -28,6 +27,7 @@ from accel_fn.transforms.compile.optimizer_in_graph import (
     gradients_of,
     keeps_tensors,
 )
+from accel_fn.transforms.compile.plan_guards import PlanGuards
 
 GraphFn = Callable[..., Any]
 _SCALE_FIELDS = ("scale", "good_steps", "skipped")
@@ -45,7 +45,7 @@ class CompiledStep:
         self._plan = plan
         self._stages = stages
         self._parameters = stages.strategy.parameters
-        self._made_of = MadeOf(plan)
+        self._guards = PlanGuards(plan)
         optimizers = list(plan.optimizers.values())
         self._captured = [Captured(each, trained_by(each), state.device) for each in optimizers]
         module = loss_module_of(stages.strategy.module)
@@ -67,7 +67,7 @@ class CompiledStep:
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         """Run all of a step but `after_update`."""
         plan = self._plan
-        self._made_of.check()
+        self._guards.check()
         if not self._is_ready():
             return self._stages(state, batch)
         stops = [should_stop() for should_stop in plan.should_stop]

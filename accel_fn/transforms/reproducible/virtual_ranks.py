@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from os import sep
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -16,8 +19,9 @@ from accel_fn.base.split_batch import part_sizes, split_rows
 from accel_fn.base.state import DistState, step_name
 from accel_fn.base.weights import Weight, shares, total_weight
 from accel_fn.comm import primitives
+from accel_fn.comm.collectives import exchange_failures
 from accel_fn.comm.differentiable import loss_of
-from accel_fn.errors import BatchError, LossError, PlanError, message
+from accel_fn.errors import BatchError, LossError, PeerError, PlanError, WorldError, message
 from accel_fn.step.checks.first_batches import saved_buffers
 from accel_fn.step.global_mean import checked_total, seed_of, weighed
 from accel_fn.step.grads import Grads
@@ -28,10 +32,6 @@ from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
-from accel_fn.transforms.reproducible.failures_of_ranks import (
-    check_same_step,
-    run_or_raise_on_all,
-)
 from accel_fn.transforms.reproducible.tree_sum import Tensors, Tree, sum_over_ranks
 
 _TRACKING = (
@@ -289,3 +289,45 @@ def _in_own_memory(state: DistState, part: Any) -> Any:
         return tensor.clone() if tensor.device == state.device else tensor
 
     return map_tensors(own, part)
+
+
+def run_or_raise_on_all(run: Callable[[], None], state: DistState) -> None:
+    """Run this rank's work; if it raises on a rank, raise its error there and a PeerError on the others.
+
+    Cost: in a world of several, one small collective on the host, and two more if a rank failed.
+    """
+    failure: Exception | None = None
+    try:
+        run()
+    except Exception as error:
+        failure = error
+    failures = exchange_failures(state, "" if failure is None else f"{failure!r}{_place(failure)}")
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # an error that this frame holds would keep the frame, and it the error
+    for rank, text in enumerate(failures):
+        if text:
+            raise PeerError(f"step: failed on rank {rank}: {text}")
+
+
+def check_same_step(steps: Sequence[str]) -> None:
+    """Refuse, on all ranks, ranks of which one caught an error of its update and repeats the step."""
+    rank, step = next(
+        ((r, each) for r, each in enumerate(steps) if each != steps[0]), (0, steps[0])
+    )
+    if rank:
+        raise WorldError(
+            f"step: every rank must be in the same step, got step {steps[0]} on rank 0 and "
+            f"{step} on rank {rank}; a rank that catches an error of a step must not go on alone"
+        )
+
+
+def _place(error: Exception) -> str:
+    """Return the line of the user's code that raised it, if known."""
+    others = (f"{Path(__file__).parents[2]}{sep}", *(f"{each}{sep}" for each in torch.__path__))
+    frames = [
+        each for each in extract_tb(error.__traceback__) if not each.filename.startswith(others)
+    ]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

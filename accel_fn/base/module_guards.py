@@ -1,4 +1,4 @@
-"""Unguarded: what a graph of a module was made of that torch's guards do not look at."""
+"""Guards of a module: what its graph was made of that torch's guards do not look at."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _hooks_of = itemgetter(*_HOOKS)
 _modules_of = itemgetter("_modules")
 
 
-class Unguarded:
+class ModuleGuards:
     """The hooks of a module and of those inside it, and the methods of their classes.
 
     torch has `skip_nnmodule_hook_guards`: once a module without hooks is compiled, its graph is

@@ -1,4 +1,4 @@
-"""MadeOf: the hooks, functions and parameters that a graph of the whole step was made of."""
+"""Guards of a plan: the hooks, functions and parameters that a graph of the whole step was made of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from operator import is_
 
 from torch import Tensor
 
-from accel_fn.base.unguarded import Unguarded
+from accel_fn.base.module_guards import ModuleGuards
 from accel_fn.errors import PlanError
 from accel_fn.step.plan import Plan
 from accel_fn.step.torch_internals import has_hooks
@@ -27,15 +27,15 @@ def _is_hooked(parameter: Tensor | None) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-class MadeOf:
+class PlanGuards:
     """Compares a plan with what it was in `build`: torch's guards skip hooks and replaced methods."""
 
     def __init__(self, plan: Plan) -> None:
         self._optimizers = [*plan.optimizers.values()]
         modules = [*plan.model.modules()]
         self._owners = [*map(vars, modules)]
-        self._unguarded = Unguarded(plan.model)
-        self._hooks = self._unguarded.hooks()
+        self._modules = ModuleGuards(plan.model)
+        self._hooks = self._modules.hooks()
         self._homes = [(each._parameters, name) for each in modules for name in each._parameters]
         self._parameters = [home[name] for home, name in self._homes]
         self._functions = self._found()
@@ -52,9 +52,9 @@ class MadeOf:
             self._refuse(
                 "methods of model and optimizer", "replace them before build, or build again"
             )
-        if self._unguarded.refresh():  # torch's guards see other modules
+        if self._modules.refresh():  # torch's guards see other modules
             self._functions = self._found()
-        if self._unguarded.hooks() != self._hooks or self._is_hooked(held):
+        if self._modules.hooks() != self._hooks or self._is_hooked(held):
             self._refuse("hooks", "register them before build, or build again")
 
     def _is_hooked(self, parameters: list[Tensor | None]) -> bool:
@@ -62,7 +62,7 @@ class MadeOf:
 
     def _found(self) -> list[object]:
         """Return the methods of classes, and those that instances have in place of them."""
-        found = [*self._unguarded.methods(), *[own.get("forward") for own in self._owners]]
+        found = [*self._modules.methods(), *[own.get("forward") for own in self._owners]]
         for optimizer in self._optimizers:
             step = vars(optimizer).get("step")
             # The methods that torch's schedulers put there only count calls.

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from accel_fn.comm.channel import open_channel
+from accel_fn.comm.messages import open_channel
 from accel_fn.errors import AccelError, ArgumentError, PeerError
 from accel_fn.testing import simulate
 
