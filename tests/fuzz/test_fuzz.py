@@ -38,6 +38,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_planted_bug_is_found_and_printed_as_a_program_that_shows_it():
     """In a new process, since a judge's fork would inherit the ranks that were simulated here."""
     options = ("--first", "--minutes", "2", "--only", "choices")

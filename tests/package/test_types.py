@@ -43,6 +43,7 @@ def basedpyright_errors():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", [mypy_errors, basedpyright_errors])
 def test_type_checkers_find_every_mistake_and_no_other(errors):
     assert set(errors()) == MARKED
