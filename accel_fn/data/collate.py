@@ -22,15 +22,15 @@ Place = tuple[int, ...]
 
 
 class Collate:
-    """Calls a collate_fn, and refuses a batch of which a step would count tensors' rows for samples."""
+    """Calls a collate_fn, and refuses lists of samples in which a step would cut the samples' rows."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
         self._fields: set[Place] = set()
-        """Places of lists that were found to be of fields."""
+        """Places of lists whose items are fields, which no later batch checks again."""
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
-        """Return the batch of some samples; `count` where their number is not their length."""
+        """Return the batch of some samples; `count` is their number, if it is not their length."""
         batch = self._collate_fn(samples)
         self._check(batch, samples, len(samples) if count is None else count)
         return batch
@@ -47,10 +47,11 @@ class Collate:
 
         Without this, `(inputs, labels)` of two packed samples would be taken for two samples.
         """
-        if not isinstance(samples, list):  # a data set that gives many at once gave a batch
+        # A data set that reads many at once may give anything, which cannot be doubled.
+        if not isinstance(samples, list):
             return True
         try:
-            with Generators(0):  # the user's random numbers go on as if nothing had been drawn
+            with Generators(0):  # else the user's random numbers would go on from other states
                 twice = self._collate_fn([*samples, *samples])
         except Exception:  # such as a collate_fn that takes fields out of its samples
             return True

@@ -15,10 +15,11 @@ from torch import Tensor
 from accel_fn.base.split_batch import part_bounds
 from accel_fn.errors import ArgumentError, message
 
+# With fewer rounds, neighbours fail a chi-square test of 20,000 keys; small sets need more of them.
 _FEW = 64
-_ROUNDS, _ROUNDS_OF_FEW = 10, 24  # with fewer, neighbours fail a chi-square test of 20,000 keys
+_ROUNDS, _ROUNDS_OF_FEW = 10, 24
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
-_LOW = (1 << 64) - 1
+_LOW = (1 << 64) - 1  # keeps the low 64 bits
 _31, _33 = np.uint64(31), np.uint64(33)
 
 _OF_RANK = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
@@ -61,20 +62,21 @@ def permute(indices: Tensor, num_samples: int, key: int) -> Tensor:
 
 
 def _feistel(cells: _Numbers, num_rows: int, num_columns: int, keys: _Numbers) -> _Numbers:
-    """Move every cell to another one: its row by a hash of its column, its column by one of its row, ..."""
+    """Move each cell: its row by a hash of its column, then its column by a hash of its row, ..."""
     size, other_size = np.uint64(num_rows), np.uint64(num_columns)
     place, other = np.divmod(cells, other_size)
     moved = np.empty_like(place)
     for multiplier, addend in keys:
         np.multiply(other, multiplier, out=moved)
         moved += addend
-        moved *= moved  # otherwise neighbours would keep their distance
+        moved *= moved  # else neighbours would keep their distance
         moved >>= _33
         moved *= size
         moved >>= _31  # 31 bits of the hash, scaled to 0 .. size - 1
         place += moved
         np.subtract(place, size, out=moved)
-        np.minimum(place, moved, out=place)  # modulo size: what is below it wraps to a huge number
+        # Modulo size without a division: if place < size, the difference wraps to a huge number.
+        np.minimum(place, moved, out=place)
         place, other, size, other_size = other, place, other_size, size
     return place * other_size + other
 
@@ -86,7 +88,7 @@ def _round_keys(key: int, num_rounds: int) -> _Numbers:
 
 
 def mix(value: int) -> int:
-    """SplitMix64's finaliser on one Python integer: 64 bits that depend on all of `value`'s."""
+    """Hash an integer by SplitMix64's finaliser: 64 bits that depend on all bits of `value`."""
     value &= _LOW
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _LOW
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _LOW
@@ -118,7 +120,7 @@ class Cut:
         return 0 if self.drop_last or self.world_size == 1 else self.world_size
 
     def last(self, num_samples: int, *, is_first: bool) -> int:
-        """Samples of the batch that ends an epoch, where fewer than `batch_size` are left: 0 for none."""
+        """Samples of the batch that ends an epoch with fewer than `batch_size` left; 0 for no batch."""
         if num_samples == 0 or self.drop_last:
             return 0
         if num_samples < self.world_size and is_first:
@@ -126,7 +128,8 @@ class Cut:
                 f"shard_loader: stream must have an item for every one of {self.world_size} ranks, "
                 f"got {num_samples}; use fewer ranks"
             )
-        return num_samples if num_samples >= self.world_size else 0  # else it joined a batch
+        # A smaller tail has joined the batch before.
+        return num_samples if num_samples >= self.world_size else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,7 @@ class Order(Cut):
         """The samples at places of an epoch's order: [num_places], int64."""
         if not self.shuffle:
             return places
+        # Hashed twice: seed s in epoch e + 1 must not be seed s + 1 in epoch e.
         return permute(places, self.num_samples, key=mix(mix(self.seed) + epoch))
 
 
@@ -181,13 +185,13 @@ class ItemOrder(Order):
 
 
 def no_numbers() -> ArgumentError:
-    """Make the error of asking such a batch for its samples."""
+    """Make the error of `indices` for an item that is a whole batch."""
     rule, got = "give samples", "batches, whose rows have no numbers"
     return ArgumentError(message("indices", "data set", rule, got))
 
 
 def per_rank_error(got: str, owner: str) -> ArgumentError:
-    """Make the error of a loader whose batches, those of `owner`, have no size for each rank."""
+    """Make the error of `batch="per_rank"` for batches that `owner` cuts, so that no rank has a size."""
     rule = "have a batch_size where that is to be one rank's"
     repair = f'the batches of {owner} are shared: use batch="global"'
     return ArgumentError(message("shard_loader", "loader", rule, got, repair))
@@ -225,7 +229,7 @@ def check_batch_size(function: str, batch_size: int, world_size: int) -> None:
 
 
 def check_sizes(function: str, cut: Cut, num_samples: int, what: str = "data set") -> None:
-    """Refuse that, and an epoch of `what` without a batch."""
+    """Refuse such a batch, and an epoch of `what` that has no batch."""
     check_batch_size(function, cut.batch_size, cut.world_size)
     if num_samples < cut.world_size:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Random generators of the user's process, used for a while with states of our own, then restored."""
+"""The random generators of the user's process, in other states for a while, and then restored."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import torch
 
 from accel_fn.data.order import mix
 
-_LOCK = threading.RLock()  # the global ones are the process's: one borrower at a time
-os.register_at_fork(  # a worker must not be forked while another thread has borrowed them
+# The process has one of each, and simulated ranks are threads: one of them changes states at a time.
+_LOCK = threading.RLock()
+# A worker that is forked while another thread has changed them would keep the changed states.
+os.register_at_fork(
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
 )
 _GLOBAL = (torch.default_generator, random, np.random)
@@ -25,15 +27,15 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 
 def seed_process(seed: int) -> None:
-    """Seed the global generators: those of a worker, which has them alone."""
+    """Seed the global generators of a worker process, which nothing else uses."""
     for number, each in enumerate(_GLOBAL):
         _seed(each, mix(seed + number))
 
 
 class Generators:
-    """Inside, the global generators and `others` have states of their own; outside, they are as before.
+    """A context in which the global generators and `others` are seeded; afterwards they are restored.
 
-    Entered again, they continue where they were left. The global ones are
+    Entered again, they continue where the context was left. The global ones are
     torch's for the CPU, Python's and NumPy's.
     """
 

@@ -144,7 +144,7 @@ class SeededSamples(Dataset[Any]):
 
 @contextmanager
 def reading(epoch: int) -> Iterator[None]:
-    """Samples that are read inside, in this thread, are of that epoch."""
+    """Read samples in that epoch, in this thread, while the context lasts."""
     token = _epoch.set(epoch)
     try:
         yield
@@ -154,7 +154,8 @@ def reading(epoch: int) -> Iterator[None]:
 
 @contextmanager
 def _own_generators() -> Iterator[None]:
-    """Inside, the global generators may be seeded; afterwards they are as before."""
+    """Restore the global generators at the end of the context, which may seed them."""
+    # A worker has the generators alone, and may have been forked while the lock was held.
     alone: AbstractContextManager[Any] = nullcontext()
     if get_worker_info() is None:
         if isinstance(threading.current_thread(), Reader):

@@ -14,7 +14,6 @@ from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.order import Order
 from accel_fn.data.samplers.read_loader import read_order, refuse_read_ahead
-from accel_fn.data.samplers.sampler_batches import SamplerBatches
 from accel_fn.data.samplers.sampler_source import SamplerSource
 from accel_fn.data.streams.round_robin import RoundRobinSource
 from accel_fn.data.streams.split import SplitSource
@@ -112,18 +111,9 @@ def _stream_source(
 def _indexed_source(
     loader: DataLoader[Any], state: DistState, batch: str, split: str, read_ahead: int | None
 ) -> IndexedSource | SamplerSource:
-    read = partial(_read_order, loader, state, batch, split, read_ahead)
+    read = partial(read_order, loader, state, batch=batch, split=split, read_ahead=read_ahead)
     order = same_on_all_ranks(read, loader, state)
     if isinstance(order, Order):
         return IndexedSource(loader, order, state.rank, state.world_size)
     channel = None if state.group is None else open_channel(state)
     return SamplerSource(loader, order, state, channel)
-
-
-def _read_order(
-    loader: Any, state: DistState, batch: str, split: str, read_ahead: int | None
-) -> Order | SamplerBatches:
-    if split != "auto":
-        rule = "be left out for a data set that can be indexed"
-        raise ArgumentError(message("shard_loader", "split", rule, split))
-    return read_order(loader, state, batch, read_ahead)

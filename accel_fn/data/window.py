@@ -113,7 +113,7 @@ class WindowedSource(Generic[Batch]):
 
 def _lists(batches: Iterable[Batch], k: int) -> Iterator[list[Batch]]:
     source = iter(batches)
-    rest = chain(source)  # one iterator: some start again at each call of iter
+    rest = chain(source)  # some iterators start again at each call of `iter`, which `islice` makes
     return _sampled_with(source, iter(lambda: list(islice(rest, k)), []), k)
 
 

@@ -31,13 +31,16 @@ from accel_fn.data.order import (
 from accel_fn.data.samplers.sampler_batches import SamplerBatches, nested_samplers
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
-_SEVERAL = 100  # a long list may be a list of samples, so this many are looked at
+_SEVERAL = 100  # a sampler may hold a long list of samples, so only its first items are read
 
 
 def read_order(
-    loader: Any, state: DistState, batch: str, read_ahead: int | None
+    loader: Any, state: DistState, *, batch: str, split: str, read_ahead: int | None
 ) -> Order | SamplerBatches:
     """Read the order of a loader and check it; `batch` is the meaning of its batch size."""
+    if split != "auto":
+        rule = "be left out for a data set that can be indexed"
+        raise ArgumentError(message("shard_loader", "split", rule, split))
     order = _read_order(loader, state, batch)
     if isinstance(order, SamplerBatches) and order.is_own:
         return replace(order, at_once=1 + _num_beyond(loader, order, read_ahead))
@@ -53,8 +56,9 @@ def refuse_read_ahead(read_ahead: int | None) -> None:
 
 
 def _num_beyond(loader: DataLoader[Any], batches: SamplerBatches, read_ahead: int | None) -> int:
-    """Return how many batches to read ahead beyond those that must be."""
+    """Return how many batches to read ahead beyond those that workers and a tail need."""
     for_workers = loader.num_workers * (loader.prefetch_factor or 0)
+    # A batch of a sampler without a length waits for the next one, which may be a tail that joins it.
     for_tail = int(batches.cut is None and batches.length is None)
     least = for_workers + for_tail
     if read_ahead is None:
@@ -109,7 +113,7 @@ def _read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBat
 
 
 def _check(loader: Any) -> None:
-    """Refuse what is no DataLoader, makes no batches or not in order, or is sharded already."""
+    """Refuse other types than DataLoader, and loaders that are unordered, unsized or sharded already."""
     if not isinstance(loader, DataLoader):
         repair = "give it the loader that was sharded" if isinstance(loader, ShardedLoader) else ""
         name = type(loader).__name__
@@ -130,7 +134,7 @@ def _check(loader: Any) -> None:
 
 
 def _outermost(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that gives batches: without a batch_sampler, each is one that is ready."""
+    """Return the sampler that gives batches; without a batch_sampler it gives keys of ready ones."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -167,7 +171,10 @@ def _is_torchdatas(sampler: Any) -> bool:
 
 
 def _goes_through(sampler: Any, dataset: Any) -> bool:
-    """Does the sampler give every sample of the data set once, in order or shuffled?"""
+    """Does the sampler give every sample of the data set once, in order or shuffled?
+
+    Ranks then compute the order, and no rank runs the sampler.
+    """
     if not (_is_of(sampler, SequentialSampler) or _is_of(sampler, RandomSampler)):
         return False
     again = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None)
@@ -176,6 +183,7 @@ def _goes_through(sampler: Any, dataset: Any) -> bool:
 
 def _seed(loader: DataLoader[Any], state: DistState) -> int:
     """Return the state's seed, mixed with that of a generator that the user gave."""
+    # torchdata's samplers make a generator of their own, with another seed in each process.
     samplers = [each for each in nested_samplers(_outermost(loader)) if not _is_torchdatas(each)]
     for generator in (loader.generator, *(getattr(each, "generator", None) for each in samplers)):
         if isinstance(generator, torch.Generator):

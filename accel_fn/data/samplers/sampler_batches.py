@@ -27,7 +27,7 @@ from accel_fn.data.random_generators import Generators, held_by
 from accel_fn.data.set_epoch import InEpoch
 from accel_fn.errors import ArgumentError
 
-_SAMPLES_AT_ONCE = 4096
+_SAMPLES_AT_ONCE = 4096  # one message for so many samples costs little more than for one batch
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
 
@@ -49,7 +49,7 @@ class SamplerBatches:
 
     @property
     def is_own(self) -> bool:
-        """Is it, or one that it holds, a class of the user's, which a loop may change as it goes?"""
+        """Is one of the samplers of a class of the user's, which the loop may change as it goes?"""
         return any(type(each) not in _KNOWN for each in nested_samplers(self.batch_sampler))
 
     def facts(self) -> dict[str, int | None]:
@@ -60,10 +60,10 @@ class SamplerBatches:
         """Return the batches of an epoch, None without a length; may run a batch sampler's epoch 0."""
         if self.cut is not None:
             return self.cut.num_batches()
-        # on several ranks, a tail may join the batch before
+        # Without several ranks, no tail joins the batch before it.
         if self.length is None or self.world_size == 1:
             return self.length
-        # a sampler without an end may have a length too
+        # No further than the length: a sampler without an end may have one too.
         some = [self._is_small(batch) for batch in islice(self._read(0), self.length + 1)]
         return len(some) - (len(some) > 1 and some[-1])
 
@@ -82,6 +82,7 @@ class SamplerBatches:
         """Yield the batches of the sampler, unchanged."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
+        # Entered anew for each read: between two reads the loop uses its own random numbers and epochs.
         inside = [_generators(sampler, seed), InEpoch(nested_samplers(sampler), epoch)]
         batches: Iterator[Batch] | None = None
         while True:
@@ -110,6 +111,7 @@ class SamplerBatches:
     def _joined(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         """Join a tail that is smaller than the world to the batch before, which waits for it."""
         first_waiting = self._first_waiting()
+        # Only a batch that a tail may follow waits; any other one goes out before the next is read.
         waiting: Batch | None = None
         tail: Batch | None = None
         num_given = 0
@@ -138,11 +140,11 @@ class SamplerBatches:
             yield waiting + (tail or [])
 
     def _is_small(self, batch: Batch) -> bool:
-        """Has it fewer samples than there are ranks?"""
+        """Does the batch have fewer samples than there are ranks?"""
         return isinstance(batch, list) and len(batch) < self.world_size
 
     def _first_waiting(self) -> int:
-        """Return the number of the first batch that waits for the next one: before it, no tail can come."""
+        """Return the number of the first batch that waits for the next one: no tail comes earlier."""
         if self.cut is not None:
             return self.cut.num_batches() - 1
         return 0 if self.length is None else self.length - 2
@@ -155,7 +157,7 @@ class SamplerBatches:
         )
 
     def _counted(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
-        """Check that there are as many as the length states, since a position is computed from it."""
+        """Refuse more or fewer batches than the length states: positions are computed from it."""
         assert self.cut is not None
         promised, number = self.cut.num_batches(), 0
         for number, batch in enumerate(batches, start=1):
@@ -170,7 +172,7 @@ class SamplerBatches:
 
 
 def nested_samplers(sampler: Any) -> list[Any]:
-    """Yield a sampler and those inside it, the outermost first."""
+    """List a sampler and those inside it, the outermost first."""
     found: list[Any] = []
     while sampler is not None and not any(sampler is each for each in found):
         found.append(sampler)
@@ -190,7 +192,7 @@ def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
 
 
 def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
-    """Give the generators that a user's sampler may draw from states that follow from the seed."""
+    """Seed the random generators that a user's sampler may draw from, while the context lasts."""
     foreign = [each for each in nested_samplers(sampler) if type(each) not in _KNOWN]
     if not foreign:
         return nullcontext()
@@ -199,7 +201,7 @@ def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
 
 
 def plain(batch: Iterable[Any]) -> list[Any]:
-    """Make a list of Python integers, which cost least to send and to use."""
+    """Make a list of Python integers, which cost less to send and to use than NumPy's or tensors."""
     return [number if type(number) is int else _number(number) for number in batch]
 
 

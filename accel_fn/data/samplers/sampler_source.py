@@ -41,7 +41,8 @@ class SamplerSource:
         self._world_size = state.world_size
         self._channel = channel
         self._num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        self._num_batches: int | None = None  # None until it was counted
+        self._num_batches: int | None = None
+        """Kept once it is known: counting may run a whole epoch of the sampler."""
         self.facts = sampling.facts
 
     def num_batches(self) -> int:

@@ -27,7 +27,9 @@ from accel_fn.data.set_epoch import InEpoch
 from accel_fn.data.workers import IdlePools, Progress, WorkerPool, make_loader, worker_error
 
 _BLOCK = 1024
-_INFO_LOCK = threading.RLock()  # simulated ranks are threads that share torch's global
+_INFO_LOCK = (
+    threading.RLock()
+)  # simulated ranks are threads that share torch's global `_worker_info`
 # Simulated ranks are threads: a worker that one of them forks while another forks its own would
 # hold the pipe by which that other is known to have ended, and locks that were held meanwhile.
 _STARTING = threading.Lock()
@@ -72,11 +74,9 @@ class WorkerStream(IterableDataset[Any]):
     """Unit of the progress, with a gap for the number."""
 
     def worker(self) -> WorkerInfo | None:
-        """Return the worker of a loader over this stream that this process is; None in the main process.
-
-        What a simulated rank shows another data set for a while is not that.
-        """
+        """Return the worker of a loader over this stream that this process is; None in the main process."""
         info = get_worker_info()
+        # A simulated rank may let another data set see a worker that this process is not.
         return info if info is not None and info.dataset is self else None
 
     def where(self, worker: int) -> str:
@@ -143,7 +143,8 @@ class Stream:
 
     def _read(self, count: int) -> list[Any]:
         found: list[Any] = []
-        if self._ended:  # some iterators begin again after their end
+        # Some iterators begin again after their end.
+        if self._ended:
             return found
         try:
             with self._in_epoch:

@@ -42,7 +42,7 @@ class HeldItems:
         return taken
 
     def take_newest(self, count: int) -> list[Any]:
-        """Remove and return the items read last: those that other ranks get."""
+        """Remove and return the items read last, for other ranks; the oldest stay, to be used first."""
         kept = len(self) - count
         self._items, taken = self._items[:kept], self._items[kept:]
         return taken
@@ -54,7 +54,7 @@ class HeldItems:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """A rank's message about its shards."""
+    """What a rank sends to its peers: how many items it holds, and whether its shards have ended."""
 
     count: int
     ended: bool
@@ -71,7 +71,7 @@ def rebalanced_parts(held: HeldItems, cut: Cut, channel: Channel) -> Iterator[li
     """
     most, num_reading = 1, cut.world_size
     while True:
-        # where all shards have ended, too: a failure must arrive before a rank waits for items
+        # Also where all shards have ended: a failure must arrive before a rank waits for items.
         counts, num_reading = _agree(held, cut, channel, most, num_reading)
         num_batches, size = _next_batches(sum(counts), cut, most)
         if num_batches == 0:
@@ -81,7 +81,7 @@ def rebalanced_parts(held: HeldItems, cut: Cut, channel: Channel) -> Iterator[li
         _move(held, moves, channel)
         for _ in range(num_batches):
             yield held.take(sizes[channel.state.rank])
-        # readers that read for all ranks hold no more at a time than if all read
+        # Few ranks that still read for all must not hold more in memory than if all ranks read.
         limit = (_MOST + 1) * (num_reading or cut.world_size) // cut.world_size
         most = max(1, min(2 * most, _MOST, limit))
 
@@ -151,6 +151,7 @@ def _move(held: HeldItems, moves: Sequence[tuple[int, int, int]], channel: Chann
                 held.add([] if block is None else unpack(block))
             except Exception as error:
                 failure = error
+    # After the receiving: ranks that all waited first for their sends could deadlock.
     for work in sent:
         work.wait()
     if failure is not None:

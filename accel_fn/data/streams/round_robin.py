@@ -191,7 +191,8 @@ def until_end(items: Iterator[Any], channel: Channel | None, first_batch: int) -
             if channel is not None:
                 _check_ends(channel.exchange(end), batch)
             if end is not None:
-                for _ in items:  # reads the ends of the other workers
+                # The other workers yield an `End` too; the pass is over when all have.
+                for _ in items:
                     pass
                 return
             yield item
