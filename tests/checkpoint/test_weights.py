@@ -210,7 +210,6 @@ def test_every_dtype_comes_back_to_the_bit(tmp_path, dtype, limit):
 @pytest.mark.parametrize("limit", [1, "5GB"])
 def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
     flat = floats(20)
-    matrix, mixed = floats(12).reshape(3, 4), floats(8)
     model = Bag(
         transposed=floats(6).reshape(2, 3).t(),
         channels=floats(24).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
@@ -220,10 +219,6 @@ def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
         number=torch.tensor(float("nan")),
         left=flat[:10],  # parts of one storage
         right=flat[10:],
-        even=matrix[:, ::2],  # columns between each other
-        odd=matrix[:, 1::2],
-        wide=mixed[1::2],
-        narrow=mixed.view(torch.int16)[1::4],
         conjugate=torch.tensor([1 + 2j]).conj(),
         parameter=nn.Parameter(floats(3)),
     )
@@ -270,6 +265,11 @@ def overlapping():
     return Bag(a=flat[:4], b=flat[3:])
 
 
+def columns():
+    matrix = floats(12).reshape(3, 4)
+    return Bag(a=matrix[:, ::2], b=matrix[:, 1::2])
+
+
 def with_view(view, tensor=None):
     """Make a module with a tensor and another view of the same memory."""
     tensor = floats(6).reshape(2, 3) if tensor is None else tensor
@@ -284,6 +284,7 @@ def reserved():
 
 SHARING = {
     "overlapping": overlapping(),
+    "columns": columns(),
     "two dtypes": with_view(lambda tensor: tensor.view(torch.int16)[:, 1::4]),
     "turned": with_view(torch.t),
     "integers": with_view(lambda tensor: tensor.view(torch.int32)),
@@ -300,7 +301,7 @@ BAD_MODELS = {
     "meta": (nn.Linear(2, 1, device="meta"), "hold values, got .* meta device for 'weight'"),
     "reserved": (reserved(), r"not use that name, got a tensor for '__metadata__'"),
 } | {
-    name: (model, r"got 'a' and 'b', which share some .*; clone one of them")
+    name: (model, r"got 'a' and 'b', which overlap; clone one of them")
     for name, model in SHARING.items()
 }
 
@@ -458,7 +459,7 @@ def test_a_tensor_that_cannot_be_written_is_refused(tmp_path):
 
 def test_tensors_that_overlap_are_not_loaded_into(tmp_path):
     save_model(Bag(a=floats(4), b=floats(3)), tmp_path)
-    refused(overlapping(), tmp_path, "got 'a' and 'b', which share some")
+    refused(overlapping(), tmp_path, "got 'a' and 'b', which overlap")
 
 
 @pytest.mark.gpu

@@ -104,39 +104,18 @@ def _has_code(dtype: torch.dtype, *, is_number: bool) -> bool:
 
 
 def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
-    storages: dict[object, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            key = (tensor.device, tensor.untyped_storage().data_ptr())
-            storages.setdefault(key, {})[name] = tensor
-    for held in storages.values():
-        spans = sorted(map(_span, held.values()))
-        if any(end > start for (_, end), (start, _) in pairwise(spans)):
-            _check_elements(function, held)
+    """Refuse tensors whose spans of memory overlap: only the whole of a tensor may have two names."""
+    spans = sorted(
+        (str(each.device), *_span(each), name) for name, each in tensors.items() if each.numel()
+    )
+    for (device, _, end, name), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < end:
+            rule = "hold tensors that are one or do not overlap in memory"
+            pair = f"{name!r} and {other!r}, which overlap"
+            raise ArgumentError(f"{function}: model must {rule}, got {pair}; clone one of them")
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of the first element and of the end of the last."""
     steps = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (1 + sum(steps)) * tensor.itemsize
-
-
-def _check_elements(function: str, tensors: Mapping[str, Tensor]) -> None:
-    """Give every element an owner: columns of one matrix lie between each other, and are disjoint."""
-    unit = min(tensor.itemsize for tensor in tensors.values())
-    some = next(iter(tensors.values()))
-    owners = torch.full((some.untyped_storage().nbytes() // unit,), -1)
-    names = list(tensors)
-    for number, (name, tensor) in enumerate(tensors.items()):
-        width = tensor.itemsize // unit
-        owned = owners.as_strided(
-            (*tensor.shape, width),
-            (*(step * width for step in tensor.stride()), 1),
-            tensor.storage_offset() * width,
-        )
-        before = int(owned.max())
-        if before >= 0:
-            rule = "hold tensors that are one or have no element in common"
-            pair = f"{names[before]!r} and {name!r}, which share some of their memory"
-            raise ArgumentError(f"{function}: model must {rule}, got {pair}; clone one of them")
-        owned.fill_(number)
