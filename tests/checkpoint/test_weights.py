@@ -20,7 +20,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import accel_fn as af
 from accel_fn.checkpoint.weights import files as files_module
-from accel_fn.checkpoint.weights import open_files
 from accel_fn.checkpoint.weights.save_load_model import load_model, parse_size, save_model
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -671,7 +670,7 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
 
 def test_a_set_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch):
     save_model(bag(1), tmp_path, 16)
-    opened = open_files._open
+    opened = files_module._open
 
     def replacing(folder, name, stack):
         file = opened(folder, name, stack)
@@ -679,7 +678,7 @@ def test_a_set_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatc
             save_model(bag(2), tmp_path, 16)
         return file
 
-    monkeypatch.setattr(open_files, "_open", replacing)
+    monkeypatch.setattr(files_module, "_open", replacing)
     refused(bag(0), tmp_path, "must stay as it is while it is read, got a new set; load again")
 
 

@@ -25,8 +25,7 @@ from accel_fn.checkpoint.weights.entries import (
     check_writable,
     read_entries,
 )
-from accel_fn.checkpoint.weights.files import write_set
-from accel_fn.checkpoint.weights.open_files import Stored, open_set
+from accel_fn.checkpoint.weights.files import Stored, open_set, write_set
 from accel_fn.comm.collectives import all_or_none, barrier
 from accel_fn.comm.dtensor import axes_of, fill, is_sharded, whole
 from accel_fn.errors import (
