@@ -14,7 +14,8 @@ def main() -> None:
     """Run the command line."""
     # A parent may have it ignored; then the system drops the exit codes of ranks, and all are 0.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # by a shell's `&`
+    # A shell ignores Ctrl-C for a command that it starts with `&`.
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if sys.argv[1:2] and not ignored:
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)
         _find_temporary_folder()
@@ -28,7 +29,8 @@ def _find_temporary_folder() -> None:
     """Make Python find it now: it writes a test file, which Ctrl-C at that moment would leave there."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with suppress(OSError):  # not every command needs one
+        # Not every command needs a temporary folder.
+        with suppress(OSError):
             tempfile.gettempdir()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -192,7 +192,8 @@ def choose_settings(ask: Ask, machine: Machine) -> Settings:
     put("num_microbatches", "In how many micro-batches each rank computes its part", 1)
     if num_local > 1:
         put("wrap", _WRAP, "ddp")
-    del answers["num_processes"]  # the setting counts those of all machines
+    # The question is about this machine; the setting counts the processes of all machines.
+    del answers["num_processes"]
     num_machines = put("num_machines", "How many machines, each with as many processes", 1)
     if num_machines > 1:
         put("machine_rank", "Which of them is this one, from 0", 0)

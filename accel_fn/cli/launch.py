@@ -111,7 +111,8 @@ def launch(
 
     The exit code is that of the rank that failed first; 128 + the signal if it was killed.
     """
-    gc.disable()  # collecting garbage would take a tenth of the time of the imports
+    # Collecting garbage would take a tenth of the time of the imports.
+    gc.disable()
     if module and no_python:
         raise click.UsageError("--module cannot be combined with --no-python")
     if as_json and not dry_run:
@@ -137,8 +138,9 @@ def _start(plan: LaunchPlan) -> tuple[int, str]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from accel_fn.launcher.processes.run import run
 
+    # It is for this process, not for the ranks.
     if not is_set:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # it is for this process, not for the ranks
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
     gc.enable()
     logging.getLogger("accel_fn.launcher").addHandler(_TerminalHandler())
     return run(plan)
@@ -155,7 +157,8 @@ def _print_error(text: str) -> None:
     """Print on stderr; a closed stderr is no error."""
     try:
         print(text, end="", file=sys.stderr, flush=True)
-    except OSError:  # a closed terminal or pipe, on which Python would fail again when it exits
+    except OSError:
+        # Python flushes stderr again when it exits, which would fail on a closed terminal or pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 

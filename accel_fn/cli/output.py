@@ -64,7 +64,8 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -
     from rich.text import Text
 
     names = [row[0] if isinstance(row[0], str) else row[0][0] for row in (headings, *rows)]
-    first = Column(headings[0], no_wrap=True, min_width=max(map(len, names)))  # names stay whole
+    # Names stay whole, so that they can be copied.
+    first = Column(headings[0], no_wrap=True, min_width=max(map(len, names)))
     table = Table(first, *[Column(each, overflow="fold") for each in headings[1:]], box=SIMPLE_HEAD)
     for row in rows:
         cells = [(cell, "") if isinstance(cell, str) else cell for cell in row]
@@ -130,6 +131,7 @@ def one_line_errors() -> Iterator[None]:
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt on Ctrl-C, so that clean-up code runs; then exit the command."""
     before = signal.getsignal(signal.SIGINT)
+    # A shell ignores Ctrl-C for a command in the background, which then must not stop by it.
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

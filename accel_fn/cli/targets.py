@@ -54,7 +54,8 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    # Dataclasses and pickle look their module up there.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -65,8 +66,9 @@ def _load_module(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
+            # If the missing module is not on the way to this one, this one imports it in vain.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module is there, and misses another
+                raise
     repair = f"{name}.py is a file: write {name}.py:NAME" if Path(f"{name}.py").is_file() else ""
     raise _TargetError("name a module that can be imported from here", name, repair)
 

@@ -79,7 +79,8 @@ def _check_this_world(*, as_json: bool) -> tuple[list[RankReport], bool]:
     state = init()
     report = check_promises(state)
     failed = [outcome.traceback for outcome in report.outcomes if outcome.traceback]
-    if failed:  # other ranks may still wait in a collective of that check: no more can be sent
+    # The other ranks may wait in a collective of that check, so reports cannot be exchanged.
+    if failed:
         raise click.ClickException(f"test: a check failed on rank {state.rank}\n{failed[0]}")
     reports = exchange(report, state, "test")
     if state.is_main and not as_json:
@@ -90,6 +91,7 @@ def _check_this_world(*, as_json: bool) -> tuple[list[RankReport], bool]:
 
 
 def _check_in_rank(folder: str) -> RankReport:
+    # The promises are imported here: they need torch, for which the command would wait.
     from accel_fn.testing.promises import check_this_rank
 
     return check_this_rank(folder)
@@ -109,6 +111,7 @@ def _check_new_world(
             f"({resolved.sources['num_machines']}); start it on each machine: "
             "accel-fn launch -m accel_fn.cli test"
         )
+    # One rank on the CPU would share nothing, so there is little that could break.
     on_cpu = settings.cpu or not detect().num_devices
     count = settings.num_processes or 1
     if on_cpu and not resolved.is_given("num_processes"):
@@ -144,6 +147,7 @@ def _rows_printed(folder: Path, count: int) -> Iterator[None]:
                 num_shown += 1
 
     click.echo(_HEADINGS)
+    # A thread, since `launch` returns when all ranks have ended.
     thread = threading.Thread(target=follow)
     thread.start()
     try:

@@ -156,7 +156,8 @@ def copied(plan: Plan) -> Plan:
     """Copy model and optimizer of a plan together, with the hooks of parameters."""
     model, optimizer = copy.deepcopy((plan.model, plan.optimizer))
     for old, new in zip(plan.model.parameters(), model.parameters(), strict=True):
-        for hook in (old._backward_hooks or {}).values():  # a deep copy leaves out hooks
+        # A deep copy of a parameter leaves out its hooks.
+        for hook in (old._backward_hooks or {}).values():
             new.register_hook(hook)  # type: ignore[no-untyped-call]
         for hook in (old._post_accumulate_grad_hooks or {}).values():
             new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -190,7 +191,8 @@ def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
             return False  # no number of the batch differs, or can be changed
         try:
             losses = [_loss(copied(plan), each) for each in (*halves, batch, other)]
-        except Exception:  # the loss may not take a half
+        except Exception:
+            # The loss may refuse a half, and then depends on the batch.
             return False
         if not all(torch.equal(losses[0], each) for each in losses):
             return False
@@ -237,7 +239,8 @@ def _compare(
     for name, value in expected.items():
         _check_numbers(name, {"plan_a": value, "plan_b": found[name]}, where)
         if not torch.allclose(found[name], value, rtol=rtol, atol=atol):
-            differences = (found[name] * 1.0 - value * 1.0).abs()  # also for booleans
+            # Booleans have no difference.
+            differences = (found[name] * 1.0 - value * 1.0).abs()
             largest = float(differences.nan_to_num(nan=0.0, posinf=math.inf).max())
             raise NotEquivalentError(
                 f"assert_equivalent: plans must train the same model, {name} differs by up to "
@@ -250,7 +253,8 @@ def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -
         b = _reported(found).get(name)
         if a is None or b is None:
             continue
-        if math.isnan(float(a)) and math.isnan(float(b)):  # both refuse such a batch
+        # Both refuse such a batch.
+        if math.isnan(float(a)) and math.isnan(float(b)):
             continue
         if not math.isclose(float(a), float(b), rel_tol=max(rtol, _REPORTED), abs_tol=_REPORTED):
             raise NotEquivalentError(

@@ -237,9 +237,8 @@ def _training(
     loss = float(loss_fn(by_one, batches[0]).detach())
     expected = _train_by_hand(by_one, loss_fn, batches, **by_hand)
     optimizer = _sgd(model)
-    with (
-        torch.no_grad()
-    ):  # ranks start from different parameters: `build` must copy those of rank 0
+    # Ranks start from different parameters: `build` must copy those of rank 0.
+    with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(state.rank)
     recipe = compose(place(), wrapping or wrap_ddp(), *transforms)
@@ -249,6 +248,7 @@ def _training(
     for batch in batches:
         state, report = step(state, take_part(batch, state.rank, state.world_size))
         reports.append(report)
+    # Reports are in single precision.
     bound = 1e-5 if dtype is None else 2e-2
     is_right = abs(float(reports[0].loss) - loss) <= bound * (1 + abs(loss)) and all(
         report.weight == weigh(plan.weight_fn, [batch])[0]
@@ -262,7 +262,8 @@ def _training(
 
 def _microbatches(state: DistState) -> float:
     found = [_training(state, accumulate(k)) for k in (1, 3, 50)]
-    return float(torch.tensor(found).max())  # not Python's max, which may drop what is not a number
+    # Not Python's max, which may drop a nan.
+    return float(torch.tensor(found).max())
 
 
 def _bf16(state: DistState) -> float:

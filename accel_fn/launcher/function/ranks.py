@@ -102,7 +102,8 @@ def _start(number: int, variables: Mapping[str, str], cpus: str, folder: Path) -
         [sys.executable, "-u", "-c", code, str(os.getpid()), cpus, str(folder)],
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C on a terminal reaches the caller alone, which stops the ranks
+        # Ctrl-C on a terminal reaches the caller alone, which stops the ranks.
+        start_new_session=True,
     )
     return Rank(number, own, process)
 
@@ -166,7 +167,8 @@ def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
         return killed
     try:
         error: Exception = pickle.loads(raised.error)
-    except Exception:  # its type can only be loaded in a rank
+    except Exception:
+        # The type of the error can only be loaded in a rank.
         error = RankError(raised.last_line)
     error.__cause__ = RankTraceback(raised.traceback)
     error.add_note(f"on {where}")

@@ -50,10 +50,11 @@ def visible_devices(ids: list[str], variable: str | None) -> list[str]:
     """Select the GPUs that CUDA shows of those with these ids.
 
     CUDA reads the variable as indices or starts of ids; the first entry that matches nothing
-    ends the list, and a repeated entry empties it. Of MIG parts, CUDA shows one.
+    ends the list, and a repeated entry empties it.
     """
     if variable is None:
         return ids
+    # Of MIG parts, CUDA shows one to a process.
     if variable.startswith("MIG-"):
         return [variable]
     chosen: list[str] = []

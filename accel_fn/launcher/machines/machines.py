@@ -146,7 +146,8 @@ def _agree(name: str, given: int | None, found: int, node: Node, resolved: Resol
 def _num_local(resolved: Resolved, num_machines: int, node: Node | None) -> int:
     settings = resolved.settings
     count = settings.num_processes or 1
-    if not resolved.is_given("num_processes"):  # a default: for each machine of the settings
+    # A default counts the devices here for each machine of the settings; the cluster may have others.
+    if not resolved.is_given("num_processes"):
         return (node and node.num_local) or count // (settings.num_machines or 1)
     if count % num_machines:
         raise WorldError(

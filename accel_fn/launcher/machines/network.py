@@ -26,13 +26,11 @@ def check_host(host: str, source: str) -> None:
 
 
 def listen(host: str, port: int, *, alone: bool) -> socket.socket:
-    """Listen at an address of this machine, at a port, 0 being a free one.
-
-    A name that leads to this machine's loopback (as its own does on Debian) leads other machines
-    here all the same: only for them this listens on all addresses.
-    """
+    """Listen at an address of this machine, at a port, 0 being a free one."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # On Debian, a machine's own name is an address of its loopback, which other machines cannot
+        # reach; they resolve the name to its address in the network.
         if not alone and address[0] != host and ip_address(address[0]).is_loopback:
             family, address = socket.AF_INET, ("", port)
         return socket.create_server(address, family=family)
@@ -62,7 +60,8 @@ def own_address(host: str) -> str:
     """The address of this machine from which it reaches `host`."""
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing: it only chooses the route
+        # Sends nothing: with UDP, it only chooses the route.
+        probe.connect(address)
         own: str = probe.getsockname()[0]
         return own
 

@@ -137,7 +137,8 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
         record = json.loads((folder / "error.json").read_text())
         if "exception" in record:
             return record["stack"], record["exception"], record["time"], record.get("exit_code")
-        extra = record["message"]["extraInfo"]  # written by torch's own `record`
+        # Else torch's own decorator `record` has written it.
+        extra = record["message"]["extraInfo"]
         stack, _, exception = extra["py_callstack"].rstrip().rpartition("\n")
         return stack, exception, float(extra["timestamp"]), None
     except (OSError, ValueError, KeyError, TypeError):
@@ -147,8 +148,9 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
 def read_crash(folder: Path) -> str:
     """Read the stack that Python wrote when native code crashed, without the launcher's lines."""
     lines = _read_stack(folder).splitlines(keepends=True)
+    # Without this line, the stack is that of a SIGTERM, which the rank survived.
     if not any(line.startswith("Fatal Python error") for line in lines):
-        return ""  # it survived the signal
+        return ""
     return "".join(line for line in lines if f'"{worker.__file__}"' not in line)
 
 

@@ -29,13 +29,15 @@ class _Frame(NamedTuple):
 
 def place_in_traceback(stack: str) -> str:
     """The user's innermost line in a traceback; empty if there is none."""
-    own = stack.rpartition("Traceback (most recent call last):")[2]  # without those of its causes
+    # Python prints the tracebacks of an error's causes before its own.
+    own = stack.rpartition("Traceback (most recent call last):")[2]
     return next((str(each) for each in _frames(own, reverse=True) if _is_users(each)), "")
 
 
 def place_of_wait(dump: str) -> str:
     """The user's innermost line in a dump of faulthandler, if it waits there in accel_fn or torch."""
-    own = dump.rpartition("Stack (most recent call first):")[2]  # without those of its forks
+    # Processes that the rank forked may have written to the file before.
+    own = dump.rpartition("Stack (most recent call first):")[2]
     frames = [each for each in _frames(own) if not is_in_python(each.file)]
     if not frames or _is_users(frames[0]):
         return ""

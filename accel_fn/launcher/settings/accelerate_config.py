@@ -201,7 +201,8 @@ def _distributed_type(given: Mapping[str, Given]) -> Given:
         kind = kind.becomes("NO")
     if kind.value not in _TYPES:
         meant = nearest(str(kind.value), [each.lower() for each in _TYPES]).upper()
-        meant = "XLA" if kind.value == "TPU" else meant  # accelerate's question names it so
+        # Accelerate's question calls it TPU, and its file XLA.
+        meant = "XLA" if kind.value == "TPU" else meant
         repair = f"did you mean {meant}?" if meant else ""
         kind.refuse("distributed_type", f"be one of {', '.join(_TYPES)}", repair)
     return kind
