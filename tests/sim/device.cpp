@@ -426,6 +426,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("sleep", [](int device, int64_t duration_ns) {
     sim::sleep(sim::current_stream(device), std::chrono::nanoseconds(duration_ns));
   });
+  module.def("wake", &sim::wake);
   module.def("num_kernels", &sim::num_kernels);
   module.def("num_blocks", &sim::num_blocks);
   module.def("num_copies_put_off", &sim::num_copies_put_off);
