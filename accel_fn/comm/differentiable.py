@@ -187,6 +187,8 @@ class _Call:
 
     def gradients(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Sum the gradients of the outputs over the ranks; return this rank's part of each."""
+        # If a rank is in the backward of another call, its name differs and all raise; the sums below
+        # would match by their order alone.
         primitives.exchange_number(len(gradients), self.state, self.function)
         found = []
         for place, gradient in enumerate(gradients):

@@ -81,6 +81,7 @@ def join_rows(tree: T, state: DistState, function: str, parameter: str) -> T:
     described = [_describe(leaf) for leaf in leaves]
     problem = inexact(function, leaves, state, joins_rows=True)
     form = str(structure), [leaf for leaf, _ in described], problem
+    # A fault of one rank travels with the shapes, so all ranks raise before any data moves.
     every = primitives.exchange(form, state, function, leaves)
     _check(every, f"{function}: {parameter}")
     if state.world_size == 1:

@@ -1,4 +1,4 @@
-"""Messages between ranks, apart from all collectives: a background thread may send them at any time."""
+"""Messages between ranks outside of all collectives: a background thread may send them at any time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _Failure:
 class Channel:
     """Messages between all ranks for one exchange, such as a pass over the data. Made by `open_channel`.
 
-    Messages of a channel arrive in the order in which they were sent, apart from those of
-    other channels and collectives, from whatever thread. One thread of a rank uses a
+    Messages of a channel arrive in the order in which they were sent, from whatever thread.
+    Those of other channels and collectives do not mix with them. One thread of a rank uses a
     channel at a time.
     """
 

@@ -197,6 +197,7 @@ class FSDP(Strategy):
         self.order = UnitOrder(state, [names.get(each, "a parameter") for each in self.trained])
         sharded.keep_order(self.order)
         sharded.refuse_gradients_of_shards()
+        # The model holds unsharded parameters in a forward and shards elsewhere: other ones were put in since.
         self.parameters.known = {*map(id, self.reachable), *map(id, sharded.parameters())}
 
     def zero_gradients(self) -> None:
@@ -226,10 +227,12 @@ class FSDP(Strategy):
             return parts, weights
         if mean is not None:
             mean.total()  # if one rank could not count its batch, all raise here
+            # In one number: how many micro-batches a rank has, and whether one of them counts.
             counts = [2 * num + bool(weight) for weight, num in mean.of_ranks]
         else:
             code = 2 * len(parts) + any(weights)
             counts = primitives.exchange_number(code, state, "step")
+        # A micro-batch that counts, if there is one: its loss is finite in a healthy run.
         source = max(range(len(counts)), key=lambda rank: (counts[rank] % 2, counts[rank]))
         most = max(counts) // 2
         self.order.begin(torch.is_grad_enabled(), most)
@@ -285,6 +288,8 @@ def _shard(
         "mp_policy": MixedPrecisionPolicy(param_dtype, _adding(model, param_dtype, reduce_dtype)),
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
+    # Inner units first, since a unit takes all parameters that no other one has. What is outside of
+    # blocks stays whole until the backward: the loss may call any method of the model.
     for name in sorted(units, key=lambda name: name.count(".") if name else -1, reverse=True):
         reshard = reshard_after_forward and name not in tops
         sharded.shard(units[name], partial(fully_shard, reshard_after_forward=reshard, **options))

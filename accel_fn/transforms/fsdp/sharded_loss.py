@@ -1,7 +1,8 @@
 """The loss as a module whose parameters are shards: what FSDP is applied to in place of the user's model.
 
-FSDP changes the class of a module that it is applied to. Here a module of the user's has that
-class only while one of FSDP's own methods is called on it.
+FSDP changes the class of a module that it is applied to, which would show in the user's `type(model)`,
+errors and pickles. Here a module of the user's has that class only while one of FSDP's own methods is
+called on it.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class ShardedLoss(nn.Module):
         """Return the loss of a batch; for None, a zero that reaches every shard."""
         self._is_empty = batch is None
         if batch is None:
+            # A sum over no element is zero also where a parameter is NaN.
             zeros = [each.to_local().flatten()[:0].sum() for each in self._shards()]
             return torch.stack(zeros).sum(), {}
         self._call("unshard", self._tops)  # the loss may call any method of the model
@@ -105,9 +107,9 @@ class ShardedLoss(nn.Module):
         def guarded(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
-            apart = tensor.clone() if tensor._is_view() else tensor
-            apart.register_hook(self._refuse_early)  # type: ignore[no-untyped-call]
-            return apart
+            output = tensor.clone() if tensor._is_view() else tensor
+            output.register_hook(self._refuse_early)  # type: ignore[no-untyped-call]
+            return output
 
         return map_tensors(guarded, output)
 
@@ -121,6 +123,7 @@ class ShardedLoss(nn.Module):
 
     def free(self, *_: object) -> None:
         """Reshard everything, unless a backward is still to run."""
+        # FSDP keeps some units whole until the backward, which without gradients never comes.
         if not torch.is_grad_enabled():
             self._call("reshard", self._kinds)
 
@@ -130,6 +133,7 @@ class ShardedLoss(nn.Module):
         if forget is not None:
             forget()
         self._call("reshard", self._kinds)
+        # Else the next step would add to the gradients of the one that failed.
         self._forget_sums()
 
     def zero_sums(self) -> None:
@@ -150,7 +154,7 @@ class ShardedLoss(nn.Module):
         names = {each: name for name, each in loss_module_of(self).model.named_modules()}
         for number, unit in enumerate(self._kinds):
             name = names[unit] or "the model outside of its blocks"
-            if not any(self._group_parameters([unit])):
+            if not any(self._group_parameters([unit])):  # inner units hold all of its parameters
                 continue
             shards = [each for each in unit.parameters() if is_sharded(each)]
             shard_axis, *others = axes_of(shards[0])
@@ -188,6 +192,7 @@ class ShardedLoss(nn.Module):
     def _sync(self, on: bool) -> None:
         self._call("set_requires_gradient_sync", [self], on)
         if self._keeps_whole:
+            # The next micro-batch uses the same whole parameters; the last backward frees them.
             self._call("set_reshard_after_backward", [self], on)
 
     def _shards(self) -> list[Any]:

@@ -85,6 +85,7 @@ class UnitOrder:
         if event.stand_in is None or self._expected.get(place) != event:
             self._join_others(place)
             self._compare(event, place)
+            # Once two events have come at one place, ranks compare there in every pass.
             if self._expected.setdefault(place, event) != event:
                 self._expected[place] = None
         self._place = _next(place, event)
@@ -98,6 +99,7 @@ class UnitOrder:
     def _compare(self, event: Event, place: Place | None) -> None:
         codes = primitives.exchange_number(hash((place, event.code)), self.state, "wrap_fsdp")
         if min(codes) != max(codes):
+            # All raise, so what follows until the next pass has no place in the order.
             self._place = None
             number = f" as number {place[1] + 1}" if place else ""
             texts = primitives.exchange(event.text + number, self.state, "wrap_fsdp")

@@ -55,9 +55,11 @@ def check_shardable(
                 f"build: wrap_fsdp's model must have no hooks on parameters, which shards replace, got "
                 f"one on {name}; register it after build, on the shard"
             )
+        # The innermost unit holds a parameter; names of outer units are shorter.
         holder = max((each for each in units if _is_in(name, each)), key=len)
         other, elsewhere = holders.setdefault(parameter, (name, holder))
-        alike = parameter.dtype == first.dtype or not parameter.requires_grad
+        # FSDP adds up the gradients of a unit in one buffer.
+        is_of_one_dtype = parameter.dtype == first.dtype or not parameter.requires_grad
         whole = not is_sharded(parameter)
         rules = {
             "hold parameters whole; build once, with one loss_fn that chooses by the batch": whole,
@@ -65,11 +67,11 @@ def check_shardable(
             == holder,
             "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
             "hold contiguous parameters; make it so": parameter.is_contiguous(),
-            f"train parameters of one dtype, {first.dtype}; convert it": alike,
+            f"train parameters of one dtype, {first.dtype}; convert it": is_of_one_dtype,
         }
-        for told, holds in rules.items():
+        for text, holds in rules.items():
             if not holds:
-                rule, repair = told.split("; ")
+                rule, repair = text.split("; ")
                 got = name if other == name else f"{other} and {name}"
                 raise PlanError(f"build: wrap_fsdp's model must {rule}, got {got}; {repair}")
 

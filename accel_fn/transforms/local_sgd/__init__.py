@@ -1,1 +1,1 @@
-"""Ranks that train apart and average now and then."""
+"""Ranks that update on their own parts and average now and then."""

@@ -34,20 +34,21 @@ def average(
         first = mine.clone()
         primitives.broadcast(first, state, source, "local_sgd")
         equal = mine == first  # equal also if both are infinite
-        apart = mine.sub_(first).mul_(share) if share else mine.zero_()
-        primitives.start_sum(apart.masked_fill_(equal, 0.0), state, "local_sgd").wait()
-        write(first.add_(apart), bucket)
+        # Times a share of 0, what overflowed on a rank without items would be NaN for all.
+        difference = mine.sub_(first).mul_(share) if share else mine.zero_()
+        primitives.start_sum(difference.masked_fill_(equal, 0.0), state, "local_sgd").wait()
+        write(first.add_(difference), bucket)
 
 
 def _agreed(
     tensors: Mapping[str, Tensor], weight: float, state: DistState, also: Sequence[str]
 ) -> list[float]:
     """Return every rank's weight, once the ranks have agreed on what to average."""
-    told = [*also, *(f"{name} {list(each.shape)} {each.dtype}" for name, each in tensors.items())]
-    digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
+    lines = [*also, *(f"{name} {list(each.shape)} {each.dtype}" for name, each in tensors.items())]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     every = primitives.exchange((weight, digest), state, "local_sgd")
     if len({digest for _, digest in every}) > 1:
-        lists = [set(each) for each in primitives.exchange(told, state, "local_sgd")]
+        lists = [set(each) for each in primitives.exchange(lines, state, "local_sgd")]
         name = min(set.union(*lists) - set.intersection(*lists))
         ranks = [rank for rank, each in enumerate(lists) if name not in each]
         raise ReplicaError(

@@ -217,7 +217,7 @@ class RankAverage:
             0  # not state.step: two steps may share a state, and one of them may never average
         )
         self._num_items = 0.0
-        self._is_apart = False
+        self._has_diverged = False
         self.has_gradient: Sequence[bool] = ()
         """Did each trained parameter have a gradient in the last update of this rank?"""
 
@@ -230,7 +230,7 @@ class RankAverage:
                 'step: report must have extras["own_weight"] for local_sgd, got none; give the one of '
                 "step.grads, or of the inner gradient function"
             )
-        self._is_apart = True
+        self._has_diverged = True
         self._num_items += report.extras["own_weight"]
         if self._num_updates % self._every == 0:
             average(_tensors(self._plan), self._num_items, state, also=self._updated())
@@ -252,7 +252,7 @@ class RankAverage:
 
     def _start_anew(self) -> None:
         self._num_items = 0.0
-        self._is_apart = False
+        self._has_diverged = False
 
     def check_saved(self) -> None:
         """Refuse, on every rank, to save a state that differs between ranks."""
@@ -262,7 +262,7 @@ class RankAverage:
 
     def check_averaged(self, function: str) -> None:
         """Refuse, on every rank, a function that takes the ranks for one model."""
-        if self._is_apart:
+        if self._has_diverged:
             raise StateError(
                 f"{function}: state must be one at which local_sgd has averaged the ranks, got "
                 f"{self._num_updates % self._every} of {self._every} updates after it; {function} where "
