@@ -197,7 +197,7 @@ class FSDP(Strategy):
         self.order = UnitOrder(state, [names.get(each, "a parameter") for each in self.trained])
         sharded.keep_order(self.order)
         sharded.refuse_gradients_of_shards()
-        # The model holds unsharded parameters in a forward and shards elsewhere: other ones were put in since.
+        # The model holds unsharded parameters in a forward, else shards: others were put in since.
         self.parameters.known = {*map(id, self.reachable), *map(id, sharded.parameters())}
 
     def zero_gradients(self) -> None:
