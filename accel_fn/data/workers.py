@@ -29,6 +29,16 @@ from torch.utils.data._utils import worker as _torch_worker
 
 from accel_fn.errors import WorkerError
 
+WORKER_OPTIONS = (
+    "num_workers",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+"""Options of a user's DataLoader that one over our own data set takes over."""
+
 _PATIENCE_S = 0.5  # a connection may be seen to break before the worker's process has ended
 _POLL_MS = 200
 _HINTS = {

@@ -57,7 +57,7 @@ class Fetcher(Dataset[Any]):
     """Reads and collates the samples of a batch, as torch's DataLoader would.
 
     To the DataLoader whose workers run it, it is a data set whose items are batches.
-    Workers note the number of the batch, and the place of the sample in it.
+    Workers record the number of the batch, and the place of the sample in it.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
@@ -73,8 +73,8 @@ class Fetcher(Dataset[Any]):
         """Make a copy that calls `set_epoch` anew: the loop may call it between two passes."""
         return copy.copy(self)
 
-    def noting(self, progress: Progress) -> Fetcher:
-        """Make a copy for workers, which note what they read."""
+    def recording(self, progress: Progress) -> Fetcher:
+        """Make a copy for workers, which record what they read."""
         found = copy.copy(self)
         found.progress = progress
         return found

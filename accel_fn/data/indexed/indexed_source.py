@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel_fn.data.indexed.load_batches import Loading
+from accel_fn.data.indexed.load_batches import BatchReader
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import ItemOrder, Order, no_numbers
 from accel_fn.errors import ArgumentError, message
@@ -25,15 +25,15 @@ class IndexedSource:
         self._is_of_items = isinstance(order, ItemOrder)
         # Every rank reads a whole item and cuts it, so the order of items has one rank.
         self.rank = 0 if self._is_of_items else rank
-        self._loading = Loading(loader, rank, world_size)
+        self._reader = BatchReader(loader, rank, world_size)
         self.num_batches = order.num_batches
         self.facts = order.facts
 
     def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
-        return self._read(self._loading.batches, epoch, first_batch)
+        return self._read(self._reader.batches, epoch, first_batch)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
-        return self._read(self._loading.numbered, epoch, first_batch)
+        return self._read(self._reader.numbered, epoch, first_batch)
 
     def _read(
         self, load: Callable[..., Iterator[Any]], epoch: int | None, first_batch: int

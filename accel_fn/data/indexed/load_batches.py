@@ -18,19 +18,17 @@ from torch.utils.data._utils.worker import WorkerInfo
 from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher, listed
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import mix
-from accel_fn.data.workers import IdlePools, Progress, WorkerPool, make_loader, worker_error
-
-_KEPT = (
-    "num_workers",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
+from accel_fn.data.workers import (
+    WORKER_OPTIONS,
+    IdlePools,
+    Progress,
+    WorkerPool,
+    make_loader,
+    worker_error,
 )
 
 
-class Loading:
+class BatchReader:
     """A user's loader without its order: its data set, collate_fn, pinning and workers."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, world_size: int) -> None:
@@ -39,7 +37,7 @@ class Loading:
         if loader.batch_sampler is None:
             self._fetcher = ReadyFetcher(loader.dataset, loader.collate_fn, rank, world_size)
         self._pins = loader.pin_memory and _can_pin()
-        kept = {name: getattr(loader, name) for name in _KEPT}
+        kept = {name: getattr(loader, name) for name in WORKER_OPTIONS}
         self._options: dict[str, Any] = {**kept, "pin_memory": self._pins}
         self._pools = IdlePools(
             partial(_PartWorkers, self._fetcher, self._options), loader.persistent_workers
@@ -133,7 +131,7 @@ class _PartWorkers(WorkerPool):
         self._parts = _PartSampler(progress)
         self._generator = torch.Generator()
         loader = make_loader(
-            fetcher.noting(progress),
+            fetcher.recording(progress),
             sampler=self._parts,
             generator=self._generator,
             **{**options, "worker_init_fn": _WorkerInit(options["worker_init_fn"])},

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from accel_fn.base.split_batch import part_bounds
 from accel_fn.base.state import DistState
 from accel_fn.comm.messages import Channel
-from accel_fn.data.indexed.load_batches import Loading
+from accel_fn.data.indexed.load_batches import BatchReader
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import no_numbers
 from accel_fn.data.sampled_batches import SampledBatches, SampledParts
@@ -35,7 +35,7 @@ class SamplerSource:
         state: DistState,
         channel: Channel | None,
     ) -> None:
-        self._loading = Loading(loader, state.rank, state.world_size)
+        self._reader = BatchReader(loader, state.rank, state.world_size)
         self._sampling = sampling
         self._rank = state.rank
         self._world_size = state.world_size
@@ -58,10 +58,10 @@ class SamplerSource:
 
     def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
         """Yield an epoch's parts from `first_batch` on. All ranks iterate together."""
-        return self._read(self._loading.batches, epoch, first_batch)
+        return self._read(self._reader.batches, epoch, first_batch)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
-        return self._read(self._loading.numbered, epoch, first_batch)
+        return self._read(self._reader.numbered, epoch, first_batch)
 
     def _read(
         self, load: Callable[..., Iterator[Any]], epoch: int | None, first_batch: int

@@ -24,7 +24,14 @@ from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.data.random_generators import Generators
 from accel_fn.data.set_epoch import InEpoch
-from accel_fn.data.workers import IdlePools, Progress, WorkerPool, make_loader, worker_error
+from accel_fn.data.workers import (
+    WORKER_OPTIONS,
+    IdlePools,
+    Progress,
+    WorkerPool,
+    make_loader,
+    worker_error,
+)
 
 _BLOCK = 1024
 _INFO_LOCK = (
@@ -33,17 +40,7 @@ _INFO_LOCK = (
 # Simulated ranks are threads: a worker that one of them forks while another forks its own would
 # hold the pipe by which that other is known to have ended, and locks that were held meanwhile.
 _STARTING = threading.Lock()
-_KEPT = (
-    "num_workers",
-    "pin_memory",
-    "pin_memory_device",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
+_KEPT = (*WORKER_OPTIONS, "pin_memory", "pin_memory_device", "generator")
 
 
 @contextmanager

@@ -161,14 +161,15 @@ class RoundRobinStream(WorkerStream):
         )
         batches: Iterator[Any] = map(self.collate_fn, parts)
         if info is not None:
-            batches = self._noted(batches, count(first_batch, num_workers))
+            batches = self._recorded(batches, count(first_batch, num_workers))
         return self._ended(batches, stream)
 
     def _ended(self, batches: Iterator[Any], stream: Stream) -> Iterator[Any]:
         yield from batches
         yield End(stream.num_read)
 
-    def _noted(self, batches: Iterator[Any], numbers: Iterator[int]) -> Iterator[Any]:
+    def _recorded(self, batches: Iterator[Any], numbers: Iterator[int]) -> Iterator[Any]:
+        """Yield the batches, and record which one this worker reads."""
         assert self.progress is not None
         for number in numbers:
             self.progress.begin(number)

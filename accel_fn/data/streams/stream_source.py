@@ -29,8 +29,10 @@ class StreamSource:
         self._rank = rank
         self._name = type(loader.dataset).__name__
 
-    _start: Callable[[int, int], Iterator[Any]]  # batches of an epoch from one on
-    _count: Callable[[int], Iterator[Any]]  # something for every batch, at less cost
+    _start: Callable[[int, int], Iterator[Any]]
+    """Start a pass: this rank's batches of an epoch, from one on."""
+    _count: Callable[[int], Iterator[Any]]
+    """Yield something for each batch of an epoch, at less cost than the batches."""
 
     def num_batches(self) -> int:
         if self._num_items is None:
