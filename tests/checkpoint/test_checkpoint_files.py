@@ -748,6 +748,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_and_the_first_is_named(tmp_path, impatient):
     with other_run(tmp_path, SAVING) as other:
         before = names(tmp_path)

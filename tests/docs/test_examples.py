@@ -148,6 +148,7 @@ def test_the_readme_stays_short() -> None:
     assert len(shown.split()) <= 551
 
 
+@pytest.mark.slow
 def test_both_programs_of_the_readme_learn(printed_alone: str, tmp_path: Path) -> None:
     for printed in (run_program(by_hand(), tmp_path, []), printed_alone):
         assert len(losses(printed)) == 5

@@ -22,7 +22,9 @@ def test_a_program_does_what_is_right_for_its_kind(name, number):
     assert drawn.verdict() in {KINDS[name].right, "equal"}, drawn.source()
 
 
-@pytest.mark.parametrize("name", ["losses.frozen_teacher", "loops.gan"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("losses.frozen_teacher", marks=pytest.mark.slow), "loops.gan"]
+)
 def test_a_printed_program_runs_without_the_catalogue(name, tmp_path):
     text = FieldProgram.draw(random.Random(name), name).source()
     assert "tests" not in text
