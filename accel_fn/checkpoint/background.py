@@ -1,7 +1,7 @@
 """Asynchronous saving: writes a checkpoint from a copy, in a thread of each rank.
 
-The threads enter no collective, which could meet those of the run: each acknowledges in a file of the
-draft what it has written, and rank 0's commits the checkpoint when all have.
+The threads enter no collective, which could meet those of the run: each acknowledges in a file
+beside them what it has written, and rank 0's commits the checkpoint when all have.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from accel_fn.base.state import DistState, Watchdog
-from accel_fn.checkpoint.draft import Draft
 from accel_fn.checkpoint.format.host_memory import PAGEABLE, Buffers, new_buffers
 from accel_fn.checkpoint.format.manifest import read_as
 from accel_fn.checkpoint.format.names import file_of, rename
 from accel_fn.checkpoint.format.shard_plan import Part
 from accel_fn.checkpoint.format.write import Share, Written, write_error
+from accel_fn.checkpoint.new_checkpoint import NewCheckpoint
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import CheckpointError
 
@@ -43,21 +43,23 @@ class Background:
         self._buffers: Buffers = {}
         self._writing: Writing | None = None
 
-    def copy(self, share: Share, draft: Draft, state: DistState, locks: object) -> Writing:
+    def copy(
+        self, share: Share, checkpoint: NewCheckpoint, state: DistState, locks: object
+    ) -> Writing:
         """Copy this share, and do not write it yet: another rank may fail to copy its own.
 
         `locks` lives as long as the writing takes.
         """
         self._buffers = _fitting_buffers(share.parts, self._buffers)
         parts, copied = _copied(share.parts, self._buffers)
-        return Writing(replace(share, parts=parts), draft, state, copied, locks)
+        return Writing(replace(share, parts=parts), checkpoint, state, copied, locks)
 
     def start(self, writing: Writing) -> None:
         writing.start()
         self._writing = writing
 
     def drop(self) -> None:
-        """Wait for what was just started, whose draft is gone: another rank could not start its own."""
+        """Wait for what was just started, whose folder is gone: another rank could not start its own."""
         if self._writing is not None:
             self._writing.finish()
             self._writing = None
@@ -72,9 +74,9 @@ class Background:
         failed = [f"on rank {rank}: {each}" for rank, each in enumerate(failures) if each]
         if failed:
             if state.is_main:
-                writing.draft.discard()  # other ranks may have written into it until now
+                writing.checkpoint.discard()  # other ranks may have written into it until now
             raise CheckpointError(
-                f"{function}: {writing.draft.final} must have been written in the background, but that "
+                f"{function}: {writing.checkpoint.final} must have been written in the background, but that "
                 f"failed {'; '.join(failed)}"
             ) from failure
 
@@ -91,13 +93,13 @@ class Writing(threading.Thread):
     def __init__(
         self,
         share: Share,
-        draft: Draft,
+        checkpoint: NewCheckpoint,
         state: DistState,
         copied: Sequence[torch.Event],
         locks: object,
     ) -> None:
         super().__init__(name="accel_fn save")
-        self.draft = draft
+        self.checkpoint = checkpoint
         self._share, self._state, self._copied, self._locks = share, state, copied, locks
         self._failure: Exception | None = None
         self._owner = os.getpid()
@@ -109,24 +111,24 @@ class Writing(threading.Thread):
         return self._failure
 
     def run(self) -> None:
-        draft, rank = self.draft, self._share.rank
+        checkpoint, rank = self.checkpoint, self._share.rank
         try:
             for event in self._copied:
                 event.synchronize()
-            written = self._share.write(draft.path)
+            written = self._share.write(checkpoint.path)
             if rank:
-                _put(draft.path, rank, asdict(written))
+                _put(checkpoint.path, rank, asdict(written))
             else:
                 ranks = range(1, self._state.world_size)
-                others = _wait_for_ranks(draft.path, ranks, self._state.watchdog)
-                draft.commit([written, *others])
+                others = _wait_for_ranks(checkpoint.path, ranks, self._state.watchdog)
+                checkpoint.commit([written, *others])
         except Exception as error:
             self._failure = error
             atexit.register(self._report_at_exit)
             if rank:
-                _report_failure(draft.path, rank, error)
+                _report_failure(checkpoint.path, rank, error)
             else:
-                draft.discard()
+                checkpoint.discard()
         finally:
             self._locks = None
 
@@ -135,7 +137,7 @@ class Writing(threading.Thread):
         if os.getpid() != self._owner:  # a fork of it, which may end as it likes
             return
         failure = str(self._failure) or repr(self._failure)
-        _LOG.error("save: %s was not written: %s", self.draft.final, failure)
+        _LOG.error("save: %s was not written: %s", self.checkpoint.final, failure)
         if __name__ not in vars(sys):  # Python clears this at its very end
             vars(sys)[__name__] = _ExitCode()
 
@@ -174,18 +176,18 @@ def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[t
     return copies, [stream.record_event() for stream in streams]  # later kernels come after these
 
 
-# Acknowledgements: files of the draft, which the checkpoint does not keep.
+# Acknowledgements: files in the unfinished folder, which the checkpoint does not keep.
 
 
-def _report_failure(draft: Path, rank: int, error: Exception) -> None:
+def _report_failure(folder: Path, rank: int, error: Exception) -> None:
     """Report that this rank failed; remove its files first, since the disk may be full."""
     with suppress(OSError, CheckpointError):
-        for path in draft.glob(file_of("*", rank, "*")):
+        for path in folder.glob(file_of("*", rank, "*")):
             path.unlink()
-        _put(draft, rank, {"failure": str(error) or repr(error)})
+        _put(folder, rank, {"failure": str(error) or repr(error)})
 
 
-def _wait_for_ranks(draft: Path, ranks: Sequence[int], watchdog: Watchdog | None) -> list[Written]:
+def _wait_for_ranks(folder: Path, ranks: Sequence[int], watchdog: Watchdog | None) -> list[Written]:
     """Return what these ranks have written, once all have.
 
     Raises if one of them failed, or if nothing was written for ten minutes: for ten seconds,
@@ -195,13 +197,13 @@ def _wait_for_ranks(draft: Path, ranks: Sequence[int], watchdog: Watchdog | None
     size, poll_s, since = -1, _POLL_S, 0.0
     while True:
         for rank in ranks:
-            path = _acknowledgement(draft, rank)
+            path = _acknowledgement(folder, rank)
             if rank not in found and path.exists():
                 found[rank] = _take(path, rank)
         missing = [rank for rank in ranks if rank not in found]
         if not missing:
             return [found[rank] for rank in ranks]
-        before, size = size, _size_of(draft)
+        before, size = size, _size_of(folder)
         if size != before:
             since = time.monotonic()
         has_lost_rank = watchdog is not None and watchdog.has_lost_rank
@@ -214,18 +216,18 @@ def _wait_for_ranks(draft: Path, ranks: Sequence[int], watchdog: Watchdog | None
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
 
-def _acknowledgement(draft: Path, rank: int) -> Path:
-    return draft / file_of("written", rank, "json")
+def _acknowledgement(folder: Path, rank: int) -> Path:
+    return folder / file_of("written", rank, "json")
 
 
-def _put(draft: Path, rank: int, content: Mapping[str, Any]) -> None:
-    path = _acknowledgement(draft, rank)
+def _put(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
+    path = _acknowledgement(folder, rank)
     half = path.with_suffix(".half")
     try:
         half.write_text(json.dumps(content))
         rename(half, path)
     except OSError as error:
-        raise write_error(draft, error) from error
+        raise write_error(folder, error) from error
 
 
 def _take(path: Path, rank: int) -> Written:
@@ -237,12 +239,12 @@ def _take(path: Path, rank: int) -> Written:
     return written
 
 
-def _size_of(draft: Path) -> int:
+def _size_of(folder: Path) -> int:
     size = 0
     try:
-        for path in draft.iterdir():
+        for path in folder.iterdir():
             with suppress(FileNotFoundError):  # a file that has its name now
                 size += path.stat().st_size
     except OSError as error:
-        raise write_error(draft, error) from error
+        raise write_error(folder, error) from error
     return size

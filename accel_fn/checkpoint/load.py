@@ -18,7 +18,6 @@ from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import compare, frozen
 from accel_fn.checkpoint.background import finish_writing
-from accel_fn.checkpoint.draft import Run
 from accel_fn.checkpoint.extras import stateful
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import (
@@ -31,6 +30,7 @@ from accel_fn.checkpoint.format.names import (
 )
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
+from accel_fn.checkpoint.new_checkpoint import Run
 from accel_fn.checkpoint.run_state import (
     named_steps,
     notes_of,

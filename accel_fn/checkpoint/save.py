@@ -19,7 +19,6 @@ from accel_fn.base.state import DistState, check_state
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import frozen
 from accel_fn.checkpoint.background import Background, finish_writing
-from accel_fn.checkpoint.draft import Draft, Run, tidy
 from accel_fn.checkpoint.extras import stateful
 from accel_fn.checkpoint.format.hashing import hash_of, memory_of, sync
 from accel_fn.checkpoint.format.manifest import FrozenEntry, Manifest
@@ -28,6 +27,7 @@ from accel_fn.checkpoint.format.plain_data import to_plain
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, plan_parts, to_entries
 from accel_fn.checkpoint.format.write import Share, write_error
 from accel_fn.checkpoint.lock import FolderLock
+from accel_fn.checkpoint.new_checkpoint import NewCheckpoint, Run, tidy
 from accel_fn.checkpoint.run_state import (
     RunState,
     named_steps,
@@ -161,9 +161,9 @@ def save(
         left_out = frozen.take_frozen(contents, steps) if only else {}
         head = _head(state, steps, contents, score, _frozen_entries(left_out, steps, state))
         run = notes_of(steps).setdefault("run", Run())
-        draft = Draft(absolute(folder), head, keep, keep_every, keep_best, run)
-        _write(draft, contents, stateful(extras), state, notes_of(steps), beside, wait=wait)
-    return draft.final
+        checkpoint = NewCheckpoint(absolute(folder), head, keep, keep_every, keep_best, run)
+        _write(checkpoint, contents, stateful(extras), state, notes_of(steps), beside, wait=wait)
+    return checkpoint.final
 
 
 def _contents(steps: Mapping[str, Step]) -> RunState:
@@ -173,7 +173,7 @@ def _contents(steps: Mapping[str, Step]) -> RunState:
 
 
 def _write(
-    draft: Draft,
+    checkpoint: NewCheckpoint,
     contents: RunState,
     extras: Mapping[str, Any],
     state: DistState,
@@ -183,31 +183,33 @@ def _write(
     wait: bool,
 ) -> None:
     """Write all, or copy it and start to write."""
-    all_or_none(lambda: _begin(draft, state, notes), state, "save")
+    all_or_none(lambda: _begin(checkpoint, state, notes), state, "save")
     try:
         if beside is not None:
-            all_or_none(lambda: _put_beside(draft, state, beside), state, "save")
+            all_or_none(lambda: _put_beside(checkpoint, state, beside), state, "save")
         share = _share(state, contents, extras)
         if wait:
-            written = all_or_none(lambda: share.write(draft.path), state, "save")
+            written = all_or_none(lambda: share.write(checkpoint.path), state, "save")
             every = exchange(written, state, "save")
-            all_or_none(lambda: draft.commit(every) if state.is_main else None, state, "save")
+            all_or_none(lambda: checkpoint.commit(every) if state.is_main else None, state, "save")
             return
         background, locks = notes.setdefault("background", Background()), notes.get("locks")
-        writing = all_or_none(lambda: background.copy(share, draft, state, locks), state, "save")
+        writing = all_or_none(
+            lambda: background.copy(share, checkpoint, state, locks), state, "save"
+        )
         all_or_none(lambda: background.start(writing), state, "save")
     except BaseException:
         if state.is_main:
-            draft.discard()
+            checkpoint.discard()
         if "background" in notes:
             notes["background"].drop()
         raise
 
 
-def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:
+def _begin(checkpoint: NewCheckpoint, state: DistState, notes: dict[str, Any]) -> None:
     if not state.is_main:
         return
-    home = draft.home
+    home = checkpoint.home
     try:
         if not home.is_dir():
             home.mkdir(parents=True, exist_ok=True)
@@ -216,17 +218,19 @@ def _begin(draft: Draft, state: DistState, notes: dict[str, Any]) -> None:
         if real not in locks or not locks[real].holds(home):
             locks[real] = FolderLock(home)
         tidy(home)
-        draft.path.mkdir()
+        checkpoint.path.mkdir()
     except OSError as error:
-        raise write_error(draft.path, error) from error
+        raise write_error(checkpoint.path, error) from error
 
 
-def _put_beside(draft: Draft, state: DistState, beside: Callable[[Path], object]) -> None:
-    """Let the user write into the draft; wait until all of it is on the disk."""
+def _put_beside(
+    checkpoint: NewCheckpoint, state: DistState, beside: Callable[[Path], object]
+) -> None:
+    """Let the user write into the unfinished folder; wait until all of it is on the disk."""
     if not state.is_main:
         return
-    beside(draft.path)
-    for path in draft.path.rglob("*"):
+    beside(checkpoint.path)
+    for path in checkpoint.path.rglob("*"):
         sync(path)
 
 

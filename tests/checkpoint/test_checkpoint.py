@@ -969,7 +969,7 @@ def test_a_checkpoint_is_named_without_its_folder(tmp_path, at):
         af.load(tmp_path, state, step, at=at)
 
 
-def test_a_failure_on_one_rank_is_one_of_all_and_leaves_no_draft(tmp_path):
+def test_a_failure_on_one_rank_is_one_of_all_and_leaves_nothing(tmp_path):
     class Bad(Counter):
         def state_dict(self):
             raise KeyError("lost")

@@ -30,7 +30,7 @@ import accel_fn as af
 from accel_fn.checkpoint import lock as lock_module
 from accel_fn.checkpoint.format.hashing import FileMark, hash_of
 from accel_fn.checkpoint.format.manifest import read_manifest
-from accel_fn.checkpoint.format.names import rename_draft
+from accel_fn.checkpoint.format.names import rename_finished
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.errors import CheckpointError, PeerError
 from accel_fn.testing import simulate
@@ -1122,7 +1122,7 @@ def test_a_name_that_cannot_be_had_is_an_error(tmp_path):
     shutil.copytree(tmp_path / "step_00000001", tmp_path / ".old_step_00000001")
     shutil.copytree(tmp_path / "step_00000001", tmp_path / ".new_step_00000001")
     with pytest.raises(OSError, match="not empty"):
-        rename_draft(tmp_path / ".new_step_00000001", tmp_path / "step_00000001")
+        rename_finished(tmp_path / ".new_step_00000001", tmp_path / "step_00000001")
     loads(tmp_path, 1)
 
 
@@ -1144,7 +1144,7 @@ _DYING = """
     import os, shutil, signal, sys
     from itertools import count
     from pathlib import Path
-    from accel_fn.checkpoint import draft as draft_module
+    from accel_fn.checkpoint import new_checkpoint
     from accel_fn.checkpoint import save as save_module
     from accel_fn.checkpoint.format import write as write_module
     from accel_fn.checkpoint.background import finish_writing
@@ -1168,7 +1168,7 @@ _DYING = """
             os: ["fsync", "mkdir", "rename", "rmdir", "unlink"],
             save_module: ["sync", "tidy"],
             write_module: ["write_file"],
-            draft_module: ["write_file", "sync", "rename_draft", "tidy", "hide"],
+            new_checkpoint: ["write_file", "sync", "rename_finished", "tidy", "hide"],
         }}.items():
             for name in names:
                 setattr(module, name, dying(getattr(module, name)))

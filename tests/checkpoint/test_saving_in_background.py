@@ -401,7 +401,7 @@ def test_a_failure_without_a_message_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_second_run_that_is_refused_leaves_the_first_one_s_draft_alone(tmp_path, held):
+def test_a_second_run_that_is_refused_leaves_the_first_one_alone(tmp_path, held):
     state, step = make()
     af.save(tmp_path, state, step, wait=False)
     others_state, others_step = make()

@@ -24,10 +24,10 @@ from hypothesis.stateful import (
 )
 
 import accel_fn as af
-from accel_fn.checkpoint import draft as draft_module
+from accel_fn.checkpoint import new_checkpoint
 from accel_fn.checkpoint.background import finish_writing
-from accel_fn.checkpoint.draft import Draft
 from accel_fn.checkpoint.format import write as write_module
+from accel_fn.checkpoint.new_checkpoint import NewCheckpoint
 from accel_fn.testing import simulate
 from tests import reference
 from tests import strategies as ours
@@ -136,8 +136,8 @@ def killed_after(num_files):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_module, "write_file", writing)
-        patch.setattr(draft_module, "write_file", writing)
-        patch.setattr(Draft, "discard", lambda draft: None)
+        patch.setattr(new_checkpoint, "write_file", writing)
+        patch.setattr(NewCheckpoint, "discard", lambda checkpoint: None)
         yield
 
 

@@ -71,7 +71,7 @@ def reading(folder: str | os.PathLike[str], function: str) -> Iterator[None]:
         raise CheckpointError(message(function, "folder", rule, os.fspath(folder))) from error
 
 
-def draft_of(folder: Path, step: int) -> Path:
+def unfinished_folder(folder: Path, step: int) -> Path:
     return folder / f"{_NEW}{name_of(step)}"
 
 
@@ -88,8 +88,8 @@ def rename(path: Path, target: Path) -> None:
             raise
 
 
-def rename_draft(draft: Path, final: Path) -> None:
-    """Give a draft its name, in one step where the name is free.
+def rename_finished(unfinished: Path, final: Path) -> None:
+    """Give a finished checkpoint its name, in one step where the name is free.
 
     Otherwise the checkpoint that has the name is set aside first. If the run is killed between
     the two, `steps_in` and `recover` rename that one back. A reader may do so
@@ -97,7 +97,7 @@ def rename_draft(draft: Path, final: Path) -> None:
     """
     for left in reversed(range(_TRIES)):
         try:
-            rename(draft, final)
+            rename(unfinished, final)
             break
         except OSError as error:
             if error.errno not in _TAKEN or not left:
@@ -120,7 +120,7 @@ def hide(path: Path) -> Path:
 
 
 def _rename_back(folder: Path) -> None:
-    """Take no name from another: a folder that is not empty is not renamed over."""
+    """Rename back what was set aside, unless its name is in use: no rename replaces a full folder."""
     for aside in folder.glob(f"{_OLD}*"):
         final = aside.with_name(aside.name.removeprefix(_OLD))
         if not final.exists():

@@ -33,15 +33,15 @@ class Share:
     files: Mapping[str, bytes]
     parts: Sequence[Part]
 
-    def write(self, draft: Path) -> Written:
+    def write(self, folder: Path) -> Written:
         file = file_of("tensors", self.rank, "bin")
         chunks: dict[str, tuple[Chunk, ...]] = {}
         try:
-            marks = {name: write_file(draft / name, [data]) for name, data in self.files.items()}
+            marks = {name: write_file(folder / name, [data]) for name, data in self.files.items()}
             if self.parts:
-                marks[file] = write_file(draft / file, self._tensor_bytes(file, chunks))
+                marks[file] = write_file(folder / file, self._tensor_bytes(file, chunks))
         except OSError as error:
-            raise write_error(draft, error) from error
+            raise write_error(folder, error) from error
         return Written(chunks, marks)
 
     def _tensor_bytes(
@@ -63,8 +63,8 @@ class Share:
             yield view
 
 
-def write_error(draft: Path, error: OSError) -> CheckpointError:
+def write_error(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"save: folder must be one that can be written to, got {str(draft.parent)!r} "
+        f"save: folder must be one that can be written to, got {str(folder.parent)!r} "
         f"({error.strerror or error}); checkpoints that were there are as they were"
     )

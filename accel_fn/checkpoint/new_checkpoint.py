@@ -1,4 +1,4 @@
-"""Draft: a checkpoint that is being written, until it gets its name and older ones are removed."""
+"""A checkpoint that is being written, until it gets its name and older ones are removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from pathlib import Path
 
 from accel_fn.checkpoint.format.hashing import sync, write_file
 from accel_fn.checkpoint.format.manifest import NAME, Manifest
-from accel_fn.checkpoint.format.names import draft_of, hide, name_of, recover, rename_draft
+from accel_fn.checkpoint.format.names import (
+    hide,
+    name_of,
+    recover,
+    rename_finished,
+    unfinished_folder,
+)
 from accel_fn.checkpoint.format.write import Written, write_error
 from accel_fn.checkpoint.listing import Checkpoint, list_checkpoints
 from accel_fn.errors import CheckpointError
@@ -33,7 +39,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class NewCheckpoint:
     """A checkpoint that is being written."""
 
     home: Path
@@ -46,8 +52,8 @@ class Draft:
 
     @property
     def path(self) -> Path:
-        """The folder that the draft is written to."""
-        return draft_of(self.home, self.head.step)
+        """The folder that it is written to."""
+        return unfinished_folder(self.home, self.head.step)
 
     @property
     def final(self) -> Path:
@@ -79,7 +85,7 @@ class Draft:
                     )
             write_file(self.path / NAME, [manifest.to_bytes()])
             sync(self.path)
-            rename_draft(self.path, self.final)
+            rename_finished(self.path, self.final)
             self.run.saved.add(self.head.step)
             tidy(self.home)
         except OSError as error:
