@@ -11,8 +11,6 @@ import pytest
 from accel_fn.comm.watchdog.watchdog import EXIT_CODE
 from tests.forking import line_of, run_worlds
 
-pytestmark = pytest.mark.slow
-
 TIMEOUT_S = 3
 TRAINING = """
 import threading, time, torch
@@ -133,9 +131,13 @@ time.sleep(600)  # elsewhere
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
+def worlds(tmp_path_factory, request):
+    """Run the worlds of the tests that were chosen."""
     folder = tmp_path_factory.mktemp("worlds")
-    return folder, run_worlds(SCRIPTS, folder)
+    chosen = {
+        each.callspec.params["ended"] for each in request.session.items if each.path == request.path
+    }
+    return folder, run_worlds({name: SCRIPTS[name] for name in chosen}, folder)
 
 
 @pytest.fixture
@@ -152,7 +154,12 @@ def ended(worlds, request):
 
 
 def of(*names):
-    return pytest.mark.parametrize("ended", names, indirect=True)
+    """Give a test the ends of its worlds; all but one are slow."""
+    cases = [
+        pytest.param(name, marks=[] if name == "gather_on_one" else pytest.mark.slow)
+        for name in names
+    ]
+    return pytest.mark.parametrize("ended", cases, indirect=True)
 
 
 def collective_of(end, rank):
