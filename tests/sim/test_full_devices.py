@@ -1,6 +1,7 @@
 """A device without room for a batch: the step starts anew in smaller micro-batches, or changes nothing."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.sim.programs import (
 @contextlib.contextmanager
 def room_for(num_rows):
     """Leave room for what `forward` or `backward` take for so many rows."""
+    gc.collect()  # else what other tests have left could make more room later
     taken = torch.accelerator.memory_allocated()
     torch.sim.set_per_process_memory_fraction((taken + (num_rows + 1) * 2**20) / native.memory)
     try:
