@@ -165,7 +165,7 @@ class Average:
         """Is every update made?"""
         self._num_updates = 0
         """Number of updates made, as far as the host has read."""
-        self._echo = DelayedRead()
+        self._delayed = DelayedRead()
         self._is_shown = False
         self._means = {name: _wide(value).clone() for name, value in self._averaged().items()}
 
@@ -175,12 +175,12 @@ class Average:
                 "step: state must not be stepped within use_average(step), got an update"
             )
         applied = verdict_of(report)
-        heard = applied if self._always else self._echo(applied)
-        if heard is not applied:
-            self._hear(heard)
+        known = applied if self._always else self._delayed(applied)
+        if known is not applied:
+            self._count(known)
             self._follow(torch.where(applied, self._weight(), 0.0))
         elif self._always or applied:
-            self._hear(self._echo.last())  # of a step whose verdict the host did not know
+            self._count(self._delayed.last())  # of a step whose verdict the host did not know
             self._follow(self._weight())
             self._num_updates += 1
         return state
@@ -212,7 +212,7 @@ class Average:
             name: each for name, each in values if each.is_floating_point() or each.is_complex()
         }
 
-    def _hear(self, applied: Tensor | None) -> None:
+    def _count(self, applied: Tensor | None) -> None:
         self._num_updates += 0 if applied is None else int(applied)
 
     @contextmanager
@@ -224,7 +224,7 @@ class Average:
             )
         there = {**self._values(), **dict(self._model.named_buffers())}
         kept = {name: value.clone() for name, value in there.items()}
-        self._hear(self._echo.last())
+        self._count(self._delayed.last())
         self._is_shown = True
         try:
             if self._num_updates:
@@ -249,13 +249,13 @@ class Average:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that checkpoints hold."""
-        self._hear(self._echo.last())
+        self._count(self._delayed.last())
         means = {f"mean/{name}": mean for name, mean in self._means.items()}
         return {**means, "num_updates": self._num_updates}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self._echo.last()
+        self._delayed.last()
         _copy({name: saved[f"mean/{name}"] for name in self._means}, self._means)
         self._num_updates = saved["num_updates"]
 

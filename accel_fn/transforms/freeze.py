@@ -115,7 +115,7 @@ class Thawing:
         self._until = until
         self._always = always
         """Is every update made?"""
-        self._echo = DelayedRead()
+        self._delayed = DelayedRead()
         self._set_num_updates(0)
 
     def __call__(self, state: DistState, report: Report) -> DistState:
@@ -125,13 +125,13 @@ class Thawing:
             self._set_num_updates(self._num_updates + 1)
             return state
         assert report.applied is not None
-        self._hear(self._echo(report.applied))
+        self._count(self._delayed(report.applied))
         # if the update that is not read yet was applied, the next one is `until`
         if self._num_updates + 2 >= self._until:
-            self._hear(self._echo.last())
+            self._count(self._delayed.last())
         return state
 
-    def _hear(self, applied: Tensor | None) -> None:
+    def _count(self, applied: Tensor | None) -> None:
         self._set_num_updates(self._num_updates + (0 if applied is None else int(applied)))
 
     def _set_num_updates(self, number: int) -> None:
@@ -141,12 +141,12 @@ class Thawing:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that checkpoints hold."""
-        self._hear(self._echo.last())
+        self._count(self._delayed.last())
         return {"num_updates": self._num_updates}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self._echo.last()
+        self._delayed.last()
         self._set_num_updates(saved["num_updates"])
 
 

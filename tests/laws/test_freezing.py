@@ -118,7 +118,7 @@ def built(recipe, *, late=False):
     state, step = ours.built(recipe, optimizer=ours.adamw)
     if late:
         for each in step.plan.after_update:
-            each._echo = LateEcho()
+            each._delayed = LateEcho()
     return state, step
 
 
@@ -162,11 +162,11 @@ def test_the_host_waits_for_an_accelerator_only_where_the_next_update_may_be_the
 
     state, step = built(af.compose(af.freeze("0", until=5), af.skip_nonfinite()))
     [thawing] = step.plan.after_update
-    thawing._echo = Counting()
+    thawing._delayed = Counting()
     waits = []
     for batch in spoilt([*BATCHES, *BATCHES], {2, 5}):
         state, _ = step(state, batch)
-        waits.append(thawing._echo.num_waits)
+        waits.append(thawing._delayed.num_waits)
     assert waits == [0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 2]
 
 
