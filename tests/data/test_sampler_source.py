@@ -670,9 +670,17 @@ class Counted(torch.utils.data.Dataset):
         return torch.tensor([index])
 
 
-def test_a_data_set_without_a_length_needs_a_sampler():
-    with pytest.raises(TypeError, match="data set must have a length, or a sampler, got 'Counted'"):
-        shard(data=Counted(), batch_size=2)
-    assert [b.flatten().tolist() for b in shard(data=Counted(), sampler=[4, 2], batch_size=2)] == [
+class LengthNotImplemented(Counted):
+    def __len__(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [Counted, LengthNotImplemented])
+def test_a_data_set_without_a_length_needs_a_sampler(kind):
+    with pytest.raises(
+        TypeError, match=f"data set must have a length, or a sampler, got '{kind.__name__}'"
+    ):
+        shard(data=kind(), batch_size=2)
+    assert [b.flatten().tolist() for b in shard(data=kind(), sampler=[4, 2], batch_size=2)] == [
         [4, 2]
     ]
