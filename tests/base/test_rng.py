@@ -98,6 +98,7 @@ with af.distributed(device="cpu", seed=3) as state:
 """
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_on_every_rank_what_the_whole_run_draws(tmp_path):
     output = launch(RESUMED.format(folder=str(tmp_path)))
     lines = sorted(json.loads(line) for line in output.splitlines())
