@@ -1,11 +1,14 @@
-"""FolderLock: one run at a time saves to a folder."""
+"""FolderLock: one run at a time saves to a folder.
+
+The lock is a file in the folder, not the folder itself: NFS locks only what is open for writing, and the
+file holds the name of the run that the error of a second one gives.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
-import stat
 import time
 from contextlib import suppress
 from multiprocessing.util import register_after_fork
@@ -27,15 +30,12 @@ class FolderLock:
         path, flags = folder / _NAME, os.O_RDWR | os.O_NOFOLLOW
         try:
             self._file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:  # Linux refuses O_CREAT for another user's file in a sticky folder
+        except FileExistsError:
+            # Without O_CREAT, which Linux refuses for another user's file in a sticky folder.
             self._file = os.open(path, flags)
         self._close = finalize(self, os.close, self._file)
-        status = os.fstat(self._file)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:  # its content is replaced
-            raise CheckpointError(f"save: {path} must be a file of its own, got a link")
-        with suppress(
-            OSError
-        ):  # all who may save here may lock it; another user's file has its mode
+        # Whoever may save here may lock it. If it is another user's, that user has set its mode.
+        with suppress(OSError):
             os.fchmod(self._file, folder.stat().st_mode & 0o666)
         # A worker that outlives a killed run would hold its folder.
         register_after_fork(self, FolderLock.close)
@@ -59,14 +59,16 @@ class FolderLock:
         self._close()
 
     def _acquire(self) -> bool:
-        for left in reversed(range(_TRIES)):  # a run that was killed may still be ending
+        # Tried for 3 s: a run that was killed, and is restarted now, may still be ending.
+        for left in reversed(range(_TRIES)):
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if left:
                     time.sleep(_WAIT_S)
             except OSError:
-                return True  # a file system without locks
+                # The file system has no locks.
+                return True
             else:
                 os.truncate(self._file, 0)
                 os.pwrite(self._file, _own_name().encode(), 0)
