@@ -1,7 +1,7 @@
 """Asynchronous saving: writes a checkpoint from a copy, in a thread of each rank.
 
 The threads enter no collective, which could meet those of the run: each acknowledges in a file
-beside them what it has written, and rank 0's commits the checkpoint when all have.
+of the folder what it has written, and rank 0's commits the checkpoint when all have.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from accel_fn.checkpoint.new_checkpoint import NewCheckpoint
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import CheckpointError
 
+# A share of many GB may wait minutes for a slow disk; a rank that is lost writes nothing more.
 _TIMEOUT_S, _TIMEOUT_AFTER_LOSS_S = 600.0, 10.0
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 _LOG = logging.getLogger(__name__)
@@ -150,17 +151,17 @@ class _ExitCode:
 
 
 def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
-    """Return a buffer for each part: that of before where it fits, else a new one."""
+    """Return a buffer for each part: that of the last save where it fits, else a new one."""
     found: Buffers = {}
-    others: dict[bool, list[Part]] = {True: [], False: []}
+    missing: dict[bool, list[Part]] = {True: [], False: []}
     for part in parts:
         key, tensor = (part.name, part.offsets), part.tensor
         buffer = buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            others[tensor.device.type not in PAGEABLE].append(part)
+            missing[tensor.device.type not in PAGEABLE].append(part)
         else:
             found[key] = buffer
-    for pinned, each in others.items():
+    for pinned, each in missing.items():
         found |= new_buffers(each, pinned=pinned)
     return found
 

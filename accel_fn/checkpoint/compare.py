@@ -11,12 +11,12 @@ from torch import Tensor
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint.format.manifest import Entry, FrozenEntry, Manifest
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, to_entries
-from accel_fn.checkpoint.run_state import RunState, is_optimizer, key_of, place_of
+from accel_fn.checkpoint.run_state import RunState, is_optimizer, key_of, prefix_of
 
 _NOTHING = "nothing"
 _MODEL = ("model/", "model@")
 Rests = Mapping[str, Mapping[str, Any]]
-"""`RunState.rest`: by step, what is no tensor."""
+"""`RunState.rest`: by step name, the non-tensor state."""
 
 
 def differences(
@@ -71,7 +71,7 @@ def _facts(
         if name.startswith(compared):
             facts[name] = f"{entry.dtype} {list(entry.shape)}"
     for step, rest in rests.items():
-        facts |= {f"{place_of('model', step)}{key}": "extra state" for key in rest["model"]}
+        facts |= {f"{prefix_of('model', step)}{key}": "extra state" for key in rest["model"]}
     return facts
 
 
@@ -95,7 +95,7 @@ def fitting(entries: Mapping[str, Entry | FrozenEntry], contents: RunState) -> d
 
 
 def misfits(manifest: Manifest, contents: RunState) -> dict[str, str]:
-    """Select state of transforms that was saved in other tensors: how its entries begin -> a name."""
+    """Find transforms whose saved tensors have other shapes: prefix of their entries -> name."""
     return {
         place: function
         for place, function in contents.stateful.items()
@@ -113,7 +113,7 @@ def has_optimizer(
 ) -> bool:
     """Return whether that step was saved with this optimizer over these parameters, in shapes that fit."""
     saved, here = manifest.plans.get(step, {}), contents.plans[step]
-    key, prefix = key_of(optimizer), place_of("model", step)
+    key, prefix = key_of(optimizer), prefix_of("model", step)
     groups = f"{key} groups"
     names = {f"{prefix}{name}" for group in here[groups] for name in group}
     return names <= fits.keys() and all(saved.get(each) == here[each] for each in (key, groups))
@@ -146,7 +146,7 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
 
 
 def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
-    """List values of `RunState.rest` that no run of this program could have."""
+    """List saved values of another type or size than this program's."""
     for step, rest in saved.items():
         for part, values in rest.items():
             there = here[step][part]
@@ -156,13 +156,13 @@ def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
                     saved_groups, groups = (
                         each[name]["others"]["param_groups"] for each in (values, there)
                     )
-                    yield from unlike(saved_groups, groups, f"{place_of(name, step)}param_groups")
+                    yield from unlike(saved_groups, groups, f"{prefix_of(name, step)}param_groups")
 
 
 def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterator[str]:
-    """List values whose kind is not that of the running program's.
+    """List saved values of another type or size than the program's.
 
-    What is free, as state of a user's function, may be None, of another length or gone at another time.
+    With `is_free`, as for state of a user's function, they may be None, missing or of another length.
     """
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         for key in here:
@@ -185,7 +185,7 @@ def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterat
 
 
 def _kind(value: object, *, is_free: bool, is_exact: bool) -> str:
-    """Describe a value: roughly if it is free, and a tensor of one number as that if it is not exact."""
+    """Describe a value's type and size; unless `is_exact`, a tensor of one number is a number."""
     if is_free:
         rough = {bool: "a number", int: "a number", float: "a number", Tensor: "a number"}
         return rough.get(type(value), f"a {type(value).__name__}")

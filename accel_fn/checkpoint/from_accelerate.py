@@ -1,4 +1,8 @@
-"""load_accelerate: resume a run that accelerate's `save_state` saved."""
+"""load_accelerate: resume a run that accelerate's `save_state` saved.
+
+Options, shapes and schedulers are compared here, since torch's `load_state_dict` compares none of them: it
+counts parameters alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from accel_fn.base.state import DistState, LossScale, check_state
 from accel_fn.checkpoint.argument_checks import check_plan, check_same
 from accel_fn.checkpoint.compare import listed, unlike
 from accel_fn.checkpoint.format.plain_data import from_plain
-from accel_fn.checkpoint.run_state import HOW, load_optimizer
+from accel_fn.checkpoint.run_state import IMPLEMENTATION_OPTIONS, load_optimizer
 from accel_fn.checkpoint.weights.files import INDEX, SINGLE
 from accel_fn.checkpoint.weights.save_load_model import load_model, matching_set
 from accel_fn.comm.collectives import all_or_none
@@ -31,10 +35,10 @@ from accel_fn.step.step import Step
 _LOG = logging.getLogger(__name__)
 _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _SCALER = "scaler.pt"
-_OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *HOW}
+_OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *IMPLEMENTATION_OPTIONS}
 
 _LIKE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
-"""Keys of optimizer state in the shape of the parameter."""
+"""Keys of optimizer state that have the shape of their parameter."""
 
 
 def load_accelerate(
@@ -106,7 +110,7 @@ class _Saved:
 
 
 def _files(kind: str, count: int) -> list[str]:
-    """Name the files of several: `optimizer.bin`, `optimizer_1.bin`."""
+    """Name files as accelerate does: `optimizer.bin`, `optimizer_1.bin`."""
     return [f"{kind}_{index}.bin" if index else f"{kind}.bin" for index in range(count)]
 
 
@@ -125,10 +129,10 @@ def _read(
     optimizers = [*step.plan.optimizers.values()]
     names = _files("optimizer", len(optimizers)), _files("scheduler", len(schedulers))
     _check_folder(path, [*names[0], *names[1]], len(optimizers))
-    saved, others = (
+    saved, schedules = (
         [from_plain(path / each, "load_accelerate") for each in files] for files in names
     )
-    for name, scheduler, each in zip(names[1], schedulers, others, strict=True):
+    for name, scheduler, each in zip(names[1], schedulers, schedules, strict=True):
         _check_scheduler(path / name, scheduler, each)
     num_updates = 0
     for name, optimizer, each in zip(names[0], optimizers, saved, strict=True):
@@ -144,7 +148,7 @@ def _read(
     scale = from_plain(path / _SCALER, "load_accelerate") if has_scale else {}
     with _expecting(path / _SCALER, "a scaler's state_dict"):
         scaler = _scale(scale, state.scaler) if state.scaler and scale else state.scaler
-    return _Saved(path, saved, num_updates, others, bool(scale), scaler)
+    return _Saved(path, saved, num_updates, schedules, bool(scale), scaler)
 
 
 def _check_folder(path: Path, names: Sequence[str], num_optimizers: int) -> None:
@@ -163,7 +167,7 @@ def _check_folder(path: Path, names: Sequence[str], num_optimizers: int) -> None
 
 
 def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
-    """Refuse what is no `state_dict` of it, but for private keys of torch's versions."""
+    """Refuse the state of another scheduler; private keys differ between versions of torch."""
     if not hasattr(scheduler, "state_dict"):
         return
     here = scheduler.state_dict()
@@ -183,7 +187,7 @@ def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
 
 @contextmanager
 def _expecting(path: Path, content: str) -> Iterator[None]:
-    """Name a file in which something is not where it should be."""
+    """Name the file in any error."""
     try:
         yield
     except AccelError:
@@ -204,7 +208,7 @@ def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str
         names = [sorted(set(group) - _OPTIONAL) for group in groups]
         if names[0] != names[1]:
             yield f"options of group {number}: {names[0]} saved, {names[1]} here"
-        both = groups[0].keys() & groups[1].keys() - {"params", *HOW}
+        both = groups[0].keys() & groups[1].keys() - {"params", *IMPLEMENTATION_OPTIONS}
         options, options_here = ({key: group[key] for key in both} for group in groups)
         yield from unlike(options, options_here, f"options of group {number}")
     keys = {key for values in saved["state"].values() for key in values} & {*_LIKE, "step"}
@@ -231,7 +235,7 @@ def _by_parameter(
 
 
 def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any], undo: ExitStack) -> None:
-    """Overwrite all but the weights, which are compared, so that it can be undone."""
+    """Overwrite all but the weights, which are only compared, and add to `undo` how to go back."""
     for optimizer, each in zip(step.plan.optimizers.values(), saved.optimizers, strict=True):
         undo.callback(vars(optimizer).update, dict(vars(optimizer)))
         state = {

@@ -12,7 +12,7 @@ from accel_fn.base.state import DistState
 from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.format.hashing import hash_of_tensor
 from accel_fn.checkpoint.format.manifest import FrozenEntry
-from accel_fn.checkpoint.run_state import RunState, Steps, place_of
+from accel_fn.checkpoint.run_state import RunState, Steps, prefix_of
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import local, whole
 from accel_fn.comm.primitives import exchange
@@ -36,7 +36,7 @@ def take_frozen(contents: RunState, steps: Steps) -> dict[str, Tensor]:
         for step, each in steps.items()
         for key, parameter in unwrapped(each.plan.model).named_parameters()
         if not parameter.requires_grad and id(parameter) not in trained
-        if (name := f"{place_of('model', step)}{key}") in contents.tensors
+        if (name := f"{prefix_of('model', step)}{key}") in contents.tensors
     }
 
 
@@ -68,11 +68,11 @@ def check_unchanged(before: Mapping[str, Hashed], found: Mapping[str, Hashed]) -
 
 def check_loaded(path: Path, saved: Mapping[str, FrozenEntry], here: Mapping[str, Hashed]) -> None:
     """Refuse a program whose frozen parameters are not those that a checkpoint left out."""
-    others = [name for name in here if here[name].hash != saved[name].hash]
-    if others:
+    changed = [name for name in here if here[name].hash != saved[name].hash]
+    if changed:
         raise CheckpointError(
             f"load: {path} leaves out frozen parameters, which the program must have as they were saved, "
-            f"got other values in {_listed(others)}; give the model the weights that training began with, "
+            f"got other values in {_listed(changed)}; give the model the weights that training began with, "
             "then load"
         )
 
@@ -97,7 +97,8 @@ def _hashes(tensors: Mapping[str, Tensor], state: DistState, function: str) -> d
         if number % state.world_size == state.rank:
             try:
                 own[name] = hash_of_tensor(gathered)
-            except Exception as error:  # not raised at once: other ranks wait in the next gather
+            # Not raised at once: other ranks wait in the next gather.
+            except Exception as error:
                 failures.append(error)
 
     def finish() -> dict[str, str]:

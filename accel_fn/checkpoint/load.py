@@ -39,7 +39,7 @@ from accel_fn.checkpoint.run_state import (
     scale_from_dict,
     scale_to_dict,
     targets_for,
-    under,
+    with_prefix,
 )
 from accel_fn.checkpoint.save import EXTRA
 from accel_fn.checkpoint.schedules import (
@@ -166,7 +166,7 @@ def _choose(folder: Path, at: str | int) -> Path:
 class _Loading:
     """A checkpoint that is loaded into the running program, on one rank.
 
-    All that is no tensor is loaded twice: `rehearse` finds what does not fit while it can be undone.
+    Non-tensor state is loaded twice: `rehearse` finds misfits while the load can still be undone.
     """
 
     def __init__(
@@ -195,13 +195,13 @@ class _Loading:
         check_files(path, self.manifest, keys)
         read = (dict_from_plain(path / name, keys[name], "load") for name in keys)
         self._common, self._of_rank = read
-        self._extras_saved = under(EXTRA, self._of_rank)
+        self._extras_saved = with_prefix(EXTRA, self._of_rank)
         with self._expecting():
             self._rests = self._common["steps"]
             self._schedules = ResumedSchedules(
                 steps, self._rests, extras, self._extras_saved, schedule
             )
-            # By how their entries begin: transforms that a load of another program leaves as they are.
+            # Transforms that strict=False leaves as they are: prefix of their entries -> name, reason.
             self._fresh: dict[str, tuple[str, str]] = {}
             if not strict:
                 for place, name in compare.misfits(self.manifest, self._before).items():
@@ -212,7 +212,7 @@ class _Loading:
             self._choose(strict=strict)
 
     def _compare(self, *, strict: bool) -> None:
-        """Refuse another program, or log what is another."""
+        """Refuse another program, or log the differences."""
         manifest, before = self.manifest, self._before
         self._refuse([*self._schedules.obstacles()])
         found = [f"{name} starts fresh: {reason}" for name, reason in self._fresh.values()]
@@ -225,7 +225,7 @@ class _Loading:
             _LOG.warning("%s is of another program:\n%s", self._path, compare.listed(found))
 
     def _choose(self, *, strict: bool) -> None:
-        """Choose the tensors to fill and what else to load, by step: all that fits, if not `strict`."""
+        """Choose, for each step, the tensors to fill and the state to load; with strict=False what fits."""
         manifest, before = self.manifest, self._before
         fits = compare.fitting(manifest.entries, before)
         self.frozen = compare.fitting(manifest.frozen, before)
@@ -248,7 +248,7 @@ class _Loading:
                 self._tensors |= targets_for(kind, plan, name, before.tensors, specs)
         buffers = self._of_rank["buffers"]
         names = self._tensors.keys() & buffers.keys() & set(before.buffers)
-        # This rank's own; in another world all have those of rank 0.
+        # In a world of another size, every rank has the buffers of rank 0.
         is_alike = manifest.world_size == self._state.world_size
         self._buffers = {name: buffers[name] for name in names if is_alike}
 
@@ -262,7 +262,7 @@ class _Loading:
                 _LOG.warning("%s", str(error).removeprefix("load: "))
 
     def rehearse(self) -> None:
-        """Load all but tensors, and refuse values of another kind than those before."""
+        """Load the non-tensor state, and refuse values of other types or sizes than the program's."""
         with self._expecting():
             scalers = self._put_back().scaler, self._state.scaler
             scale, scale_here = map(scale_to_dict, scalers)
@@ -292,7 +292,8 @@ class _Loading:
                 self._state.world_size,
             )
         loaded = self._put_back()
-        for optimizer in self._training:  # it was saved in eval mode
+        # The checkpoint was saved in eval mode.
+        for optimizer in self._training:
             optimizer.train()
         return loaded
 
@@ -305,7 +306,7 @@ class _Loading:
         restore_random(self._random, self._state.device)
 
     def _put_back(self) -> DistState:
-        """Load what is no tensor, with the tensors as they are; return the state of the run."""
+        """Load the non-tensor state beside the tensors as they are; return the state of the run."""
         state = self._state
         for name, options in self._options.items():
             plan = self._steps[name].plan
@@ -322,7 +323,7 @@ class _Loading:
 
     @contextmanager
     def _expecting(self) -> Iterator[None]:
-        """Name the checkpoint in which something is not what it must be."""
+        """Name the checkpoint in any error."""
         try:
             yield
         except AccelError:

@@ -21,7 +21,7 @@ from accel_fn.step.plan import Plan, describe
 from accel_fn.step.step import Step
 
 Steps = Mapping[str, Step]
-HOW = ("foreach", "fused", "capturable", "differentiable")
+IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of a group that choose an implementation: those of the running program stay."""
 _RESULT_SLOTS = (
     "init_state",
@@ -39,12 +39,12 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 
 
 def named_steps(step: Step | Steps) -> Steps:
-    """Make one step a dict of one, without a name."""
+    """Return steps by name; a single step has the name ""."""
     return {"": step} if isinstance(step, Step) else step
 
 
 def notes_of(steps: Steps) -> dict[str, Any]:
-    """Return what save and load remember of a run of these steps, in whatever order they are listed."""
+    """Return the dict in which save and load keep facts of this run, however its steps are ordered."""
     return steps[min(steps)].notes
 
 
@@ -56,7 +56,7 @@ class RunState:
     """`model/NAME`, `OPTIMIZER/NAME/KEY` and `transforms/WHERE/KEY`; of a step with a name,
     `model@STEP/NAME` and so on."""
     rest: dict[str, dict[str, Any]]
-    """By step: what of model, optimizer and transforms is no tensor of a parameter."""
+    """By step name: the non-tensor state of model, optimizers and transforms."""
     tied: dict[str, str]
     plans: dict[str, dict[str, Any]]
     stateful: dict[str, str]
@@ -70,7 +70,7 @@ def run_state_of(steps: Steps) -> RunState:
     found = RunState({}, {}, {}, {}, {}, [])
     for name, step in steps.items():
         plan = step.plan
-        extra_state = _add_model(found, place_of("model", name), unwrapped(plan.model))
+        extra_state = _add_model(found, prefix_of("model", name), unwrapped(plan.model))
         transforms = {}
         for place, where, function in stateful_functions(plan, name):
             # Before the optimizer: a schedule may notice here that its learning rate was changed.
@@ -81,21 +81,21 @@ def run_state_of(steps: Steps) -> RunState:
             transforms[where] = {key: saved[key] for key in saved if key not in tensors}
         rest = {"model": extra_state, "transforms": transforms, "optimizers": {}}
         for each, optimizer in plan.optimizers.items():
-            prefix = place_of(each, name)
+            prefix = prefix_of(each, name)
             rest["optimizers"][each] = _add_optimizer(found, prefix, plan, optimizer)
         found.rest[name] = rest
         found.plans[name] = signature(step)
     return found
 
 
-def place_of(kind: str, step: str) -> str:
+def prefix_of(kind: str, step: str) -> str:
     """Return how the names of a step's entries begin."""
     return f"{kind}@{step}/" if step else f"{kind}/"
 
 
-def under(place: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Select the values whose names begin with `place`, by the rest of the name."""
-    return {name[len(place) :]: each for name, each in values.items() if name.startswith(place)}
+def with_prefix(prefix: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Select the values whose names begin with `prefix`, and take it off."""
+    return {name[len(prefix) :]: each for name, each in values.items() if name.startswith(prefix)}
 
 
 def signature(step: Step) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
         for index, each in enumerate(getattr(plan, slot)):
             if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
                 where = f"{slot}/{index} {_name(each)}"
-                yield f"{place_of('transforms', step)}{where}/", where, each
+                yield f"{prefix_of('transforms', step)}{where}/", where, each
 
 
 def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:
@@ -168,10 +168,10 @@ def targets_for(
 
     The kind is "transforms" or the name of an optimizer.
     """
-    prefix = place_of(kind, step)
+    prefix = prefix_of(kind, step)
     parameters = dict(unwrapped(plan.model).named_parameters())
     found = {}
-    for name, (dtype, shape) in under(prefix, specs).items():
+    for name, (dtype, shape) in with_prefix(prefix, specs).items():
         parameter = parameters.get(name.rpartition("/")[0])
         target = there.get(f"{prefix}{name}")
         if target is None or target.dtype != dtype or tuple(target.shape) != shape:
@@ -197,20 +197,22 @@ def put_back(
 
     Transforms whose entries begin with one of `fresh` stay as they are.
     """
-    _put_back_model(unwrapped(plan.model), under(place_of("model", step), tensors), rest["model"])
+    _put_back_model(
+        unwrapped(plan.model), with_prefix(prefix_of("model", step), tensors), rest["model"]
+    )
     for name in optimizers:
-        own, optimizer = under(place_of(name, step), tensors), plan.optimizers[name]
+        own, optimizer = with_prefix(prefix_of(name, step), tensors), plan.optimizers[name]
         _put_back_optimizer(plan, optimizer, own, rest["optimizers"][name])
     for place, where, function in stateful_functions(plan, step):
         if where in rest["transforms"] and place not in fresh:
-            function.load_state_dict({**rest["transforms"][where], **under(place, tensors)})
+            function.load_state_dict({**rest["transforms"][where], **with_prefix(place, tensors)})
 
 
 # -- the model
 
 
 def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]:
-    """Add tensors and ties; return what is no tensor."""
+    """Add tensors and ties; return the extra state."""
     saved = model.state_dict()
     extra_state = {key: each for key, each in saved.items() if not isinstance(each, Tensor)}
     tensors, tied = split_tied(
@@ -239,7 +241,8 @@ def _put_back_model(
         model.load_state_dict({**here, **found})
         return
     lost = model.load_state_dict({**here, **found}, strict=False).unexpected_keys
-    if found.keys() & set(lost):  # it may leave something out, but loads what it gave
+    # A model may leave keys out of its own accord, but not those that its state_dict gave.
+    if found.keys() & set(lost):
         raise CheckpointError(f"load: model must take back what its state_dict gives, got {lost}")
 
 
@@ -252,12 +255,13 @@ def _address(tensor: Tensor) -> tuple[torch.device, int]:
 
 
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load an optimizer's `state_dict`, but for `HOW`; tensors keep the dtypes that were saved.
+    """Load an optimizer's `state_dict`, but for `IMPLEMENTATION_OPTIONS`.
 
-    Torch turns state of a float64 parameter into float64, float32 counters too.
+    Tensors keep the dtypes that were saved: of a float64 parameter, torch turns even float32 counters
+    into float64.
     """
     groups = [
-        {**theirs, **{key: ours[key] for key in HOW if key in ours}}
+        {**theirs, **{key: ours[key] for key in IMPLEMENTATION_OPTIONS if key in ours}}
         for theirs, ours in zip(saved["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({**saved, "param_groups": groups})
@@ -274,7 +278,7 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 def _add_optimizer(
     found: RunState, prefix: str, plan: Plan, optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Add tensors by parameter and key; return the rest of the optimizer's `state_dict`."""
+    """Add tensors by parameter and key; return the other values of the optimizer's `state_dict`."""
     saved = optimizer.state_dict()
     order = _order(plan, optimizer)
     rest: dict[str, dict[str, Any]] = {}

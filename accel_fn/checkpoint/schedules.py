@@ -45,7 +45,7 @@ class _Saved(NamedTuple):
 def of_other_optimizers(
     steps: Steps, rests: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield schedules that were saved for optimizers of other names: how entries begin, name."""
+    """Yield schedules saved for optimizers of other names: the prefix of their entries, and a name."""
     for step in (each for each in steps if each in rests):
         saved = rests[step]["transforms"]
         for place, where, function in stateful_functions(steps[step].plan, step):

@@ -10,7 +10,7 @@ from torch import Tensor
 from accel_fn.checkpoint.format.shard_plan import Part
 
 PAGEABLE = ("cpu", "mps")
-"""Devices from which nothing is copied faster to pinned memory; others copy there without waiting."""
+"""Devices whose copies to pinned memory are no faster. Those of an accelerator need no wait."""
 _BLOCK_BYTES, _ALIGNMENT = 2**28, 64
 Buffers = dict[tuple[str, tuple[int, ...]], Tensor]
 """Host memory for the parts that this rank writes, kept from save to save."""

@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class FrozenEntry:
-    """A parameter that the program has, and the checkpoint has not: `hash` is that of its bytes."""
+    """A parameter that the checkpoint leaves out, with a hash of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Manifest:
     plans: Mapping[str, Mapping[str, Any]]
     """The signature of each step, by its name: the program that reads it must have the same."""
     tied: Mapping[str, str]
-    """Names of parameters that are another's, and that other's name."""
+    """Another name of a tied parameter -> its first name."""
     explained: Mapping[str, str]
     """Each step as `explain` describes it."""
     entries: Mapping[str, Entry]
@@ -114,7 +114,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-# Checks: a manifest that others wrote may hold anything that JSON can.
+# Checks: a manifest that another program wrote may hold anything that JSON can.
 
 
 def read_as(kind: Any, value: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Names of checkpoints in their folder: what is half written or half removed has another name."""
+"""Names of checkpoints in their folder; one that is half written or half removed has another name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_fn.checkpoint.format.hashing import sync
 from accel_fn.errors import CheckpointError, message
 
 COMMON = "common.pt"
-"""The file of what is equal on all ranks and no tensor."""
+"""The file of the non-tensor state, which is equal on all ranks."""
 COMMON_KEYS = {"scaler", "steps"}
 
 _STEP = re.compile(r"step_(\d{8,})")

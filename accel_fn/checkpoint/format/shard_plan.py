@@ -1,6 +1,6 @@
 """Assigns each part of each tensor to a rank, by torch's planners, over our manifest.
 
-The planners know whole and sharded tensors, cut what ranks hold alike into one part for each,
+The planners know whole and sharded tensors, give each rank a part of what all hold as replicas,
 and read a checkpoint of one world into the shards of another. Their own storage
 keeps its metadata as a pickle, which could run code. Importing them takes half a second, so
 that happens in the functions.
@@ -30,7 +30,7 @@ class Part:
 
 
 def plan_parts(tensors: Mapping[str, Any], state: DistState) -> list[Part]:
-    """Choose this rank's share of the tensors that all ranks hold, together or alike.
+    """Choose this rank's share of the tensors that all ranks hold, as shards or as replicas.
 
     Cost: two small collectives.
     """

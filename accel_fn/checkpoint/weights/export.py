@@ -13,7 +13,7 @@ from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import COMMON, COMMON_KEYS
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
-from accel_fn.checkpoint.run_state import place_of, under
+from accel_fn.checkpoint.run_state import prefix_of, with_prefix
 from accel_fn.checkpoint.weights.entries import Entries, check_dense, check_storable
 from accel_fn.checkpoint.weights.files import write_set
 from accel_fn.errors import ArgumentError, CheckpointError, message
@@ -29,7 +29,7 @@ def export_model(
 
     Cost: reads the checkpoint to check it, then the model, which is held on the host.
     """
-    path, prefix = Path(checkpoint), place_of("model", step)
+    path, prefix = Path(checkpoint), prefix_of("model", step)
     with _named_export():
         manifest = read_manifest(path)
         if step not in manifest.plans:
@@ -49,9 +49,12 @@ def export_model(
     }
     read_tensors(path, tensors, manifest.entries)
     entries = Entries(
-        under(prefix, tensors),
-        {name: first.removeprefix(prefix) for name, first in under(prefix, manifest.tied).items()},
-        frozen={name: each.hash for name, each in under(prefix, manifest.frozen).items()},
+        with_prefix(prefix, tensors),
+        {
+            name: first.removeprefix(prefix)
+            for name, first in with_prefix(prefix, manifest.tied).items()
+        },
+        frozen={name: each.hash for name, each in with_prefix(prefix, manifest.frozen).items()},
     )
     with _named_export():
         check_storable(entries)

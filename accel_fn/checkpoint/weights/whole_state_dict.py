@@ -48,7 +48,8 @@ def whole_state_dict(model: nn.Module, state: DistState) -> dict[str, Any]:
         gathered = whole(tensor)
         try:
             saved[name] = gathered.to("cpu", copy=True) if state.is_main else None
-        except Exception as error:  # not raised at once: other ranks wait in the next gather
+        # Not raised at once: other ranks wait in the next gather.
+        except Exception as error:
             failures.append(error)
     all_or_none(lambda: _raise_first(failures), state, "whole_state_dict")
     saved |= {name: saved[first] for name, first in tied.items()}
