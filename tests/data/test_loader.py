@@ -152,7 +152,7 @@ def test_workers_are_as_far_ahead_as_the_loader_sets():
     source = af.shard_loader(given, af.DistState())._source
     taken = []
     parts = (taken.append(place) or [place] for place in range(40))
-    batches = source._loading.batches(parts, epoch=0, first_batch=0, seed=0)
+    batches = source._reader.batches(parts, epoch=0, first_batch=0, seed=0)
     assert next(batches).tolist() == [0]
     assert taken == [*range(2 * 3 + 1)]
 

@@ -27,7 +27,7 @@ SIGNATURES = {
     "clip_value": "(max_value)",
     "compiled": "(*, scope='loss', mode='default', fullgraph=False, dynamic=None)",
     "checkpoint_activations": "(*, blocks=None, offload=False)",
-    "schedule": "(scheduler_or_fn, *, metric=None, optimizer=None)",
+    "schedule": "(scheduler_or_fn, *, every=None, metric=None, optimizer=None)",
     "average": "(decay, *, num_warmup=0)",
     "average.uniform": "(*, num_warmup=0)",
     "when": "(condition, then)",
