@@ -82,7 +82,7 @@ EVEN = [
         af.reproducible(4),
         af.compose(af.wrap_ddp(), af.accumulate("auto")),
         af.compose(af.wrap_ddp(), af.average(0.9), af.check_replicas(1), af.skip_nonfinite()),
-        af.compose(af.wrap_ddp(), af.compiled()),
+        pytest.param(af.compose(af.wrap_ddp(), af.compiled()), marks=pytest.mark.slow),
     ],
     ids=["reproducible", "auto", "average", "compiled"],
 )

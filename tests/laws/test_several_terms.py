@@ -238,6 +238,7 @@ def test_a_loss_scale_changes_no_bit(world_size):
         ours.assert_identical(model.state_dict(), expected.state_dict())
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_leaves_out_a_term_without_items():
     _, expected = ours.trained_by_hand(Detector(), [*FIXED, FIXED[0]], loss_fn=by_hand)
     recipe = (af.compiled(), af.accumulate(2))
