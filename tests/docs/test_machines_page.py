@@ -85,5 +85,6 @@ def test_a_run_that_is_killed_and_restarted_ends_as_one_that_was_not(tmp_path: P
         ends.append((done.stderr, file.read_bytes()))
     (quiet, whole), (told, kept) = ends
     assert quiet == ""
-    assert re.fullmatch(r"accel-fn launch: restart 1 of 1: rank 1 .*: SIGKILL: .*\n", told)
+    restarted = r"accel-fn launch: restart 1 of 1: rank 1 .*: SIGKILL: .*\n"
+    assert re.fullmatch(rf"{restarted}the run resumes at step 5, from .*step_00000005\n", told)
     assert kept == whole

@@ -215,6 +215,7 @@ SCOPES = {scope: af.compiled(scope=scope) for scope in ("loss", "blocks", "step"
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:step. model should be in training mode")
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_after_the_first_steps_is_that_of_the_plain_step_or_refused(change, scope):
