@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, Se
 
 from accel_fn.checkpoint.run_state import Steps, stateful_functions
 from accel_fn.errors import ArgumentError, message
-from accel_fn.transforms.schedule.advance import Schedule, Schedules
+from accel_fn.transforms.schedule.advance import Schedule, by_optimizer
 from accel_fn.transforms.schedule.schedule import heeds_metric
 
 Choice = Literal["saved", "program"] | None
@@ -148,11 +148,12 @@ def _parts(
     function: object, saved: Mapping[str, Any]
 ) -> Iterator[tuple[str, Schedule, Mapping[str, Any]]]:
     """Yield the schedule that a function of a plan is, or that it has for each of several optimizers."""
-    if isinstance(function, Schedule):
-        yield "", function, saved
-    elif isinstance(function, Schedules):
-        for optimizer, schedule in function.schedules.items():
-            yield f" of {optimizer}", schedule, saved.get(optimizer, {})
+    for optimizer, schedule in by_optimizer(function).items():
+        yield (
+            (f" of {optimizer}", schedule, saved.get(optimizer, {}))
+            if optimizer
+            else ("", schedule, saved)
+        )
 
 
 def _in_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[_Saved]:

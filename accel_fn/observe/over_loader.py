@@ -30,7 +30,7 @@ from accel_fn.step.step import Step
 from accel_fn.step.strategy import Strategy
 
 _ENDED, _READY, _FAILED = 0, 1, 2
-"""What a rank sends before each batch where all ranks must run as many."""
+"""Signals of a rank before each batch, if all ranks must run the same number of batches."""
 
 
 def check_step(function: str, step: Step, state: DistState) -> None:

@@ -54,7 +54,7 @@ class HeldItems:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """What a rank sends to its peers: how many items it holds, and whether its shards have ended."""
+    """A message to the peers: the number of items that this rank holds, and whether its shards have ended."""
 
     count: int
     ended: bool

@@ -115,7 +115,7 @@ def _warn_of_nothing(report: Report) -> None:
 
 
 Looks = tuple[list[tuple[int, ...]], list[int]]
-"""What rows look like: shapes, and a checksum of each tensor, or none where they have none."""
+"""The shapes of the tensors of a batch, and their checksums; no checksums if a layout has none."""
 
 
 def looks_of(batch: Any) -> Looks:

@@ -330,7 +330,11 @@ class DeviceSchedule(Schedule):
 def schedules_made(plan: Plan) -> Iterator[Schedule]:
     """Yield the schedules of a plan that is built, or of what is built of it so far."""
     for entry in plan.after_update:
-        if isinstance(entry, Schedule):
-            yield entry
-        elif isinstance(entry, Schedules):
-            yield from entry.schedules.values()
+        yield from by_optimizer(entry).values()
+
+
+def by_optimizer(entry: object) -> Mapping[str, Schedule]:
+    """The schedules of a slot function by the optimizer's name, "" for the only one; none of any other."""
+    if isinstance(entry, Schedules):
+        return entry.schedules
+    return {"": entry} if isinstance(entry, Schedule) else {}
