@@ -1,4 +1,7 @@
-"""Sums of what a loss function reports beside the loss, and their layout, alike on all ranks."""
+"""Sums of the metrics beside a loss, and the layout of both, which is the same on all ranks.
+
+Apart from `global_mean`, because virtual ranks and compiled steps add metrics up by it without that class.
+"""
 
 from __future__ import annotations
 
