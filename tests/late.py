@@ -1,7 +1,9 @@
 """Simulates on a CPU that the host reads an accelerator's results one step late."""
 
+from accel_fn.base.delayed_read import DelayedRead, UpdateCount
 
-class LateEcho:
+
+class LateRead:
     """Returns each value one step late, as on an accelerator."""
 
     def __init__(self):
@@ -14,3 +16,13 @@ class LateEcho:
     def last(self):
         known, self.held = self.held, None
         return known
+
+
+def read_late(*slot_functions):
+    """Let slot functions read whether an update was made as from an accelerator."""
+    for each in slot_functions:
+        for name, value in [*getattr(each, "__dict__", {}).items()]:
+            if isinstance(value, DelayedRead):
+                setattr(each, name, LateRead())
+            elif isinstance(value, UpdateCount):
+                read_late(value)

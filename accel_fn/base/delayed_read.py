@@ -1,4 +1,4 @@
-"""Reads values of a device one step late, so that the host does not wait for them."""
+"""Reads values of a device, and counts updates, one step late, so that the host does not wait for them."""
 
 from __future__ import annotations
 
@@ -37,3 +37,35 @@ class DelayedRead:
         self._pending = None
         event.synchronize()
         return value
+
+
+class UpdateCount:
+    """Counts the updates that were made; if only the device knows, one step late."""
+
+    def __init__(self, *, always: bool) -> None:
+        self._always = always
+        """Is every update made?"""
+        self._delayed = DelayedRead()
+        self.value = 0
+        """Number of updates made, as far as the host has read it."""
+
+    def add(self, applied: Tensor) -> bool | None:
+        """Count an update, and return whether it was made; None: the host reads that later."""
+        self.read()
+        known = applied if self._always else self._delayed(applied)
+        if known is not applied:
+            return None
+        made = self._always or bool(applied)
+        self.value += made
+        return made
+
+    def read(self) -> int:
+        """Wait for the newest update; return the number of updates made."""
+        known = self._delayed.last()
+        self.value += 0 if known is None else int(known)
+        return self.value
+
+    def restore(self, value: int) -> None:
+        """Set the number of a checkpoint; a pending update belongs to the run before."""
+        self._delayed.last()
+        self.value = value

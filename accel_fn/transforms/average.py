@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.delayed_read import DelayedRead
+from accel_fn.base.delayed_read import UpdateCount
 from accel_fn.base.state import DistState
 from accel_fn.base.unwrap import unwrapped
 from accel_fn.comm.dtensor import local
@@ -161,11 +161,7 @@ class Average:
         self._model = unwrapped(plan.model)
         self._rate = rate
         self._num_warmup = num_warmup
-        self._always = plan.always_applies(state)
-        """Is every update made?"""
-        self._num_updates = 0
-        """Number of updates made, as far as the host has read."""
-        self._delayed = DelayedRead()
+        self._updates = UpdateCount(always=plan.always_applies(state))
         self._is_shown = False
         self._means = {name: _wide(value).clone() for name, value in self._averaged().items()}
 
@@ -175,18 +171,16 @@ class Average:
                 "step: state must not be stepped within use_average(step), got an update"
             )
         applied = verdict_of(report)
-        known = applied if self._always else self._delayed(applied)
-        if known is not applied:
-            self._count(known)
-            self._follow(torch.where(applied, self._weight(), 0.0))
-        elif self._always or applied:
-            self._count(self._delayed.last())  # of a step whose verdict the host did not know
-            self._follow(self._weight())
-            self._num_updates += 1
+        num_before = self._updates.read()
+        made = self._updates.add(applied)
+        if made is None:
+            self._follow(torch.where(applied, self._weight(num_before), 0.0))
+        elif made:
+            self._follow(self._weight(num_before))
         return state
 
-    def _weight(self) -> float:
-        return self._rate(max(0, self._num_updates - self._num_warmup))
+    def _weight(self, num_updates: int) -> float:
+        return self._rate(max(0, num_updates - self._num_warmup))
 
     def _follow(self, weight: float | Tensor) -> None:
         """Move each mean towards its parameter by its weight."""
@@ -212,9 +206,6 @@ class Average:
             name: each for name, each in values if each.is_floating_point() or each.is_complex()
         }
 
-    def _count(self, applied: Tensor | None) -> None:
-        self._num_updates += 0 if applied is None else int(applied)
-
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Give the model the means, if there are any yet; afterwards restore its parameters."""
@@ -224,10 +215,10 @@ class Average:
             )
         there = {**self._values(), **dict(self._model.named_buffers())}
         kept = {name: value.clone() for name, value in there.items()}
-        self._count(self._delayed.last())
+        num_updates = self._updates.read()
         self._is_shown = True
         try:
-            if self._num_updates:
+            if num_updates:
                 _copy(self._means, there)
             yield
         finally:
@@ -249,15 +240,13 @@ class Average:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that checkpoints hold."""
-        self._count(self._delayed.last())
         means = {f"mean/{name}": mean for name, mean in self._means.items()}
-        return {**means, "num_updates": self._num_updates}
+        return {**means, "num_updates": self._updates.read()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self._delayed.last()
         _copy({name: saved[f"mean/{name}"] for name in self._means}, self._means)
-        self._num_updates = saved["num_updates"]
+        self._updates.restore(saved["num_updates"])
 
 
 def _wide(value: Tensor) -> Tensor:

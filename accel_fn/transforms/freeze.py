@@ -6,10 +6,9 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim import SGD
 
-from accel_fn.base.delayed_read import DelayedRead
+from accel_fn.base.delayed_read import UpdateCount
 from accel_fn.base.state import DistState
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, message
 from accel_fn.step.grads import Grads
@@ -113,41 +112,32 @@ class Thawing:
     def __init__(self, frozen: Sequence[Frozen], until: int, *, always: bool) -> None:
         self._frozen = frozen
         self._until = until
-        self._always = always
-        """Is every update made?"""
-        self._delayed = DelayedRead()
-        self._set_num_updates(0)
+        self._updates = UpdateCount(always=always)
+        self._open()
 
     def __call__(self, state: DistState, report: Report) -> DistState:
-        if self._num_updates + 1 >= self._until:
-            return state
-        if self._always:
-            self._set_num_updates(self._num_updates + 1)
-            return state
-        assert report.applied is not None
-        self._count(self._delayed(report.applied))
-        # if the update that is not read yet was applied, the next one is `until`
-        if self._num_updates + 2 >= self._until:
-            self._count(self._delayed.last())
+        if self._updates.value + 1 < self._until:
+            assert report.applied is not None
+            self._updates.add(report.applied)
+            # If the update that is not read yet was made, the next one is `until`.
+            if self._updates.value + 2 >= self._until:
+                self._updates.read()
+            self._open()
         return state
 
-    def _count(self, applied: Tensor | None) -> None:
-        self._set_num_updates(self._num_updates + (0 if applied is None else int(applied)))
-
-    def _set_num_updates(self, number: int) -> None:
-        self._num_updates = number
+    def _open(self) -> None:
+        """Open what is frozen, if the next update is `until`; close it after an earlier state was loaded."""
         for each in self._frozen:
-            each.closed = number + 1 < self._until
+            each.closed = self._updates.value + 1 < self._until
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that checkpoints hold."""
-        self._count(self._delayed.last())
-        return {"num_updates": self._num_updates}
+        return {"num_updates": self._updates.read()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self._delayed.last()
-        self._set_num_updates(saved["num_updates"])
+        self._updates.restore(saved["num_updates"])
+        self._open()
 
 
 def _is_named(name: str, names: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from torch.optim import swa_utils
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
-from tests.late import LateEcho
+from tests.late import read_late
 from tests.laws.test_scaling import scaled
 
 BATCH = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
@@ -110,7 +110,7 @@ def test_where_only_the_device_knows_yet_it_is_that_of_the_updates_made(
     """The host waits for the result when the average is used or saved."""
     state, step = make(af.compose(recipe, scaled(8.0)))
     average = step.plan.after_update[0]
-    average._delayed = LateEcho()
+    read_late(average)
     made = []
     for index, (inputs, targets) in enumerate(batches):
         bad = float("inf") if index in skipped else 1.0
@@ -150,7 +150,7 @@ def test_updates_of_the_warm_up_count_for_nothing(
     def built():
         state, step = make(af.compose(make_rule(num_warmup=num_warmup), af.skip_nonfinite()))
         if is_late:
-            step.plan.after_update[0]._delayed = LateEcho()
+            read_late(*step.plan.after_update)
         return state, step
 
     state, step = built()

@@ -19,7 +19,7 @@ from accel_fn.transforms.schedule.advance import Advance, AdvanceByMetric, Devic
 from accel_fn.transforms.schedule.schedule import scheduled as begun
 from tests import strategies as ours
 from tests.cases import pinned
-from tests.late import LateEcho
+from tests.late import LateRead
 from tests.laws.test_scaling import scaled
 
 SCHEDULERS = {
@@ -192,21 +192,21 @@ def on_the_host(optimizer):
 
 def heard_late(optimizer):
     """Advance as on an accelerator where the host waits for the result."""
-    return with_echoes(on_the_host(optimizer))
+    return reading_late(on_the_host(optimizer))
 
 
 def on_the_device(optimizer):
     """Advance as on an accelerator where the host does not wait."""
     advance = AdvanceByMetric(plateau(optimizer), lambda report: report.loss)
-    return with_echoes(late(advance))
+    return reading_late(late(advance))
 
 
-def with_echoes(transform):
+def reading_late(transform):
     """Let the schedule read the metric of an update one step late."""
 
     def begin(state, plan, *, begin):
         schedule = begin(state, plan)
-        schedule._advance._echo = LateEcho()
+        schedule._advance._delayed = LateRead()
         return schedule
 
     def add(plan):
@@ -284,7 +284,7 @@ def late(advance):
     """Read results one step late, as `schedule` does on an accelerator."""
 
     def begin(state, plan):
-        return DeviceSchedule.in_plan(plan, advance, state.device, LateEcho())
+        return DeviceSchedule.in_plan(plan, advance, state.device, LateRead())
 
     return lambda plan: replace(plan, after_update=(*plan.after_update, Stateful(begin)))
 

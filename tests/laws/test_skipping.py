@@ -11,7 +11,7 @@ import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests import strategies as ours
 from tests.cases import pinned
-from tests.late import LateEcho
+from tests.late import read_late
 from tests.laws.test_scaling import OPTIMIZERS, scaled
 
 
@@ -259,7 +259,7 @@ def test_a_result_that_is_read_late_ends_the_run_a_step_later_with_its_own_norm(
     model = linear_model()
     plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
     state, step = af.build(af.DistState(), plan)
-    step.plan.accept[0]._delayed = LateEcho()
+    read_late(*step.plan.accept)
     *first, last = linear_run([1.0, float("nan"), float("inf"), after])
     for batch in first:
         state, _ = step(state, batch)
@@ -271,7 +271,7 @@ def test_a_result_that_is_read_late_does_not_end_the_run_that_is_gone_back_to(tm
     model = linear_model()
     plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
     state, step = af.build(af.DistState(), plan)
-    step.plan.accept[0]._delayed = LateEcho()
+    read_late(*step.plan.accept)
     good, *bad = linear_run([1.0, float("nan"), float("nan")])
     af.save(tmp_path, state, step)
     for batch in bad:

@@ -16,7 +16,7 @@ from accel_fn.checkpoint.run_state import run_state_of, scale_to_dict
 from accel_fn.comm.dtensor import local
 from accel_fn.testing import simulate
 from tests import strategies as ours
-from tests.late import LateEcho
+from tests.late import read_late
 from tests.laws.test_scaling import OPTIMIZERS, scaled
 
 STRATEGIES = {
@@ -298,9 +298,7 @@ def train(state, setting, fails):
     plan = failing_plan(setting, fault, ours.regression_model())
     state, step = af.build(state, plan)
     if setting.is_late:
-        for each in (*step.plan.accept, *step.plan.after_update):
-            for name in {"_echo", "_delayed"} & set(getattr(each, "__dict__", ())):
-                setattr(each, name, LateEcho())
+        read_late(*step.plan.accept, *step.plan.after_update)
     *good, bad = batches_of(setting, state)
     before = after = None
     reports = []

@@ -299,7 +299,7 @@ MUTANTS = [
     Mutant(
         "the average counts updates that were skipped",
         AVERAGE,
-        "elif self._always or applied:",
+        "elif made:",
         "else:",
         f"{LAWS}averaging.py",
     ),
@@ -320,8 +320,8 @@ MUTANTS = [
     Mutant(
         "an average that is loaded starts anew",
         AVERAGE,
-        'self._num_updates = saved["num_updates"]',
-        "self._num_updates = 0",
+        'self._updates.restore(saved["num_updates"])',
+        "self._updates.restore(0)",
         f"{LAWS}averaging.py",
     ),
     Mutant(
@@ -432,8 +432,8 @@ MUTANTS = [
     Mutant(
         "a frozen layer thaws one update late",
         "transforms/freeze.py",
-        "each.closed = number + 1 < self._until",
-        "each.closed = number < self._until",
+        "each.closed = self._updates.value + 1 < self._until",
+        "each.closed = self._updates.value < self._until",
         f"{LAWS}freezing.py",
     ),
     Mutant(

@@ -55,7 +55,7 @@ class AdvanceByMetric(Advance):
     def __init__(self, scheduler: ReduceLROnPlateau, metric: MetricFn) -> None:
         super().__init__(scheduler)
         self._metric = metric
-        self._echo = DelayedRead()
+        self._delayed = DelayedRead()
         self._newest: float | None = None
         """Metric of the update that was made last, if the scheduler has not advanced by it yet."""
 
@@ -72,7 +72,7 @@ class AdvanceByMetric(Advance):
         if not isinstance(metric, Tensor):
             metric = torch.full((), metric, dtype=dtype, device=state.device)
         metric = metric.to(state.device, dtype)
-        self._hear(self._echo(torch.stack([metric, report.applied.to(dtype)])))
+        self._hear(self._delayed(torch.stack([metric, report.applied.to(dtype)])))
 
     def kept(self) -> dict[str, Any]:
         """Return everything that an advance changes."""
@@ -85,7 +85,7 @@ class AdvanceByMetric(Advance):
 
     def hear_all(self) -> None:
         """Wait for values that are still on the device."""
-        self._hear(self._echo.last())
+        self._hear(self._delayed.last())
 
     def _hear(self, known: Tensor | None) -> None:
         if known is not None and known[1]:
@@ -267,14 +267,15 @@ class DeviceSchedule(Schedule):
 
     The learning rate is a tensor there: that of an update made, or that of one skipped. If the
     host advanced for a skipped update, it undoes that when it reads the result, one update later.
+    A count of updates would not be enough: schedulers have a state, and no step back.
     """
 
     def __init__(
-        self, advance: Advance, rates: Rates, echo: DelayedRead, *, is_first: bool
+        self, advance: Advance, rates: Rates, delayed: DelayedRead, *, is_first: bool
     ) -> None:
         super().__init__(advance, always=False)
         self.rates = rates
-        self._echo = echo
+        self._delayed = delayed
         self._is_first = is_first
         """Whether it is the first of the plan's schedules."""
         self._before: dict[str, Any] | None = None
@@ -282,18 +283,18 @@ class DeviceSchedule(Schedule):
 
     @classmethod
     def in_plan(
-        cls, plan: Plan, advance: Advance, device: torch.device, echo: DelayedRead
+        cls, plan: Plan, advance: Advance, device: torch.device, delayed: DelayedRead
     ) -> DeviceSchedule:
         """Return the next schedule of an optimizer in a plan."""
         optimizer = advance.scheduler.optimizer
         made = [each for each in schedules_made(plan) if isinstance(each, cls)]
         earlier = [each for each in made if each.rates.optimizer is optimizer]
         rates = earlier[0].rates if earlier else Rates(optimizer, device)
-        return cls(advance, rates, echo, is_first=not earlier)
+        return cls(advance, rates, delayed, is_first=not earlier)
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         assert report.applied is not None
-        self._hear(self._echo(report.applied))
+        self._hear(self._delayed(report.applied))
         self._advance.note(state, report)
         self._before = copy.deepcopy(self._advance.kept())
         if self._is_first:
@@ -303,12 +304,12 @@ class DeviceSchedule(Schedule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that checkpoints hold."""
-        self._hear(self._echo.last())
+        self._hear(self._delayed.last())
         return {**super().state_dict(), "rates": self.rates.advanced}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self._hear(self._echo.last())
+        self._hear(self._delayed.last())
         super().load_state_dict(saved)
         self.rates.load(saved.get("rates"))
 
