@@ -93,9 +93,8 @@ def slow(session: nox.Session) -> None:
 def sim(session: nox.Session) -> None:
     """Tests on a simulated accelerator, also those marked gpu that it can run; builds C++ at first."""
     install(session, *EVERYTHING, groups=("tests",))
-    marked = [
-        str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text()
-    ]
+    written = chain(Path("tests").rglob("test_*.py"), Path("tests/laws").glob("law*.py"))
+    marked = [str(path) for path in written if "mark.gpu" in path.read_text()]
     some = (f"--numprocesses={WORKERS}", "--dist=worksteal", "-m", "gpu", "tests/sim", *marked)
     session.run("pytest", *some, *session.posargs, env=ONE_THREAD)
 
@@ -174,14 +173,14 @@ def nightly(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Random programs of users against the loop by hand: `-- --minutes 15 --seed 0 --only KIND`."""
     install(session, "testing", groups=("tests",))
-    session.run("python", "-m", "tests.fuzz", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "tests.tools.fuzz", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Plant known bugs one by one and write what notices each to docs: `-- --minutes 30 --only NAME`."""
     install(session, *EVERYTHING, groups=("tests",))
-    session.run("python", "-m", "tests.mutants", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "tests.tools.mutants", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -197,7 +196,7 @@ def pages(session: nox.Session) -> None:
     """Open every page of the documentation in headless Chromium (Debian: apt-get install chromium)."""
     install(session, "testing", groups=("docs", "pages"))
     session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
-    session.run("python", "-m", "tests.docs.pages", "docs/_build", "runs/pages", *session.posargs)
+    session.run("python", "-m", "tests.tools.pages", "docs/_build", "runs/pages", *session.posargs)
 
 
 @nox.session
@@ -214,7 +213,7 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Ratios to the hand-written loop and to the peers, side by side: `-- --write` updates docs."""
     install(session, groups=("bench",))
-    session.run("python", "-m", "tests.benchmarks", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "tests.tools.benchmarks", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -234,7 +233,7 @@ def dist(session: nox.Session) -> None:
     for extras, requirement in {"base": f"{wheel}", "all": f"{wheel}[all]"}.items():
         pinned = ("--constraint", CONSTRAINTS, TORCH, requirement)
         session.run(python, "-m", "pip", "install", "--quiet", *pinned, external=True)
-        names = ("tests/package/import_public_names.py", extras)
+        names = ("tests/tools/import_public_names.py", extras)
         session.run(python, "-I", *names, external=True, env=ONE_THREAD)
     session.run(str(clean / "bin/accel-fn"), "--version", external=True)
 

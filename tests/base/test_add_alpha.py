@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from accel_fn.base.pass_add_alpha import Addends
 from accel_fn.base.torch_compile import compile_function, options_of
-from tests.compilers import compiles
+from tests.support.compilers import compiles
 
 
 def decayed(left, right, weight):

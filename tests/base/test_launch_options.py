@@ -9,7 +9,7 @@ from torch import nn
 import accel_fn as af
 from accel_fn.step.plan import slot_names
 from accel_fn.testing import strategies
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 PRECISION, NUMBER, WRAP, TIMEOUT = (
     "ACCEL_FN_MIXED_PRECISION",

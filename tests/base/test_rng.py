@@ -10,7 +10,7 @@ from torch import nn
 
 import accel_fn as af
 from accel_fn.base.rng import kept_random
-from tests.processes import launch
+from tests.support.processes import launch
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.weights.export import export_model
 from accel_fn.errors import ArgumentError, CheckpointError
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.cases import pinned
+from tests.support import strategies as ours
+from tests.support.cases import pinned
 
 BASE = ("base.weight", "base.bias")
 

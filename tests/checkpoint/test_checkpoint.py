@@ -25,8 +25,8 @@ from accel_fn.checkpoint.format import read
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.processes import launch
+from tests.support import strategies as ours
+from tests.support.processes import launch
 
 BATCH = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
 

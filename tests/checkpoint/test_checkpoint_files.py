@@ -34,9 +34,9 @@ from accel_fn.checkpoint.format.names import rename_finished
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.errors import CheckpointError, PeerError
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.cases import pinned
-from tests.processes import ROOT, launch
+from tests.support import strategies as ours
+from tests.support.cases import pinned
+from tests.support.processes import ROOT, launch
 
 FILES = ["manifest.json", "common.pt", "rank_00000.pt", "tensors_00000.bin"]
 BATCH = (torch.ones(4, 3), torch.zeros(4, 2))

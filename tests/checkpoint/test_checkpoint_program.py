@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 import accel_fn as af
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.testing import simulate
-from tests import strategies as ours
 from tests.checkpoint.test_checkpoint import Counter, advance, differences, kept, make
+from tests.support import strategies as ours
 
 
 def scheduled(by, *options):

@@ -20,8 +20,8 @@ from tests.checkpoint.test_checkpoint_files import (
     steps_of,
     with_manifest,
 )
-from tests.forking import run_worlds
-from tests.processes import launch
+from tests.support.forked_ranks import run_worlds
+from tests.support.processes import launch
 
 
 @pytest.fixture

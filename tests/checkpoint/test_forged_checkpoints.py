@@ -21,9 +21,9 @@ import accel_fn as af
 from accel_fn.base.rng import random_state
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
-from tests import strategies as ours
 from tests.checkpoint.test_checkpoint import Counter, Hiding
 from tests.checkpoint.test_checkpoint_files import remark
+from tests.support import strategies as ours
 
 BATCH = (torch.ones(4, 3), torch.zeros(4, 1))
 ZERO = torch.zeros(())

@@ -30,7 +30,7 @@ from tests.checkpoint.test_forged_checkpoints import (
     places,
     replaced,
 )
-from tests.processes import launch
+from tests.support.processes import launch
 
 NUM_BEFORE, NUM_AFTER = 3, 4
 

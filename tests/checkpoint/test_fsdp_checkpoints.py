@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 import accel_fn as af
 from accel_fn.checkpoint.weights.export import export_model
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.stacks import (
+from tests.support import strategies as ours
+from tests.support.block_models import (
     batches,
     part,
     stack,

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 import accel_fn as af
 from accel_fn.checkpoint.weights.export import export_model
 from accel_fn.testing import simulate
-from tests import strategies as ours
 from tests.checkpoint.test_several_optimizers import BATCH, train, weights
+from tests.support import strategies as ours
 
 schedulefree = pytest.importorskip("schedulefree")
 KINDS = {

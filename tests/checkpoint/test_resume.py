@@ -13,10 +13,10 @@ import accel_fn as af
 from accel_fn.checkpoint import resume as resume_module
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
-from tests import strategies as ours
 from tests.checkpoint.test_checkpoint import BATCH, Counter, advance, kept, make
 from tests.checkpoint.test_checkpoint_files import DAMAGES
-from tests.forking import run_worlds
+from tests.support import strategies as ours
+from tests.support.forked_ranks import run_worlds
 
 
 def test_a_new_run_has_its_own_state_and_a_later_one_what_was_saved(tmp_path):

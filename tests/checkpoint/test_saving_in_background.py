@@ -17,11 +17,11 @@ from accel_fn.checkpoint.format.shard_plan import Part
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
-from tests import strategies as ours
 from tests.checkpoint.test_checkpoint import advance
 from tests.checkpoint.test_checkpoint import make as make_step
-from tests.forking import run_worlds
-from tests.processes import launch
+from tests.support import strategies as ours
+from tests.support.forked_ranks import run_worlds
+from tests.support.processes import launch
 
 
 def make(state=None, seed=0):

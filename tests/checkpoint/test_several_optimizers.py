@@ -10,7 +10,7 @@ import torch
 import accel_fn as af
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 INPUTS = torch.linspace(-1, 1, 12).double().reshape(4, 3)
 BATCH = (INPUTS, INPUTS.sum(dim=1, keepdim=True))

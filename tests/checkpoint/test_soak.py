@@ -11,7 +11,7 @@ import accel_fn as af
 from accel_fn.checkpoint import listing
 from tests.checkpoint.test_checkpoint import make
 from tests.checkpoint.test_checkpoint_files import put, with_manifest
-from tests.forking import run_worlds
+from tests.support.forked_ranks import run_worlds
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ SOAK = """
     import gc, json, os, threading
     import torch
     import accel_fn as af
-    from tests import strategies as ours
+    from tests.support import strategies as ours
 
     def built(state):
         model = ours.regression_model()

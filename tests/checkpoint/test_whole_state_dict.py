@@ -9,7 +9,7 @@ from torch import nn
 import accel_fn as af
 from accel_fn.errors import PeerError
 from accel_fn.testing import simulate
-from tests.processes import launch
+from tests.support.processes import launch
 
 
 class Tied(nn.Module):

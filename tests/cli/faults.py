@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.cli.commands import surroundings
 from tests.cli.launchers import is_running
-from tests.processes import free_port
+from tests.support.processes import free_port
 
 _LIMIT_S = 60
 _PREFIX = """

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import accel_fn as af
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 
 def build(model):

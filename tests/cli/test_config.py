@@ -10,7 +10,7 @@ import yaml
 
 from tests.cli import commands
 from tests.cli.terminal import Terminal
-from tests.settings import written
+from tests.support.launch_settings import written
 
 WRITTEN = Path(__file__).parent / "accelerate"
 COMMAND = [sys.executable, "-m", "accel_fn.cli", "config"]

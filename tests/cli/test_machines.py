@@ -15,7 +15,7 @@ import torch
 from accel_fn.launcher.machines.network import answers
 from tests.cli.commands import ROOT, run_python, surroundings
 from tests.cli.launchers import gone, until
-from tests.processes import free_port
+from tests.support.processes import free_port
 
 _DIGITS = [str(ROOT / "examples/digits.py"), "--device", "cpu", "--epochs", "2"]
 _DIGITS += ["--batch-size", "512", "--precision", "no", "--out"]

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from tests.processes import free_port, launch
+from tests.support.processes import free_port, launch
 
 pytestmark = pytest.mark.slow
 

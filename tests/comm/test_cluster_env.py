@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from accel_fn.comm.cluster_env import Task, first_host, read_task, tasks_per_node
 from accel_fn.comm.world import Launch, read_launch
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 SRUN = {  # Slurm 22.05: srun -N2 -n4, the third task
     "SLURM_JOB_ID": "1",

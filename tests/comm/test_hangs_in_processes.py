@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from accel_fn.comm.watchdog.watchdog import EXIT_CODE
-from tests.forking import line_of, run_worlds
+from tests.support.forked_ranks import line_of, run_worlds
 
 TIMEOUT_S = 3
 TRAINING = """

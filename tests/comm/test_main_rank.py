@@ -12,7 +12,7 @@ import pytest
 import accel_fn as af
 from accel_fn.errors import PeerError, WorldError
 from accel_fn.testing import simulate
-from tests.processes import launch
+from tests.support.processes import launch
 
 ALONE = af.DistState()
 

@@ -19,7 +19,7 @@ from accel_fn.comm.watchdog.hang_report import Place, Stack, list_ranks
 from accel_fn.comm.watchdog.store_log import Entry, StoreLog
 from accel_fn.comm.watchdog.watchdog import Abort, StoreWatchdog
 from accel_fn.testing import simulate
-from tests.processes import free_port
+from tests.support.processes import free_port
 
 LIBRARIES = (f"{af.__path__[0]}/", f"{torch.__path__[0]}/")
 

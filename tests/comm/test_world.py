@@ -16,7 +16,7 @@ import accel_fn as af
 from accel_fn.comm import backends
 from accel_fn.comm.world import Launch, pick_device, read_launch
 from accel_fn.testing import simulate
-from tests.processes import free_port, launch
+from tests.support.processes import free_port, launch
 
 FULL = {
     "RANK": "1",
@@ -430,7 +430,7 @@ if __name__ == "__main__":
 NCCL = """
 import torch, torch.distributed as dist, accel_fn as af
 from accel_fn.comm import rendezvous
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 class NCCL:
     '''NCCL as far as a rendezvous uses it.'''

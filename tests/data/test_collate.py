@@ -14,7 +14,7 @@ import accel_fn as af
 from accel_fn.base.samples import Samples
 from accel_fn.data.collate import Collate
 from accel_fn.testing import simulate
-from tests.streams import Counting, Sharded
+from tests.support.streams import Counting, Sharded
 
 ALONE = af.DistState()
 REPAIR = "return af.samples([...]) from collate_fn"

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests.cases import pinned
+from tests.support.cases import pinned
 
 SIZE, BATCH_SIZE = 600, 4
 NUM_SHARDS = 4

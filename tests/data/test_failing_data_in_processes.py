@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.forking import run_worlds
+from tests.support.forked_ranks import run_worlds
 
 SCRIPT = """
 import os, signal

@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests.streams import Counting
+from tests.support.streams import Counting
 
 
 class Numbers(torch.utils.data.Dataset):

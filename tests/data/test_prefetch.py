@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.reading_ahead import (
+from tests.support import strategies as ours
+from tests.support.prefetch import (
     HERE,
     TWO_WORKERS,
     Counted,

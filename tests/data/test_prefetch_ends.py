@@ -20,8 +20,7 @@ import accel_fn as af
 from accel_fn.comm.messages import open_channel
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.testing import simulate
-from tests.processes import ROOT
-from tests.reading_ahead import (
+from tests.support.prefetch import (
     HERE,
     TWO_WORKERS,
     Counted,
@@ -31,6 +30,7 @@ from tests.reading_ahead import (
     of,
     readers,
 )
+from tests.support.processes import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 SIZES = (4, 6, 3, 5, 7)
 ROWS = TensorDataset(torch.arange(23), torch.arange(23.0).view(23, 1))

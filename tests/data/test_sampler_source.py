@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests.streams import Counting
+from tests.support.streams import Counting
 
 SIZE = 20
 DATA = TensorDataset(torch.arange(SIZE))

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from tests.processes import launch
+from tests.support.processes import launch
 
 pytestmark = pytest.mark.slow
 

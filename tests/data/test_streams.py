@@ -22,7 +22,7 @@ from accel_fn.data.random_generators import Generators
 from accel_fn.data.streams.pack import pack, unpack
 from accel_fn.errors import PeerError
 from accel_fn.testing import simulate
-from tests.streams import Counting, SelfSplitting, Sharded, Sized, ids, items_of, joined
+from tests.support.streams import Counting, SelfSplitting, Sharded, Sized, ids, items_of, joined
 
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests import strategies as ours
-from tests.forking import run_worlds
-from tests.processes import launch
-from tests.streams import SelfSplitting, Sharded, global_batches, items_of, joined, samples
+from tests.support import strategies as ours
+from tests.support.forked_ranks import run_worlds
+from tests.support.processes import launch
+from tests.support.streams import SelfSplitting, Sharded, global_batches, items_of, joined, samples
 
 pytestmark = pytest.mark.slow
 
@@ -22,9 +22,9 @@ SCRIPT = """
 import json
 from torch.utils.data import DataLoader
 import accel_fn as af
-from tests import strategies as ours
+from tests.support import strategies as ours
 from tests.data.test_streams_in_processes import BATCH_SIZE, LENGTHS, NUM_ROWS
-from tests.streams import Counting, SelfSplitting, Sharded, ids, samples
+from tests.support.streams import Counting, SelfSplitting, Sharded, ids, samples
 
 def loaders(state):
     for num_workers in (0, 2):
@@ -77,7 +77,7 @@ FAILING = """
 import torch
 from torch.utils.data import DataLoader
 import accel_fn as af
-from tests.streams import Sharded
+from tests.support.streams import Sharded
 
 state = af.init(device="cpu", timeout_s=600)
 

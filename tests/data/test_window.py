@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 
 def of(num_samples, batch_size=2, state=None, **options):

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 
 def test_what_needs_an_accelerator_is_listed():
@@ -10,7 +10,7 @@ def test_what_needs_an_accelerator_is_listed():
     section = page.partition("## Not yet run on a GPU")[2]
     marked = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
+        for path in [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "tests/laws").glob("law*.py")]
         if re.search(r"pytest\.mark\.gpu\b", path.read_text())
     }
     assert marked == set(re.findall(r"`(tests/[\w/]+\.py)`", section))

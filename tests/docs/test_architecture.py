@@ -7,7 +7,7 @@ import tomllib
 from xml.etree import ElementTree
 
 import accel_fn as af
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 

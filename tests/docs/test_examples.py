@@ -25,7 +25,7 @@ from sybil.parsers.myst import PythonCodeBlockParser
 from torch import nn
 
 import accel_fn as af
-from tests.compilers import MARKS
+from tests.support.compilers import MARKS
 
 ROOT = Path(__file__).parents[2]
 DEAR = {"transforms.md": MARKS, "launching.md": [pytest.mark.slow]}

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.benchmarks.chart import draw_chart
-from tests.benchmarks.results import Row, Table
+from tests.tools.benchmarks.chart import draw_chart
+from tests.tools.benchmarks.results import Row, Table
 
 DOCS = Path(__file__).parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.forking import run_worlds
+from tests.support.forked_ranks import run_worlds
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

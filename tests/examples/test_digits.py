@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from tests.examples.running import Run, finished, run_forked
-from tests.optimizers import kinds
 from tests.reference import train
+from tests.support.optimizers import kinds
 
 REFUSED = {*digits.UNFIT, "LBFGS"}
 TRAINING = {each.__name__ for each in kinds(torch.optim) | kinds(torch_optimizer)} - REFUSED

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.gpu.__main__ import programs
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 NAMES = [each.name for each in programs(ROOT)]
 

@@ -14,7 +14,7 @@ from accel_fn.launcher.settings.accelerate_config import (
     UnusedSettingsWarning,
     spelled_today,
 )
-from tests.settings import PLAIN, TWO_GPUS, refused, resolved, written
+from tests.support.launch_settings import PLAIN, TWO_GPUS, refused, resolved, written
 
 WRITTEN = Path(__file__).parent.parent / "cli" / "accelerate"
 """Files of accelerate 1.15, each as accelerate itself wrote it."""

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from accel_fn.launcher.machines.detect import Machine
 from accel_fn.launcher.settings.settings import RULES, Settings
 from tests.cli.commands import SRUN
-from tests.settings import TWO_GPUS, refused, resolved, written
+from tests.support.launch_settings import TWO_GPUS, refused, resolved, written
 
 WRONG = [
     ("num_processes", 0, "be an integer >= 1"),

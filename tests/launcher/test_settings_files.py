@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accel_fn.launcher.settings.files import read_yaml, render
 from accel_fn.launcher.settings.settings import Settings
-from tests.settings import refused, resolved, written
+from tests.support.launch_settings import refused, resolved, written
 
 
 @pytest.mark.parametrize(

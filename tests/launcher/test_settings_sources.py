@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from accel_fn.errors import SettingsError
 from accel_fn.launcher.settings.settings import Settings
 from accel_fn.launcher.settings.sources import resolve, user_file
-from tests.settings import PLAIN, TWO_GPUS, resolved, written
+from tests.support.launch_settings import PLAIN, TWO_GPUS, resolved, written
 
 NAMES = ("num_microbatches", "max_restarts", "timeout_s", "threads_per_process")
 SOURCES = ("user", "file", "variable", "flag")

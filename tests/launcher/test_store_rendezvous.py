@@ -8,7 +8,7 @@ from accel_fn.errors import WorldTimeoutError
 from accel_fn.launcher.machines import store_rendezvous
 from accel_fn.launcher.machines.machines import Machines
 from accel_fn.launcher.machines.network import listen
-from tests.processes import free_port
+from tests.support.processes import free_port
 
 
 @pytest.mark.parametrize("rank", [0, 1])

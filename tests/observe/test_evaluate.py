@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import accel_fn as af
 from accel_fn.data.loader import ShardedLoader, unnumbered
 from accel_fn.testing import simulate
-from tests.streams import Counting
+from tests.support.streams import Counting
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
 

@@ -7,15 +7,15 @@ import torch
 from torch.utils.data import default_collate
 
 import accel_fn as af
-from tests import strategies as ours
-from tests.processes import launch
+from tests.support import strategies as ours
+from tests.support.processes import launch
 
 pytestmark = pytest.mark.slow
 
 EVALUATE = """
 import json, torch
 import accel_fn as af
-from tests import strategies as ours
+from tests.support import strategies as ours
 from tests.observe.test_evaluate_in_processes import samples, detect, metric_fn
 from torch.utils.data import DataLoader
 

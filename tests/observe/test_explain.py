@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 
 def explained(*groups, **options):

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from tests import strategies as ours
 from tests.observe.test_evaluate_in_processes import samples
-from tests.processes import launch
+from tests.support import strategies as ours
+from tests.support.processes import launch
 
 pytestmark = pytest.mark.slow
 
 PREDICT = """
 import json, torch
 import accel_fn as af
-from tests import strategies as ours
+from tests.support import strategies as ours
 from tests.observe.test_evaluate_in_processes import samples
 from tests.observe.test_predict_in_processes import tagged
 from torch.utils.data import DataLoader

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 BATCH = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
 

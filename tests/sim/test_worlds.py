@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import accel_fn as af
-from tests.processes import launch
 from tests.sim.worlds import RECIPES, train
+from tests.support.processes import launch
 
 CASES = [
     ("ddp", "float64", "fused"),

@@ -5,7 +5,7 @@ import torch
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 INPUTS = torch.ones(2, 3)
 

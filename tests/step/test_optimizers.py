@@ -10,7 +10,7 @@ import torch_optimizer
 from torch import nn
 
 import accel_fn as af
-from tests.optimizers import (
+from tests.support.optimizers import (
     CONTRACT,
     MAX_NORM,
     PAGE,
@@ -23,7 +23,7 @@ from tests.optimizers import (
     table,
     with_graph,
 )
-from tests.strategies import mse, regression_model
+from tests.support.strategies import mse, regression_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:This overload of .* is deprecated:UserWarning")
 
@@ -75,7 +75,9 @@ def test_checks_of_every_refusal_exist():
 
 def test_page_holds_the_table_of_this_torch():
     _, written, _ = split_page(PAGE.read_text(encoding="utf-8"))
-    assert written.strip() == table().strip(), "to write it anew: python -m tests.optimizers"
+    assert written.strip() == table().strip(), (
+        "to write it anew: python -m tests.support.optimizers"
+    )
 
 
 def test_closure_is_refused_before_anything_is_trained():

@@ -13,7 +13,7 @@ from torch import nn
 import accel_fn as af
 from accel_fn.step.update import follow_parameters
 from accel_fn.testing import simulate
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 BATCH = (torch.arange(12.0).reshape(4, 3).double() / 10, torch.ones(4, 1).double())
 

@@ -34,8 +34,8 @@ from accel_fn.step.torch_internals import (
 )
 from accel_fn.testing import simulate
 from accel_fn.transforms.compile.optimizer_in_graph import methods_of
-from tests.optimizers import ROWS, batches, kinds
-from tests.strategies import mse, regression_model
+from tests.support.optimizers import ROWS, batches, kinds
+from tests.support.strategies import mse, regression_model
 
 FUSED = {
     "adam": functools.partial(torch.optim.Adam, lr=0.5),

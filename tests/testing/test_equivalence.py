@@ -10,7 +10,7 @@ from torch import nn
 import accel_fn as af
 from accel_fn.testing import assert_equivalent
 from accel_fn.testing.operations import first_difference, recorded
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 BATCHES = [(torch.arange(12.0).reshape(4, 3).double() / 10, torch.ones(4, 1).double())] * 2
 PART = {"weight_fn": lambda batch: 0, "optimizer": ours.adamw}

@@ -20,8 +20,8 @@ from accel_fn.comm import mesh as mesh_module
 from accel_fn.comm.mesh import make_mesh
 from accel_fn.testing import assert_equivalent, simulate
 from accel_fn.testing import simulation as simulate_module
-from tests import strategies as ours
-from tests.forking import run_worlds
+from tests.support import strategies as ours
+from tests.support.forked_ranks import run_worlds
 
 
 def test_every_rank_has_a_state_of_its_own():

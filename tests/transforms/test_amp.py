@@ -7,7 +7,7 @@ import torch
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 WARNING = (
     r"^build: with_amp should have bf16 on a device with instructions for it, got a CPU without them, "

@@ -10,8 +10,10 @@ from torch import nn
 import accel_fn as af
 from accel_fn.base.torch_compile import MODES
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.compilers import (
+from tests.laws.law07_scaling import scaled
+from tests.support import strategies as ours
+from tests.support.block_models import Block, stack
+from tests.support.compilers import (
     compiles,
     looks_at_gradients,
     make_batches,
@@ -21,8 +23,6 @@ from tests.compilers import (
     plain_sgd,
     run,
 )
-from tests.laws.test_scaling import scaled
-from tests.stacks import Block, stack
 
 pytestmark = looks_at_gradients
 

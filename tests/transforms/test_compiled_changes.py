@@ -12,8 +12,15 @@ from torch import nn
 import accel_fn as af
 from accel_fn.base.torch_compile import moving_guards
 from accel_fn.transforms.compile import compiled
-from tests import strategies as ours
-from tests.compilers import compiles, looks_at_gradients, make_batches, make_plan, num_graphs, run
+from tests.support import strategies as ours
+from tests.support.compilers import (
+    compiles,
+    looks_at_gradients,
+    make_batches,
+    make_plan,
+    num_graphs,
+    run,
+)
 
 pytestmark = looks_at_gradients
 

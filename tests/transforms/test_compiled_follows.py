@@ -13,8 +13,8 @@ from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize, prune
 
 import accel_fn as af
-from tests import strategies as ours
-from tests.compilers import looks_at_gradients
+from tests.support import strategies as ours
+from tests.support.compilers import looks_at_gradients
 
 pytestmark = [
     looks_at_gradients,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from tests.cases import pinned
+from tests.support.cases import pinned
 
 X = torch.ones(8, 3, dtype=torch.float64)
 

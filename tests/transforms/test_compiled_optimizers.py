@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.compiled_optimizers import FENCES, HEAD, line
-from tests.compilers import compiles
-from tests.optimizers import PAGE, ROWS, split_page
+from tests.support.compilers import compiles
+from tests.support.optimizers import PAGE, ROWS, split_page
+from tests.support.optimizers_compiled import FENCES, HEAD, line
 
 
 def written():
@@ -21,4 +21,4 @@ def test_the_page_has_a_row_for_each_optimizer():
 @pytest.mark.filterwarnings("ignore")  # for optimizers that are no longer maintained
 @pytest.mark.parametrize("name", ROWS)
 def test_the_page_lists_whether_an_optimizer_fits_into_a_graph(name):
-    assert line(name) in written(), "anew: python -m tests.compiled_optimizers"
+    assert line(name) in written(), "anew: python -m tests.support.optimizers_compiled"

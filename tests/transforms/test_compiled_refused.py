@@ -19,15 +19,22 @@ from accel_fn.base.torch_compile import MODES
 from accel_fn.step import step as step_module
 from accel_fn.testing import simulate
 from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
-from tests import strategies as ours
-from tests.compilers import compiles, looks_at_gradients, make_batches, make_plan, plain_sgd, run
+from tests.support import strategies as ours
+from tests.support.compilers import (
+    compiles,
+    looks_at_gradients,
+    make_batches,
+    make_plan,
+    plain_sgd,
+    run,
+)
 
 pytestmark = looks_at_gradients
 
 NO_COMPILER = """
 import json, sys, torch
 import accel_fn as af
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 model = ours.regression_model()
 plan = af.compiled(scope=sys.argv[1])(af.Plan(ours.mse, model, ours.adamw(model.parameters())))

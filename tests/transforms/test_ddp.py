@@ -10,8 +10,8 @@ from torch import nn
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.processes import launch
+from tests.support import strategies as ours
+from tests.support.processes import launch
 
 BATCH = (torch.arange(12.0).reshape(4, 3) / 10, torch.ones(4, 1))
 
@@ -119,7 +119,7 @@ def test_synchronised_batch_statistics_are_those_of_the_global_batch():
         """
         import json, torch, accel_fn as af
         from tests.transforms.test_ddp import normalising, uneven_batches
-        from tests import strategies as ours
+        from tests.support import strategies as ours
 
         state, model = af.init(timeout_s=60), normalising()
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))

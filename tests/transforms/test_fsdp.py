@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 import accel_fn as af
 from accel_fn.base.blocks import find_blocks
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.cases import pinned
-from tests.stacks import (
+from tests.support import strategies as ours
+from tests.support.block_models import (
     CHOICES,
     LAYERS,
     Block,
@@ -25,6 +24,7 @@ from tests.stacks import (
     stack,
     train,
 )
+from tests.support.cases import pinned
 
 pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
 

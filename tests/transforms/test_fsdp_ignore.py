@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.stacks import batches, part, stack
+from tests.support import strategies as ours
+from tests.support.block_models import batches, part, stack
 
 
 class Distilled(nn.Module):

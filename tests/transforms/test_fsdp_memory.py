@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.processes import launch
+from tests.support.processes import launch
 
 WIDTH = 1024
 SCRIPT = """

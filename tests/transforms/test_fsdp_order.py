@@ -8,8 +8,8 @@ import accel_fn as af
 from accel_fn.comm import primitives
 from accel_fn.errors import LossError
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.processes import launch
+from tests.support import strategies as ours
+from tests.support.processes import launch
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 BOTH = torch.tensor([1.0, -1.0] * 4)

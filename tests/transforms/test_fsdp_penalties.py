@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests.cases import pinned
+from tests.support.cases import pinned
 
 
 class Model(nn.Module):

@@ -10,8 +10,8 @@ from torch.distributed.tensor import distribute_tensor
 import accel_fn as af
 from accel_fn.comm.mesh import make_mesh
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.stacks import (
+from tests.support import strategies as ours
+from tests.support.block_models import (
     Block,
     Tied,
     stack,

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.stacks import (
+from tests.support import strategies as ours
+from tests.support.block_models import (
     assert_trains_as_alone,
     batches,
     part,

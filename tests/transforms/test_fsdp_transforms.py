@@ -7,10 +7,10 @@ import torch
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.cases import pinned
-from tests.laws.test_scaling import scaled
-from tests.stacks import stack
+from tests.laws.law07_scaling import scaled
+from tests.support import strategies as ours
+from tests.support.block_models import stack
+from tests.support.cases import pinned
 
 GENERATOR = torch.Generator().manual_seed(0)
 BATCHES = [

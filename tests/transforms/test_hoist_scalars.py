@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from accel_fn.base.torch_compile import compile_function
 from accel_fn.transforms.compile.pass_hoist_scalars import Hoisting
-from tests.compilers import compiles
+from tests.support.compilers import compiles
 
 KEPT = torch.ops.aten.as_strided.default
 

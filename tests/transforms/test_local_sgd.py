@@ -11,8 +11,8 @@ from torch import nn
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
-from tests.stacks import batches, part
+from tests.support import strategies as ours
+from tests.support.block_models import batches, part
 
 
 class Recorder:

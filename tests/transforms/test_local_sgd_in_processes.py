@@ -4,15 +4,15 @@ import json
 
 import torch
 
-from tests import strategies as ours
-from tests.apart import parts, trained_apart_by_hand
-from tests.processes import launch
+from tests.support import strategies as ours
+from tests.support.local_sgd_by_hand import parts, trained_apart_by_hand
+from tests.support.processes import launch
 
 TRAIN = """
 import json
 import accel_fn as af
-from tests import strategies as ours
-from tests.apart import parts
+from tests.support import strategies as ours
+from tests.support.local_sgd_by_hand import parts
 
 state = af.init(device="cpu", timeout_s=60)
 model = ours.regression_model(seed=state.rank)

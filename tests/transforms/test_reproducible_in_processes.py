@@ -7,16 +7,16 @@ import pytest
 
 import accel_fn as af
 from accel_fn import testing
-from tests.compilers import compiles
-from tests.laws.test_reproducible import fingerprint
-from tests.processes import launch
+from tests.laws.law03_reproducible import fingerprint
+from tests.support.compilers import compiles
+from tests.support.processes import launch
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import torch
 import accel_fn as af
-from tests.laws.test_reproducible import fingerprint
+from tests.laws.law03_reproducible import fingerprint
 
 torch.set_num_threads(1)
 torch.manual_seed(torch.initial_seed() + 1)  # whatever it was, it does not count
@@ -41,7 +41,7 @@ LEG = """
 import torch
 import accel_fn as af
 from pathlib import Path
-from tests.laws.test_reproducible import batches, built, kept, sha256, train
+from tests.laws.law03_reproducible import batches, built, kept, sha256, train
 
 torch.set_num_threads(1)
 folder = Path({folder!r})
@@ -66,7 +66,7 @@ def test_processes_that_continue_in_other_numbers_have_it_too(tmp_path, hash_of_
 SENT = """
 import os, socket, struct, torch
 import accel_fn as af
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 def sent():
     total = 0  # bytes that others have acknowledged, of all connections
@@ -110,7 +110,7 @@ HELD = """
 import ctypes, re, torch
 from pathlib import Path
 import accel_fn as af
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 if hasattr(libc := ctypes.CDLL(None), "mallopt"):
     libc.mallopt(-3, 2**16)  # a tensor's memory goes back at once: what is held is what is needed
@@ -174,7 +174,7 @@ import torch
 import accel_fn as af
 from torch import nn
 from torch._dynamo.utils import counters
-from tests.laws.test_reproducible import batches, fingerprint
+from tests.laws.law03_reproducible import batches, fingerprint
 
 torch.set_num_threads(1)
 state = af.init(device="cpu", timeout_s=60)

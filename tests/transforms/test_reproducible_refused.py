@@ -9,7 +9,7 @@ from torch import nn
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 
 class Table(nn.Module):

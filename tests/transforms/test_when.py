@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import accel_fn as af
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 
 def plan():

@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests import strategies as ours
+from tests.support import strategies as ours
 
 Measure = Callable[[], str]
 ROWS: dict[int, Measure] = {}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests import reference
-from tests import strategies as ours
 from tests.field.accelerate import (
     everywhere,
     fresh,
@@ -25,6 +24,7 @@ from tests.field.accelerate import (
     row,
     samples,
 )
+from tests.support import strategies as ours
 
 
 @row(1)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from tests import strategies as ours
 from tests.field.accelerate import fresh, linear, row, samples
+from tests.support import strategies as ours
 
 
 @row(8)

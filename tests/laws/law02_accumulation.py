@@ -1,0 +1,80 @@
+"""Laws 1 and 2: a step without transforms is the loop by hand, and accumulation does not change
+it."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.testing import strategies
+from tests.support import strategies as ours
+
+FUSED = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "default": ours.adamw,
+    "sgd": ours.sgd,
+}
+
+
+@pytest.mark.parametrize("optimizer", FUSED.values(), ids=FUSED)
+@given(batches=strategies.batches())
+def test_a_plan_without_transforms_is_the_hand_written_loop_to_the_bit(optimizer, batches):
+    losses, expected = ours.trained_by_hand(ours.regression_model(), batches, optimizer=optimizer)
+    found, actual = ours.trained(
+        ours.regression_model(), [batches], af.compose(), optimizer=optimizer
+    )[0]
+    ours.assert_identical(actual, expected)
+    assert found == losses
+
+
+@pytest.mark.parametrize("optimizer", FUSED.values(), ids=FUSED)
+@given(batches=strategies.batches(), num_microbatches=st.integers(1, 50))
+def test_accumulation_is_the_identity(optimizer, batches, num_microbatches):
+    losses, expected = ours.trained_by_hand(ours.regression_model(), batches, optimizer=optimizer)
+    found, actual = ours.trained(
+        ours.regression_model(), [batches], af.accumulate(num_microbatches), optimizer=optimizer
+    )[0]
+    ours.assert_close(actual, expected)
+    assert found == pytest.approx(losses, rel=1e-6)  # the report is in float32
+
+
+@given(num_microbatches=st.integers(1, 6))
+@example(num_microbatches=3)  # if the backwards start from one tensor, the second one changes it
+def test_a_loss_that_is_a_view_of_a_parameter_has_a_gradient_of_one(num_microbatches):
+    model = torch.nn.Linear(1, 1).double()
+    plan = af.Plan(lambda model, batch: model.bias.view(()), model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), af.accumulate(num_microbatches)(plan))
+    _, grads, _ = step.grads(state, torch.ones(12, 1).double())
+    [gradient] = [each for each in grads.values() if each is not None]
+    torch.testing.assert_close(gradient, torch.ones(1).double(), rtol=1e-12, atol=0.0)
+
+
+@given(batches=strategies.labelled_batches(), num_microbatches=st.integers(1, 50))
+@example(
+    batches=[
+        {"inputs": torch.ones(2, 3, 3).double(), "labels": torch.tensor([[-100] * 3, [1] * 3])}
+    ],
+    num_microbatches=2,
+)
+def test_accumulation_is_the_identity_for_masked_tokens(batches, num_microbatches):
+    losses, expected = ours.trained_by_hand(ours.token_model(), batches, loss_fn=ours.token_loss)
+    found, actual = ours.trained(
+        ours.token_model(),
+        [batches],
+        af.accumulate(num_microbatches),
+        loss_fn=ours.token_loss,
+        weight_fn=af.num_labels("labels"),
+    )[0]
+    ours.assert_close(actual, expected)
+    assert found == pytest.approx(losses, rel=1e-6)
+
+
+@given(batches=strategies.batches(), pieces=st.integers(1, 5))
+def test_a_split_of_the_users_counts_its_parts_by_weight(batches, pieces):
+    def split(batch):
+        return list(zip(*[value.split(pieces) for value in batch], strict=True))
+
+    _, expected = ours.trained_by_hand(ours.regression_model(), batches)
+    _, actual = ours.trained(ours.regression_model(), [batches], af.accumulate(2, split=split))[0]
+    ours.assert_close(actual, expected)

@@ -1,0 +1,144 @@
+"""compiled is the identity, to rounding: laws 2, 6 and 7 in one graph, and on several ranks."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accel_fn as af
+from tests.laws.law03_real_processes import run
+from tests.laws.law07_scaling import scaled
+from tests.support import strategies as ours
+from tests.support.compilers import MARKS
+from tests.support.processes import launch
+
+pytestmark = MARKS
+
+
+class Twins:
+    """The same training by hand and compiled, on the same batches."""
+
+    def __init__(self, optimizer):
+        parts = af.compose(af.accumulate(2), af.clip(0.5), scaled(1024.0, growth_interval=3))
+        recipes = {
+            "eager": parts,
+            "compiled": af.compose(parts, af.compiled(scope="step", dynamic=True)),
+        }
+        self.runs = {}
+        for name, recipe in recipes.items():
+            model = ours.regression_model()
+            plan = recipe(af.Plan(ours.mse, model, optimizer(model.parameters())))
+            self.runs[name] = plan, *af.build(af.DistState(), plan)
+
+    def train(self, batch, rate):
+        """Train both on a batch; return the reports and the state of both."""
+        told = {}
+        for name, (plan, state, step) in self.runs.items():
+            plan.optimizer.param_groups[0]["lr"] = rate
+            state, report = step(state, copy.deepcopy(batch))
+            self.runs[name] = plan, state, step
+            scaler = state.scaler
+            numbers = [scaler.scale, scaler.good_steps, scaler.skipped, report.weight, state.step]
+            told[name] = {
+                "numbers": torch.tensor([float(number) for number in numbers]),
+                "applied": report.applied,
+                "loss": report.loss.double(),
+                "norm": report.grad_norm.double(),
+                **plan.model.state_dict(),
+                **{
+                    f"{index} {key}": value
+                    for index, held in plan.optimizer.state_dict()["state"].items()
+                    for key, value in held.items()
+                },
+            }
+        return told["compiled"], told["eager"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[ours.adamw, ours.sgd],
+    ids=["adamw", "sgd"],
+)
+def twins(request):
+    """Compile once for all examples: one graph takes two micro-batches of any size, also one sample
+    apart."""
+    return Twins(request.param)
+
+
+@given(data=st.data(), half=st.integers(2, 6), rate=st.floats(1e-4, 1e-2), seed=st.integers(0, 9))
+@ours.share(1.2)
+def test_a_compiled_step_is_the_step(twins, data, half, rate, seed):
+    """The step accumulates, clips and scales, and some batches overflow."""
+    generator, size = torch.Generator().manual_seed(seed), 2 * half + 1
+    inputs = torch.randn(size, 3, generator=generator).double()
+    targets = torch.randn(size, 1, generator=generator).double()
+    bad = data.draw(st.sampled_from([None, None, None, float("inf"), float("nan")]))
+    if bad is not None:
+        inputs[data.draw(st.integers(0, size - 1))] = bad
+    actual, expected = twins.train((inputs, targets), rate)
+    assert actual["applied"] == expected["applied"] == (bad is None)
+    loss, norm = (actual.pop(name) for name in ("loss", "norm"))
+    for name, value in (("loss", loss), ("norm", norm)):  # reports are in float32
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=0, equal_nan=True)
+    ours.assert_close(actual, {name: expected[name] for name in actual})
+
+
+@functools.cache
+def not_compiled(transforms):
+    """Run two processes without the compiler, once for all tests."""
+    return run(2, transforms=transforms)
+
+
+@pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
+@pytest.mark.parametrize("scope", ["loss", "blocks"])
+@pytest.mark.parametrize(
+    "beside", ["", "af.checkpoint_activations(), "], ids=["alone", "checkpoint_activations"]
+)
+def test_a_compiled_loss_of_several_processes_is_one_process(wrap, scope, beside):
+    """The ranks are processes: the compiler marks all threads as compiling, which optimizers
+    check."""
+    transforms = "af.accumulate(3), af.clip(0.5)"
+    expected = not_compiled(transforms)
+    compiling = f"{beside}af.compiled(scope={scope!r}), {transforms}"
+    for actual in run(2, wrap=wrap, transforms=compiling):
+        assert actual.losses == pytest.approx(expected[0].losses, rel=1e-6)
+        ours.assert_close(actual.parameters, expected[0].parameters)
+        assert actual.num_graphs > expected[0].num_graphs == 0
+
+
+IN_PROCESSES = """
+from torch._dynamo.utils import counters
+import accel_fn as af
+from tests.support import strategies as ours
+from tests.support.block_models import Stack, batches, part
+
+state = af.init(device="cpu", timeout_s=60)
+model = Stack(depth=10).double()  # torch stops at 8 graphs of one function
+plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+state, step = af.build(state, af.compose(af.place(), {wrap}, {compiling})(plan))
+built = counters["stats"]["unique_graphs"]
+try:
+    for batch in batches():
+        state, _ = step(state, part(batch, state))
+except Exception as error:
+    say(type(error).__name__, "in step", state.step)
+else:
+    say("graphs", counters["stats"]["unique_graphs"] - built)
+"""
+
+
+@pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
+def test_blocks_of_several_processes_are_compiled_once_however_many_they_are(wrap):
+    script = IN_PROCESSES.format(wrap=wrap, compiling='af.compiled(scope="blocks")')
+    launch(script, expect=["graphs 1"] * 2)
+
+
+@pytest.mark.parametrize("scope", ["loss", "blocks"])
+def test_shards_break_graphs_which_fullgraph_refuses_in_the_first_step(scope):
+    """FSDP's hooks around each block break the graph."""
+    compiling = f"af.compiled(scope={scope!r}, fullgraph=True)"
+    script = IN_PROCESSES.format(wrap="af.wrap_fsdp()", compiling=compiling)
+    launch(script, expect=["Unsupported in step 0"] * 2)

@@ -1,0 +1,154 @@
+"""Law 8: shards partition the global batch, which does not depend on the world; seeking equals
+iterating."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+from accel_fn.data.order import Order
+from accel_fn.testing import simulate
+from tests.support import strategies as ours
+
+
+@st.composite
+def orders(draw, max_world=8, max_samples=200, max_batch=64):
+    """Draw any order that a loader may ask for."""
+    world_size = draw(st.integers(1, max_world))
+    num_samples = draw(st.integers(world_size, max_samples))
+    batch_size = draw(st.integers(world_size, max_batch))
+    drop_last = draw(st.booleans()) and num_samples >= batch_size
+    shuffle, seed = draw(st.booleans()), draw(st.integers(0, 9))
+    return Order(batch_size, world_size, drop_last, num_samples, shuffle, seed)
+
+
+@given(order=orders(), epoch=st.integers(0, 5))
+@example(order=Order(4, 3, False, 9, True, 0), epoch=1)  # the last batch is smaller than the world
+def test_every_sample_comes_once_an_epoch(order, epoch):
+    seen = [
+        sample
+        for batch in range(order.num_batches())
+        for rank in range(order.world_size)
+        for sample in order.indices(epoch, batch, rank).tolist()
+    ]
+    dropped = order.num_samples % order.batch_size if order.drop_last else 0
+    assert len(seen) == len(set(seen)) == order.num_samples - dropped
+    assert set(seen) <= set(range(order.num_samples))
+
+
+@given(order=orders(), epoch=st.integers(0, 5))
+def test_the_parts_of_the_ranks_are_the_global_batch_in_order(order, epoch):
+    for batch in range(order.num_batches()):
+        parts = [order.indices(epoch, batch, rank) for rank in range(order.world_size)]
+        torch.testing.assert_close(torch.cat(parts), order.global_indices(epoch, batch))
+        sizes = [len(part) for part in parts]
+        assert min(sizes) >= 1
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(runs=st.sets(st.tuples(st.integers(0, 10**6), st.integers(0, 9)), min_size=2, max_size=5))
+def test_each_epoch_of_each_seed_has_an_order_of_its_own(runs):
+    """Two orders of 32 samples are not the same by chance."""
+    found = set()
+    for epoch, seed in runs:
+        order = Order(32, 1, False, num_samples=32, shuffle=True, seed=seed)
+        found.add(tuple(order.global_indices(epoch, 0).tolist()))
+    assert len(found) == len(runs)
+
+
+@given(order=orders(), epoch=st.integers(0, 5), other=st.integers(1, 8))
+def test_a_global_batch_does_not_depend_on_the_world(order, epoch, other):
+    """Batches are full; a last batch smaller than the world joins the batch before it."""
+    elsewhere = replace(order, world_size=other)
+    for batch in range(order.num_samples // order.batch_size):
+        mine = order.global_indices(epoch, batch)[: order.batch_size]
+        theirs = elsewhere.global_indices(epoch, batch)[: order.batch_size]
+        torch.testing.assert_close(mine, theirs)
+
+
+def loader_of(num_samples, batch_size, **options):
+    data = TensorDataset(torch.arange(num_samples))
+    return DataLoader(data, batch_size=batch_size, **options)
+
+
+def check_loaders(order, epoch, num_workers=0):
+    """Assert that loaders give every rank what the order defines, in as many batches as their
+    `len`."""
+    options = {"shuffle": order.shuffle, "drop_last": order.drop_last, "num_workers": num_workers}
+    given = loader_of(order.num_samples, order.batch_size, **options)
+    for rank in range(order.world_size):
+        state = af.DistState(rank=rank, world_size=order.world_size, seed=order.seed)
+        loader = af.shard_loader(given, state)
+        epochs = list(loader.epochs(epoch + 1))
+        batches = [batch[0] for batch in epochs[epoch]]
+        assert len(batches) == len(loader) == len(epochs[epoch]) == order.num_batches()
+        for number, batch in enumerate(batches):
+            assert batch.equal(order.indices(epoch, number, rank))
+            assert batch.equal(loader.indices(epoch, number))
+        assert loader.global_indices(epoch, 0).equal(order.global_indices(epoch, 0))
+
+
+@given(order=orders(), epoch=st.integers(0, 5))
+@example(order=Order(4, 3, False, 9, True, 0), epoch=1)
+def test_loaders_follow_the_order(order, epoch):
+    check_loaders(order, epoch)
+
+
+@ours.share(0.16)
+@given(order=orders(max_world=3), epoch=st.integers(0, 1))
+def test_workers_change_nothing(order, epoch):
+    check_loaders(order, epoch, num_workers=2)
+
+
+@given(order=orders(max_samples=40, max_batch=12, max_world=4), position=st.integers(0, 60))
+def test_resuming_at_any_batch_is_going_on(order, position):
+    for rank in range(order.world_size):
+        state = af.DistState(rank=rank, world_size=order.world_size, seed=order.seed)
+        options = {"shuffle": order.shuffle, "drop_last": order.drop_last}
+        loader = af.shard_loader(loader_of(order.num_samples, order.batch_size, **options), state)
+        whole = [batch[0].tolist() for epoch in loader.epochs(3) for batch in epoch]
+        start = min(position, len(whole))
+        resumed = loader.epochs(3, since=af.DistState(step=start))
+        assert [batch[0].tolist() for epoch in resumed for batch in epoch] == whole[start:]
+        assert len(whole) == 3 * len(loader)
+
+
+@given(batch_size=st.integers(4, 16), num_samples=st.integers(8, 40), world_size=st.integers(1, 4))
+def test_training_through_the_loader_is_training_on_one_rank(batch_size, num_samples, world_size):
+    generator = torch.Generator().manual_seed(num_samples)
+    inputs = torch.randn(num_samples, 3, generator=generator).double()
+    targets = torch.randn(num_samples, 1, generator=generator).double()
+    tail = num_samples % batch_size
+    if tail < world_size:  # it would join the batch before it, which changes the run
+        num_samples -= tail
+    if not num_samples:
+        return
+    data = TensorDataset(inputs[:num_samples], targets[:num_samples])
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), af.clip(0.5))(plan))
+        loader = af.shard_loader(DataLoader(data, batch_size=batch_size, shuffle=True), state)
+        for epoch in loader.epochs(2, since=state):
+            for batch in epoch:
+                state, _ = step(state, tuple(batch))
+        return model.state_dict()
+
+    expected = simulate(run, world_size=1)[0]
+    for parameters in simulate(run, world_size=world_size):
+        ours.assert_close(parameters, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_samples", [5, 13, 64])
+def test_gathered_rows_are_in_the_order_of_the_data_set(world_size, num_samples):
+    def run(state):
+        loader = af.shard_loader(loader_of(num_samples, 5), state)
+        return torch.cat([af.gather(batch[0], state) for batch in loader]).tolist()
+
+    assert simulate(run, world_size=world_size) == [list(range(num_samples))] * world_size

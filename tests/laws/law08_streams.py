@@ -1,0 +1,274 @@
+"""Law 8 for streams: every item once, equally many batches, no empty part, for any shards."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import accel_fn as af
+from accel_fn.data.streams.rebalance import plan_moves
+from accel_fn.testing import simulate
+from tests.support import strategies as ours
+from tests.support.streams import (
+    Counting,
+    SelfSplitting,
+    Sharded,
+    global_batches,
+    ids,
+    joined,
+    samples,
+)
+
+
+@st.composite
+def cuts(draw, max_items=200):
+    """Draw a number of items, ranks, a batch size and `drop_last`."""
+    world_size = draw(st.integers(1, 8))
+    batch_size = draw(st.integers(world_size, 64))
+    return draw(st.integers(0, max_items)), world_size, batch_size, draw(st.booleans())
+
+
+def turns(data, world_size, batch_size, epochs=1, step=0, **options):
+    """Return what every rank gets of a stream in round robin, from states made by hand."""
+    found = []
+    for rank in range(world_size):
+        state = af.DistState(rank=rank, world_size=world_size, step=step)
+        loader = af.shard_loader(DataLoader(data, batch_size=batch_size, **options), state)
+        found.append(
+            [batch for epoch in loader.epochs(epochs, since=state) for batch in ids(epoch)]
+        )
+    return found
+
+
+@given(cut=cuts())
+@example(cut=(9, 3, 4, False))  # the last batch is smaller than the world
+@example(cut=(3, 3, 3, False))
+@example(cut=(0, 4, 8, False))
+def test_ranks_that_take_turns_give_the_stream_once_and_in_order(cut):
+    num_items, world_size, batch_size, drop_last = cut
+    expected = global_batches(list(range(num_items)), batch_size, world_size, drop_last)
+    if expected is None:
+        return  # too few items for the ranks are refused, as unit tests check
+    ranks = turns(Counting(num_items), world_size, batch_size, drop_last=drop_last)
+    assert joined(ranks) == expected
+    for parts in zip(*ranks, strict=True):
+        sizes = [len(part) for part in parts]
+        assert min(sizes) >= 1
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[0] - sizes[-1] <= 1
+
+
+@given(cut=cuts(), other=st.integers(1, 8))
+def test_a_global_batch_of_a_stream_does_not_depend_on_the_world(cut, other):
+    num_items, world_size, batch_size, drop_last = cut
+    whole = num_items // max(batch_size, other) * max(batch_size, other)  # drop the last batch
+    worlds = [
+        joined(turns(Counting(whole), each, max(batch_size, other), drop_last=drop_last))
+        for each in (world_size, other)
+    ]
+    assert worlds[0] == worlds[1]
+
+
+@given(cut=cuts(max_items=60), step=st.integers(0, 40))
+def test_resuming_in_a_stream_is_going_on(cut, step):
+    num_items, world_size, batch_size, drop_last = cut
+    data = Counting(num_items, shuffle=True)
+    if not global_batches(list(range(num_items)), batch_size, world_size, drop_last):
+        return
+    whole = turns(data, world_size, batch_size, epochs=3, drop_last=drop_last)
+    step = min(step, len(whole[0]))
+    rest = turns(data, world_size, batch_size, epochs=3, step=step, drop_last=drop_last)
+    assert rest == [parts[step:] for parts in whole]
+
+
+@pytest.mark.slow
+@given(cut=cuts(max_items=60), step=st.integers(0, 3))
+@ours.share(0.16)
+def test_workers_that_take_turns_change_nothing(cut, step):
+    num_items, world_size, batch_size, drop_last = cut
+    world_size = min(world_size, 3)
+    data = Counting(num_items, shuffle=True)
+    if not global_batches(list(range(num_items)), batch_size, world_size, drop_last):
+        return
+    options = {"step": step, "epochs": 8, "drop_last": drop_last}
+    alone = turns(data, world_size, batch_size, **options)
+    assert turns(data, world_size, batch_size, num_workers=2, **options) == alone
+
+
+@st.composite
+def shards(draw, max_world=5):
+    """Draw lengths of shards, also 0, at least one shard per rank."""
+    world_size = draw(st.integers(1, max_world))
+    lengths = draw(st.lists(st.integers(0, 40), min_size=world_size, max_size=2 * world_size))
+    batch_size = draw(st.integers(world_size, 24))
+    return lengths, world_size, batch_size, draw(st.booleans())
+
+
+def check_split(data, world_size, batch_size, drop_last, *, split="auto", num_workers=0):
+    """Assert that every item comes once, in the batches of the whole stream, in even parts."""
+    sizes = global_batches(data.items(), batch_size, world_size, drop_last)
+    if sizes is None:
+        return
+
+    def run(state):
+        options = {"drop_last": drop_last, "num_workers": num_workers}
+        loader = DataLoader(data, batch_size=batch_size, **options)
+        loader = af.shard_loader(loader, state, split=split)
+        whole = ids(loader)
+        step = len(whole) // 2
+        after = next(iter(loader.epochs(1, since=af.DistState(step=step))), [])
+        assert ids(after) == whole[step:]
+        return whole
+
+    ranks = simulate(run, world_size=world_size)
+    batches = joined(ranks)
+    assert [len(batch) for batch in batches] == [len(batch) for batch in sizes]
+    seen = sorted(item for batch in batches for item in batch)
+    assert len(set(seen)) == len(seen)
+    assert set(seen) <= set(data.items())
+    if not drop_last:
+        assert seen == sorted(data.items())
+    for parts in zip(*ranks, strict=True):
+        lengths = [len(part) for part in parts]
+        assert min(lengths) >= 1
+        assert max(lengths) - min(lengths) <= 1
+
+
+@given(drawn=shards())
+@ours.share(0.5)
+@example(drawn=([60, 0, 0], 3, 4, False))
+@example(drawn=([0, 0, 60], 3, 24, False))
+# a last batch of one item joins a batch for which nothing had to move
+@example(drawn=([5, 4, 4], 3, 4, False))
+@example(drawn=([0, 0], 2, 4, False))
+@example(drawn=([60] * 5, 5, 5, True))
+def test_every_item_of_uneven_shards_comes_once(drawn):
+    lengths, world_size, batch_size, drop_last = drawn
+    check_split(Sharded(lengths), world_size, batch_size, drop_last)
+
+
+@given(drawn=shards())
+@ours.share(0.5)
+@example(drawn=([60, 0, 0], 3, 4, False))
+def test_every_item_of_a_source_that_splits_itself_comes_once(drawn):
+    lengths, world_size, batch_size, drop_last = drawn
+    check_split(SelfSplitting(lengths), world_size, batch_size, drop_last, split="workers")
+
+
+@pytest.mark.slow
+@given(drawn=shards(max_world=3), split=st.sampled_from(["auto", "workers"]))
+@ours.share(0.16)
+def test_every_item_that_workers_read_comes_once(drawn, split):
+    lengths, world_size, batch_size, drop_last = drawn
+    data = Sharded(lengths) if split == "auto" else SelfSplitting(lengths)
+    check_split(data, world_size, batch_size, drop_last, split=split, num_workers=2)
+
+
+@given(held=st.lists(st.integers(0, 30), min_size=1, max_size=8), data=st.data())
+def test_moves_give_every_rank_what_it_needs(held, data):
+    """No rank sends what it needs itself, or sends to itself."""
+    total = data.draw(st.integers(0, sum(held)))
+    needs = [total // len(held) + (rank < total % len(held)) for rank in range(len(held))]
+    after = [has - need for has, need in zip(held, needs, strict=True)]
+    moves, left = plan_moves(held, needs)
+    for source, target, count in moves:
+        assert count >= 1
+        assert held[source] > needs[source]
+        assert held[target] < needs[target]
+        after[source] -= count
+        after[target] += count
+    assert after == left
+    assert min(left) >= 0
+
+
+@given(
+    num_batches=st.integers(1, 4),
+    batch_size=st.integers(4, 16),
+    world_size=st.integers(2, 4),
+)
+@ours.share(0.32)
+def test_training_on_a_stream_is_training_on_one_rank(num_batches, batch_size, world_size):
+    # if it joined the batch before, the run would be another one
+    tail = batch_size // 2 if batch_size // 2 >= world_size else 0
+    data = samples(range(num_batches * batch_size + tail))
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), af.clip(0.5))(plan))
+        loader = af.shard_loader(DataLoader(data, batch_size=batch_size), state)
+        for epoch in loader.epochs(2, since=state):
+            for batch in epoch:
+                state, _ = step(state, tuple(batch))
+        return model.state_dict()
+
+    expected = simulate(run, world_size=1)[0]
+    plain = ours.trained_by_hand(
+        ours.regression_model(),
+        [tuple(batch) for _ in range(2) for batch in DataLoader(data, batch_size=batch_size)],
+        max_norm=0.5,
+    )[1]
+    ours.assert_close(expected, plain)
+    for parameters in simulate(run, world_size=world_size):
+        ours.assert_close(parameters, expected)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_row_14_gathered_rows_of_a_stream_are_in_its_order_after_a_skip_too(step):
+    def run(state):
+        loader = af.shard_loader(DataLoader(Counting(13), batch_size=5), state)
+        (epoch,) = loader.epochs(1, since=replace(state, step=step))
+        return torch.cat([af.gather(batch, state) for batch in epoch]).tolist()
+
+    assert simulate(run, world_size=3) == [list(range(5 * step, 13))] * 3
+
+
+@pytest.mark.parametrize("data", [Sharded([30, 1, 2]), Sharded([0, 0, 9])])
+def test_row_14_gathered_rows_of_uneven_shards_are_all_rows_once(data):
+    def run(state):
+        loader = af.shard_loader(DataLoader(data, batch_size=4), state)
+        return sorted(torch.cat([af.gather(batch, state) for batch in loader]).tolist())
+
+    assert simulate(run, world_size=3) == [data.items()] * 3
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
+def test_row_11_a_run_resumed_in_the_middle_of_an_epoch_sees_every_item_once(before, after):
+    """The world size may change."""
+    data = Counting(64, shuffle=True)
+    first = joined(turns(data, before, 8))[:3]
+    rest = joined(turns(data, after, 8, step=3))
+    assert sorted(item for batch in first + rest for item in batch) == list(range(64))
+
+
+@pytest.mark.parametrize("lengths", [[9, 6, 3], [15, 0, 0]], ids=["uneven", "one"])
+def test_rows_2_and_3_uneven_shards_train_what_one_process_trains(lengths):
+    """The global batches are the same: nothing is repeated, and no mean of means is taken."""
+    data, seen = Sharded(lengths), []
+
+    def batch_of(ids):
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(3000, 4, generator=generator).double()[ids]
+        return rows[:, :3], rows[:, 3:]
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), af.clip(0.5))(plan))
+        for part in af.shard_loader(DataLoader(data, batch_size=4), state):
+            whole = af.gather(part, state).tolist()
+            seen.extend([whole] if state.is_main else [])
+            state, _ = step(state, batch_of(part.tolist()))
+        return model.state_dict()
+
+    results = simulate(run, world_size=3)
+    batches = [batch_of(batch) for batch in seen]
+    _, expected = ours.trained_by_hand(ours.regression_model(), batches, max_norm=0.5)
+    assert [len(batch) for batch in seen] == [
+        len(batch) for batch in global_batches(data.items(), 4, 3)
+    ]
+    for parameters in results:
+        ours.assert_close(parameters, expected)

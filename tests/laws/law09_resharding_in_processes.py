@@ -1,0 +1,83 @@
+"""Law 9 over real processes: a run continues as replicas, as shards and on one rank, in any
+order."""
+
+import json
+
+import pytest
+import torch
+
+import accel_fn as af
+from tests.laws.law03_real_processes import batches
+from tests.support import strategies as ours
+from tests.support.processes import launch
+
+LIFE = """
+import json
+import accel_fn as af
+from tests.support import strategies as ours
+from tests.laws.law03_real_processes import batches
+
+state = af.init(device="cpu", timeout_s=60)
+model = ours.regression_model(seed=9)
+plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+state, step = af.build(state, af.compose({wrap}, af.accumulate(2), af.clip(0.5))(plan))
+if af.latest({folder!r}):
+    state = af.load({folder!r}, state, step)
+else:
+    af.load_model(model, {start!r})
+for inputs, targets in batches("mse")[state.step : state.step + {steps}]:
+    mine = [each.tensor_split(state.world_size)[state.rank] for each in (inputs, targets)]
+    state, _ = step(state, tuple(mine))
+af.save({folder!r}, state, step)
+whole = ours.whole(model.state_dict())
+say(json.dumps({{name: value.tolist() for name, value in whole.items()}}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lives",
+    [
+        [(2, "af.wrap_ddp()", 2), (4, "af.wrap_fsdp()", 1), (1, "af.compose()", 2)],
+        [(1, "af.compose()", 1), (2, "af.wrap_fsdp()", 2), (3, "af.wrap_ddp()", 2)],
+        [(4, "af.wrap_fsdp(replicate=2)", 2), (2, "af.wrap_fsdp(offload=True)", 3)],
+    ],
+    ids=["replicas first", "alone first", "groups of shards first"],
+)
+def test_a_run_resumes_as_replicas_as_shards_and_alone(tmp_path, lives):
+    _, expected = ours.trained_by_hand(ours.regression_model(), batches("mse"), max_norm=0.5)
+    for found in last_of(lives, tmp_path):
+        ours.assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "wrap"),
+    [
+        (2, "af.wrap_fsdp()"),
+        (2, "af.wrap_fsdp(offload=True)"),
+        (4, "af.wrap_fsdp()"),
+        (4, "af.wrap_fsdp(replicate=2)"),
+    ],
+)
+def test_shards_that_continue_as_many_end_with_the_same_bits(tmp_path, world_size, wrap):
+    whole, stopped = (
+        last_of([(world_size, wrap, steps) for steps in lives], tmp_path / str(len(lives)))
+        for lives in ([5], [2, 2, 1])
+    )
+    for found, expected in zip(stopped, whole, strict=True):
+        ours.assert_identical(found, expected)
+
+
+def last_of(lives, folder):
+    """Run one world after the other; return the parameters of every rank of the last one."""
+    start, run = str(folder / "start"), str(folder / "run")
+    af.save_model(ours.regression_model(), start)
+    for world_size, wrap, steps in lives:
+        script = LIFE.format(wrap=wrap, folder=run, start=start, steps=steps)
+        told = launch(script, num_processes=world_size).splitlines()
+        assert len(told) == world_size
+    return [
+        {name: torch.tensor(value, dtype=torch.float64) for name, value in json.loads(line).items()}
+        for line in told
+    ]

@@ -1,0 +1,185 @@
+"""evaluate returns the figures of one process, for any data set size, batches and ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests.support import strategies as ours
+
+
+def regression_data(num_samples):
+    generator = torch.Generator().manual_seed(num_samples)
+    inputs = torch.randn(num_samples, ours.NUM_FEATURES, generator=generator).double()
+    return TensorDataset(inputs, torch.randn(num_samples, 1, generator=generator).double())
+
+
+def metric_fn(model, batch):
+    inputs, targets = batch
+    errors = (model(inputs) - targets).squeeze(1)
+    return {
+        "below": errors < 0.1,
+        "error": errors.abs(),
+        "by feature": errors.unsqueeze(1) * inputs,
+        "square": (errors.square().sum(), len(errors)),
+    }
+
+
+def by_hand(model, data):
+    with torch.no_grad():
+        inputs, targets = data.tensors
+        errors = (model(inputs) - targets).squeeze(1)
+        return {
+            "below": float((errors < 0.1).double().mean()),
+            "error": float(errors.abs().mean()),
+            "by feature": (errors.unsqueeze(1) * inputs).mean(dim=0),
+            "square": float(errors.square().mean()),
+            "loss": float(F.mse_loss(model(inputs), targets)),
+        }
+
+
+def evaluated(state, data, batch_size, num_microbatches, **options):
+    recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(num_microbatches))
+    state, step = ours.built(recipe, state)
+    loader = af.shard_loader(DataLoader(data, batch_size=batch_size, **options), state)
+    return {
+        **af.evaluate(step, loader, state, metric_fn),
+        **af.evaluate(step, af.prefetch(loader, state), state),
+    }
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        else:
+            assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+@given(
+    world_size=st.integers(1, 5),
+    more_samples=st.integers(0, 55),
+    larger_batch=st.integers(0, 60),
+    num_microbatches=st.integers(1, 9),
+    shuffle=st.booleans(),
+)
+@example(world_size=1, more_samples=0, larger_batch=0, num_microbatches=3, shuffle=False)
+def test_any_ranks_give_the_figures_of_one_process(
+    world_size, more_samples, larger_batch, num_microbatches, shuffle
+):
+    """Data sets have 1 to 60 samples, and batches have one for every rank."""
+    data = regression_data(world_size + more_samples)
+    batch_size = world_size + larger_batch
+    expected = by_hand(ours.regression_model(), data)
+    for found in simulate(
+        lambda state: evaluated(state, data, batch_size, num_microbatches, shuffle=shuffle),
+        world_size=world_size,
+    ):
+        assert_same(found, expected)
+
+
+def token_data(num_samples):
+    generator = torch.Generator().manual_seed(num_samples)
+    labels = torch.randint(0, ours.NUM_CLASSES, (num_samples, 6), generator=generator)
+    lengths = torch.randint(0, 7, (num_samples, 1), generator=generator)
+    labels[torch.arange(6) >= lengths] = -100
+    labels[0, 0] = 1
+    inputs = torch.randn(num_samples, 6, ours.NUM_FEATURES, generator=generator).double()
+    return [{"inputs": inputs[i], "labels": labels[i]} for i in range(num_samples)]
+
+
+@given(num_samples=st.integers(5, 20), batch_size=st.integers(5, 8), world_size=st.integers(1, 5))
+def test_a_loss_over_tokens_is_the_mean_over_all_tokens(num_samples, batch_size, world_size):
+    assert_same_token_loss(token_data(num_samples), batch_size, world_size)
+
+
+def test_row_4_a_mean_over_15_and_3_tokens_is_over_18_tokens():
+    """The mean of the two ranks' means would be far off."""
+    data = token_data(6)
+    for i, count in enumerate([6, 6, 3, 1, 1, 1]):
+        data[i]["labels"] = torch.where(torch.arange(6) < count, i % ours.NUM_CLASSES, -100)
+    assert_same_token_loss(data, 6, 2)
+    whole = torch.utils.data.default_collate(data)
+    halves = [{name: value[rows] for name, value in whole.items()} for rows in HALVES]
+    means = [float(ours.token_loss(ours.token_model(), half).detach()) for half in halves]
+    exact = float(ours.token_loss(ours.token_model(), whole).detach())
+    assert abs(sum(means) / 2 - exact) > 0.02 * exact
+
+
+HALVES = (slice(0, 3), slice(3, 6))
+
+
+def assert_same_token_loss(data, batch_size, world_size):
+    whole = torch.utils.data.default_collate(data)
+    expected = float(ours.token_loss(ours.token_model(), whole).detach())
+
+    def run(state):
+        state, step = ours.built(
+            af.compose(af.wrap_ddp(), af.accumulate(2)),
+            state,
+            model=ours.token_model(),
+            loss_fn=ours.token_loss,
+            weight_fn=af.num_labels("labels"),
+        )
+        loader = af.shard_loader(DataLoader(data, batch_size=batch_size), state)
+        by_another = af.evaluate(step, loader, state, doubled)
+        assert by_another["length"] == 6
+        return [af.evaluate(step, loader, state)["loss"], by_another["loss"] / 2]
+
+    for found in simulate(run, world_size=world_size):
+        assert found == pytest.approx([expected] * 2, rel=1e-12)
+
+
+def doubled(model, batch):
+    """Another loss than that of the plan, beside metrics: a mean, and a sum over a count of its own."""
+    labels = batch["labels"]
+    wide = (6 * (labels != -100).sum(), (labels != -100).sum())
+    return 2 * ours.token_loss(model, batch), {"one": 1.0, "length": wide}
+
+
+@pytest.mark.parametrize(("sizes", "world_size"), [((9, 6), 2), ((1, 4), 1)])
+def test_row_3_a_mean_of_rank_means_is_not_the_mean(sizes, world_size):
+    """With 9 and 6 samples, a mean of means is off by percents; a sum over counts is exact."""
+    data = regression_data(sum(sizes))
+    expected = by_hand(ours.regression_model(), data)
+    for found in simulate(lambda state: evaluated(state, data, 15, 1), world_size=world_size):
+        assert_same(found, expected)
+
+
+def test_row_14_a_metric_of_objects_counts_every_sample_once_and_raises_its_own_error():
+    """Two ranks hold seven samples in batches of 4, and the batches hold no tensor."""
+    data = [{"id": i, "boxes": [i] * (i % 3)} for i in range(7)]
+
+    def run(state):
+        state, step = ours.built(af.wrap_ddp(), state)
+        loader = af.shard_loader(DataLoader(data, batch_size=4, collate_fn=list), state)
+
+        def count_boxes(model, batch):
+            return {"boxes": (sum(len(each["boxes"]) for each in batch), len(batch))}
+
+        with pytest.raises((KeyError, RuntimeError), match="absent"):
+            af.evaluate(step, loader, state, lambda model, batch: {"x": batch[0]["absent"]})
+        return af.evaluate(step, loader, state, count_boxes)
+
+    assert simulate(run, world_size=2) == [{"boxes": 6 / 7}] * 2
+
+
+@given(num_samples=st.integers(3, 40), batch_size=st.integers(3, 16))
+def test_row_14_gathered_predictions_are_every_row_once_in_order(num_samples, batch_size):
+    data = regression_data(num_samples)
+    model = ours.regression_model()
+    with torch.no_grad():
+        expected = model(data.tensors[0])
+
+    def run(state):
+        loader = af.shard_loader(DataLoader(data, batch_size=batch_size), state)
+        with torch.no_grad():
+            return torch.cat([af.gather(model(inputs), state) for inputs, _ in loader])
+
+    for found in simulate(run, world_size=3):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,635 @@
+"""A loss is the mean or the sum over its items, as the plan says; the first step compares."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+from tests.laws.law03_real_processes import batches as fixed_batches
+from tests.laws.law03_worlds import dealt_batches
+from tests.support import strategies as ours
+from tests.support.processes import launch
+
+
+def summed(model, batch):
+    """Return the sum over samples."""
+    return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+
+def trained(parts, recipe, loss_fn=summed, check_loss=True, **options):
+    """Return the losses of each step and the parameters at the end, of each rank."""
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
+        state, step = af.build(state, recipe(plan), check_loss=check_loss)
+        losses = []
+        for batch in parts[state.rank]:
+            state, report = step(state, batch)
+            losses.append(float(report.loss))
+        return losses, ours.whole(model.state_dict())
+
+    return simulate(run, world_size=len(parts))
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
+@given(dealt=dealt_batches(strategies.batches(), 4), num_microbatches=st.integers(1, 3))
+def test_a_sum_is_that_of_one_process(wrap, dealt, num_microbatches):
+    batches, sizes = dealt
+    losses, expected = ours.trained_by_hand(
+        ours.regression_model(), batches, loss_fn=summed, optimizer=ours.sgd
+    )
+    recipe = af.compose(wrap, af.accumulate(num_microbatches))
+    for found, parameters in trained(ours.dealt(batches, sizes), recipe, reduction="sum"):
+        ours.assert_close(parameters, expected)
+        assert found == pytest.approx(losses, rel=1e-12)
+
+
+INPUTS = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3)
+BATCH = (INPUTS, INPUTS.sum(1, keepdim=True) + 0.5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_virtual_ranks_add_sums(world_size):
+    losses, expected = ours.trained_by_hand(
+        ours.regression_model(), [BATCH], loss_fn=summed, optimizer=ours.sgd
+    )
+    parts = ours.dealt_evenly([BATCH], world_size)
+    for found, parameters in trained(parts, af.reproducible(4), reduction="sum"):
+        ours.assert_close(parameters, expected)
+        assert found == pytest.approx(losses, rel=1e-12)
+
+
+CUT = [
+    (af.accumulate(2), 1),
+    (af.wrap_ddp(), 2),
+    (af.wrap_fsdp(), 2),
+    (af.reproducible(4), 1),
+    (af.compose(af.wrap_ddp(), af.accumulate("auto")), 2),
+    (af.compose(af.wrap_ddp(), af.accumulate(8)), 2),
+]
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), CUT)
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction", "words"),
+    [
+        (summed, "mean", r"return the mean .* got a sum.* use Plan\(..., reduction='sum'\)"),
+        (ours.mse, "sum", r"return the sum .* got a mean.* use Plan\(..., reduction='mean'\)"),
+    ],
+)
+def test_another_reduction_is_refused_on_every_rank(recipe, world_size, loss_fn, reduction, words):
+    parts = ours.dealt_evenly([BATCH], world_size)
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), reduction=reduction)
+        state, step = af.build(state, recipe(plan))
+        with pytest.raises(af.errors.LossError, match=words):
+            step(state, parts[state.rank][0])
+
+    simulate(run, world_size=world_size)
+
+
+@pytest.mark.parametrize("recipe", [af.wrap_ddp(), af.wrap_fsdp()], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[[0, 1, 1]], [[1, 1, 1]], [[0, 1, 0], [1, 0, 0], [0, 2, 1]]], ids=str
+)
+def test_the_first_global_batch_of_two_samples_is_compared(recipe, sizes):
+    """No rank has two samples in some; a batch of one sample is cut nowhere, so it trains right."""
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(summed, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, recipe(plan))
+        for size in sizes[:-1]:
+            state, _ = step(state, ours.rows(BATCH, 0, size[state.rank]))
+        with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
+            step(state, ours.rows(BATCH, 0, sizes[-1][state.rank]))
+
+    simulate(run, world_size=3)
+
+
+@pytest.mark.parametrize("of", [tuple, list, lambda pair: {"pair": [*pair]}])
+def test_single_samples_of_ranks_are_joined_in_any_structure(of):
+    def loss_fn(model, batch):
+        x, y = batch["pair"] if isinstance(batch, dict) else batch
+        return (model(x) - y).square().sum()
+
+    def run(state):
+        model = nn.Linear(3, 1).double()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)[state.rank :][:1]
+        with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
+            step(state, of((x, x[:, :1])))
+
+    simulate(run, world_size=2)
+
+
+def test_a_batch_that_cannot_be_compared_is_followed_by_others():
+    def loss_fn(model, batch):
+        if not torch.is_grad_enabled() and len(batch[0]) > 4:
+            raise ValueError("too long")
+        return summed(model, batch)
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, _ = step(state, ours.rows(BATCH, 0, 5))
+        assert step.checks.loss.verdict.startswith("could not be compared")
+        with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
+            step(state, ours.rows(BATCH, 0, 4))
+
+    simulate(run, world_size=2)
+
+
+def test_parts_without_items_are_left_out():
+    """Their mean is that of nothing; the comparison waits for a batch with items in two parts."""
+
+    def loss_fn(model, batch):
+        labels = batch[1][:, 0] > 0
+        return (model(batch[0])[:, 0] * labels).sum() / labels.sum().clamp_min(1)
+
+    inputs = torch.ones(4, 3, dtype=torch.float64)
+    batches = [
+        (inputs, torch.tensor(counts, dtype=torch.float64)[:, None])
+        for counts in ([1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0])
+    ]
+    model = ours.regression_model()
+    plan = af.Plan(
+        loss_fn, model, ours.sgd(model.parameters()), weight_fn=lambda batch: batch[1].sum()
+    )
+    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    for batch in batches:
+        state, _ = step(state, batch)
+        if batch is not batches[-1]:
+            assert "all but one part of each batch weigh nothing" in step.checks.loss.verdict
+    assert "is a mean over the items of batch 3" in step.checks.loss.verdict
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), CUT)
+def test_what_is_neither_is_warned_of_on_the_main_rank(recipe, world_size):
+    """A loss over pairs of samples is such a case; a line of `explain` reports it."""
+
+    def loss_fn(model, batch):
+        outputs = model(batch[0])
+        return (outputs - outputs.T).square().sum() + 1.0
+
+    parts = ours.dealt_evenly([BATCH], world_size)
+
+    def run(state):
+        model = ours.regression_model()
+        state, step = af.build(state, recipe(af.Plan(loss_fn, model, ours.sgd(model.parameters()))))
+        step(state, parts[state.rank][0])
+        return af.explain(step, state).splitlines()[-1]
+
+    words = r"step: loss_fn should return the mean .* got one in batch 1 that is neither a mean nor"
+    with pytest.warns(UserWarning, match=words) as warned:
+        lines = simulate(run, world_size=world_size)
+    assert [each.filename for each in warned] == [__file__]
+    for line in lines:
+        assert "check      the loss is neither a mean nor a sum over the items of batch 1" in line
+
+
+def test_a_loss_whose_batches_the_user_cuts_is_described_without_a_warning():
+    """The parts of the user's own cut may agree where those of others do not."""
+
+    def loss_fn(model, batch):
+        outputs = model(batch[0])
+        return (outputs - outputs.T).square().sum() + 1.0
+
+    model = ours.regression_model()
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), af.accumulate(split=lambda batch: [batch])(plan))
+    step(state, BATCH)  # a warning would be an error
+    assert "is neither a mean nor a sum" in step.checks.loss.verdict
+
+
+@pytest.mark.parametrize("loss_fn", [ours.mse, summed])
+def test_without_the_comparison_both_train(loss_fn):
+    trained([[BATCH]], af.accumulate(2), loss_fn, check_loss=False)
+
+
+def test_a_batch_that_is_never_cut_is_not_compared():
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(len(batch[0]))
+        return summed(model, batch)
+
+    trained([[BATCH, BATCH]], af.clip(1.0), loss_fn)
+    assert calls == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "batch"),
+    [
+        (af.accumulate(2), [*BATCH]),
+        (af.accumulate("auto"), [*BATCH]),
+        (af.accumulate(2, split=None), [ours.rows(BATCH, 0, 4), ours.rows(BATCH, 4, 8)]),
+    ],
+    ids=["a pair as torch collates it", "the same, auto", "micro-batches"],
+)
+def test_a_list_is_a_batch_or_holds_microbatches(recipe, batch):
+    model = ours.regression_model()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), recipe(plan))
+    step(state, batch)
+    assert step.checks.loss.verdict.startswith("is a mean over the items")
+
+
+def test_batches_1_2_10_and_100_are_compared():
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(len(batch[0]))
+        return ours.mse(model, batch)
+
+    trained([[BATCH] * 101], af.accumulate(2), loss_fn)
+    compared, steps = [8, 4, 4, 4, 4, 3, 3, 2, 8], [4, 4]
+    with_comparison = [
+        compared + steps if number in (1, 2, 10, 100) else steps for number in range(1, 102)
+    ]
+    assert calls == [size for sizes in with_comparison for size in sizes]
+
+
+class Marked(nn.Module):
+    """A model whose forward changes a buffer, attributes and random generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1, dtype=torch.float64)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.count = 0
+        self.cache = None
+
+    def forward(self, inputs):
+        self.calls += 1
+        self.count += 1
+        self.cache = inputs
+        self.extra = torch.rand(3)
+        return self.layer(self.dropout(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
+def test_the_comparison_leaves_no_trace():
+    seen = []
+
+    def run(check_loss):
+        torch.manual_seed(0)
+        model = Marked()
+        model.dropout.eval()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(af.DistState(), af.accumulate(2)(plan), check_loss=check_loss)
+        state, report = step(state, BATCH)
+        seen.append(report.loss)
+        assert (model.count, float(model.calls), model.training) == (2, 2.0, True)
+        assert not model.dropout.training
+        assert ("a mean" in step.checks.loss.verdict) is check_loss
+        return model.state_dict(), torch.rand(3)
+
+    with_check, without = run(True), run(False)
+    ours.assert_identical(with_check[0], without[0])
+    assert with_check[1].equal(without[1])
+    assert seen[0].equal(seen[1])
+
+
+def test_a_comparison_that_fails_is_left_to_the_step():
+    def loss_fn(model, batch):
+        if not torch.is_grad_enabled():
+            raise ValueError("no graph")
+        return ours.mse(model, batch)
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        step(state, ours.dealt_evenly([BATCH], 2)[state.rank][0])
+        return step.checks.loss.verdict
+
+    assert (
+        simulate(run, world_size=2)
+        == [
+            "could not be compared with those of its parts: ValueError in a forward in evaluation mode"
+        ]
+        * 2
+    )
+
+
+def causal_loss(model, batch):
+    """A mean over labels without the first of each row, as in transformers' language models."""
+    logits = model(batch["inputs"])[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, batch["labels"][:, 1:].flatten())
+
+
+def causal_batch():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, ours.NUM_CLASSES, (6, 5), generator=generator)
+    for row, length in enumerate((5, 2, 3, 4, 2, 5)):
+        labels[row, length:] = -100
+    inputs = torch.randn(6, 5, ours.NUM_FEATURES, generator=generator, dtype=torch.float64)
+    return {"inputs": inputs, "labels": labels}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+def test_shifted_labels_are_counted_without_the_first_of_each_row(world_size, num_microbatches):
+    batch = causal_batch()
+    losses, expected = ours.trained_by_hand(
+        ours.token_model(), [batch], loss_fn=causal_loss, optimizer=ours.sgd
+    )
+
+    def run(state):
+        model = ours.token_model()
+        weight_fn = af.num_labels("labels", shift=1)
+        plan = af.Plan(causal_loss, model, ours.sgd(model.parameters()), weight_fn)
+        recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches))
+        state, step = af.build(state, recipe(plan))
+        rows = torch.arange(6).tensor_split(world_size)[state.rank]
+        state, report = step(state, {name: each[rows] for name, each in batch.items()})
+        return float(report.loss), model.state_dict()
+
+    for loss, parameters in simulate(run, world_size=world_size):
+        assert loss == pytest.approx(losses[0], rel=1e-12)
+        ours.assert_close(parameters, expected)
+
+
+CLASS_WEIGHT = torch.linspace(0, 3, ours.NUM_CLASSES, dtype=torch.float64)
+
+
+def weighted_loss(model, batch):
+    logits = model(batch["inputs"])[:, batch["shift"] :].flatten(0, 1)
+    labels = batch["labels"][:, batch["shift"] :].flatten()
+    return F.cross_entropy(logits, labels, weight=CLASS_WEIGHT)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+def test_labels_count_as_much_as_their_classes_weigh(world_size, num_microbatches, shift):
+    batch = causal_batch() | {"shift": shift}
+    losses, expected = ours.trained_by_hand(
+        ours.token_model(), [batch] * 2, loss_fn=weighted_loss, optimizer=ours.sgd
+    )
+
+    def run(state):
+        model = ours.token_model()
+        weight_fn = af.num_labels("labels", shift=shift, class_weight=CLASS_WEIGHT)
+        plan = af.Plan(weighted_loss, model, ours.sgd(model.parameters()), weight_fn)
+        recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches))
+        state, step = af.build(state, recipe(plan))
+        rows = torch.arange(6).tensor_split(world_size)[state.rank]
+        mine = {name: batch[name][rows] for name in ("inputs", "labels")} | {"shift": shift}
+        for _ in range(2):
+            state, report = step(state, mine)
+        return float(report.loss), model.state_dict()
+
+    for loss, parameters in simulate(run, world_size=world_size):
+        assert loss == pytest.approx(losses[-1], rel=1e-12)
+        ours.assert_close(parameters, expected)
+
+
+def test_a_loss_over_one_label_a_sample_is_compared():
+    """Such labels have no first one in a row, which another `shift` would leave out."""
+    labels = torch.tensor([0, 1, 2, -100, 0, -100, 1, 2])
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    model = nn.Linear(3, 3).double()
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), weight_fn=af.num_labels(1))
+    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
+        step(state, (INPUTS, labels))
+
+
+def test_another_shift_is_refused_with_class_weights_too():
+    model = ours.token_model()
+    weight_fn = af.num_labels("labels", class_weight=CLASS_WEIGHT)
+    plan = af.Plan(weighted_loss, model, ours.sgd(model.parameters()), weight_fn)
+    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    with pytest.raises(af.errors.LossError, match="where shift=1 fits"):
+        step(state, causal_batch() | {"shift": 1})
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "shift", "words"),
+    [
+        (causal_loss, 0, r"got num_labels\(shift=0\) where shift=1 fits"),
+        (ours.token_loss, 1, r"got num_labels\(shift=1\) where shift=0 fits"),
+    ],
+)
+def test_another_shift_is_refused(loss_fn, shift, words):
+    model = ours.token_model()
+    weight_fn = af.num_labels("labels", shift=shift)
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), weight_fn)
+    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    with pytest.raises(af.errors.LossError, match=words):
+        step(state, causal_batch())
+
+
+@pytest.mark.parametrize("metric_fn", [None, lambda model, batch: (summed(model, batch), {})])
+def test_evaluate_gives_the_mean_over_items_of_a_sum(metric_fn):
+    model = ours.regression_model()
+    plan = af.Plan(summed, model, ours.sgd(model.parameters()), reduction="sum")
+    state, step = af.build(af.DistState(), plan)
+    found = af.evaluate(step, [BATCH, ours.rows(BATCH, 0, 3)], state, metric_fn)
+    total = summed(model, BATCH) + summed(model, ours.rows(BATCH, 0, 3))
+    assert found["loss"] == pytest.approx(float(total.detach()) / 11, rel=1e-12)
+
+
+def test_bad_arguments_are_refused():
+    model = ours.regression_model()
+    with pytest.raises(af.AccelError, match='reduction must be "mean" or "sum", got \'none\''):
+        af.Plan(ours.mse, model, ours.sgd(model.parameters()), reduction="none")
+    with pytest.raises(af.AccelError, match="shift must be an integer >= 0, got -1"):
+        af.num_labels("labels", shift=-1)
+    with pytest.raises(af.AccelError, match="shift must be an integer >= 0, got True"):
+        af.num_labels("labels", shift=True)
+    with pytest.raises(af.AccelError, match=r"lead to labels \[num_samples, length, ...\]"):
+        af.num_labels("labels", shift=1)({"labels": torch.ones(3)})
+    with pytest.raises(af.errors.PlanError, match="local_sgd must train on a mean"):
+        trained([[BATCH], [BATCH]], af.local_sgd(2), reduction="sum")
+
+
+TRAIN = """
+import json, torch
+import accel_fn as af
+from tests.support import strategies as ours
+from tests.laws.law03_real_processes import batches, shard
+from tests.laws.law14_reduction import summed
+
+state = af.init(device="cpu", timeout_s=60)
+model = ours.regression_model()
+plan = af.Plan(summed, model, ours.sgd(model.parameters()), reduction="sum")
+state, step = af.build(state, af.compose(af.place(), af.wrap_ddp(), af.accumulate(2))(plan))
+losses = []
+for index, batch in enumerate(batches("mse")):
+    state, report = step(state, shard(batch, state, index))
+    losses.append(float(report.loss))
+say(json.dumps(losses))
+"""
+
+
+@pytest.mark.slow
+def test_sums_over_processes_are_those_of_one():
+    losses, _ = ours.trained_by_hand(
+        ours.regression_model(), fixed_batches("mse"), loss_fn=summed, optimizer=ours.sgd
+    )
+    for line in launch(TRAIN, num_processes=2).splitlines():
+        assert json.loads(line) == pytest.approx(losses, rel=1e-12)
+
+
+def test_a_model_that_was_left_in_evaluation_mode_is_warned_of_once():
+    model = ours.regression_model().eval()
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), plan)
+    with pytest.warns(UserWarning, match="model should be in training mode, got a Sequential in"):
+        state, _ = step(state, BATCH)
+    step(state, BATCH)  # warnings are errors in tests
+
+
+def stepped(loss_fn, recipe, parts, num_steps=1, **options):
+    """Return the last line of `explain` after some steps over the same batch, of each rank."""
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
+        state, step = af.build(state, recipe(plan))
+        for _ in range(num_steps):
+            state, _ = step(state, parts[state.rank][0])
+        return af.explain(step, state).splitlines()[-1]
+
+    return simulate(run, world_size=len(parts))
+
+
+def test_a_loss_whose_parts_agree_in_the_first_batch_alone_is_warned_of_in_the_second():
+    calls = []
+
+    def loss_fn(model, batch):
+        loss = ours.mse(model, batch)
+        calls.append(torch.is_grad_enabled())
+        return loss.sqrt() if sum(calls) > 1 else loss
+
+    with pytest.warns(UserWarning, match="got one in batch 2 that is neither a mean nor a sum"):
+        (line,) = stepped(loss_fn, af.accumulate(2), [[BATCH]], num_steps=2)
+    assert "neither a mean nor a sum over the items of batch 2" in line
+
+
+STATE = r"step: loss_fn should return the same loss for the same batch, got .*: it keeps state, or"
+
+
+@pytest.mark.parametrize("recipe", [af.accumulate(2), af.reproducible(1)])
+def test_a_loss_that_keeps_state_is_warned_of_and_not_judged(recipe):
+    past = []
+
+    def loss_fn(model, batch):
+        past.append(len(batch[0]))
+        return summed(model, batch) + sum(past)
+
+    with pytest.warns(UserWarning, match=STATE) as warned:
+        (line,) = stepped(loss_fn, recipe, [[BATCH]], num_steps=3)
+    assert len(warned) == 1
+    assert "the loss differs from run to run" in line
+
+
+def test_a_loss_with_a_generator_of_its_own_is_warned_of():
+    generator = torch.Generator().manual_seed(0)
+
+    def loss_fn(model, batch):
+        noise = torch.randn(batch[0].shape, generator=generator, dtype=torch.float64)
+        return ours.mse(model, (batch[0] + noise, batch[1]))
+
+    with pytest.warns(UserWarning, match=STATE):
+        stepped(loss_fn, af.accumulate(2), [[BATCH]])
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), CUT)
+def test_a_loss_that_draws_from_a_global_generator_is_not_judged(recipe, world_size):
+    def loss_fn(model, batch):
+        return ours.mse(model, (batch[0] + torch.randn(batch[0].shape).double(), batch[1]))
+
+    for line in stepped(loss_fn, recipe, ours.dealt_evenly([BATCH], world_size), num_steps=2):
+        assert "the loss draws random numbers, so it cannot be compared" in line
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=str)
+def test_a_loss_of_the_whole_batch_by_collectives_is_not_warned_of(wrap):
+    def run(state):
+        def loss_fn(model, batch):
+            outputs = af.gather(model(batch[0]), state)
+            return (outputs - outputs.T).square().sum() + 1.0
+
+        model = ours.regression_model()
+        state, step = af.build(state, wrap(af.Plan(loss_fn, model, ours.sgd(model.parameters()))))
+        step(state, ours.dealt_evenly([BATCH], 2)[state.rank][0])
+        return af.explain(step, state).splitlines()[-1]
+
+    for line in simulate(run, world_size=2):
+        assert line.endswith("the loss is of the whole batch: it calls collectives")
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_batch_in_one_part_is_not_compared(num_microbatches):
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(len(batch[0]))
+        return ours.mse(model, batch)
+
+    stepped(loss_fn, af.accumulate(num_microbatches), [[BATCH]])
+    assert (len(calls) == 1) is (num_microbatches == 1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (
+            lambda model, batch: ours.mse(model, batch).sqrt(),
+            "neither.*of the term 'bad' parts give",
+        ),
+        (summed, "neither.*of the term 'bad' parts give"),
+    ],
+)
+def test_each_term_is_compared(bad, words):
+    def loss_fn(model, batch):
+        return {"good": ours.mse(model, batch), "bad": bad(model, batch)}
+
+    weight_fn = dict.fromkeys(("good", "bad"), af.num_samples)
+    with pytest.warns(UserWarning, match=words):
+        stepped(loss_fn, af.accumulate(2), [[BATCH]], weight_fn=weight_fn)
+
+
+def test_terms_that_are_all_sums_are_refused():
+    def loss_fn(model, batch):
+        return {"a": summed(model, batch), "b": 2 * summed(model, batch)}
+
+    with pytest.raises(af.errors.LossError, match=r"must return the mean over .* got a sum"):
+        stepped(
+            loss_fn,
+            af.accumulate(2),
+            [[BATCH]],
+            weight_fn=dict.fromkeys(("a", "b"), af.num_samples),
+        )
+
+
+def test_a_cut_with_a_part_that_is_not_finite_is_left_out():
+    """The spread of one row is not a number; thirds and every second row have more of them."""
+
+    def loss_fn(model, batch):
+        outputs = model(batch[0])
+        unknown = outputs.new_tensor(math.nan if len(outputs) == 3 else 0.0)
+        return ours.mse(model, batch) + unknown
+
+    (line,) = stepped(loss_fn, af.accumulate(2), [[BATCH]])
+    assert "is a mean over the items of batch 1" in line
