@@ -30,6 +30,7 @@ DDP, FSDP = "transforms/ddp/ddp.py", "transforms/fsdp/fsdp.py"
 ADVANCE, AVERAGE = "transforms/schedule/advance.py", "transforms/average.py"
 RESUMED_SCHEDULES = "checkpoint/schedules.py"
 ORDER, SOURCE = "data/order.py", "data/indexed/indexed_source.py"
+BY_HAND = f"{LAWS}01_no_transforms.py {LAWS}02_accumulation.py"
 WORLDS, SCALING = f"{LAWS}03_worlds.py", f"{LAWS}07_scaling.py"
 SHARE = "return shares(weight, total, self._num_ranks)"
 FINITE = "finite = None if state.scaler is None else torch.isfinite(grads.norm())"
@@ -82,14 +83,14 @@ MUTANTS = [
         MEAN,
         SHARE,
         "return float(self._num_ranks * weight > 0) if total else 0.0",
-        f"{LAWS}02_accumulation.py",
+        BY_HAND,
     ),
     Mutant(
         "the tail is divided by the full count",
         MEAN,
         SHARE,
         "return weight * self._num_ranks / max(total, 8) if total else 0.0",
-        f"{LAWS}02_accumulation.py",
+        BY_HAND,
     ),
     Mutant(
         "the reported loss is that of one rank",
@@ -103,7 +104,7 @@ MUTANTS = [
         MEAN,
         "self.add_scaled(loss, metrics, shares(weight, self.total()))",
         "self.add_scaled(loss, metrics, 0.5)",
-        f"{LAWS}02_accumulation.py",
+        BY_HAND,
     ),
     Mutant(
         "terms share the denominator of the first one",
@@ -139,7 +140,7 @@ MUTANTS = [
         "base/weights.py",
         "int(torch.count_nonzero(counted != ignore_index))",
         "counted.numel()",
-        f"{LAWS}02_accumulation.py",
+        BY_HAND,
     ),
     Mutant(
         "one layer, the head, is not synchronised",
@@ -448,7 +449,7 @@ MUTANTS = [
         STRATEGY,
         "return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)",
         "return _NOTHING",
-        f"{LAWS}running_statistics.py",
+        "tests/observe/test_running_statistics.py",
         kind="models.batch_norm",
     ),
     Mutant(
