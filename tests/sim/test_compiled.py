@@ -7,8 +7,8 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 import accel_fn as af
-from tests.compilers import looks_at_gradients
 from tests.sim.programs import OPTIMIZERS, assert_equal, train
+from tests.support.compilers import looks_at_gradients
 
 pytestmark = looks_at_gradients
 
