@@ -140,7 +140,7 @@ def shown(value: object) -> str:
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """Yield `repr(value)` in pieces; items of a list, a tuple or a dict as they are asked for."""
+    """Yield `repr(value)` in pieces; items of a list, a tuple or a dict one at a time."""
     if type(value) is dict:
         yield "{"
         for number, (key, each) in enumerate(value.items()):
@@ -160,7 +160,7 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 def check_positive(function: str, parameter: str, value: float, repair: str = "") -> float:
-    """Return a finite real number > 0 as a float; refuse all else, booleans too."""
+    """Return a finite real number > 0 as a float; refuse anything else, booleans too."""
     rule = "be a finite number > 0"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(message(function, parameter, rule, value, repair))
@@ -172,7 +172,7 @@ def check_positive(function: str, parameter: str, value: float, repair: str = ""
 def check_count(
     function: str, parameter: str, value: int, *, minimum: int = 1, repair: str = ""
 ) -> int:
-    """Return an integer >= `minimum`; refuse all else, booleans too."""
+    """Return an integer >= `minimum`; refuse anything else, booleans too."""
     rule = f"be an integer >= {minimum}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ArgumentTypeError(message(function, parameter, rule, value, repair))
@@ -201,10 +201,10 @@ def check_only(function: str, only: object) -> None:
         raise ArgumentError(message(function, "only", 'be "trained" or None', only))
 
 
-def check_alike(
+def check_equal(
     values: Sequence[object], rule: str, repair: str = "", error: type[AccelError] = ReplicaError
 ) -> None:
-    """Raise unless the values of all ranks, in rank order, are equal: `<rule>, got <one> and <another>`."""
+    """Raise unless the values, one for each rank, are equal: `<rule>, got <one> and <another>`."""
     for rank, value in enumerate(values):
         if value != values[0]:
             ending = f"; {repair}" if repair else ""

@@ -19,7 +19,7 @@ _WEIGHT_FN = "give Plan a weight_fn and accumulate a split for such data"
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply `fn` to every tensor of `tree`; keep all else.
+    """Apply `fn` to every tensor of `tree`; keep everything else.
 
     Tuples, lists and dicts are walked here, several times faster than by torch's pytree,
     which walks all other registered classes. A `Mapping` of any other class is walked too.
@@ -70,7 +70,7 @@ def to_device(tree: T, state: DistState) -> T:
 
     Args:
         tree: tensors in tuples, lists, dicts, any `Mapping`, and classes that torch's pytree knows;
-            all else is kept.
+            everything else is kept.
         state: of this rank.
 
     Returns:

@@ -72,7 +72,7 @@ pytree.register_pytree_node(_Node, lambda node: (node.values, node.form), _resto
 
 
 def node_of(tree: Any) -> Any:
-    """Return a mapping that pytree does not know as a node that it knows; all else as it is."""
+    """Return a mapping that pytree does not know as a node that it knows; anything else as it is."""
     if type(tree) not in pytree.SUPPORTED_NODES and isinstance(tree, Mapping):
         return _Node([*tree.values()], _Form(tree))
     return tree

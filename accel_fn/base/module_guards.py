@@ -24,7 +24,7 @@ class ModuleGuards:
     """The hooks of a module and of those inside it, and the methods of their classes.
 
     torch has `skip_nnmodule_hook_guards`: once a module without hooks is compiled, its graph is
-    run without those that come later. Guards look at hooks that were there, and at all else.
+    run without those that come later. Its guards look at the hooks that were there, and at everything else.
     """
 
     def __init__(self, module: nn.Module) -> None:

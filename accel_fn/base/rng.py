@@ -55,7 +55,7 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
-def kept_random(device: torch.device) -> Iterator[None]:
+def exclusive_random(device: torch.device) -> Iterator[None]:
     """Restore all of them at the end of the context; no other simulated rank enters it meanwhile."""
     with GENERATORS, restored_random(device):
         yield

@@ -214,7 +214,7 @@ class DistState:
             self._check()
 
     def _check(self) -> None:
-        """Check every rule, with its message: apart, since each step makes a state."""
+        """Check every rule, with its message. Each step makes a state, so `__post_init__` is faster."""
         for name, minimum in _COUNTS.items():
             check_count("DistState", name, getattr(self, name), minimum=minimum)
         if self.rank >= self.world_size:

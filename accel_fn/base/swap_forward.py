@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def with_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Give modules these forwards inside the context; hooks and all else stay."""
+    """Give modules these forwards inside the context; hooks and everything else stay."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         vars(module)["forward"] = forward

@@ -31,7 +31,7 @@ _is_uncompiled = ContextVar("_is_uncompiled", default=False)
 
 
 def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Call `torch.compile`; its graphs are counted apart from those of any other function.
+    """Call `torch.compile`; its graphs are counted separately from those of any other function.
 
     So are those of functions inside, which torch compiles by themselves where a graph breaks. It
     would run them for another model of the class, without that model's hooks. torch before 2.13

@@ -17,7 +17,7 @@ from accel_fn.checkpoint.tied_weights import is_expanded
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import local
 from accel_fn.comm.primitives import exchange
-from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, check_folder, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_equal, check_folder, message
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
@@ -69,7 +69,7 @@ def check_at(at: str | int, function: str) -> None:
     is_number = isinstance(at, numbers.Integral) and not isinstance(at, bool) and at >= 0
     if not is_number and not (isinstance(at, str) and is_name(at)):
         rule = 'be "latest", the number of a step or the name of a checkpoint'
-        repair = "folder says where it is" if isinstance(at, str | os.PathLike) else ""
+        repair = "give its path as folder" if isinstance(at, str | os.PathLike) else ""
         raise ArgumentTypeError(message(function, "at", rule, at, repair))
 
 
@@ -83,4 +83,4 @@ def check_same(given: Mapping[str, object], state: DistState, function: str) -> 
     ranks = exchange(given, state, function)
     for name in given:
         rule = f"{function}: {name} must be the same on every rank"
-        check_alike([repr(each[name]) for each in ranks], rule, error=ArgumentError)
+        check_equal([repr(each[name]) for each in ranks], rule, error=ArgumentError)

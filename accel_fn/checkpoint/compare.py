@@ -90,7 +90,7 @@ def fitting(entries: Mapping[str, Entry | FrozenEntry], contents: RunState) -> d
     return {
         name: tensor
         for name, tensor in contents.tensors.items()
-        if is_model(name) and _is_alike(entries.get(name), tensor)
+        if is_model(name) and _fits(entries.get(name), tensor)
     }
 
 
@@ -101,7 +101,7 @@ def misfits(manifest: Manifest, contents: RunState) -> dict[str, str]:
         for place, function in contents.stateful.items()
         if any(name.startswith(place) for name in manifest.entries)
         and not all(
-            _is_alike(manifest.entries.get(name), tensor)
+            _fits(manifest.entries.get(name), tensor)
             for name, tensor in contents.tensors.items()
             if name.startswith(place)
         )
@@ -128,7 +128,7 @@ def is_model(name: str) -> bool:
     return name.startswith(_MODEL)
 
 
-def _is_alike(entry: Entry | FrozenEntry | None, tensor: Tensor) -> bool:
+def _fits(entry: Entry | FrozenEntry | None, tensor: Tensor) -> bool:
     here = name_of_dtype(tensor.dtype), tuple(tensor.shape)
     return entry is not None and (entry.dtype, entry.shape) == here
 

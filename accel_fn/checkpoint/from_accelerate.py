@@ -255,8 +255,8 @@ def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any], undo: ExitStack)
 
 
 def _shard(value: Any, parameter: Tensor) -> Any:
-    is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
-    return shard_like(value, parameter) if is_alike and is_sharded(parameter) else value
+    has_shape = isinstance(value, Tensor) and value.shape == parameter.shape
+    return shard_like(value, parameter) if has_shape and is_sharded(parameter) else value
 
 
 def _scale(saved: Mapping[str, Any], scaler: LossScale) -> LossScale:

@@ -248,9 +248,9 @@ class _Loading:
                 self._tensors |= targets_for(kind, plan, name, before.tensors, specs)
         buffers = self._of_rank["buffers"]
         names = self._tensors.keys() & buffers.keys() & set(before.buffers)
-        # In a world of another size, every rank has the buffers of rank 0.
-        is_alike = manifest.world_size == self._state.world_size
-        self._buffers = {name: buffers[name] for name in names if is_alike}
+        # In a world of another size, every rank takes the buffers of rank 0.
+        same_size = manifest.world_size == self._state.world_size
+        self._buffers = {name: buffers[name] for name in names if same_size}
 
     def check_frozen(self, here: Mapping[str, frozen.Hashed]) -> None:
         try:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, Se
 from accel_fn.checkpoint.run_state import Steps, stateful_functions
 from accel_fn.errors import ArgumentError, message
 from accel_fn.transforms.schedule.advance import Schedule, by_optimizer
-from accel_fn.transforms.schedule.schedule import heeds_metric
+from accel_fn.transforms.schedule.schedule import takes_metric
 
 Choice = Literal["saved", "program"] | None
 _LENGTHS = ("total_steps", "T_max", "total_iters", "milestones", "_milestones")
@@ -158,7 +158,7 @@ def _parts(
 
 def _in_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[_Saved]:
     for name, extra in extras.items():
-        if name in saved and (isinstance(extra, LRScheduler) or heeds_metric(extra)):
+        if name in saved and (isinstance(extra, LRScheduler) or takes_metric(extra)):
             yield _Saved(f"extras/{name}", extra, saved[name], None)
 
 
@@ -183,7 +183,7 @@ def _other_lengths(each: _Saved, here: Mapping[str, Any]) -> Iterator[str]:
 
 def _obstacles(each: _Saved, here: Mapping[str, Any]) -> Iterator[str]:
     kind = type(each.scheduler).__name__
-    if heeds_metric(each.scheduler):
+    if takes_metric(each.scheduler):
         yield f'{each.name}: {kind} follows metrics, which are not saved; give schedule="saved"'
         return
     count, now = _count(each.state), _count(here)

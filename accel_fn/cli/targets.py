@@ -66,7 +66,7 @@ def _load_module(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # If the missing module is not on the way to this one, this one imports it in vain.
+            # If the missing module is not on the way to this one, this one imports it and fails.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     repair = f"{name}.py is a file: write {name}.py:NAME" if Path(f"{name}.py").is_file() else ""

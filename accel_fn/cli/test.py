@@ -190,10 +190,10 @@ def _print_as_json(report: RankReport, merged: Sequence[Outcome]) -> None:
 
 def _print_row(verdict: Outcome) -> None:
     """Print one promise; colours go where the output is no terminal."""
-    word, colour = ("holds", "green") if verdict.holds else ("broken", "red")
+    status, colour = ("holds", "green") if verdict.holds else ("broken", "red")
     largest = "-" if verdict.largest is None else f"{verdict.largest:.3g}"
-    row = wrapped(f"{word:<8}{largest:>9}{verdict.bound:>8g}  ", verdict.promise)
-    click.echo(click.style(word, fg=colour) + row.removeprefix(word))
+    row = wrapped(f"{status:<8}{largest:>9}{verdict.bound:>8g}  ", verdict.promise)
+    click.echo(click.style(status, fg=colour) + row.removeprefix(status))
     if verdict.error:
         click.echo(wrapped(_HANGING, verdict.error.splitlines()[-1]))
 

@@ -29,8 +29,8 @@ from accel_fn.errors import (
     ArgumentError,
     BatchError,
     PeerError,
-    check_alike,
     check_count,
+    check_equal,
     check_flag,
     message,
 )
@@ -82,7 +82,7 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
         return cast("T", detached_in_no_grad(tree))
     every = agreed(checked, state, "broadcast", leaves)
     rule = "broadcast: source must be the same on every rank"
-    check_alike([each for each, _ in every], rule, error=ArgumentError)
+    check_equal([each for each, _ in every], rule, error=ArgumentError)
     sent, structure = pytree.tree_flatten(opened(unpickled(every[source][1], state.device)))
     in_graphs = []
     for place, hole in enumerate(sent):
@@ -161,9 +161,9 @@ def barrier(state: DistState) -> None:
 
 @eager
 def any_rank(flag: bool | np.bool_ | Tensor, state: DistState) -> bool:
-    """Is the flag set on any rank? The same answer on every rank.
+    """Is the flag set on any rank? Every rank returns the same.
 
-    For what one rank notices and all must act on: a time limit, a file that asks for a stop, a loss
+    For what one rank notices and all must act on: a time limit, a file that requests a stop, a loss
     that one rank finds too high.
 
     Args:

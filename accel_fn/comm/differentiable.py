@@ -43,7 +43,7 @@ class Running(Protocol):
     """The global batch whose loss is being computed."""
 
     num_microbatches: int
-    is_split_alike: bool
+    is_evenly_split: bool
     """Has every rank as many micro-batches?"""
     is_exact_over_ranks: bool
     """Are gradients averaged over all ranks?"""
@@ -104,15 +104,15 @@ def inexact(
             "parts of it, whose loss leaves the rows of the others out; leave out accumulate or "
             "reproducible"
         )
-        if running.is_split_alike:
+        if running.is_evenly_split:
             raise BatchError(f"{function}: tree must {problem}")
         return problem
     if state.world_size == 1:
         return ""
     if has_graph and not running.is_exact_over_ranks:
         return (
-            "hold no tensor with a graph where ranks train apart, got one in a loss under local_sgd; use "
-            "wrap_ddp or wrap_fsdp, or detach it"
+            "hold no tensor with a graph where ranks train separately, got one in a loss under local_sgd; "
+            "use wrap_ddp or wrap_fsdp, or detach it"
         )
     # The usual recipe puts a rank's own rows back. A tensor that was detached before looks like one
     # that never had a graph, such as the keys of a momentum encoder.

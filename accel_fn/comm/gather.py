@@ -25,7 +25,7 @@ from accel_fn.comm.differentiable import (
     is_training,
     with_gradients,
 )
-from accel_fn.errors import BatchError, check_alike
+from accel_fn.errors import BatchError, check_equal
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def gather(tree: T, state: DistState) -> T:
         were on the host are on the host, others on `state.device`. In a world of one, `tree` itself.
 
     Raises:
-        ValueError: on every rank alike, before any data moves: structures,
+        ValueError: on every rank, before any data moves: structures,
             dtypes or trailing dimensions differ, an item cannot be pickled, or a leaf has no rows. In a
             loss under training: beside `accumulate` or `reproducible`, which give it a part of the
             batch; of a tensor with a graph under `no_grad`, or beside `local_sgd`.
@@ -194,12 +194,12 @@ def _describe(leaf: Any) -> tuple[_Leaf, list[Tensor]]:
 
 
 def _check(every: Sequence[tuple[str, list[_Leaf], str]], where: str) -> None:
-    """Raise on all ranks alike unless the trees of all ranks fit together and can be joined."""
+    """Raise on all ranks unless the trees of all ranks fit together and can be joined."""
     rule = (
         f"{where} must have one structure, and one dtype and trailing shape a leaf, on every rank"
     )
-    check_alike([[leaf.kind for leaf in leaves] for _, leaves, _ in every], rule, error=BatchError)
-    check_alike([structure for structure, _, _ in every], rule, error=BatchError)
+    check_equal([[leaf.kind for leaf in leaves] for _, leaves, _ in every], rule, error=BatchError)
+    check_equal([structure for structure, _, _ in every], rule, error=BatchError)
     for _, leaves, problem in every:
         for each in (*(leaf.problem for leaf in leaves), problem):
             if each:

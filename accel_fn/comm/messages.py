@@ -132,7 +132,7 @@ class Channel:
         return _Failure(PeerError, f"shard_loader: failed on rank {self.state.rank}: {error!r}")
 
     def _verdict(self, error: Exception) -> _Failure:
-        """Return rank 0's failure for all: an AccelError holds on every rank alike."""
+        """Return rank 0's failure for all: every rank raises an AccelError as its own."""
         if isinstance(error, AccelError):
             return _Failure(type(error), str(error))
         return self._failure(error)
@@ -158,7 +158,7 @@ class Channel:
 
 
 def open_channel(state: DistState) -> Channel:
-    """Open a channel, on all ranks alike. Cost: one small collective."""
+    """Open a channel, on all ranks. Cost: one small collective."""
     tag = random.SystemRandom().randrange(1, _TAGS)  # from no generator that a user may have seeded
     return Channel(state, primitives.exchange(tag, state, "shard_loader")[0])
 

@@ -26,7 +26,7 @@ from accel_fn.comm.differentiable import (
     refuse_inexact,
     with_gradients,
 )
-from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, check_alike, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, check_equal, message
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ _SUMMED_AS = {
     torch.float8_e5m2fnuz: torch.float32,
 }
 """By dtype, for those that backends refuse, or sum as if they were another."""
-_ALIKE = "must have one structure, and one shape and dtype a leaf, on every rank"
+_SAME = "must have one structure, and one shape and dtype a leaf, on every rank"
 
 
 @eager
@@ -65,7 +65,7 @@ def reduce_sum(tree: T, state: DistState) -> T:
 
     Raises:
         ValueError: before any data moves: structures, shapes or dtypes differ, on every
-            rank alike; or this rank's tree holds something else. In a loss under training: a
+            rank; or this rank's tree holds something else. In a loss under training: a
             tensor with a graph beside `accumulate`, `reproducible` or `local_sgd`.
         RuntimeError: another rank's tree holds something else.
 
@@ -103,7 +103,7 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
         numbers. In a world of one, `tree` itself.
 
     Raises:
-        ValueError: on every rank alike: structures, shapes or dtypes differ, a weight is
+        ValueError: on every rank: structures, shapes or dtypes differ, a weight is
             negative or not finite, or their sum is not finite or 0; or this rank's
             tree or weight is of something else. In a loss: as `reduce_sum`.
         RuntimeError: another rank's tree or weight is of something else.
@@ -137,8 +137,8 @@ def reduce_max(tree: T, state: DistState) -> T:
         numbers for numbers. In a world of one, `tree` itself.
 
     Raises:
-        ValueError: before any data moves: structures, shapes or dtypes differ, on every rank
-            alike; or this rank's tree holds something else, or a tensor with a graph.
+        ValueError: before any data moves: structures, shapes or dtypes differ, on every rank;
+            or this rank's tree holds something else, or a tensor with a graph.
         RuntimeError: another rank's tree holds such a thing.
 
     Cost: two small collectives for the check, by which numbers travel too, then one all-gather a
@@ -194,7 +194,7 @@ def _extreme(
         described()
         return tree
     forms, values = zip(*agreed(described, state, function, leaves), strict=True)
-    check_alike(forms, f"{function}: tree {_ALIKE}", error=BatchError)
+    check_equal(forms, f"{function}: tree {_SAME}", error=BatchError)
     columns = zip(*values, strict=True)
     found = list[Any]()
     for leaf in leaves:
@@ -228,7 +228,7 @@ def _reduced(
 
     every = agreed(described, state, function, leaves)
     weights, forms, values, graphs = zip(*every, strict=True)
-    check_alike(forms, f"{function}: tree {_ALIKE}", error=BatchError)
+    check_equal(forms, f"{function}: tree {_SAME}", error=BatchError)
     shares = shares_of(weights)
     columns = zip(*values, strict=True)
     totals = list[Any]()

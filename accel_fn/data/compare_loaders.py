@@ -16,7 +16,7 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.data.order import length_of
 from accel_fn.data.samplers.sampler_batches import SamplerBatches, nested_samplers
-from accel_fn.errors import check_alike
+from accel_fn.errors import check_equal
 
 _ENDS = 4096  # a list may be a long one in a file, so only this many at each end are compared
 
@@ -33,8 +33,8 @@ def same_on_all_ranks(
     shown = _described(loader, options) if isinstance(options, SamplerBatches) else options
     found = exchange((shown, _checksum(loader.dataset)), state, "shard_loader")
     loaders, samples = zip(*found, strict=True)
-    check_alike(loaders, "shard_loader: loader must be the same on every rank")
-    check_alike(
+    check_equal(loaders, "shard_loader: loader must be the same on every rank")
+    check_equal(
         [f"samples of checksum {each}" for each in samples],
         "shard_loader: data set must be the same on every rank",
         "give every rank the whole (and random_split or shuffle() one seed): shard_loader splits it",

@@ -31,7 +31,7 @@ class Source(Protocol[Batch]):
     """A way to split a loader's batches over ranks. All ranks read the same epochs and batches of it."""
 
     def num_batches(self) -> int:
-        """Batches of an epoch, on every rank alike; ArgumentTypeError where it is unknown."""
+        """Number of batches of an epoch, the same on every rank; ArgumentTypeError if it is unknown."""
 
     def batches(self, epoch: int | None, first_batch: int) -> Iterator[Batch]:
         """This rank's part of every batch of an epoch, from `first_batch` on.
@@ -133,7 +133,7 @@ class ShardedLoader(Generic[Batch]):
         return self._loader
 
     def __len__(self) -> int:
-        """Batches of an epoch, on every rank alike."""
+        """Number of batches of an epoch, the same on every rank."""
         return self._source.num_batches()
 
     def __iter__(self) -> Iterator[Batch]:

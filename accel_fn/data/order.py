@@ -108,7 +108,7 @@ class Cut:
     drop_last: bool  # leave out a last batch that is not full
 
     def count(self, num_samples: int) -> int:
-        """Batches of so many samples, on every rank alike."""
+        """Number of batches of so many samples, the same on every rank."""
         full, tail = divmod(num_samples, self.batch_size)
         if self.drop_last or tail == 0:
             return full
@@ -141,7 +141,7 @@ class Order(Cut):
     seed: int
 
     def num_batches(self) -> int:
-        """Batches of an epoch, on every rank alike."""
+        """Number of batches of an epoch, the same on every rank."""
         return self.count(self.num_samples)
 
     def facts(self) -> dict[str, int | None]:

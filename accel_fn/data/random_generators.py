@@ -64,7 +64,7 @@ class Generators:
             _set_state(each, state)
 
 
-def held_by(holder: Any) -> list[Any]:
+def generators_of(holder: Any) -> list[Any]:
     """The random generators among the attributes of an object."""
     return [each for each in getattr(holder, "__dict__", {}).values() if isinstance(each, _KINDS)]
 

@@ -20,7 +20,7 @@ from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
-_KIND = 0x73616D706C657321  # keeps these numbers apart from those that order an epoch
+_KIND = 0x73616D706C657321  # else these numbers would be those that order an epoch
 _STEP = 0x9E3779B97F4A7C15  # SplitMix64's increment
 _epoch: ContextVar[int] = ContextVar("epoch of the samples that are read")
 
@@ -29,7 +29,7 @@ def sample_seed(state: DistState, epoch: int, index: int) -> int:
     """Compute the seed of one sample in one epoch, for its augmentation. Pure.
 
     It depends neither on workers, nor on ranks, nor on the order of reading,
-    so that a sample is augmented alike in any world, and again when a run resumes.
+    so that a sample is augmented the same in any world, and again when a run resumes.
 
     Args:
         state: only its `seed` is used.
@@ -65,7 +65,7 @@ def seed_samples(data: Dataset[Any], state: DistState) -> SeededSamples:
     seeded for it, and restored afterwards. So augmentation that draws
     from them, as most does, is the same for any number of workers and ranks,
     and differs between samples and epochs. A sample that a sampler draws twice in an
-    epoch is augmented alike both times.
+    epoch is augmented the same both times.
 
     Args:
         data: with `__len__` and `__getitem__`. Samples have the numbers that they have here,

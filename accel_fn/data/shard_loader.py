@@ -67,7 +67,7 @@ def shard_loader(
         names the type of a sample; annotate that of a batch: `loader: af.ShardedLoader[Batch] = ...`.
 
     Raises:
-        ValueError: on every rank alike: a global batch or a data set smaller
+        ValueError: on every rank: a global batch or a data set smaller
             than the world, a loader without batches, or sharded already, or
             that gives them out of order.
         RuntimeError: ranks gave loaders of different length, batch size or seed.

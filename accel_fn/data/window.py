@@ -25,7 +25,7 @@ def window(
 ) -> ShardedLoader[list[Batch]] | Windowed[Batch]:
     """Group a loader's batches into lists of `k`, one update each; the last of an epoch may be shorter.
 
-    For graphs, ragged lists and all else that cannot be cut along a leading
+    For graphs, ragged lists and anything else that cannot be cut along a leading
     dimension: `accumulate(k, split=None)` takes a list as the micro-batches of
     one batch. Where the data can be cut, a larger batch size with
     `accumulate(k)` does the same and needs no window.

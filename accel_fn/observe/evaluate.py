@@ -77,7 +77,7 @@ def evaluate(
         values have trailing dimensions. nan where nothing was counted.
 
     Raises:
-        ValueError: on every rank alike: values that are a mean already, of another length
+        ValueError: on every rank: values that are a mean already, of another length
             than the batch, or named otherwise from batch to batch; a loss that is no mean; a loader without
             a batch, or, in a world of several, a `DataLoader`; `local_sgd` between two averages.
         RuntimeError: on the other ranks, when one fails; names or shapes, also of buffers, differ

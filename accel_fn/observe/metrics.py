@@ -92,7 +92,7 @@ def _pair(name: str, total: Any, count: Any, rows: int | None) -> Total:
 
 
 def widest(value: Any) -> Tensor | None:
-    """Convert a number or real tensor to int64 if it is whole, else to float64; all else to None."""
+    """Convert a number or real tensor to int64 if it is whole, else to float64; anything else to None."""
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     if not isinstance(value, Tensor) or value.is_complex():
@@ -132,7 +132,7 @@ def added(totals: Totals, found: Totals) -> Totals:
 
 
 def means(every: Sequence[Totals]) -> dict[str, float | Tensor]:
-    """Compute the means from the totals of all ranks, on the host, alike on every rank."""
+    """Compute the means from the totals of all ranks, on the host, the same on every rank."""
     counted = [{} if _is_nothing(totals) else totals for totals in every]
     every = counted if any(counted) else every
     shapes = [{name: list(total.sum.shape) for name, total in totals.items()} for totals in every]

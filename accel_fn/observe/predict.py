@@ -68,7 +68,7 @@ def predict(
         The same tree with the rows of the whole loader, on the host, equal on every rank.
 
     Raises:
-        ValueError: on every rank alike: another number of rows than the batch has samples; a tree that
+        ValueError: on every rank: another number of rows than the batch has samples; a tree that
             differs from batch to batch or from rank to rank; a loader without a row; a `DataLoader` in
             a world of several; `local_sgd` between two averages.
         RuntimeError: on the other ranks, when one fails.

@@ -45,7 +45,7 @@ def build(
         The state with what transforms add to it (a loss scale), and the step.
 
     Raises:
-        ValueError: on every rank alike, transforms that cannot be combined, an optimizer
+        ValueError: on every rank, transforms that cannot be combined, an optimizer
             over other parameters than the model's, nothing to train, a model on the CPU where the
             state has an accelerator and nothing places it there, or several ranks and no strategy
             that shares the step among them.

@@ -31,7 +31,7 @@ class GlobalMean:
 
     is_exact_over_ranks = True
     """May a loss hold a collective that a gradient goes through?"""
-    is_split_alike = False
+    is_evenly_split = False
     calls_collectives = False
 
     def __init__(
@@ -46,7 +46,7 @@ class GlobalMean:
     ) -> None:
         # Ranks that train and ranks that evaluate must not take each other's numbers.
         self._suffix = " forward" if is_forward else ""
-        failure = failure or layout.late
+        failure = failure or layout.pending_error
         self.own_weight = total_weight(weights)
         weight = float("nan") if failure else self.own_weight
         self._state = state
@@ -62,7 +62,7 @@ class GlobalMean:
         its number of micro-batches."""
         TRAINING.batch = ref(self)
         self.stop = stop
-        """Once the total is known: has a function on any rank asked the run to end?"""
+        """Once the total is known: has a `should_stop` function of any rank returned True?"""
         if state.world_size == 1:
             self._mean = layout.zero(state)
             self._total = checked_total(weight, failure)
@@ -153,7 +153,7 @@ class GlobalMean:
             # The other ranks notice it by the sum or, if the host would have to wait for that, in
             # the next step.
             self._failure, self._sums[self._num_terms] = error, 1
-            layout.late = None if self._sums.is_cpu else error
+            layout.pending_error = None if self._sums.is_cpu else error
         sums = layout.vector(self._metrics.found or {}, self._sums, is_wrong=error is not None)
         if sums:
             self._sums = torch.cat([self._sums, *sums])

@@ -143,13 +143,13 @@ def _number(value: Any, loss: Tensor) -> Tensor | None:
 
 def _refused(name: str, value: Any) -> str:
     parts = value if isinstance(value, tuple) else (value,)
-    told = [
+    kinds = [
         f"a tensor {list(each.shape)} of {each.dtype}"
         if isinstance(each, Tensor)
         else type(each).__name__
         for each in parts
     ]
-    got = f"({', '.join(told)})" if isinstance(value, tuple) else told[0]
+    got = f"({', '.join(kinds)})" if isinstance(value, tuple) else kinds[0]
     return (
         f"return metric {name!r} as a real 0-dim tensor, the mean over the batch's items, or a pair "
         f"(sum, count) of such, got {got}"

@@ -13,7 +13,7 @@ from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import agreed
-from accel_fn.errors import check_alike
+from accel_fn.errors import check_equal
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def _receive(own: Sequence[BufferCopy], state: DistState, function: str) -> None
     every = agreed(described, state, function)
     common = set.intersection(*map(set, every))
     others = ["; ".join(each for each in specs if each not in common) or "none" for specs in every]
-    check_alike(others, f"{function}: model must have the same buffers on all ranks")
+    check_equal(others, f"{function}: model must have the same buffers on all ranks")
     joined = torch.cat(sent)
     primitives.broadcast(joined, state, 0, function)
     parts = torch.split(joined, [each.numel() for each in sent])

@@ -42,8 +42,8 @@ class Layout:
         """The names of the loss's terms, whose means are one tensor, [terms]; none: it has one mean, []."""
         self.sizes = sizes
         """The metrics by name: 1 number, or 2, a sum and its count. None: no batch had items yet."""
-        self.late: LossError | None = None
-        """Error for the next step, where all ranks can raise it."""
+        self.pending_error: LossError | None = None
+        """Error that all ranks raise in the next step."""
 
     def without_metrics(self) -> Layout:
         """The layout of a forward alone."""
@@ -65,7 +65,7 @@ class Layout:
         return Report(loss=mean.sum(), weight=weight, terms=terms, **others)
 
     def settle(self, state: DistState, sums: Sequence[MetricSums]) -> LossError | None:
-        """Fix the metrics if no batch had items yet; return what is wrong with those that are not the same.
+        """Fix the metrics if no batch had items yet; return the error of metrics that are not the same.
 
         On one rank it is raised, and so it is on all ranks while the metrics are being fixed.
         """
@@ -73,8 +73,8 @@ class Layout:
         found = [sizes_of(each.found) for each in sums if each.found is not None]
         if self.sizes is None:
             self.sizes = self._agree(state, found, wrong)
-        others = (_differing(self.sizes or {}, each) for each in found if each != self.sizes)
-        wrong = wrong or next((f"{words}; {_REPAIR}" for words in others), "")
+        differing = (_differing(self.sizes or {}, each) for each in found if each != self.sizes)
+        wrong = wrong or next((f"{text}; {_REPAIR}" for text in differing), "")
         if wrong and state.world_size == 1:
             raise LossError(wrong)
         return LossError(wrong) if wrong else None
@@ -85,12 +85,12 @@ class Layout:
         """The metrics that any rank has found; raises on every rank if they are not the same."""
         # Ranks without items do not know them, and the sum over the ranks needs one length.
         expected = None
-        for rank, (theirs, failure) in enumerate(
+        for rank, (of_rank, failure) in enumerate(
             primitives.exchange((found, wrong), state, "step")
         ):
             if failure:
                 raise LossError(failure)
-            for each in theirs:
+            for each in of_rank:
                 expected = each if expected is None else expected
                 if each != expected:
                     raise LossError(f"{_differing(expected, each)} on rank {rank}; {_REPAIR}")
@@ -105,7 +105,7 @@ class Layout:
         }
 
     def vector(self, values: Mapping[str, Tensor], like: Tensor, *, is_wrong: bool) -> list[Tensor]:
-        """The sums in the order of names, 0 where this rank has none; nan where it has others."""
+        """The sums in the order of names, 0 if this rank has none; nan if its metrics are others."""
         missing = torch.nan if is_wrong else 0.0
         held: Mapping[str, Tensor] = {} if is_wrong else values
         return [
@@ -133,7 +133,7 @@ class MetricSums:
     found: dict[str, Tensor] | None = None
     """By name, [1] or [2]; None before the first micro-batch that counts."""
     wrong: str = ""
-    """Why they cannot be added up."""
+    """Why these metrics cannot be added up; empty if they can."""
 
     def add(self, metrics: Metrics, factor: Weight | Tensor, like: Tensor) -> None:
         """Count a micro-batch, in the dtype and on the device of `like`."""
@@ -150,13 +150,13 @@ class MetricSums:
         if self.found is None:
             self.found = sums
         elif sizes_of(sums) != sizes_of(self.found):
-            words = _differing(sizes_of(self.found), sizes_of(sums))
-            self.wrong = self.wrong or f"{words}; {_REPAIR}"
+            text = _differing(sizes_of(self.found), sizes_of(sums))
+            self.wrong = self.wrong or f"{text}; {_REPAIR}"
         else:
             self.found = {name: each + sums[name] for name, each in self.found.items()}
 
     def differ_from(self, layout: Layout) -> bool:
-        """Are they others than those of the first batch?"""
+        """Do these metrics differ from those of the first batch?"""
         known = self.found is not None and layout.sizes is not None
         return known and sizes_of(self.found or {}) != layout.sizes
 
@@ -167,13 +167,13 @@ def sizes_of(values: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _differing(expected: Mapping[str, int], found: Mapping[str, int]) -> str:
-    told = [
+    names = [
         [name if size == 1 else f"{name} (a pair)" for name, size in sorted(each.items())]
         for each in (expected, found)
     ]
     return (
         "step: loss_fn must return the same metrics in every step and on every rank, "
-        f"{told[0]} at first, got {told[1]}"
+        f"{names[0]} at first, got {names[1]}"
     )
 
 

@@ -255,7 +255,7 @@ class Stateful(SlotFunction):
     `state_dict` and `load_state_dict`, checkpoints hold its state, tensors in the shapes
     that they have in a new step. What `state_dict` returns is not written in place later. If the
     function has `check_saved` or `check_loaded`, `save` and `load` call it first: it
-    raises, on every rank alike, if there is nothing that could be saved.
+    raises, on every rank, if there is nothing that could be saved.
 
     >>> import accel_fn as af
     >>> from dataclasses import replace

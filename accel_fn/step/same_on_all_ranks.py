@@ -12,7 +12,7 @@ from torch import Tensor
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.dtensor import local, place_of
-from accel_fn.errors import ReplicaError, check_alike
+from accel_fn.errors import ReplicaError, check_equal
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Plan, describe, slot_names
 
@@ -23,11 +23,11 @@ _MIXING = 6364136223846793005
 
 
 def check_same_plan(state: DistState, plan: Plan) -> None:
-    """Raise on every rank if ranks build different steps: they would drift apart."""
+    """Raise on every rank if ranks build different steps: their replicas would diverge."""
     every = primitives.exchange(_summary(plan), state, "build")
-    for told in zip(*every, strict=False):
-        check_alike(told, "build: plan must be the same on every rank")
-    check_alike(
+    for entries in zip(*every, strict=False):
+        check_equal(entries, "build: plan must be the same on every rank")
+    check_equal(
         [f"{len(each)} entries" for each in every], "build: model must be the same on every rank"
     )
 
@@ -66,12 +66,12 @@ def _identity(fn: Any) -> str:
 
 
 def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
-    """Raise on every rank if what the optimizer is about to see differs between ranks.
+    """Raise on every rank if the gradients for the optimizer differ between ranks.
 
     Cost: one read of the gradients, two small collectives, one host synchronisation.
     """
     # Once, in the first update: a gradient function that forgets to average, or random numbers
-    # drawn by rank, would otherwise let the replicas drift apart silently.
+    # drawn by rank, would otherwise let the replicas diverge silently.
     names = {id(p): name for name, p in plan.model.named_parameters()}
     tensors = {"the factor": grads.factor}
     for parameter, tensor in zip(plan.trained(), grads.tensors, strict=True):
@@ -85,39 +85,39 @@ def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
 
 
 def check_same(tensors: Mapping[str, Tensor | None], state: DistState, words: str) -> None:
-    """Raise these words on every rank, of the first tensor that is not the same on all.
+    """Raise an error of these words on every rank, about the first tensor that differs between ranks.
 
-    Of a tensor in shards, ranks that hold the same one are compared.
+    Ranks that hold the same shard of a tensor are compared.
 
     Cost: one read of the tensors, two small collectives, one host synchronisation.
     """
     prints = fingerprints(list(tensors.values()))
     places = [0 if each is None else place_of(each) for each in tensors.values()]
-    mine = dict(zip(tensors, zip(places, prints, strict=True), strict=True))
-    every = primitives.exchange(mine, state, words.partition(":")[0])
+    own = dict(zip(tensors, zip(places, prints, strict=True), strict=True))
+    every = primitives.exchange(own, state, words.partition(":")[0])
     for name in tensors:
         firsts: dict[int, int] = {}
-        told = [theirs[name] for theirs in every]
-        others = [rank for rank, (at, it) in enumerate(told) if firsts.setdefault(at, it) != it]
-        if others:
-            ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+        found = [of_rank[name] for of_rank in every]
+        wrong = [rank for rank, (at, it) in enumerate(found) if firsts.setdefault(at, it) != it]
+        if wrong:
+            ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
             raise ReplicaError(words.format(name=name, ranks=ranks))
 
 
 def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
     """Fingerprint each tensor: 64 bits that follow from this rank's bits and their places.
 
-    Equal tensors give equal ones, others all but never.
+    Equal tensors have equal fingerprints; tensors that differ almost never do.
     """
-    # On the device of the others, else each would be copied to the host by itself.
+    # Zeros stand on the device of the gradients, else each fingerprint would be copied to the host alone.
     device = next((each.device for each in tensors if each is not None), None)
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     factors: dict[torch.device, Tensor] = {}
     found = [nothing if each is None else _fingerprint(local(each), factors) for each in tensors]
     if len({each.device for each in found}) > 1:
         found = [each.cpu() for each in found]
-    told: list[int] = torch.stack(found).tolist()
-    return told
+    prints: list[int] = torch.stack(found).tolist()
+    return prints
 
 
 def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:

@@ -170,11 +170,11 @@ def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
         return
     tensors = [local(each) for each in tensors]
     first = tensors[0]
-    alike = all(
+    is_uniform = all(
         (each.dtype, each.device, each.layout) == (first.dtype, first.device, torch.strided)
         for each in tensors
     )
-    if alike:
+    if is_uniform:
         torch._foreach_mul_(tensors, factor.to(first.device if first.is_cpu else first))
     else:
         for each in tensors:

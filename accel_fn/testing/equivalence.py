@@ -120,7 +120,7 @@ def train(
     """Train copies of a plan on simulated ranks; return one trace a rank.
 
     Ranks start from parameters and buffers of their own; the operations of the last batch are
-    recorded if asked for.
+    recorded on request.
     """
     plans = [copied(plan) for _ in range(world_size)]
     for rank, each in enumerate(plans):

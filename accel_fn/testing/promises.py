@@ -370,8 +370,8 @@ def _reduce(state: DistState) -> float:
     if last:
         mean = reduce_mean(float(state.rank), state, weight=state.rank)
         off += abs(mean - sum(rank * rank for rank in ranks) / sum(ranks))
-    word, tensor = broadcast((state.rank, _ones(state) * state.rank), state, source=last)
-    return off + abs(word - last) + _largest(tensor, _ones(state) * last)
+    number, tensor = broadcast((state.rank, _ones(state) * state.rank), state, source=last)
+    return off + abs(number - last) + _largest(tensor, _ones(state) * last)
 
 
 def _ones(state: DistState) -> Tensor:
@@ -411,7 +411,7 @@ def promises(state: DistState) -> tuple[Promise, ...]:
         ),
         Promise("micro-batches change nothing", rounding, _microbatches),
         Promise(
-            "tokens of all ranks count alike",
+            "tokens of all ranks have equal weights",
             rounding,
             _trains(
                 accumulate(2),

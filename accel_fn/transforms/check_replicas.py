@@ -14,7 +14,7 @@ from accel_fn.step.transform import Transform, fill, transform
 def check_replicas(every: int) -> Transform:
     """Compare the parameters over the ranks, every so many steps: a fingerprint of all bits and their places.
 
-    Replicas drift apart if something changes them on one rank: a loss that writes to
+    Replicas diverge if something changes them on one rank: a loss that writes to
     parameters, random numbers that depend on the rank, faulty memory. No other check finds it.
     With `wrap_fsdp(replicate=...)`, ranks that hold the same shard are compared; a single group
     of shards has nothing to compare.

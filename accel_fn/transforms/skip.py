@@ -1,4 +1,4 @@
-"""skip_nonfinite, skip_spikes: skip harmful updates, on all ranks alike."""
+"""skip_nonfinite, skip_spikes: skip harmful updates, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def skip_nonfinite(max_consecutive: int = 10) -> Transform:
 
     For bfloat16 and float32: a bad batch does not put nan into the parameters. Optimizer,
     schedule and average stay as they are, and `report.applied` is False. The check is of
-    the global norm before clipping, so all ranks decide alike. A norm beyond float32
+    the global norm before clipping, so all ranks decide the same. A norm beyond float32
     counts as not finite, as it does for float16.
 
     Law: the run over the other batches, bit for bit.
@@ -62,7 +62,7 @@ def skip_spikes(
     A spike is more than `num_sigmas` standard deviations above the mean of the last
     `window` norms that were no spikes, and more than twice that mean. Until half a window
     is known, only non-finite norms are skipped. A norm of 0, of a batch without weight, is no
-    spike and does not enter the window. As with `skip_nonfinite`, all ranks decide alike, and
+    spike and does not enter the window. As with `skip_nonfinite`, all ranks decide the same, and
     nothing else changes.
 
     Law: the run over the other batches, bit for bit.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.base.rng import kept_random
+from accel_fn.base.rng import exclusive_random
 from tests.support.processes import launch
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def generators_as_they_were():
-    with kept_random(CPU):
+    with exclusive_random(CPU):
         yield
 
 

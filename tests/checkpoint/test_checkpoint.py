@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.base.rng import derive_random, kept_random, random_state, restore_random
+from accel_fn.base.rng import derive_random, exclusive_random, random_state, restore_random
 from accel_fn.checkpoint.format import read
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.errors import CheckpointError
@@ -247,7 +247,7 @@ def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
     """
     lines = launch(script, num_processes=3).splitlines()
     derived = {}
-    with kept_random(state.device):
+    with exclusive_random(state.device):
         for seed, rank, at in product((3, 4), (1, 2), (0, 1)):
             derive_random(af.DistState(rank=rank, world_size=3, seed=seed, step=at))
             derived[seed, rank, at] = draw()
@@ -260,7 +260,7 @@ def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
 def test_a_generator_whose_words_were_saved_as_a_list_continues():
     """A checkpoint may hold a list in place of a tensor."""
     host = torch.device("cpu")
-    with kept_random(host):
+    with exclusive_random(host):
         random.seed(3)
         saved = random_state(host)
         version, words, gauss = saved["python"]
@@ -919,7 +919,7 @@ OF_SAVE = MISTAKES_OF_ONE | {
 OF_LOAD = MISTAKES_OF_ONE | {
     "at": ((), {"at": True}, r"at must be \"latest\", the number of a step or the name of a"),
     "negative at": ((), {"at": -1}, r"at must be \"latest\", the number of a step or the name"),
-    "path at": ((), {"at": Path("run")}, r"at must be .*'\); folder says where it is"),
+    "path at": ((), {"at": Path("run")}, r"at must be .*'\); give its path as folder"),
     "other at": ((), {"at": 0}, "at must be the same .* got 0 on rank 1 and 'latest' on rank 0"),
     "gone": (("nowhere",), {}, "folder must be the same on every rank"),
     "strict": ((), {"strict": None}, "strict must be True or False, got None"),
@@ -964,7 +964,7 @@ def test_a_checkpoint_is_named_without_its_folder(tmp_path, at):
     state, step = make()
     af.save(tmp_path, state, step)
     with pytest.raises(
-        ValueError, match=r"load: at must be \"latest\", .*; folder says where it is"
+        ValueError, match=r"load: at must be \"latest\", .*; give its path as folder"
     ):
         af.load(tmp_path, state, step, at=at)
 

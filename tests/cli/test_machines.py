@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from accel_fn.launcher.machines.network import answers
+from accel_fn.launcher.machines.network import is_listening
 from tests.cli.commands import ROOT, run_python, surroundings
 from tests.cli.launchers import gone, until
 from tests.support.processes import free_port
@@ -215,8 +215,8 @@ def test_a_launcher_that_was_killed_is_replaced_though_the_others_did_not_notice
 def test_the_store_listens_at_the_machines_own_address_alone(launchers, tmp_path):
     port = free_port()
     machine = start_one(launchers, tmp_path, 0, port, "script.py", script="")
-    until(lambda: answers("127.0.0.2", port, 1) or None, lambda: "an open port")
-    assert not answers("127.0.0.1", port, 1)
+    until(lambda: is_listening("127.0.0.2", port, 1) or None, lambda: "an open port")
+    assert not is_listening("127.0.0.1", port, 1)
     assert machine.kill(signal.SIGINT).wait().exit_code == 130
 
 
@@ -280,7 +280,7 @@ def test_a_machine_that_is_there_already_is_refused(launchers, tmp_path):
 def test_ctrl_c_ends_the_wait_for_other_machines(launchers, tmp_path):
     port = free_port()
     machine = start_one(launchers, tmp_path, 0, port, "script.py", script="")
-    until(lambda: answers("127.0.0.2", port, 1) or None, lambda: "an open port")
+    until(lambda: is_listening("127.0.0.2", port, 1) or None, lambda: "an open port")
     ended = machine.kill(signal.SIGINT).wait()
     assert (ended.exit_code, ended.stderr) == (130, "accel-fn launch: stopped by Ctrl-C\n")
 

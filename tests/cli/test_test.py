@@ -30,7 +30,7 @@ TRAINING = {
     "W ranks train as one",
     "shards train as one",
     "micro-batches change nothing",
-    "tokens of all ranks count alike",
+    "tokens of all ranks have equal weights",
     "a loss scale changes nothing",
     "training through shard_loader is training through the loader",
 }
@@ -104,7 +104,7 @@ def test_labels_that_count_though_they_are_ignored_are_found(monkeypatch):
         return batch["labels"].numel()
 
     monkeypatch.setattr(weights, "count_labels", all_labels)
-    assert broken() == {"tokens of all ranks count alike"}
+    assert broken() == {"tokens of all ranks have equal weights"}
 
 
 def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):

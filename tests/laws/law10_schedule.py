@@ -525,7 +525,7 @@ def test_what_is_no_schedule_is_refused():
 
 
 def test_a_metric_is_for_a_plateau_alone():
-    refused(SCHEDULERS["steps"], "metric must be given for a scheduler that heeds one", metric=len)
+    refused(SCHEDULERS["steps"], "metric must be given for a scheduler that takes one", metric=len)
 
 
 def test_a_schedule_by_a_metric_is_over_the_plan_s_optimizer():

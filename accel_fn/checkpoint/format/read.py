@@ -49,20 +49,20 @@ def _pool() -> Executor:
 
 @torch.no_grad()
 def _read(reading: Reading, file: int) -> None:
-    """Fill a part of a tensor, in place where memory and file are laid out alike."""
+    """Fill a part of a tensor, in place where memory has the layout of the file."""
     chunk, target = reading.chunk, reading.target
-    alike = (
+    has_layout = (
         target.is_cpu
         and target.is_contiguous()
         and not (target.is_conj() or target.is_neg())
         and tuple(target.shape) == chunk.sizes
         and target.dtype == reading.dtype
     )
-    source = target if alike else torch.empty(chunk.sizes, dtype=reading.dtype)
+    source = target if has_layout else torch.empty(chunk.sizes, dtype=reading.dtype)
     view = memory_of(source)
     if read_into(view, file, chunk.start) < len(view):
         raise CheckpointError(f"load: {chunk.file} is damaged: it ends too early")
-    if not alike:
+    if not has_layout:
         for dim, (start, length) in enumerate(zip(reading.start, target.shape, strict=True)):
             source = source.narrow(dim, start, length)
         target.copy_(source)

@@ -14,7 +14,7 @@ from accel_fn.checkpoint.format.shard_plan import Part
 from accel_fn.errors import CheckpointError
 
 _ALIGNMENT = 64
-"""Bytes, as torch aligns tensors: copies between two places that are aligned alike are faster."""
+"""Bytes, as torch aligns tensors: a copy is faster if both places have the same alignment."""
 
 
 @dataclass(frozen=True, slots=True)

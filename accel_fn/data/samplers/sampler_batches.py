@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from accel_fn.data.order import Order, find_by_counting, mix
-from accel_fn.data.random_generators import Generators, held_by
+from accel_fn.data.random_generators import Generators, generators_of
 from accel_fn.data.set_epoch import InEpoch
 from accel_fn.errors import ArgumentError
 
@@ -196,7 +196,7 @@ def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
     foreign = [each for each in nested_samplers(sampler) if type(each) not in _KNOWN]
     if not foreign:
         return nullcontext()
-    own = {id(held): held for each in foreign for held in held_by(each)}
+    own = {id(held): held for each in foreign for held in generators_of(each)}
     return Generators(seed, list(own.values()))
 
 

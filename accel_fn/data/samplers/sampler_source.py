@@ -19,7 +19,7 @@ from accel_fn.data.loader import Numbered
 from accel_fn.data.order import no_numbers
 from accel_fn.data.sampled_batches import SampledBatches, SampledParts
 from accel_fn.data.samplers.sampler_batches import Batch, SamplerBatches
-from accel_fn.errors import ArgumentError, ArgumentTypeError, check_alike, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_equal, message
 
 
 class SamplerSource:
@@ -116,7 +116,7 @@ def _received(
     ranks = range(channel.state.world_size)
 
     def parts_of_ranks(places: list[tuple[int, int]]) -> list[list[Batch]]:
-        check_alike(
+        check_equal(
             [f"epoch {epoch} from batch {batch}" for epoch, batch in places],
             "shard_loader: ranks must go through the same epochs together",
         )

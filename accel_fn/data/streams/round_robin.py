@@ -19,7 +19,7 @@ from accel_fn.data.order import Cut, mix
 from accel_fn.data.streams.read_stream import Passes, Stream, WorkerInit, WorkerStream, options_of
 from accel_fn.data.streams.stream_options import StreamOptions
 from accel_fn.data.streams.stream_source import StreamSource
-from accel_fn.errors import check_alike
+from accel_fn.errors import check_equal
 
 _BLOCK = 16
 
@@ -61,7 +61,7 @@ class RoundRobinSource(StreamSource):
             return find()
         state = self._channel.state
         place = all_or_none(find, state, "epochs")
-        check_alike(
+        check_equal(
             [
                 f"epoch {epoch} and batch {batch}"
                 for epoch, batch in exchange(place, state, "epochs")
@@ -200,7 +200,7 @@ def until_end(items: Iterator[Any], channel: Channel | None, first_batch: int) -
 
 
 def _check_ends(ends: list[int | None], batch: int) -> None:
-    check_alike(
+    check_equal(
         ["more to come" if end is None else f"its end after {end} items" for end in ends],
         f"shard_loader: loader must be over the same stream on every rank, also before batch {batch}",
         "give every rank the whole stream",

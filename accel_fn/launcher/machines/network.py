@@ -47,7 +47,7 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
         ) from None
 
 
-def answers(host: str, port: int, timeout_s: float) -> bool:
+def is_listening(host: str, port: int, timeout_s: float) -> bool:
     """Does a process accept connections there?"""
     try:
         with socket.create_connection((host, port), timeout_s):
@@ -83,7 +83,7 @@ def _address(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError:
             return None
-    return socket.inet_ntoa(answer[20:24])
+    return socket.inet_ntoa(reply[20:24])

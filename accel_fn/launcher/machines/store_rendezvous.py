@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from accel_fn.errors import WorldError, WorldTimeoutError
 from accel_fn.launcher.machines.machines import Machines
-from accel_fn.launcher.machines.network import answers, listen
+from accel_fn.launcher.machines.network import is_listening, listen
 
 _MEET_WITHIN_S, _LOG_AFTER_S, _LINGER_S, _POLL_S = 600.0, 10.0, 3.0, 0.05
 _BEAT_S, GONE_AFTER_S = 1.0, 30.0
@@ -88,7 +88,7 @@ class StoreRendezvous(RendezvousHandler):
         host, port = self._machines.host, self._machines.port
         if self._rank == 0:
             return _serve(self._machines, port)
-        self._wait(lambda: answers(host, port, 1.0), f"machine 0 at {host}:{port}")
+        self._wait(lambda: is_listening(host, port, 1.0), f"machine 0 at {host}:{port}")
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_MEET_WITHIN_S))
         if store.add(f"machine/{self._rank}", 1) > 1:
             self._take_over(store)
@@ -151,7 +151,7 @@ class StoreRendezvous(RendezvousHandler):
         for peer in range(self._machines.num_machines):
             key = f"here/{self.attempt}/{peer}"
             self._wait(partial(self._has_key, store, key), f"machine {peer}")
-            if self._is_late():
+            if self._attempt_is_over():
                 return False
             other = store.get(key).decode()
             if other != size:
@@ -163,9 +163,9 @@ class StoreRendezvous(RendezvousHandler):
         return True
 
     def _has_key(self, store: TCPStore, key: str) -> bool:
-        return store.check([key]) or self._is_late()
+        return store.check([key]) or self._attempt_is_over()
 
-    def _is_late(self) -> bool:
+    def _attempt_is_over(self) -> bool:
         return self.num_nodes_waiting() > 0 or self.has_ended()
 
     def _wait(self, arrived: Callable[[], bool], peer: str) -> None:

@@ -124,8 +124,8 @@ def _run(
     else:
         return
     # Threads and exit handlers may keep a failed rank alive, and its peers waiting for it.
-    late = "" if show else f"rank {rank} has failed and is slow to end\n{text}"
-    threading.Thread(target=_end_late, args=(late,), daemon=True).start()
+    reason = "" if show else f"rank {rank} has failed and is slow to end\n{text}"
+    threading.Thread(target=_end_if_slow, args=(reason,), daemon=True).start()
     sys.exit(1)
 
 
@@ -218,8 +218,8 @@ def _status(end: SystemExit) -> int:
     return end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
 
 
-def _end_late(text: str) -> None:
-    """Print why a rank failed whose threads or exit handlers hang, then end it."""
+def _end_if_slow(text: str) -> None:
+    """End a failed rank whose threads or exit handlers keep it alive; print why it failed."""
     time.sleep(_REPORT_AFTER_S)
     if text:
         print(text, file=sys.stderr)

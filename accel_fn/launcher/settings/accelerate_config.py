@@ -270,12 +270,12 @@ def _in_sections(
     for name, section in sections.items():
         if not is_set(section.get("dynamo_backend", True)):
             continue
-        if name == "parallelism_config" and _shards_are_the_rest(section, values):
+        if name == "parallelism_config" and _shards_fill_replicas(section, values):
             taken = [*taken, "parallelism_config_dp_shard_size"]
         yield from ((name, key, value) for key, value in section.items() if key not in taken)
 
 
-def _shards_are_the_rest(section: Mapping[str, object], values: Mapping[str, Given]) -> bool:
+def _shards_fill_replicas(section: Mapping[str, object], values: Mapping[str, Given]) -> bool:
     """Do all ranks of a replica shard it, as here?"""
     replicas = section.get("parallelism_config_dp_replicate_size", 1)
     shards = section.get("parallelism_config_dp_shard_size", 1)

@@ -87,9 +87,9 @@ class GraphChecks:
                 if any(parameter is each for each in others):
                     raise replaced(name)
             if self._is_main:
-                self._warn_of_others(others, part)
+                self._warn_of_outside(others, part)
 
-    def _warn_of_others(self, leaves: Sequence[Tensor], part: Any) -> None:
+    def _warn_of_outside(self, leaves: Sequence[Tensor], part: Any) -> None:
         """Warn once of leaves that get no gradient from this step, nor from that of another plan."""
         # Of objects that are alive, since the id of a dead one may be that of a new one.
         known = [*tensors_of(part), *(each for checks in _BUILT for each in checks._parameters())]

@@ -135,7 +135,7 @@ class LossCheck:
         mine: Measured | str
         try:
             part, num_cuts = self._part(state, batch)
-        except AccelError as error:  # on all ranks alike
+        except AccelError as error:  # the same on all ranks
             return f"its rows cannot be joined: {error}"
         if part is None:
             return _TOO_FEW
@@ -312,7 +312,7 @@ class _Watch:
     """Takes the place of the batch under training, to see whether its loss calls a collective."""
 
     num_microbatches = 1
-    is_split_alike = False
+    is_evenly_split = False
     is_exact_over_ranks = True
     calls_collectives = False
 
@@ -395,7 +395,7 @@ class _Snapshot:
         self._attributes = [(module, dict(vars(module))) for module in modules]
         self._buffers = [(module, dict(module._buffers)) for module in modules]
         self._values = [(each, each.clone()) for each in model.buffers()]
-        # No lock of `kept_random` here: simulated ranks would wait for each other's collectives.
+        # No lock of `exclusive_random` here: simulated ranks would wait for each other's collectives.
         self._generators = random_state(state.device)
         self._device = state.device
 

@@ -114,10 +114,10 @@ def shares_gradients(state: DistState, plan: Plan) -> bool:
 def check_hooks(function: str, plan: Plan) -> None:
     """Refuse hooks of parameters, which would see the gradient of each rank and micro-batch."""
     for name, parameter in plan.model.named_parameters():
-        is_late = parameter._post_accumulate_grad_hooks or hasattr(
+        has_hook = parameter._post_accumulate_grad_hooks or hasattr(
             parameter, "_in_backward_optimizers"
         )
-        if is_late or parameter._backward_hooks:
+        if has_hook or parameter._backward_hooks:
             raise PlanError(
                 f"{function}: model must have no hooks on parameters with several ranks or micro-batches, "
                 f"whose gradients they see one by one, got one on {name}; clip by clip() or clip_value(), "

@@ -161,8 +161,8 @@ def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.M
             'nn.ModuleList or nn.Sequential, got none; use scope="loss"'
         )
     _check_machine(state)
-    for alike in _by_kind(blocks.values()):
-        compile_in_place(alike, outermost=False, **settings)
+    for group in _by_kind(blocks.values()):
+        compile_in_place(group, outermost=False, **settings)
     return module
 
 

@@ -186,7 +186,7 @@ def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
         trial.step()
         if first != _plain(trial):
             raise TypeError("it counts in Python's numbers, or in tensors outside of its state")
-        _check_apart(_trial(optimizer, device, num_parameters=2))
+        _check_own_state(_trial(optimizer, device, num_parameters=2))
         _compare(trial, device)
     except Exception as error:
         empty = f"it looks for {error} in its state before the first update has made any"
@@ -203,8 +203,8 @@ def _misfit(optimizer: Optimizer, reason: str, repair: str) -> PlanError:
     )
 
 
-def _check_apart(trial: Optimizer) -> None:
-    """Refuse state that is kept with one parameter for all."""
+def _check_own_state(trial: Optimizer) -> None:
+    """Refuse an optimizer that keeps state of all parameters with one of them."""
     trial.step()
     of_each = [trial.state[p].keys() for p in trial.param_groups[0]["params"]]
     if any(names != of_each[0] for names in of_each):

@@ -55,7 +55,7 @@ class CompiledStep:
         """Value of `applied` if no function decides about the update."""
         self._stateful = [each for each in optimizers if keeps_tensors(each, state.device)]
         """The optimizers that remember something between two updates."""
-        self._has_late_parameters = any(
+        self._has_added_parameters = any(
             0 < len(each.state) < len(trained_by(each)) for each in optimizers
         )
         """Does the next update make the state of parameters that were added after others?"""
@@ -117,8 +117,8 @@ class CompiledStep:
 
     def _is_ready(self) -> bool:
         """Do the optimizers have the state that their first update makes?"""
-        if self._has_late_parameters:
-            self._has_late_parameters = False
+        if self._has_added_parameters:
+            self._has_added_parameters = False
             return False
         return all(each.state for each in self._stateful)
 

@@ -72,7 +72,7 @@ def wrap_fsdp(
         ignore: modules whose parameters stay whole on every rank, in their dtype, named as blocks are:
             a frozen encoder or teacher that fits in memory, which is then not gathered.
         replicate: number of groups of shards, which divides the number of ranks: parameters are
-            sharded within a group of ranks in a row, and alike in all groups.
+            sharded within a group of ranks in a row, the same way in all groups.
         reshard_after_forward: False: blocks stay whole until their backward, and from one
             micro-batch to the next, which takes more memory and less traffic.
         param_dtype: of unsharded parameters, and of the inputs of a model or block;

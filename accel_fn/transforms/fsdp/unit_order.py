@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.errors import LossError, check_alike
+from accel_fn.errors import LossError, check_equal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -83,15 +83,15 @@ class UnitOrder:
             self._compare(event, None)
             return
         if event.stand_in is None or self._expected.get(place) != event:
-            self._join_others(place)
+            self._join_peers(place)
             self._compare(event, place)
             # Once two events have come at one place, ranks compare there in every pass.
             if self._expected.setdefault(place, event) != event:
                 self._expected[place] = None
         self._place = _next(place, event)
 
-    def _join_others(self, place: Place) -> None:
-        """Join what the others do, up to the next event that ranks compare."""
+    def _join_peers(self, place: Place) -> None:
+        """Join the collectives of the other ranks, up to the next event that ranks compare."""
         while (event := self._expected.get(place)) and event.stand_in:
             event.stand_in()
             place = _next(place, event)
@@ -103,7 +103,7 @@ class UnitOrder:
             self._place = None
             number = f" as number {place[1] + 1}" if place else ""
             texts = primitives.exchange(event.text + number, self.state, "wrap_fsdp")
-            check_alike(texts, _RULE, _REPAIR, LossError)
+            check_equal(texts, _RULE, _REPAIR, LossError)
 
 
 def _next(place: Place, event: Event) -> Place:

@@ -51,8 +51,8 @@ def local_sgd(every: int) -> Transform:
 
     Raises:
         ValueError: `every` is no integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`; a loss
-            scale, `accept` functions, `average` or `check_replicas`, which take all ranks to decide or to be
-            alike; a `weight_fn` that is a mapping; embeddings with sparse gradients beside momentum, which
+            scale, `accept` functions, `average` or `check_replicas`, which need equal
+            ranks; a `weight_fn` that is a mapping; embeddings with sparse gradients beside momentum, which
             is sparse too. From `save`, `evaluate` and, in evaluation mode, `step.forward`: between two
             averages. From the step, a RuntimeError, on every rank: an optimizer that has come to hold
             state of other parameters on another rank.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.batch import map_tensors, num_samples
-from accel_fn.base.rng import kept_random, key_random
+from accel_fn.base.rng import exclusive_random, key_random
 from accel_fn.base.split_batch import part_sizes, split_rows
 from accel_fn.base.state import DistState, step_name
 from accel_fn.base.weights import Weight, shares, total_weight
@@ -52,7 +52,7 @@ class VirtualRanks(Strategy):
     What is added up, and in which order, does not depend on the number of ranks.
     """
 
-    is_exact_over_ranks = is_split_alike = True
+    is_exact_over_ranks = is_evenly_split = True
     calls_collectives = False
 
     def __init__(
@@ -115,7 +115,7 @@ class VirtualRanks(Strategy):
         metrics = [MetricSums() for _ in slices]
 
         def run() -> None:
-            with kept_random(state.device), loss_of(self):
+            with exclusive_random(state.device), loss_of(self):
                 for number, ((parts, weights), sums) in enumerate(
                     zip(slices, metrics, strict=True)
                 ):
@@ -142,7 +142,7 @@ class VirtualRanks(Strategy):
         self._differing = layout.settle(state, metrics)
         if not layout.sizes and not layout.terms:
             # no other rank sums metrics, so all raise in the next step
-            layout.late = self._differing
+            layout.pending_error = self._differing
             return []
         tree, is_wrong = Tree(), self._differing is not None
         for each in metrics:
@@ -192,7 +192,7 @@ class VirtualRanks(Strategy):
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[Sequence[Slice], Weight, bool]:
         """Return this rank's slices, the weight of all slices, and whether any rank requests a stop."""
-        failure: Exception | None = self.layout.late
+        failure: Exception | None = self.layout.pending_error
         rows, slices = -1, list[Slice]()
         try:
             rows, slices = self._slice(plan, state, batch)

@@ -42,8 +42,8 @@ class Advance:
         """Restore what `kept` returned."""
         self.scheduler.load_state_dict(kept["scheduler"])
 
-    def hear_all(self) -> None:
-        """Wait for values that are still on the device."""
+    def flush(self) -> None:
+        """Read values that are still on the device."""
 
 
 class AdvanceByMetric(Advance):
@@ -72,7 +72,7 @@ class AdvanceByMetric(Advance):
         if not isinstance(metric, Tensor):
             metric = torch.full((), metric, dtype=dtype, device=state.device)
         metric = metric.to(state.device, dtype)
-        self._hear(self._delayed(torch.stack([metric, report.applied.to(dtype)])))
+        self._take(self._delayed(torch.stack([metric, report.applied.to(dtype)])))
 
     def kept(self) -> dict[str, Any]:
         """Return everything that an advance changes."""
@@ -83,11 +83,12 @@ class AdvanceByMetric(Advance):
         super().put_back(kept)
         self._newest = kept.get("metric")
 
-    def hear_all(self) -> None:
-        """Wait for values that are still on the device."""
-        self._hear(self._delayed.last())
+    def flush(self) -> None:
+        """Read values that are still on the device."""
+        self._take(self._delayed.last())
 
-    def _hear(self, known: Tensor | None) -> None:
+    def _take(self, known: Tensor | None) -> None:
+        """Keep the metric, if its update was made."""
         if known is not None and known[1]:
             self._newest = known[0].item()
 
@@ -113,12 +114,12 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that checkpoints hold."""
-        self._advance.hear_all()
+        self._advance.flush()
         return self._advance.kept()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self._advance.hear_all()
+        self._advance.flush()
         self._advance.put_back(saved)
 
     @contextmanager
@@ -294,7 +295,7 @@ class DeviceSchedule(Schedule):
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         assert report.applied is not None
-        self._hear(self._delayed(report.applied))
+        self._undo_skipped(self._delayed(report.applied))
         self._advance.note(state, report)
         self._before = copy.deepcopy(self._advance.kept())
         if self._is_first:
@@ -304,12 +305,12 @@ class DeviceSchedule(Schedule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that checkpoints hold."""
-        self._hear(self._delayed.last())
+        self._undo_skipped(self._delayed.last())
         return {**super().state_dict(), "rates": self.rates.advanced}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self._hear(self._delayed.last())
+        self._undo_skipped(self._delayed.last())
         super().load_state_dict(saved)
         self.rates.load(saved.get("rates"))
 
@@ -320,7 +321,8 @@ class DeviceSchedule(Schedule):
         yield
         self.rates.load(None)
 
-    def _hear(self, applied: Tensor | None) -> None:
+    def _undo_skipped(self, applied: Tensor | None) -> None:
+        """Undo the newest advance, if its update was skipped."""
         if applied is not None and self._before is not None and not applied:
             self._advance.put_back(self._before)
             if self._is_first:

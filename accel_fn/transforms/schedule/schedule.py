@@ -87,12 +87,12 @@ def schedule(
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after_update=[schedule(<lambda>)])
     """
     given, batches = scheduler_or_fn, _batches_of(every)
-    is_scheduler = isinstance(given, LRScheduler) or heeds_metric(given)
+    is_scheduler = isinstance(given, LRScheduler) or takes_metric(given)
     if not is_scheduler and not callable(given):
         rule = "be a learning-rate scheduler or a function num_updates -> multiplier"
         raise ArgumentTypeError(message("schedule", "scheduler_or_fn", rule, given))
-    if metric is not None and not heeds_metric(given):
-        rule = "be given for a scheduler that heeds one, as ReduceLROnPlateau does"
+    if metric is not None and not takes_metric(given):
+        rule = "be given for a scheduler that takes one, as ReduceLROnPlateau does"
         raise ArgumentError(message("schedule", "metric", rule, type(given).__name__))
 
     def check(plan: Plan) -> None:
@@ -131,12 +131,12 @@ class ScheduleSlot(Stateful):
         """Refuse a function beside another schedule of the same optimizer."""
         slots = [each for each in plan.after_update if isinstance(each, ScheduleSlot)]
         for name in over_optimizers(plan, self.keywords.get("optimizer"), self.keywords["by"]):
-            alike = [each.keywords["by"] for each in slots if name in each.names(plan)]
-            schedulers = [each for each in alike if hasattr(each, "optimizer")]
-            if len(alike) > 1 and len(schedulers) < len(alike):
+            rivals = [each.keywords["by"] for each in slots if name in each.names(plan)]
+            schedulers = [each for each in rivals if hasattr(each, "optimizer")]
+            if len(rivals) > 1 and len(schedulers) < len(rivals):
                 raise PlanError(
                     "build: schedule must stand alone in a plan where it is given a function, which sets "
-                    f"the learning rate whatever another has made of it, got {len(alike)} schedules; "
+                    f"the learning rate whatever another has made of it, got {len(rivals)} schedules; "
                     "give one function, the product, or name different optimizers"
                 )
 
@@ -158,7 +158,7 @@ def scheduled(
     made: dict[str, Schedule] = {}
     for name, each in over_optimizers(plan, optimizer, by).items():
         advance: Advance
-        if heeds_metric(by):
+        if takes_metric(by):
             advance = AdvanceByMetric(by, metric or (lambda report: report.loss))
         else:
             advance = Advance(by if isinstance(by, LRScheduler) else LambdaLR(each, _checked(by)))
@@ -203,7 +203,7 @@ def _batches_of(every: ShardedLoader[Any] | int | None) -> int | None:
     return check_count("schedule", "every", facts["batches_per_epoch"] or 0)
 
 
-def heeds_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
+def takes_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
     """Does its `step` take a metric? Not all that do are of torch's class: transformers' GreedyLR is none."""
     if not isinstance(getattr(scheduler, "optimizer", None), Optimizer):
         return False
