@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from accel_fn.observe.evaluate import evaluate as evaluate
     from accel_fn.observe.explain import explain as explain
     from accel_fn.observe.predict import predict as predict
+    from accel_fn.observe.progress import progress as progress
     from accel_fn.step.autocast import autocast as autocast
     from accel_fn.step.build import build as build
     from accel_fn.step.grads import Grads as Grads
@@ -108,6 +109,7 @@ _MODULES = {
     "observe.evaluate": ["evaluate"],
     "observe.explain": ["explain"],
     "observe.predict": ["predict"],
+    "observe.progress": ["progress"],
     "comm.gather": ["gather"],
     "step.grads": ["Grads"],
     "base.launch_options": ["LaunchOptions", "launch_options"],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import IO, Any, TypeVar, cast
 
 from accel_fn.base.state import DistState, check_state
@@ -141,7 +142,7 @@ def print_on_main(
     file: IO[str] | None = None,
     flush: bool = False,
 ) -> None:
-    """Print on the main rank alone, as `print` does.
+    """Print on the main rank alone, as `print` does; bars of tqdm stay whole below it.
 
     Args:
         *values: to print.
@@ -160,7 +161,14 @@ def print_on_main(
     """
     check_state("print_on_main", state)
     if state.is_main:
-        print(*values, sep=sep, end=end, file=file, flush=flush)
+        with _beside_bars(file):
+            print(*values, sep=sep, end=end, file=file, flush=flush)
+
+
+def _beside_bars(file: IO[str] | None) -> AbstractContextManager[None]:
+    """Take tqdm's bars off the screen meanwhile; none is there if tqdm was not imported."""
+    tqdm: Any = sys.modules.get("tqdm")
+    return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file)
 
 
 def on_main_only(logger: logging.Logger, state: DistState) -> logging.Logger:

@@ -146,7 +146,7 @@ class ShardedLoader(Generic[Batch]):
         *,
         max_steps: int | None = None,
         since: DistState | None = None,
-    ) -> Iterator[Epoch[Batch]]:
+    ) -> Epochs[Batch]:
         """Yield epoch after epoch up to `num_epochs` or `max_steps`, from the position of a state.
 
         Args:
@@ -181,7 +181,7 @@ class ShardedLoader(Generic[Batch]):
             repair = "the state that the last step returned"
             raise ArgumentTypeError(message("epochs", "since", "be a DistState", since, repair))
         if since is None:
-            return self._epochs(num_epochs, max_steps, 0, 0, 0)
+            return Epochs(self, num_epochs, max_steps)
         if max_steps is not None and since.step > max_steps:
             rule, repair = f"be at most at step {max_steps}", f"raise max_steps, or {_NEW_RUN}"
             raise ArgumentError(message("epochs", "since", rule, f"step {since.step}", repair))
@@ -195,32 +195,7 @@ class ShardedLoader(Generic[Batch]):
         if has_finished and since.step and since.is_main:
             ended = "" if num_epochs is None else f"{num_epochs} epochs, "
             _LOG.warning("the run has finished: %s%d steps; %s", ended, since.step, _NEW_RUN)
-        return self._epochs(num_epochs, max_steps, since.step, *start)
-
-    def _epochs(
-        self,
-        num_epochs: int | None,
-        max_steps: int | None,
-        step: int,
-        first_epoch: int,
-        first_batch: int,
-    ) -> Iterator[Epoch[Batch]]:
-        numbers = count(first_epoch) if num_epochs is None else range(first_epoch, num_epochs)
-        for index in numbers:
-            if max_steps is None:
-                yield Epoch(self, index, first_batch)
-            elif step < max_steps:
-                epoch = Epoch(self, index, first_batch, max_steps - step)
-                yield epoch
-                step += epoch._num_read()
-                if num_epochs is None and not epoch._num_read():
-                    raise ArgumentError(
-                        "epochs: loader must give a batch in every epoch where num_epochs is None, got none "
-                        f"in epoch {index}"
-                    )
-            else:
-                return
-            first_batch = 0
+        return Epochs(self, num_epochs, max_steps, since.step, start)
 
     def state_dict(self) -> dict[str, int | None]:
         """Return what must be the same when a run resumes; the position is `state.step`."""
@@ -274,6 +249,45 @@ class ShardedLoader(Generic[Batch]):
         """The samples of all ranks in a batch, in rank order: [num_samples of the batch], int64."""
         check_count("global_indices", "epoch", epoch, minimum=0)
         return self._source.global_indices(epoch, batch)
+
+
+class Epochs(Iterator[Epoch[Batch]]):
+    """The epochs of a run that are left. Made by `ShardedLoader.epochs`."""
+
+    def __init__(
+        self,
+        loader: ShardedLoader[Batch],
+        num_epochs: int | None,
+        max_steps: int | None,
+        step: int = 0,
+        start: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.loader, self.num_epochs, self.max_steps = loader, num_epochs, max_steps
+        self.step, self.start = step, start  # the position: batches, and epoch and batch in it
+        self._left = self._epochs()
+
+    def __next__(self) -> Epoch[Batch]:
+        return next(self._left)
+
+    def _epochs(self) -> Iterator[Epoch[Batch]]:
+        num_epochs, max_steps, step = self.num_epochs, self.max_steps, self.step
+        first_epoch, first_batch = self.start
+        numbers = count(first_epoch) if num_epochs is None else range(first_epoch, num_epochs)
+        for index in numbers:
+            if max_steps is None:
+                yield Epoch(self.loader, index, first_batch)
+            elif step < max_steps:
+                epoch = Epoch(self.loader, index, first_batch, max_steps - step)
+                yield epoch
+                step += epoch._num_read()
+                if num_epochs is None and not epoch._num_read():
+                    raise ArgumentError(
+                        "epochs: loader must give a batch in every epoch where num_epochs is None, got none "
+                        f"in epoch {index}"
+                    )
+            else:
+                return
+            first_batch = 0
 
 
 def numbered_batches(loader: Iterable[Any]) -> Iterator[Numbered[Any]]:

@@ -81,3 +81,10 @@ class SampledBatches(Iterator[Batch]):
             if not self.parts.by_loop:
                 self.parts.send_error(error)
             raise
+
+
+def sampled_with(source: Iterator[Any], found: Iterator[Batch], k: int = 1) -> Iterator[Batch]:
+    """Let `prefetch` take the samples of all batches from which one of `found` is made."""
+    if not isinstance(source, SampledBatches):
+        return found
+    return SampledBatches(found, source.parts, k * source.num_each)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Any, Generic, overload
+from typing import Generic, overload
 
 import torch
 from torch import Tensor
 
 from accel_fn.data.loader import Batch, Numbered, ShardedLoader, Source
-from accel_fn.data.sampled_batches import SampledBatches
+from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
 
@@ -94,7 +94,7 @@ class WindowedSource(Generic[Batch]):
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[list[Batch]]]:
         windows = _lists(self._source.numbered(epoch, first_batch * self._k), self._k)
-        return _sampled_with(windows, map(_numbered, windows))
+        return sampled_with(windows, map(_numbered, windows))
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return self._source.position(step, window * self._k)
@@ -114,14 +114,7 @@ class WindowedSource(Generic[Batch]):
 def _lists(batches: Iterable[Batch], k: int) -> Iterator[list[Batch]]:
     source = iter(batches)
     rest = chain(source)  # some iterators start again at each call of `iter`, which `islice` makes
-    return _sampled_with(source, iter(lambda: list(islice(rest, k)), []), k)
-
-
-def _sampled_with(source: Iterator[Any], found: Iterator[Batch], k: int = 1) -> Iterator[Batch]:
-    """Let `prefetch` take the samples of all batches from which one of `found` is made."""
-    if not isinstance(source, SampledBatches):
-        return found
-    return SampledBatches(found, source.parts, k * source.num_each)
+    return sampled_with(source, iter(lambda: list(islice(rest, k)), []), k)
 
 
 def _numbered(window: list[Numbered[Batch]]) -> Numbered[list[Batch]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batche
 from accel_fn.data.prefetch import Prefetched
 from accel_fn.data.window import Windowed
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
+from accel_fn.observe.bar import length_of, open_bar
 from accel_fn.step.checks.first_batches import Looks, looks_of
 from accel_fn.step.loss_module import run_placed
 from accel_fn.step.microbatches import cut
@@ -74,7 +73,9 @@ def over_loader(
     with restored_random(state.device):
         batches = numbered_batches(loader)
         modes = in_eval_mode(step.plan.optimizers.values())
-        bar = _bar(function, loader, state, progress)
+        options = {"desc": function, "unit": "batch", "leave": False}
+        bar = open_bar(state, wanted=progress, total=length_of(loader), **options)
+        shown: Any = nullcontext() if bar is None else bar
         module = step.strategy.module  # a loss_fn may be a module too
 
         def use_and_show(each: Cut) -> None:
@@ -82,11 +83,11 @@ def over_loader(
             if looks is None and state.world_size > 1:
                 looks = looks_of(each.batch)
             use(each)
-            if shown is not None:
-                shown.update()
+            if bar is not None:
+                bar.update()
 
         try:
-            with bar as shown, _evaluation_mode(module), modes, torch.no_grad():
+            with shown, _evaluation_mode(module), modes, torch.no_grad():
                 if together:
                     _use_in_step(function, batches, state, cut_up, use_and_show)
                 else:
@@ -202,26 +203,3 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before.items():
             module.training = training
-
-
-def _bar(
-    function: str, loader: Iterable[Any], state: DistState, progress: bool | None
-) -> AbstractContextManager[Any]:
-    """Progress display of a pass: tqdm's bar, or nothing."""
-    wanted = sys.stderr.isatty() if progress is None else progress
-    if not wanted or not state.is_main:
-        return nullcontext()
-    from tqdm import tqdm
-
-    bar: AbstractContextManager[Any] = tqdm(
-        total=_num_batches(loader), desc=function, unit="batch", leave=False
-    )
-    return bar
-
-
-def _num_batches(loader: Iterable[Any]) -> int | None:
-    """Return the length of the loader, if it has one; an error in it must not end the pass."""
-    try:
-        return length_hint(loader) or None
-    except Exception:
-        return None

@@ -6,6 +6,7 @@ import os
 import pty
 import select
 import subprocess
+import termios
 
 
 class Terminal:
@@ -17,7 +18,8 @@ class Terminal:
             command, cwd=folder, env=environment, preexec_fn=lambda: os.login_tty(inside)
         )
         os.close(inside)
-        self.text, self.seen = "", 0
+        termios.tcsetwinsize(self.screen, (24, 80))
+        self.text, self.seen, self.raw = "", 0, ""
 
     def __enter__(self):
         return self
@@ -66,5 +68,16 @@ class Terminal:
             got = os.read(self.screen, 4096).decode() if ready else ""
         except OSError:  # on Linux, this means that the other side is closed
             return False
+        self.raw += got
         self.text += got.replace("\r", "")
         return bool(got)
+
+    def lines(self):
+        """Return the lines as they stand on the screen, after what was written over them."""
+        found = []
+        for line in self.raw.split("\n"):
+            shown = ""
+            for written in line.split("\r"):
+                shown = written + shown[len(written) :]
+            found.append(shown.rstrip())
+        return found
