@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from accel_fn.observe.estimate_memory import estimate_memory as estimate_memory
     from accel_fn.observe.evaluate import evaluate as evaluate
     from accel_fn.observe.explain import explain as explain
+    from accel_fn.observe.log_to import log_to as log_to
+    from accel_fn.observe.log_to import log_values as log_values
     from accel_fn.observe.predict import predict as predict
     from accel_fn.observe.progress import progress as progress
     from accel_fn.step.autocast import autocast as autocast
@@ -108,6 +110,7 @@ _MODULES = {
     "observe.estimate_memory": ["MemoryEstimate", "estimate_memory"],
     "observe.evaluate": ["evaluate"],
     "observe.explain": ["explain"],
+    "observe.log_to": ["log_to", "log_values"],
     "observe.predict": ["predict"],
     "observe.progress": ["progress"],
     "comm.gather": ["gather"],

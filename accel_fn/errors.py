@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointWriteError",
     "ExtraError",
+    "LogError",
     "LossError",
     "NotEquivalentError",
     "OutOfMemoryError",
@@ -105,6 +106,10 @@ class CheckpointError(AccelError, RuntimeError):
 
 class CheckpointWriteError(CheckpointError, OSError):
     """Files of a checkpoint or of exported weights cannot be written."""
+
+
+class LogError(AccelError, RuntimeError):
+    """The log of a run cannot be written, or another run writes to it."""
 
 
 class ExtraError(AccelError, ModuleNotFoundError):

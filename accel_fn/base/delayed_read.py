@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
+
+_POLL_S = 0.01
 
 
 class DelayedRead:
@@ -29,13 +33,20 @@ class DelayedRead:
         self._pending = held, event
         return known
 
-    def last(self) -> Tensor | None:
-        """Wait for the last value and return it; None if it was returned already."""
+    def last(self, timeout_s: float | None = None) -> Tensor | None:
+        """Wait for the last value and return it; None if it was returned already, or after a time-out."""
         if self._pending is None:
             return None
         value, event = self._pending
         self._pending = None
-        event.synchronize()
+        if timeout_s is None:
+            event.synchronize()
+            return value
+        end = time.monotonic() + timeout_s
+        while not event.query():
+            if time.monotonic() > end:
+                return None
+            time.sleep(_POLL_S)
         return value
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from accel_fn.checkpoint.schedules import (
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import AccelError, CheckpointError, check_flag
+from accel_fn.step.observers import observers
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
@@ -116,6 +118,7 @@ def load(
     1
     """
     check_state("load", state)
+    began = perf_counter()
     steps, extras = named_steps(step), {} if extras is None else extras
 
     def check() -> None:
@@ -147,6 +150,9 @@ def load(
         undo.pop_all()
     loaded = all_or_none(loading.finish, state, "load")
     notes_of(steps).update(run=Run(loading.manifest.step), frozen=here)
+    seconds = perf_counter() - began
+    for observer in observers(each.plan for each in steps.values()):
+        observer.loaded(loaded, seconds, path)
     return loaded
 
 

@@ -17,6 +17,7 @@ from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.tied_weights import split_tied
 from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.errors import CheckpointError
+from accel_fn.step.observers import observes
 from accel_fn.step.plan import Plan, describe
 from accel_fn.step.step import Step
 
@@ -101,7 +102,7 @@ def with_prefix(prefix: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
 def signature(step: Step) -> dict[str, Any]:
     """Describe what must be the same in a run that resumes: no world size, micro-batches or device."""
     plan = step.plan
-    named = {slot: [_name(each) for each in getattr(plan, slot)] for slot in _RESULT_SLOTS}
+    named = {slot: [_name(each) for each in _compared(plan, slot)] for slot in _RESULT_SLOTS}
     slots = {slot: [name for name in names if name] for slot, names in named.items()}
     found: dict[str, Any] = {"weight_fn": describe(plan.weight_fn)}
     found |= {"reduction": "sum"} if plan.reduction == "sum" else {}
@@ -136,10 +137,15 @@ def _name(function: Any) -> str:
 def stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
     """Yield functions of the plan that have state: how their entries begin, slot and name, function."""
     for slot in _STATE_SLOTS:
-        for index, each in enumerate(getattr(plan, slot)):
+        for index, each in enumerate(_compared(plan, slot)):
             if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
                 where = f"{slot}/{index} {_name(each)}"
                 yield f"{prefix_of('transforms', step)}{where}/", where, each
+
+
+def _compared(plan: Plan, slot: str) -> list[Any]:
+    """Select the functions that a checkpoint knows: a log may be added to a run, or removed."""
+    return [each for each in getattr(plan, slot) if not observes(each)]
 
 
 def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:

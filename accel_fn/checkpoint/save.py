@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accel_fn.base.file_lock import FileLock
 from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.rng import random_state
 from accel_fn.base.state import DistState, check_state
@@ -26,7 +28,6 @@ from accel_fn.checkpoint.format.names import COMMON, absolute, file_of
 from accel_fn.checkpoint.format.plain_data import to_plain
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, plan_parts, to_entries
 from accel_fn.checkpoint.format.write import Share, write_error
-from accel_fn.checkpoint.lock import FolderLock
 from accel_fn.checkpoint.new_checkpoint import NewCheckpoint, Run, tidy
 from accel_fn.checkpoint.run_state import (
     RunState,
@@ -40,12 +41,14 @@ from accel_fn.comm.primitives import exchange
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
     check_count,
     check_flag,
     check_only,
     message,
 )
 from accel_fn.observe.explain import explain
+from accel_fn.step.observers import observers
 from accel_fn.step.step import Step
 
 EXTRA = "extras/"
@@ -124,6 +127,7 @@ def save(
     'step_00000000'
     """
     check_state("save", state)
+    began = perf_counter()
     steps, extras = named_steps(step), {} if extras is None else extras
 
     def check() -> None:
@@ -163,6 +167,9 @@ def save(
         run = notes_of(steps).setdefault("run", Run())
         checkpoint = NewCheckpoint(absolute(folder), head, keep, keep_every, keep_best, run)
         _write(checkpoint, contents, stateful(extras), state, notes_of(steps), beside, wait=wait)
+    seconds = perf_counter() - began
+    for observer in observers(each.plan for each in steps.values()):
+        observer.saved(state, seconds, checkpoint.final)
     return checkpoint.final
 
 
@@ -215,12 +222,23 @@ def _begin(checkpoint: NewCheckpoint, state: DistState, notes: dict[str, Any]) -
             home.mkdir(parents=True, exist_ok=True)
             sync(home.parent)
         locks, real = notes.setdefault("locks", {}), home.resolve()
-        if real not in locks or not locks[real].holds(home):
-            locks[real] = FolderLock(home)
+        if real not in locks or not locks[real].holds():
+            locks[real] = _locked(home)
         tidy(home)
         checkpoint.path.mkdir()
     except OSError as error:
         raise write_error(checkpoint.path, error) from error
+
+
+def _locked(home: Path) -> FileLock:
+    """Lock the folder of checkpoints, or refuse a second run that saves to it."""
+    lock = FileLock(home / ".lock")
+    if lock.owner is not None:
+        raise CheckpointError(
+            f"save: {home} must be saved to by one run at a time, got a second one beside "
+            f"{lock.owner}; give each run a folder of its own"
+        )
+    return lock
 
 
 def _put_beside(

@@ -28,6 +28,7 @@ from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
 from accel_fn.step.loss_module import Outcome, checked_metrics
 from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, stacked
 from accel_fn.step.microbatches import Parts, Weights, microbatches
+from accel_fn.step.observers import evaluating
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
@@ -114,9 +115,10 @@ def evaluate(
         totals = {name: total.to_host() for name, total in own.totals.items()}
         return totals, own.has_losses, looks
 
-    with step.strategy.evaluating(step.plan, state, "evaluate"):
-        own = all_or_none(mine, state, "evaluate")
-    every = primitives.exchange(own, state, "evaluate")
+    with evaluating(step.plan, state):
+        with step.strategy.evaluating(step.plan, state, "evaluate"):
+            own = all_or_none(mine, state, "evaluate")
+        every = primitives.exchange(own, state, "evaluate")
     warn_of_equal_batches("evaluate", state, [looks for *_, looks in every])
     found = means([totals for totals, *_ in every])
     has_losses = any(each for _, each, _ in every)

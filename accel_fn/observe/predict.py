@@ -25,6 +25,7 @@ from accel_fn.observe.over_loader import (
     parts_of,
 )
 from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
+from accel_fn.step.observers import evaluating
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
@@ -109,7 +110,10 @@ def predict(
         )
         return rows.count, rows.are_numbered, looks
 
-    with step.strategy.evaluating(step.plan, state, "predict"):
+    with (
+        evaluating(step.plan, state),
+        step.strategy.evaluating(step.plan, state, "predict"),
+    ):
         every = agreed(read, state, "predict")
     warn_of_equal_batches("predict", state, [looks for *_, looks in every])
     with_rows = [rank for rank, (count, *_) in enumerate(every) if count]

@@ -13,24 +13,30 @@ from accel_fn.errors import ArgumentTypeError, message
 Write = Callable[[int, Mapping[str, float]], None]
 
 
-def as_writer(given: object) -> Write:
+def as_writer(given: Any) -> Write:
     """Return what writes the values of a step to a run, or the given function itself.
 
     Paths are not for it. Runs are known by the names of their types, so no library is imported.
     Call it on the main rank alone, which has the run.
     """
+    check_writer(given)
     kind = _kind_of(given)
-    if kind is not None:
-        make_write, _ = kind
-        return make_write(given)
+    if kind is None:
+        write: Write = given
+        return write
+    make_write, _ = kind
+    return make_write(given)
+
+
+def check_writer(given: object) -> None:
+    """Refuse what is neither a run of these libraries nor a function."""
     # A class is callable, too: SummaryWriter in place of SummaryWriter().
-    if callable(given) and not isinstance(given, type):
-        return given
-    rule = (
-        "be a path that ends in .jsonl or .csv, a run of tensorboard, tensorboardX, wandb, mlflow, "
-        "trackio, aim or swanlab, or a function (step, values)"
-    )
-    raise ArgumentTypeError(message("log_to", "writers", rule, given))
+    if _kind_of(given) is None and (not callable(given) or isinstance(given, type)):
+        rule = (
+            "be a path that ends in .jsonl or .csv, a run of tensorboard, tensorboardX, wandb, mlflow, "
+            "trackio, aim or swanlab, or a function (step, values)"
+        )
+        raise ArgumentTypeError(message("log_to", "writers", rule, given))
 
 
 def write_settings(given: object, plan: str, launch: Mapping[str, object]) -> None:

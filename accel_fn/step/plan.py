@@ -205,8 +205,9 @@ class SlotFunction(partial[Any]):
     Attributes:
         traits: names that other transforms find by `plan.having(trait)`. In use are
             "needs_equal_replicas", "local_gradients" (ranks keep their own gradients), "retries"
-            (a batch may be done again), "takes_windows" (a batch is a list of micro-batches) and
-            "fixed_microbatches" (their number decides the bits).
+            (a batch may be done again), "takes_windows" (a batch is a list of micro-batches),
+            "fixed_microbatches" (their number decides the bits) and "observes" (it computes nothing of
+            the run, so checkpoints do not compare it).
         source: what `explain` adds: where the settings come from, if not from the call.
 
     >>> import accel_fn as af

@@ -14,6 +14,7 @@ from accel_fn.comm.primitives import check_joined
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_flag, message
 from accel_fn.step.checks.first_batches import FirstBatches
 from accel_fn.step.grads import Grads
+from accel_fn.step.observers import observers
 from accel_fn.step.plan import Batch, GradFn, Plan, StepFn
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
@@ -83,7 +84,7 @@ class Step(Generic[Batch]):
     _built_with: DistState
     checks: FirstBatches
     """The checks of the first batches, with what they have found about the loss."""
-    _before: Sequence[Callable[[DistState], None]]
+    _before: Sequence[Callable[[DistState, Any], None]]
     """Methods `before_step` of functions of `after_update`, which follow the position of the run."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Notes of saving and loading about this run; a step does not read them."""
@@ -124,7 +125,7 @@ class Step(Generic[Batch]):
             check_flag("step", "advance", advance)
         before = state
         for before_step in self._before:
-            before_step(state)
+            before_step(state, batch)
         self.checks.begin(state, batch)
         state, report = self._run(state, batch)
         self.checks.end(state, batch, report)
@@ -175,6 +176,8 @@ class Step(Generic[Batch]):
         one copy of the gradients, since the next backward reuses the memory of these.
         """
         self._check_state(state)
+        for each in observers([self.plan]):
+            each.before_step(state, batch)
         self.checks.begin(state, batch)
         try:
             state, grads, report = self.stages.gradients(state, batch)
@@ -212,7 +215,7 @@ class Step(Generic[Batch]):
         self._check_outcome(grads, report)
         before = state
         for before_step in self._before:
-            before_step(state)
+            before_step(state, None)
         self.strategy.reset()
         prepared = self.stages.prepare(state, grads, report)
         state, report = self.stages.apply(state, prepared)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import check_count
-from accel_fn.step.plan import Plan, Stateful, UpdateFn
+from accel_fn.step.observers import Observer
+from accel_fn.step.plan import Plan, Stateful
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import check_same
 from accel_fn.step.transform import Transform, fill, transform
@@ -39,26 +40,26 @@ def check_replicas(every: int) -> Transform:
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after_update=[check_replicas(every=100)])
     """
     check_count("check_replicas", "every", every)
-    return fill(after_update=ReplicaCheck(same_parameters, every=every))
+    return fill(after_update=ReplicaCheck(ReplicaComparison, every=every))
 
 
 class ReplicaCheck(Stateful):
-    """`same_parameters` with its settings."""
+    """`ReplicaComparison` with its settings."""
 
-    traits = frozenset({"needs_equal_replicas"})
+    traits = frozenset({"needs_equal_replicas", "observes"})
 
 
-def same_parameters(state: DistState, plan: Plan, *, every: int) -> UpdateFn:
-    """Make the comparison of the parameters of one step."""
-    model = plan.model
+class ReplicaComparison(Observer):
+    """The comparison of the parameters of one step."""
 
-    def compare(state: DistState, report: Report) -> DistState:
-        if state.world_size > 1 and state.step % every == 0:
-            tensors = {name: each.detach() for name, each in model.named_parameters()}
+    def __init__(self, state: DistState, plan: Plan, *, every: int) -> None:
+        self._model, self._every = plan.model, every
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        if state.world_size > 1 and state.step % self._every == 0:
+            tensors = {name: each.detach() for name, each in self._model.named_parameters()}
             rule = f"check_replicas: parameters must be equal on all ranks at step {state.step}"
             check_same(
                 tensors, state, rule + ", {name} differs on {ranks}; resume from a checkpoint"
             )
         return state
-
-    return compare

@@ -27,7 +27,7 @@ import xxhash
 from torch import nn
 
 import accel_fn as af
-from accel_fn.checkpoint import lock as lock_module
+from accel_fn.base import file_lock as lock_module
 from accel_fn.checkpoint.format.hashing import FileMark, hash_of
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import rename_finished
@@ -735,8 +735,8 @@ def impatient(monkeypatch):
 LOCKING = """
 import os, time
 from pathlib import Path
-from accel_fn.checkpoint.lock import FolderLock
-lock = FolderLock(Path(folder))
+from accel_fn.base.file_lock import FileLock
+lock = FileLock(Path(folder) / ".lock")
 """
 SAVING = """
 from pathlib import Path

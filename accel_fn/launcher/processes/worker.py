@@ -119,7 +119,8 @@ def _run(
         text = _record(error, frames, file)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
-        hook.recorded = error
+        # As Python does for an error that ends a program: exit handlers look there.
+        hook.recorded = sys.last_value = error
         sys.excepthook(type(error), error, frames)
     else:
         return

@@ -146,7 +146,7 @@ class BatchSchedule(Schedule):
         self.before_step(state)
         return state
 
-    def before_step(self, state: DistState) -> None:
+    def before_step(self, state: DistState, batch: Any = None) -> None:
         """Advance by the batches consumed since the last call; steps of other plans may have counted them."""
         for _ in range(state.step // self._every - self._step // self._every):
             self._advance()
@@ -199,7 +199,7 @@ class BatchSchedules(Schedules):
 
     schedules: Mapping[str, BatchSchedule]
 
-    def before_step(self, state: DistState) -> None:
+    def before_step(self, state: DistState, batch: Any = None) -> None:
         """Advance by the batches consumed since the last call."""
         for each in self.schedules.values():
             each.before_step(state)

@@ -1,0 +1,261 @@
+"""Files of a run's log: values by step, as JSON lines or CSV, and beside them the events of the run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary, finalize
+
+from accel_fn.base.file_lock import FileLock
+from accel_fn.errors import LogError
+from accel_fn.step.checks.warn import warn_user
+
+_LOG = logging.getLogger(__name__)
+Line = dict[str, Any]
+
+
+def open_log(path: Path) -> LogFile:
+    """Open the log of a run; plans of one process share it."""
+    path = Path(os.path.abspath(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path = path.parent.resolve() / path.name
+        log = _LOGS.get(path) or LogFile(path)
+    except OSError as error:
+        raise LogError(
+            f"log_to: writers must be files that can be written, got {path}: {error.strerror}"
+        ) from error
+    _LOGS[path] = log
+    return log
+
+
+class LogFile:
+    """A table of values and the events of its run, which goes on if they cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._events = _events_beside(path)
+        self._table = _TABLES[path.suffix](path)
+        self._has_begun = False
+        self._has_warned = False
+
+    def add_plan(self, plan: str) -> None:
+        """Add the text of a plan whose values this log will have."""
+        self._events.plans.append(plan)
+
+    def start(self, step: int, process: Mapping[str, object]) -> None:
+        """Note, once, that a process begins to log."""
+        self._try(lambda: self._events.start(step, process))
+
+    def begin(self, step: int) -> None:
+        """Cut the log back to where a run begins that loaded nothing; of what it loses it keeps a copy."""
+        if not self._has_begun and self._table.last.get("step", 0) > step:
+            old = self._path.with_name(f"{self._path.name}.old")
+            _LOG.warning(
+                "%s has steps up to %d, and this run begins after step %d; the log of before is now %s",
+                *(self._path, self._table.last["step"], step, old.name),
+            )
+            self._try(lambda: shutil.copyfile(self._path, old))
+            self.go_on(step, 0.0, None)
+        self._has_begun = True
+
+    def go_on(self, step: int, seconds: float, folder: Path | None) -> None:
+        """Cut the log back to the step from which a run goes on."""
+        self._has_begun = True
+        last = self._table.last
+        self._try(lambda: self._table.cut(step))
+        lost = {f"lost_{name}": last.get(name) for name in ("step", "time")}
+        self.event("load", step, seconds=seconds, folder=folder and str(folder), **lost)
+
+    def event(self, event: str, step: int, **facts: object) -> None:
+        """Add an event, unless another plan of the process has just added it."""
+        self._try(lambda: self._events.add({"event": event, "step": step, **facts}))
+
+    def values(self, step: int, at: float, values: Mapping[str, float]) -> None:
+        """Add values of the newest step."""
+        self._try(lambda: self._table.put({"step": step, "time": at, **values}))
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warn_user(
+                    f"log_to: {self._path} should be written, got {error.strerror}; the run goes on, and "
+                    "lines that cannot be written are lost"
+                )
+
+
+class _JsonLines:
+    """A file with a JSON object for each step, steps rising; the last one grows while its step is newest."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open()
+
+    def put(self, line: Line) -> None:
+        """Add a line, or add values to the last one if it is of the same step."""
+        step = self.last.get("step", -1)
+        if line["step"] < step:
+            self.cut(line["step"])
+        if line["step"] == self.last.get("step"):
+            line = {**self.last, **line}
+            self._put_at(self._start, line)
+        else:
+            self._put_at(self._end, line)
+
+    def cut(self, step: int) -> None:
+        """Remove the lines of later steps."""
+        self._keep_lines(step)
+
+    def _keep_lines(self, step: float) -> None:
+        self._start, self._end = 0, 0
+        self.last: Line = {}
+        for start, end, line in self._lines():
+            if line["step"] > step:
+                break
+            self._start, self._end, self.last = start, end, line
+        os.ftruncate(self._file, self._end)
+
+    def _open(self) -> None:
+        """Open the file and drop a last line that was cut in its middle."""
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._close = finalize(self, os.close, self._file)
+        self._keep_lines(math.inf)
+
+    def _put_at(self, start: int, line: Line) -> None:
+        data = self._encoded(line, is_first=start == 0)
+        end = start
+        while end < start + len(data):
+            end += os.pwrite(self._file, data[end - start :], end)
+        if end < self._end:
+            os.ftruncate(self._file, end)
+        self._start, self._end, self.last = start, end, line
+
+    def _lines(self) -> Iterator[tuple[int, int, Line]]:
+        """Yield whole lines, with where they start and end."""
+        with self._path.open("rb") as file:
+            start = end = 0
+            for data in file:
+                end += len(data)
+                line = self._decoded(data, is_first=start == 0) if data.endswith(b"\n") else None
+                if line is not None:
+                    yield start, end, line
+                    start = end
+
+    def _encoded(self, line: Line, *, is_first: bool) -> bytes:
+        return f"{json.dumps(line)}\n".encode()
+
+    def _decoded(self, data: bytes, *, is_first: bool) -> Line | None:
+        try:
+            line = json.loads(data)
+        except ValueError:
+            return None
+        return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+
+
+class _Csv(_JsonLines):
+    """A table of rows below a header, which is written and read as the start of the first line."""
+
+    def __init__(self, path: Path) -> None:
+        self._columns: list[str] = []
+        super().__init__(path)
+
+    def put(self, line: Line) -> None:
+        """Add a line; values of new names make the table wider."""
+        new = [name for name in line if name not in self._columns]
+        if new and self.last:
+            self._widen(new)
+        elif new:
+            self._columns = list(line)
+        super().put(line)
+
+    def _widen(self, new: list[str]) -> None:
+        """Write the file anew with more columns; it has its name once it is whole."""
+        lines = [line for _, _, line in self._lines()]
+        self._columns += new
+        data = b"".join(
+            self._encoded(line, is_first=not number) for number, line in enumerate(lines)
+        )
+        path = self._path.with_name(f"{self._path.name}.tmp")
+        path.write_bytes(data)
+        path.replace(self._path)
+        self._close()
+        self._open()
+
+    def _encoded(self, line: Line, *, is_first: bool) -> bytes:
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        if is_first:
+            rows.writerow(self._columns)
+        rows.writerow([line.get(name, "") for name in self._columns])
+        return text.getvalue().encode()
+
+    def _decoded(self, data: bytes, *, is_first: bool) -> Line | None:
+        try:
+            (row,) = csv.reader([data.decode()])
+            if is_first and "step" in row:
+                self._columns = row
+                return None
+            cells = zip(self._columns, row, strict=True)
+            values = {name: float(cell) for name, cell in cells if cell}
+            return {**values, "step": int(values["step"])}
+        except (ValueError, KeyError):
+            return None
+
+
+class _Events:
+    """What happened in a run: a file to which its processes add lines, one process at a time."""
+
+    def __init__(self, stem: Path) -> None:
+        self._lock = FileLock(stem.with_name(f".{stem.name}.lock"))
+        if self._lock.owner is not None:
+            raise LogError(
+                f"log_to: {stem} must be the log of one run at a time, got a second one beside "
+                f"{self._lock.owner}; give each run a file of its own"
+            )
+        path = stem.with_name(f"{stem.name}.events.jsonl")
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        finalize(self, os.close, self._file)
+        size = os.fstat(self._file).st_size
+        # A line that was cut in its middle stays a line by itself, which readers skip.
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
+        self.plans: list[str] = []
+        self._has_started = False
+        self._newest: Mapping[str, object] = {}
+
+    def start(self, step: int, process: Mapping[str, object]) -> None:
+        if not self._has_started:
+            self._has_started = True
+            self.add({"event": "start", "step": step, **process, "plan": "\n".join(self.plans)})
+
+    def add(self, event: Mapping[str, object]) -> None:
+        if event != self._newest:
+            self._newest = event
+            os.write(self._file, f"{json.dumps({**event, 'time': time.time()})}\n".encode())
+
+
+def _events_beside(path: Path) -> _Events:
+    """Return the events of a run, which a .jsonl and a .csv of one name share."""
+    stem = path.with_suffix("")
+    if stem not in _EVENTS:
+        _EVENTS[stem] = events = _Events(stem)
+        return events
+    return _EVENTS[stem]
+
+
+_TABLES: dict[str, type[_JsonLines]] = {".jsonl": _JsonLines, ".csv": _Csv}
+SUFFIXES = tuple(_TABLES)
+_LOGS: WeakValueDictionary[Path, LogFile] = WeakValueDictionary()
+_EVENTS: WeakValueDictionary[Path, _Events] = WeakValueDictionary()

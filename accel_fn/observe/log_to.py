@@ -1,0 +1,544 @@
+"""log_to: what steps compute, in files and trackers, without a wait for the device."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import numbers
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel_fn.base.batch import num_samples
+from accel_fn.base.delayed_read import DelayedRead
+from accel_fn.base.launch_options import launch_options
+from accel_fn.base.state import DistState, check_state
+from accel_fn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BatchError,
+    PlanError,
+    StateError,
+    check_count,
+    message,
+)
+from accel_fn.observe.explain import explain
+from accel_fn.observe.log_files import SUFFIXES, LogFile, open_log
+from accel_fn.observe.over_loader import check_step
+from accel_fn.observe.writers import Write, as_writer, check_writer, write_settings
+from accel_fn.step.observers import Observer, observers
+from accel_fn.step.plan import Plan, Stateful
+from accel_fn.step.report import Report, verdict_of
+from accel_fn.step.step import Step
+from accel_fn.step.transform import Transform, fill, named
+
+_LOG = logging.getLogger(__name__)
+_IMPORTED = time.time()
+_END_S = 10.0
+"""How long the end of a process waits for the last values: a device may hang."""
+_NAMES = ("step", "time")
+
+
+def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
+    """Log what steps compute, on the main rank: loss, metrics, learning rates, throughput and more.
+
+    Values are copied from the device and read one step later, so no step waits for them. `save`, `evaluate`,
+    `predict` and the end of the process read the last ones.
+
+    A line has `loss`, `loss/<term>` where `weight_fn` is a mapping, `learning_rate`
+    (`learning_rate/<group>`, `learning_rate/<optimizer>` or `learning_rate/<optimizer>/<group>` where
+    there are several), `grad_norm` if the report has one, `loss_scale`, `skipped_updates` since the line
+    before if updates can be skipped, `samples_per_second`, `items_per_second` by `weight_fn`, `data_wait`
+    (the share of the time that the loop spent between steps, less saves, loads and evaluations),
+    `peak_memory` in bytes (of the device, or of the process on a CPU), and the metrics of `loss_fn`.
+
+    A path gets a line a step, and `load` and `resume` cut it back, so a resumed run continues in the same
+    log and no step stands in it twice. Beside it, `<name>.events.jsonl` lists starts, saves, loads,
+    evaluations and ends of the run.
+
+    Law: the step computes the same bits as without it, and the log is the same for all numbers of ranks and
+    micro-batches, but for times.
+
+    Args:
+        *writers: each a path that ends in .jsonl (an object a line) or .csv; or a function `(step, values)`,
+            called on the main rank with a dict of floats by name. On other ranks a writer may be None.
+        every: number of steps between lines, as `state.step` counts them.
+        prefix: of all names, where several plans of a program share a log: "generator/".
+
+    Returns:
+        A transform. `load` does not compare it, so a log may be added to a run, or removed.
+
+    Raises:
+        ValueError: `writers` are none, or of another kind; `every` is no integer >= 1; `prefix` is no text.
+            From the first step: metrics with the names "step" or "time".
+        RuntimeError: from `build`, on every rank: a file cannot be written, or another process logs to it.
+
+    Warns:
+        UserWarning: once, on the main rank: the disk is full, or a file cannot be written any more.
+
+    Cost: two readings of the clock a step. For a line, one small kernel a value, one copy to the host and one
+    write. Where only the device knows whether an update is skipped, one kernel a step.
+
+    >>> import accel_fn as af
+    >>> plan = af.Plan(loss_fn, model, optimizer)
+    >>> plan = af.log_to(lambda step, values: print(step, sorted(values)[:3]), every=2)(plan)
+    >>> state, step = af.build(af.DistState(), plan)
+    >>> for _ in range(2):
+    ...     state, report = step(state, batch)
+    2 ['data_wait', 'learning_rate', 'loss']
+    """
+    if not writers:
+        raise ArgumentError("log_to: writers must be at least one, got none")
+    for each in writers:
+        _check_writer(each)
+    check_count("log_to", "every", every)
+    if not isinstance(prefix, str):
+        raise ArgumentTypeError(message("log_to", "prefix", "be text", prefix))
+    to = [str(_path_of(each) or type(each).__name__) for each in writers]
+    settings = [f"every={every}"] + [f"prefix={prefix!r}"] * bool(prefix)
+    slot = LogSlot(log_of, writers=writers, every=every, prefix=prefix)
+    # Before schedules, which set the rates of the next step.
+    made = named(fill(after_update=slot, first=("after_update",)), f"log_to({', '.join(settings)})")
+    slot.source = f"to {' and '.join(to)}"
+    return made
+
+
+def log_values(
+    state: DistState, step: Step, values: Mapping[str, Any], *, prefix: str = ""
+) -> None:
+    """Log values of your own beside those of the newest step, such as what `evaluate` returns.
+
+    They are in the line of the step if it has one, else in a line of their own. Called on every rank; the
+    main rank writes.
+
+    Args:
+        state: after the newest step.
+        step: whose plan has a log, from `log_to`.
+        values: by name, each a number or a tensor with one element.
+        prefix: of all names: "validation/".
+
+    Raises:
+        ValueError: on every rank: a value is no number, a name is "step" or "time", the plan has no log, or
+            a later step than `state.step` has run.
+
+    Cost: no collective; a value that is on a device is waited for.
+
+    >>> import accel_fn as af
+    >>> plan = af.log_to(lambda step, values: print(step, *values))(af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.DistState(), plan)
+    >>> af.log_values(state, step, af.evaluate(step, [batch], state), prefix="validation/")
+    0 validation/loss
+    """
+    check_state("log_values", state)
+    check_step("log_values", step, state)
+    if not isinstance(values, Mapping):
+        raise ArgumentTypeError(message("log_values", "values", "be numbers by name", values))
+    for name, value in values.items():
+        if not (isinstance(name, str) and _is_number(value)):
+            rule, got = "be numbers by name", {name: value}
+            raise ArgumentTypeError(message("log_values", "values", rule, got))
+    logs = [each for each in observers([step.plan]) if isinstance(each, Log)]
+    if not logs:
+        raise PlanError("log_values: step must have a log, got none; add log_to to its plan")
+    given = {f"{prefix}{name}": value for name, value in values.items()}
+    for log in logs:
+        log.check_names("log_values", "values", given)
+        log.add(state, given)
+
+
+class LogSlot(Stateful):
+    """`log_of` with its settings."""
+
+    traits = frozenset({"observes"})
+
+
+def log_of(
+    state: DistState, plan: Plan, *, writers: Sequence[object], every: int, prefix: str
+) -> Log:
+    """Make the log of one step; `build` raises on every rank if the main rank cannot."""
+    if not state.is_main:
+        return Log(prefix)
+    return LogOnMain(state, plan, Recorder(writers, prefix, explain(plan, state)), every, prefix)
+
+
+class Log(Observer):
+    """The log of a step on ranks that write nothing."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._newest = 0
+        """Of the steps that have run."""
+        self._has_checked = False
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        self._newest = number_of(state)
+        if not self._has_checked:
+            self._has_checked = True
+            self.check_names("log_to", "metrics", report.metrics)
+        return state
+
+    def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
+        """Continue at the position of a checkpoint."""
+        self._newest = number_of(state)
+
+    def check_names(self, function: str, parameter: str, values: Mapping[str, Any]) -> None:
+        """Refuse names that stand for something else in a line."""
+        taken = [name for name in _NAMES if name in values and not self._prefix]
+        if taken:
+            rule = f"have other names than {' and '.join(map(repr, _NAMES))}"
+            raise ArgumentError(message(function, parameter, rule, taken))
+
+    def add(self, state: DistState, values: Mapping[str, Any]) -> None:
+        """Log values of the newest step."""
+        if number_of(state) < self._newest:
+            raise StateError(
+                f"log_values: state must be of the newest step, got step {number_of(state)} after step "
+                f"{self._newest}"
+            )
+
+
+class LogOnMain(Log):
+    """The log of a step on the main rank."""
+
+    def __init__(
+        self, state: DistState, plan: Plan, recorder: Recorder, every: int, prefix: str
+    ) -> None:
+        super().__init__(prefix)
+        self._optimizers, self._every = plan.optimizers, every
+        self._throughput = Throughput(plan)
+        self._waiting = Waiting()
+        self._recorder = recorder
+        # The last line outlives the step, and nothing else of it does. Registered after the exit
+        # handlers of trackers, so it runs before them.
+        atexit.register(finalize(self, recorder.end, os.getpid()))
+        self._applied: int | Tensor | None = None if plan.always_applies(state) else 0
+        self._num_updates = 0
+        self._logged = -1
+        self._first: float | None = None
+        """When the first step began, until it has ended."""
+
+    def before_step(self, state: DistState, batch: Any) -> None:
+        """Note the start of a step."""
+        if self._waiting.is_new:
+            self._recorder.begin(state)
+            self._first = perf_counter()
+        self._waiting.begin_step()
+        self._throughput.count(batch)
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        super().__call__(state, report)
+        self._recorder.step = self._newest
+        self._recorder.flush()
+        self._throughput.add(state, report)
+        if self._applied is not None:
+            self._num_updates += 1
+            verdict = verdict_of(report)
+            self._applied = self._applied + (bool(verdict) if verdict.is_cpu else verdict)
+        # Of several updates of one batch, the first is logged.
+        if self._newest % self._every == 0 and self._newest != self._logged:
+            self._log(state, report)
+        if self._first is not None:
+            self._recorder.event("first_step", self._newest, seconds=perf_counter() - self._first)
+            self._first = None
+        self._waiting.end_step()
+        return state
+
+    def saved(self, state: DistState, seconds: float, folder: Path) -> None:
+        """Note a checkpoint."""
+        self._waiting.pause(seconds)
+        self._recorder.flush()
+        self._recorder.event("save", number_of(state), seconds=seconds, folder=str(folder))
+
+    def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
+        """Go on from the step of a checkpoint."""
+        super().loaded(state, seconds, folder)
+        self._waiting.pause(seconds)
+        self._logged = -1
+        self._recorder.go_on(state, seconds, folder)
+
+    def evaluated(self, state: DistState, seconds: float) -> None:
+        """Note an evaluation."""
+        self._waiting.pause(seconds)
+        self._recorder.flush()
+        self._recorder.event("evaluate", number_of(state), seconds=seconds)
+
+    def add(self, state: DistState, values: Mapping[str, Any]) -> None:
+        """Log values of the newest step."""
+        super().add(state, values)
+        self._recorder.begin(state)
+        self._recorder.flush()
+        numbers = {name: float(value) for name, value in values.items()}
+        self._recorder.write(number_of(state), time.time(), numbers)
+
+    def _log(self, state: DistState, report: Report) -> None:
+        self._logged = self._newest
+        elapsed, wait = self._waiting.since_last()
+        values: dict[str, Any] = {"loss": report.loss}
+        values |= {f"loss/{name}": value for name, value in report.terms.items()}
+        values |= _learning_rates(self._optimizers)
+        if report.grad_norm is not None:
+            values["grad_norm"] = report.grad_norm
+        if state.scaler is not None:
+            values["loss_scale"] = state.scaler.scale
+        if self._applied is not None:
+            values["skipped_updates"] = self._num_updates - self._applied
+            self._num_updates, self._applied = 0, 0
+        values |= self._throughput.per_second(elapsed)
+        values["data_wait"] = wait / elapsed
+        with suppress(RuntimeError):  # of a device that does not count its memory
+            values["peak_memory"] = _peak_memory(state.device)
+        values |= report.metrics
+        self._recorder.read(self._newest, values)
+
+
+class Waiting:
+    """How long the loop was between steps, since the last line."""
+
+    def __init__(self) -> None:
+        self._last = self._ended = self._waited = self._paused = 0.0
+        self._in_step = False
+        self.is_new = True
+        """Has no step begun yet?"""
+
+    def begin_step(self) -> None:
+        if self._in_step:  # the gradients of this update were computed before
+            return
+        now = perf_counter()
+        if self.is_new:
+            self.is_new, self._last = False, now
+        else:
+            self._waited += max(now - self._ended - self._paused, 0.0)
+        self._paused, self._in_step = 0.0, True
+
+    def end_step(self) -> None:
+        self._ended, self._in_step = perf_counter(), False
+
+    def pause(self, seconds: float) -> None:
+        """Do not count time that was spent on a checkpoint or an evaluation."""
+        self._paused += seconds
+
+    def since_last(self) -> tuple[float, float]:
+        """Return the seconds since this was last called, and those of them between steps."""
+        now = perf_counter()
+        elapsed, waited = now - self._last, self._waited
+        self._last, self._waited = now, 0.0
+        return elapsed, waited
+
+
+class Throughput:
+    """Numbers of samples and items since the last line."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._is_weight = plan.weight_fn is num_samples
+        """Does the weight of a batch count its samples?"""
+        self._counts = not self._is_weight
+        self._takes_windows = bool(plan.having("takes_windows"))
+        self._samples = 0
+        self._items: dict[str, float] = {}
+
+    def count(self, batch: Any) -> None:
+        """Count the samples of a batch of this rank, if its weight does not."""
+        if self._counts and batch is not None:
+            try:
+                batches = batch if self._takes_windows else [batch]
+                self._samples += sum(map(num_samples, batches))
+            except BatchError:  # of data that only a weight_fn can count
+                self._counts = False
+
+    def add(self, state: DistState, report: Report) -> None:
+        """Add the weight of a global batch."""
+        if isinstance(report.weight, Mapping):
+            weights = {f"/{name}": weight for name, weight in report.weight.items()}
+        else:
+            weights = {"": report.weight}
+        for name, weight in weights.items():
+            self._items[name] = self._items.get(name, 0.0) + float(weight)
+        self._world_size = state.world_size
+
+    def per_second(self, seconds: float) -> dict[str, float]:
+        """Return rates, and count anew."""
+        found = {}
+        if self._is_weight:
+            found["samples_per_second"] = self._items[""] / seconds
+        else:
+            if self._counts:
+                found["samples_per_second"] = self._samples * self._world_size / seconds
+            for name, items in self._items.items():
+                found[f"items_per_second{name}"] = items / seconds
+        self._samples, self._items = 0, {}
+        return found
+
+
+class Recorder:
+    """Reads the values of a line one step later and writes them; it outlives its step by one line."""
+
+    def __init__(self, writers: Sequence[object], prefix: str, plan: str) -> None:
+        self._files: list[LogFile] = []
+        self._trackers: list[object] = []
+        self._writes: list[Write] = []
+        for each in writers:
+            path = _path_of(each)
+            if path is None:
+                self._trackers.append(each)
+                self._writes.append(as_writer(each))
+            else:
+                self._files.append(open_log(path))
+        for file in self._files:
+            file.add_plan(plan)
+        self._prefix, self._plan = prefix, plan
+        self._delayed = DelayedRead()
+        self._line: tuple[int, float, dict[str, Any], list[str]] | None = None
+        """Step, time, values, and the names of those that are read from the device."""
+        self.step: int | None = None
+        """The newest step; None before the run begins."""
+
+    def begin(self, state: DistState) -> None:
+        """Begin to log, where nothing was loaded: what an earlier run has logged of later steps goes."""
+        if self.step is None:
+            self._start(state)
+            for file in self._files:
+                file.begin(state.step)
+
+    def go_on(self, state: DistState, seconds: float, folder: Path) -> None:
+        """Continue from the step of a checkpoint."""
+        self._delayed.last()
+        self._line = None
+        self._start(state)
+        for file in self._files:
+            file.go_on(state.step, seconds, folder)
+
+    def _start(self, state: DistState) -> None:
+        if self.step is None:
+            launch = asdict(launch_options())
+            process = {
+                "process_began": _process_began(),
+                "world_size": state.world_size,
+                "device": str(state.device),
+                "launch": launch,
+            }
+            for file in self._files:
+                file.start(state.step, process)
+            for tracker in self._trackers:
+                write_settings(tracker, self._plan, launch)
+        self.step = state.step
+
+    def event(self, event: str, step: int, **facts: object) -> None:
+        """Add an event of a run that has begun."""
+        if self.step is not None:
+            for file in self._files:
+                file.event(event, step, **facts)
+
+    def read(self, step: int, values: dict[str, Any]) -> None:
+        """Copy the values of a line from the device; from a CPU they are written at once."""
+        tensors = {name: each for name, each in values.items() if isinstance(each, Tensor)}
+        for name in [name for name, each in tensors.items() if each.is_cpu]:
+            values[name] = tensors.pop(name).item()
+        self._line = step, time.time(), values, [*tensors]
+        if not tensors:
+            self.flush()
+            return
+        # MPS has no float64.
+        dtype = torch.float32 if values["loss"].device.type == "mps" else torch.float64
+        self._delayed(torch.stack([each.detach().to(dtype) for each in tensors.values()]))
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Write the line whose values were copied."""
+        if self._line is None:
+            return
+        step, at, values, names = self._line
+        self._line = None
+        if names:
+            known = self._delayed.last(timeout_s)
+            if known is None:
+                return
+            values.update(zip(names, known.tolist(), strict=True))
+        self.write(step, at, {name: float(value) for name, value in values.items()})
+
+    def write(self, step: int, at: float, values: Mapping[str, float]) -> None:
+        """Write a line of this step."""
+        values = {f"{self._prefix}{name}": value for name, value in values.items()}
+        for file in self._files:
+            file.values(step, at, values)
+        for write in self._writes:
+            write(step, dict(values))
+
+    def end(self, process: int) -> None:
+        """Write the last line, and that the run has ended in order."""
+        if os.getpid() != process or self.step is None:  # not in a process that it forked
+            return
+        step = self._line[0] if self._line else self.step
+        try:
+            self.flush(_END_S)
+        except Exception as error:  # a tracker that the program has closed
+            _LOG.warning("log_to: the line of step %d is not written: %r", step, error)
+        self.event("end", self.step, error=_name_of_last_error())
+
+
+def number_of(state: DistState) -> int:
+    """Return the number of the batch that a step after this state has consumed, and may consume again."""
+    return state.step + bool(state.call)
+
+
+def _learning_rates(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Any]]:
+    for name, optimizer in optimizers.items():
+        of_optimizer = f"learning_rate/{name}" if len(optimizers) > 1 else "learning_rate"
+        groups = optimizer.param_groups
+        for index, group in enumerate(groups):
+            if "lr" in group:
+                yield f"{of_optimizer}/{index}" if len(groups) > 1 else of_optimizer, group["lr"]
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _process_began() -> float:
+    """Return when this process began, or when it imported this file where only that is known."""
+    try:
+        began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        up = float(Path("/proc/uptime").read_text().split()[0])
+        return time.time() - up + float(began) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return _IMPORTED
+
+
+def _name_of_last_error() -> str | None:
+    """Return the type of the error that ends this process, if one does."""
+    error = getattr(sys, "last_value", None)
+    # In a session at a prompt, an error ends no process.
+    return None if error is None or hasattr(sys, "ps1") else type(error).__name__
+
+
+def _path_of(given: object) -> Path | None:
+    return Path(given) if isinstance(given, str | os.PathLike) else None
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, numbers.Real)
+
+
+def _check_writer(given: object) -> None:
+    path = _path_of(given)
+    if path is None:
+        if given is not None:  # as on ranks where the program makes no tracker
+            check_writer(given)
+    elif path.suffix not in SUFFIXES or path.name.endswith(".events.jsonl"):
+        rule = "be paths that end in .jsonl or .csv, and not in .events.jsonl"
+        raise ArgumentError(message("log_to", "writers", rule, str(path)))
