@@ -14,6 +14,7 @@ _COMMANDS: dict[str, str] = {
     "env": "Print versions, devices and variables for a bug report.",
     "test": "Check the library's promises on this machine.",
     "estimate": "Print how much memory a training step takes.",
+    "report": "Print where the time of a run went, or compare runs.",
     "checkpoints": "List the checkpoints of a folder.",
     "export": "Write the weights of a checkpoint as safetensors.",
     "explain": "Print what one step of a plan does, phase by phase.",

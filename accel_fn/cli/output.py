@@ -26,6 +26,8 @@ SHELL_FILE = click.Path(readable=False)
 Cell = tuple[str, str]
 """Text, and the style in which a terminal shows it."""
 
+_LENGTHS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+
 
 def config_option(text: str = "Settings to start from.") -> Callable[[Any], Any]:
     return click.option("--config", "config_file", type=FILE, metavar="FILE", help=text)
@@ -102,6 +104,15 @@ def readable_bytes(size: int | None) -> str:
             break
         scaled, unit = scaled / 1024, larger
     return f"{size} B" if unit == "B" else f"{scaled:.2f} {unit}"
+
+
+def readable_seconds(seconds: float) -> str:
+    """`1 d 4 h`, `2 h 5 min`, `3 min 20 s`, `12.3 s`."""
+    for length, unit, smaller, small_unit in _LENGTHS:
+        whole = round(seconds / smaller) * smaller
+        if whole >= length:
+            return f"{whole // length} {unit} {whole % length // smaller} {small_unit}"
+    return f"{seconds:.1f} s"
 
 
 @contextmanager

@@ -24,6 +24,7 @@ _COMMANDS = {
     "estimate": ["estimate", "slow.py:make"],
     "export": ["export", "checkpoint", "weights"],
     "checkpoints": ["checkpoints", "checkpoint"],
+    "report": ["report", "runs"],
     "config": ["config", "--default"],
     "launch --dry-run": ["launch", "--dry-run", "script.py"],
 }

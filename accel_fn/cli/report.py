@@ -1,0 +1,210 @@
+"""The command `report`: print where the time of a run went, or compare runs."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from accel_fn.cli.output import (
+    json_option,
+    one_line_errors,
+    print_json,
+    print_table,
+    readable_bytes,
+    readable_seconds,
+)
+from accel_fn.errors import ArgumentError, message
+from accel_fn.observe.goodput import CATEGORIES, Goodput, goodput
+from accel_fn.observe.run_log import Run, read_runs
+
+_BAR = 16
+_OWN = ("run", "step", "goodput", "time", "samples/s", "restarts", "skipped")
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """What a report prints of one run."""
+
+    run: Run
+    spent: Goodput
+
+    @property
+    def restarts(self) -> int:
+        return max(self.spent.processes - 1, 0)
+
+    @property
+    def skipped(self) -> int:
+        return int(sum(sum(column.values) for column in self.run.of_plans("skipped_updates")))
+
+    @property
+    def speed(self) -> float | None:
+        """The median of the samples per second; of several plans, of the first."""
+        columns = self.run.of_plans("samples_per_second")
+        return median(columns[0].values) if columns else None
+
+    def cell(self, name: str) -> Any:
+        """What the table of runs shows in a column: a text, a number, or None."""
+        own = {
+            "run": self.run.name,
+            "step": self.run.last_step,
+            "goodput": self.spent.share,
+            "time": self.spent.wall / 1e6,
+            "samples/s": self.speed,
+            "restarts": self.restarts,
+            "skipped": self.skipped,
+        }
+        column = self.run.columns.get(name)
+        return own[name] if name in own else column and column.values[-1]
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "run": self.run.name,
+            "step": self.run.last_step,
+            "restarts": self.restarts,
+            "skipped_updates": self.skipped,
+            "goodput": self.spent.share,
+            "wall_seconds": self.spent.wall / 1e6,
+            "seconds": {name: spent / 1e6 for name, spent in self.spent.microseconds.items()},
+            "last_values": {name: each.values[-1] for name, each in self.run.columns.items()},
+        }
+
+
+@click.command(epilog="Example: accel-fn report runs/* --sort loss")
+@click.argument(
+    "paths", nargs=-1, required=True, metavar="RUN...", type=click.Path(exists=True, path_type=Path)
+)
+@click.option("--sort", metavar="COLUMN", help="Sort runs by a column or by a value's name.")
+@click.option("--descending", is_flag=True, help="Sort from high to low.")
+@click.option("--column", "added", metavar="NAME", multiple=True, help="Show this value as well.")
+@json_option()
+def report(
+    *,
+    paths: tuple[Path, ...],
+    sort: str | None,
+    descending: bool,
+    added: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Print the goodput of a run, or compare runs in a table.
+
+    RUN is a folder with a log that af.log_to wrote, or the log itself. Goodput is the share of wall
+    time that went into updates that count, over all restarts.
+    """
+    if descending and sort is None:
+        raise click.UsageError("--descending needs --sort COLUMN")
+    with one_line_errors():
+        runs, without = read_runs("report", paths)
+        found = [_Summary(run, goodput(run)) for run in runs]
+        columns = _columns(found, added, sort)
+    for path in without:
+        click.echo(f"report: no log in {path}", err=True)
+    if sort is not None:
+        found = _sorted(found, sort, descending)
+    if as_json:
+        print_json([each.as_dict() for each in found])
+    elif len(found) == 1 and not added:
+        _print_run(found[0])
+    else:
+        rows = [[_shown(name, each.cell(name)) for name in columns] for each in found]
+        print_table(columns, rows)
+
+
+def _columns(found: Sequence[_Summary], added: Sequence[str], sort: str | None) -> list[str]:
+    """The headings of the table of runs; a name that no run has is an error."""
+    names = dict.fromkeys(name for each in found for name in each.run.columns)
+    for parameter, name in [*(("column", each) for each in added), ("sort", sort)]:
+        if name is not None and name not in (*_OWN, *names):
+            near = difflib.get_close_matches(name, [*_OWN, *names], n=1)
+            repair = (
+                f"did you mean {near[0]}?" if near else f"use one of {', '.join((*_OWN, *names))}"
+            )
+            rule = "be a column of the table or a value that a run has logged"
+            raise ArgumentError(message("report", parameter, rule, name, repair))
+    losses = [name for name in names if name == "loss" or name.endswith("/loss")]
+    asked = [*added, *([] if sort is None else [sort])]
+    # One loss, so that the table fits 80 columns.
+    return list(dict.fromkeys(["run", "step", *losses[:1], *asked, "goodput", "time", "samples/s"]))
+
+
+def _sorted(found: list[_Summary], name: str, descending: bool) -> list[_Summary]:
+    """Sort by a column; runs without a value, or with nan, come last."""
+    missing = [each for each in found if (cell := each.cell(name)) is None or cell != cell]
+    known = [each for each in found if each not in missing]
+    return sorted(known, key=lambda each: each.cell(name), reverse=descending) + missing
+
+
+def _shown(name: str, value: Any) -> str:
+    """A value in the unit of its column."""
+    if value is None or value != value:
+        return "-" if value is None else "nan"
+    if name == "goodput":
+        return f"{100 * value:.1f}%"
+    if name == "time":
+        return readable_seconds(value)
+    if name.endswith("peak_memory"):
+        return readable_bytes(int(value))
+    return (
+        value
+        if isinstance(value, str)
+        else f"{value:.4g}"
+        if isinstance(value, float)
+        else f"{value}"
+    )
+
+
+def _print_run(found: _Summary) -> None:
+    """Print the run's restarts, where its time went, and its values."""
+    run, spent = found.run, found.spent
+    counts = [_count(run.last_step, "step"), _count(found.restarts, "restart")]
+    if run.of_plans("skipped_updates"):
+        counts.append(_count(found.skipped, "skipped update"))
+    print(f"{run.name}: {', '.join(counts)}")
+    if spent.wall:
+        share, wall = _shown("goodput", spent.share), readable_seconds(spent.wall / 1e6)
+        print(f"goodput {share}: that share of {wall} went into updates that count\n")
+        _print_parts(spent)
+    names = [name for name in run.columns if name != "time"]
+    if names:
+        print()
+        print_table(
+            ["value", "last", "median", "lowest", "highest"], [_row(run, each) for each in names]
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _print_parts(spent: Goodput) -> None:
+    rows = []
+    for (name, microseconds), tenths in zip(
+        spent.microseconds.items(), _shares(list(spent.microseconds.values())), strict=True
+    ):
+        bar = "█" * round(_BAR * microseconds / spent.wall)
+        share = f"{tenths // 10}.{tenths % 10}%".rjust(6)
+        rows.append([name, share, readable_seconds(microseconds / 1e6), bar, CATEGORIES[name]])
+    print_table(["time", "share", "length", "", ""], rows)
+
+
+def _shares(parts: Sequence[int]) -> list[int]:
+    """Tenths of a percent that sum to 1000: those that were cut most are rounded up."""
+    whole = sum(parts)
+    found = [1000 * part // whole for part in parts]
+    by_rest = sorted(range(len(parts)), key=lambda place: -(1000 * parts[place] % whole))
+    for place in by_rest[: 1000 - sum(found)]:
+        found[place] += 1
+    return found
+
+
+def _row(run: Run, name: str) -> list[str]:
+    values = run.columns[name].values
+    finite = [value for value in values if math.isfinite(value)] or values
+    cells = (values[-1], median(finite), min(finite), max(finite))
+    return [name, *(_shown(name, float(each)) for each in cells)]

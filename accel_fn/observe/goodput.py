@@ -1,0 +1,255 @@
+"""Divide the wall time of a run: updates that count, and where the rest went."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from accel_fn.observe.run_log import Column, Run
+
+CATEGORIES = {
+    "updates": "steps that count",
+    "start": "before the first step",
+    "compile": "first steps, less a usual one",
+    "data": "between steps: data, own code",
+    "checkpoints": "saves and loads",
+    "evaluation": "evaluate",
+    "repeated": "steps lost and done again",
+    "down": "no process ran",
+    "other": "skipped updates, ends",
+}
+"""What the wall time of a run goes into."""
+
+_SPENT_IN = {"save": "checkpoints", "load": "checkpoints", "evaluate": "evaluation"}
+"""The category of events that took seconds."""
+
+_PRIORITY = ("down", "compile", "repeated", "checkpoints", "evaluation", "start", "other")
+"""Of two that overlap, the first counts: a save of a step that was lost is time lost."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the wall time of a run went."""
+
+    microseconds: dict[str, int]
+    """By category. Integers, so that they sum to the wall time exactly."""
+
+    processes: int
+    """How many processes trained, one after the other."""
+
+    @property
+    def wall(self) -> int:
+        """Microseconds from the start of the first process to the last entry of the log."""
+        return sum(self.microseconds.values())
+
+    @property
+    def share(self) -> float:
+        """The share of wall time that went into updates that count; nan without any time."""
+        return self.microseconds["updates"] / self.wall if self.wall else float("nan")
+
+
+class _Mark(NamedTuple):
+    """A moment of which the log has time and step."""
+
+    time: int
+    step: int
+    entry: Mapping[str, Any]
+    """The event, or the values of a line."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the event; `line` for a line of values, `lost` for one that was cut off."""
+        return str(self.entry["event"])
+
+    @property
+    def spent(self) -> int:
+        """Microseconds that the event took. They end at its time."""
+        return max(_microseconds(self.entry.get("seconds")) or 0, 0)
+
+
+class _Process(NamedTuple):
+    """When a process began, began its first step, ended its last step, and made its last entry."""
+
+    began: int
+    stepped: int
+    rested: int
+    ended: int
+    marks: list[_Mark]
+
+
+class _Claim(NamedTuple):
+    """A stretch of time, and the category that it may belong to."""
+
+    begin: int
+    end: int
+    category: str
+
+
+class _Window(NamedTuple):
+    """The time from one line of a process to the next, or from the first step to the first line."""
+
+    begin: int
+    end: int
+    num_steps: int
+    data_wait: float
+    skipped: float
+    """Share of the updates that were skipped."""
+
+
+def goodput(run: Run) -> Goodput:
+    """Divide the wall time of a run, over all of its processes, by its log."""
+    marks = sorted(_marks(run), key=lambda mark: mark.time)
+    processes = list(_processes(marks))
+    windows = [window for process in processes for window in _windows(process)]
+    claims = [*_claims(processes, _usual_step(processes)), *_lost(marks, processes)]
+    parts = Counter(dict.fromkeys(CATEGORIES, 0))
+    running: Counter[_Window] = Counter()
+    for begin, end, category in _stretches(claims, windows, processes):
+        parts[category] += end - begin
+        place = bisect_right(windows, begin, key=lambda each: each.begin) - 1
+        if category == "updates" and place >= 0 and begin < windows[place].end:
+            running[windows[place]] += end - begin
+    for window, spent in running.items():
+        waited = min(round(window.data_wait * (window.end - window.begin)), spent)
+        skipped = round(window.skipped * (spent - waited))
+        parts.update(data=waited, other=skipped, updates=-waited - skipped)
+    return Goodput(dict(parts), len(processes))
+
+
+def _microseconds(seconds: object) -> int | None:
+    if isinstance(seconds, int | float) and math.isfinite(seconds):
+        return round(seconds * 1e6)
+    return None
+
+
+def _marks(run: Run) -> Iterator[_Mark]:
+    """Lines, events, and the last lines that loads have cut off."""
+    waits, skips = map(_by_step, (run.of_plans("data_wait"), run.of_plans("skipped_updates")))
+    for step, seconds in zip(*run.columns.get("time", ([], [])), strict=True):
+        if (time := _microseconds(seconds)) is not None:
+            # One plan waits while another one steps, so only the shortest wait is for data.
+            entry = {"data_wait": min(waits[step], default=0), "skipped": sum(skips[step])}
+            yield _Mark(time, step, {"event": "line", **entry})
+    for event in run.events:
+        lost_time, lost_step = _microseconds(event.get("lost_time")), event.get("lost_step")
+        if lost_time is not None and isinstance(lost_step, int):
+            yield _Mark(lost_time, lost_step, {"event": "lost"})
+        yield _Mark(round(event["time"] * 1e6), event["step"], event)
+
+
+def _by_step(columns: list[Column]) -> defaultdict[int, list[float]]:
+    found = defaultdict(list)
+    for column in columns:
+        for step, value in zip(*column, strict=True):
+            found[step].append(max(value, 0.0))
+    return found
+
+
+def _processes(marks: list[_Mark]) -> Iterator[_Process]:
+    begins: list[int] = []
+    started = -1
+    for mark in marks:
+        if mark.kind == "start":
+            began = _microseconds(mark.entry.get("process_began")) or mark.time
+            # Of several plans of one process, only the first begins it.
+            if began > started:
+                begins.append(began)
+            started = mark.time
+    if marks:
+        begins[:1] = [min([marks[0].time, *begins[:1]])]
+    places = [bisect_left(marks, began, key=lambda mark: mark.time) for began in begins]
+    for began, (first, last) in zip(begins, itertools.pairwise([*places, len(marks)]), strict=True):
+        yield _process(began, marks[first:last])
+
+
+def _process(began: int, marks: list[_Mark]) -> _Process:
+    ended = marks[-1].time if marks else began
+    firsts = [mark.time - mark.spent for mark in marks if mark.kind == "first_step"]
+    lines = [mark.time for mark in marks if mark.kind == "line"]
+    stepped = max(began, min(firsts or lines[:1], default=ended))
+    rises = [after.time for mark, after in itertools.pairwise(marks) if after.step > mark.step]
+    return _Process(began, stepped, max([stepped, *rises[-1:]]), ended, marks)
+
+
+def _windows(process: _Process) -> Iterator[_Window]:
+    begin, step = process.stepped, 0
+    for mark in process.marks:
+        if mark.kind == "load":
+            begin, step = max(begin, mark.time), mark.step
+        if mark.kind == "line" and mark.time > begin:
+            num_steps = mark.step - step
+            skipped = min(mark.entry["skipped"] / max(num_steps, 1), 1.0)
+            wait = min(mark.entry["data_wait"], 1.0)
+            yield _Window(begin, mark.time, num_steps, wait, skipped)
+            begin, step = mark.time, mark.step
+
+
+def _usual_step(processes: list[_Process]) -> int:
+    """The median time of a step, without waits for data and without events."""
+    found = []
+    for process in processes:
+        times = [mark.time for mark in process.marks]
+        events = [0, *itertools.accumulate(mark.spent for mark in process.marks)]
+        # The first window has the first step.
+        for window in itertools.islice(_windows(process), 1, None):
+            first, last = bisect_right(times, window.begin), bisect_right(times, window.end)
+            length = window.end - window.begin
+            busy = length - window.data_wait * length - (events[last] - events[first])
+            found.append(busy / max(window.num_steps, 1))
+    return round(median(found)) if found else 0
+
+
+def _claims(processes: list[_Process], usual_step: int) -> Iterator[_Claim]:
+    """What a process does beside its steps, and the time between processes."""
+    for process in processes:
+        yield _Claim(process.began, process.stepped, "start")
+        yield _Claim(process.rested, process.ended, "other")
+        for mark in process.marks:
+            begin = max(mark.time - mark.spent, process.began)
+            if mark.kind == "first_step":
+                yield _Claim(begin, mark.time - min(usual_step, mark.time - begin), "compile")
+            elif mark.kind in _SPENT_IN:
+                yield _Claim(begin, mark.time, _SPENT_IN[mark.kind])
+    for before, after in itertools.pairwise(processes):
+        yield _Claim(before.ended, after.began, "down")
+
+
+def _lost(marks: list[_Mark], processes: list[_Process]) -> Iterator[_Claim]:
+    """The time of steps that a later process did again, or the same one after a load."""
+    kept: list[_Mark] = []
+    for mark in marks:
+        if mark.kind in ("load", "start"):
+            end = kept[-1].time if kept else mark.time
+            while kept and kept[-1].step > mark.step:
+                kept.pop()
+            begin = kept[-1].time if kept else processes[0].began
+            for each in processes:
+                yield _Claim(max(begin, each.stepped), min(end, each.ended), "repeated")
+        kept.append(mark)
+
+
+def _stretches(
+    claims: list[_Claim], windows: list[_Window], processes: list[_Process]
+) -> Iterator[_Claim]:
+    """Cut the time wherever a claim or a window begins or ends; give each piece its category."""
+    edges = [
+        edge
+        for begin, end, category in claims
+        if begin < end
+        for edge in ((begin, 1, category), (end, -1, category))
+    ]
+    edges += [(edge, 0, "") for window in windows for edge in (window.begin, window.end)]
+    edges += [(edge, 0, "") for each in processes for edge in (each.began, each.ended)]
+    edges.sort()
+    active: Counter[str] = Counter()
+    for (begin, change, category), (end, *_) in itertools.pairwise(edges):
+        active[category] += change
+        if begin < end:
+            owner = next((each for each in _PRIORITY if active[each] > 0), "updates")
+            yield _Claim(begin, end, owner)

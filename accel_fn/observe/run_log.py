@@ -1,0 +1,158 @@
+"""Read the log of a run: its values as columns, and its events."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accel_fn.errors import ArgumentError
+
+_EVENTS = ".events.jsonl"
+_SUFFIXES = (".jsonl", ".csv")
+
+Line = dict[str, float]
+
+
+class Column(NamedTuple):
+    """The values of one name, and the steps at which they were logged, which rise."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The content of one log."""
+
+    name: str
+    """The path of the run's folder, or of the log where its folder has several."""
+
+    columns: dict[str, Column]
+    """By name, in the order of the log; `time` is one of them."""
+
+    events: list[dict[str, Any]]
+    """In the order of the log; each has a number `time` and an integer `step`."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step that has values; 0 without any."""
+        return max((column.steps[-1] for column in self.columns.values()), default=0)
+
+    def of_plans(self, name: str) -> list[Column]:
+        """The columns of this name, one a plan: each plan that shares a log has a prefix."""
+        names = [each for each in self.columns if each == name or each.endswith(f"/{name}")]
+        return [self.columns[each] for each in names]
+
+
+def read_runs(function: str, paths: Sequence[Path]) -> tuple[list[Run], list[Path]]:
+    """Read every log in these folders or files; return the runs, and the paths without a log."""
+    found = {path: find_logs(path) for path in paths}
+    without = [path for path, logs in found.items() if not logs]
+    if len(without) == len(found):
+        raise ArgumentError(f"{function}: no log in {', '.join(map(str, paths))}; {_repair(paths)}")
+    runs = [
+        read_run(log, str(path if len(logs) == 1 else log))
+        for path, logs in found.items()
+        for log in logs
+    ]
+    return runs, without
+
+
+def _repair(paths: Sequence[Path]) -> str:
+    for path in paths:
+        if path.is_dir() and any(each.is_dir() and find_logs(each) for each in path.iterdir()):
+            return f"its folders have one: use {path}/*"
+    return 'a log is *.jsonl or *.csv with a column step, as af.log_to("runs/a/log.jsonl") writes'
+
+
+def find_logs(path: Path) -> list[Path]:
+    """The logs in a folder, by name; of a file, that file if it is a log."""
+    if not path.is_dir():
+        files = [path]
+    else:
+        files = sorted(each for each in path.iterdir() if each.suffix in _SUFFIXES)
+    return [each for each in files if not each.name.endswith(_EVENTS) and _is_log(each)]
+
+
+def _is_log(file: Path) -> bool:
+    """Does its first line have a step, or does a file with its events stand beside it?"""
+    return _events_file(file).exists() or next(_lines(file), None) is not None
+
+
+def _events_file(file: Path) -> Path:
+    return file.with_name(file.stem + _EVENTS)
+
+
+def read_run(file: Path, name: str) -> Run:
+    """Read one log and its events. Lines that were cut in their middle are left out."""
+    # A value that was logged late may stand behind later steps.
+    by_step: dict[int, Line] = {}
+    for line in _lines(file):
+        by_step.setdefault(int(line.pop("step")), {}).update(line)
+    columns: dict[str, Column] = {}
+    for step in sorted(by_step):
+        for key, value in by_step[step].items():
+            column = columns.setdefault(key, Column([], []))
+            column.steps.append(step)
+            column.values.append(value)
+    events = [each for each in _objects(_events_file(file)) if _is_event(each)]
+    return Run(name, columns, events)
+
+
+def _is_event(found: dict[str, Any]) -> bool:
+    return (
+        isinstance(found.get("event"), str)
+        and _is_step(found.get("step"))
+        and _is_number(found.get("time"))
+        and math.isfinite(found["time"])
+    )
+
+
+def _lines(file: Path) -> Iterator[Line]:
+    """Lines that have a step; of each, the values that are numbers."""
+    for found in _rows(file) if file.suffix == ".csv" else _objects(file):
+        if _is_step(found.get("step")):
+            yield {name: value for name, value in found.items() if _is_number(value)}
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _whole_lines(file: Path) -> Iterator[str]:
+    """The lines of a file that may be missing, be cut or hold a damaged byte."""
+    with suppress(FileNotFoundError), file.open(encoding="utf-8", errors="replace") as opened:
+        yield from (line for line in opened if line.endswith("\n"))
+
+
+def _objects(file: Path) -> Iterator[dict[str, Any]]:
+    for line in _whole_lines(file):
+        with suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(line), dict):
+                yield found
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a CSV that have as many cells as its heading; empty cells are left out."""
+    rows = csv.reader(_whole_lines(file))
+    heading = next(rows, [])
+    for row in rows:
+        if len(row) == len(heading):
+            yield {name: _number(cell) for name, cell in zip(heading, row, strict=True) if cell}
+
+
+def _number(cell: str) -> float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(cell)
+    return cell
