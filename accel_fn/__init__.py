@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from accel_fn.observe.log_to import log_to as log_to
     from accel_fn.observe.log_to import log_values as log_values
     from accel_fn.observe.predict import predict as predict
+    from accel_fn.observe.profile import profile as profile
     from accel_fn.observe.progress import progress as progress
     from accel_fn.step.autocast import autocast as autocast
     from accel_fn.step.build import build as build
@@ -113,6 +114,7 @@ _MODULES = {
     "observe.log_to": ["log_to", "log_values"],
     "observe.predict": ["predict"],
     "observe.progress": ["progress"],
+    "observe.profile": ["profile"],
     "comm.gather": ["gather"],
     "step.grads": ["Grads"],
     "base.launch_options": ["LaunchOptions", "launch_options"],

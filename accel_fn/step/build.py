@@ -78,7 +78,11 @@ def build(
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
     checks = FirstBatches(built, plan, strategy, check_loss=check_loss)
     before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]
-    return built, Step(plan, strategy, stages, run, built, checks, before)
+    step = Step(plan, strategy, stages, run, built, checks, before)
+    for each in plan.after_update:
+        if hasattr(each, "built"):
+            each.built(step)
+    return built, step
 
 
 def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:

@@ -18,6 +18,8 @@ from torch.optim import optimizer as _hooks
 
 _TORCH = torch.__path__[0]
 _WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Does a profiler of torch record what this thread runs?"""
 
 
 def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
@@ -46,7 +48,7 @@ def run_optimizer(optimizer: Optimizer) -> None:
     listened = (
         "step" in vars(optimizer)  # patched on the instance, as schedulers do
         or has_hooks(optimizer)
-        or torch._C._autograd._profiler_enabled()
+        or is_profiling()
     )
     if listened:
         optimizer.step()

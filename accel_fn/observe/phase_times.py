@@ -1,0 +1,218 @@
+"""The phases of profiled steps: how long each took by the trace of a rank, and a table over the ranks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "accel_fn."
+"""The names of our ranges in a trace begin with it."""
+STEP, DATA, COLLECTIVES, REST = "step", "data", "collectives", "rest"
+PHASES = (DATA, "forward", "backward", COLLECTIVES, "update", "checks", REST)
+_OF_A_STEP = [each for each in PHASES if each not in (DATA, COLLECTIVES, REST)]
+_HOST_COLLECTIVES, _DEVICE_COLLECTIVES, _DISPATCH = "gloo:", "nccl", "c10d::"
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_NOTABLE = 0.1
+"""Share of a step that the other ranks wait for a straggler, at least."""
+Interval = tuple[float, float]
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Seconds a step of one rank, by phase."""
+
+    host: Mapping[str, float]
+    device: Mapping[str, float]
+    """Empty without an accelerator."""
+
+    @property
+    def step(self) -> float:
+        """The time from one step to the next."""
+        return sum(self.host.values())
+
+    @property
+    def waiting(self) -> float:
+        """The time in which a rank waits in collectives."""
+        return self.host[COLLECTIVES] + self.device.get(COLLECTIVES, 0.0)
+
+
+def phase_times(trace: Mapping[str, Any]) -> PhaseTimes:
+    """Compute the time of each phase from a Chrome trace of torch's profiler.
+
+    The phases of a step do not overlap. Of the time of each, that in which a collective is under way and
+    the rank runs nothing of its own counts as `collectives` instead.
+    """
+    events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and "cat" in each]
+    ranges = _ranges(events)
+    sums = [_interval(each) for each in events if each["name"].startswith(_HOST_COLLECTIVES)]
+    own = _own_operations(events)
+    num_steps, num_gaps = len(ranges.pop(STEP)), len(ranges[DATA])
+    times, waits = dict.fromkeys(PHASES, 0.0), 0.0
+    for phase, every in ranges.items():
+        waited = length(minus(union(_under_way(sums, every, phase)), own))
+        num = num_gaps if phase == DATA else num_steps
+        times[phase] = (length(every) - waited) / max(num, 1)
+        waits += waited / max(num, 1)
+    times[COLLECTIVES] = waits
+    return PhaseTimes(_seconds(times), _seconds(_device_times(events, ranges, num_steps)))
+
+
+def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
+    """The intervals of steps and of each phase; the rest of a step is a phase, too."""
+    found: dict[str, list[Interval]] = {name: [] for name in (STEP, *PHASES) if name != COLLECTIVES}
+    for each in events:
+        if each["cat"] == "user_annotation" and each["name"].startswith(PREFIX):
+            found[each["name"].removeprefix(PREFIX).split()[0]].append(_interval(each))
+    found = {name: union(each) for name, each in found.items()}
+    named = union([each for phase in _OF_A_STEP for each in found[phase]])
+    return found | {REST: minus(union(found[STEP]), named)}
+
+
+def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str) -> list[Interval]:
+    """The parts of ranges in which a collective is under way that the host may wait for in them."""
+    # A sum that was started before the forward is awaited after it, in what is left of the step.
+    return [
+        (max(begin, start), min(end, stop))
+        for start, stop in ranges
+        for begin, end in sums
+        if begin < stop and end > start and (begin >= start or phase == REST)
+    ]
+
+
+def _own_operations(events: Iterable[Event]) -> list[Interval]:
+    """The times in which the host computes: operations that call no others, and no collectives."""
+    threads: dict[Any, list[tuple[float, float, bool]]] = defaultdict(list)
+    for each in events:
+        if each["cat"] == "cpu_op":
+            begin, end = _interval(each)
+            threads[each["tid"]].append((begin, -end, each["name"].startswith(_DISPATCH)))
+    found = []
+    for operations in threads.values():
+        operations.sort()
+        following = [begin for begin, _, _ in operations[1:]] + [float("inf")]
+        for (begin, end, is_collective), later in zip(operations, following, strict=True):
+            if later >= -end and not is_collective:
+                found.append((begin, -end))
+    return union(found)
+
+
+def _device_times(
+    events: Sequence[Event], ranges: Mapping[str, Sequence[Interval]], num_steps: int
+) -> dict[str, float]:
+    """The time in which the device runs what the host launched in each phase."""
+    kernels = [each for each in events if each["cat"] in _KERNELS]
+    if not kernels:
+        return {}
+    launched = {
+        each["args"]["correlation"]: float(each["ts"])
+        for each in events
+        if each["cat"] in _LAUNCHES and "correlation" in each.get("args", ())
+    }
+    starts = sorted((begin, end, phase) for phase, every in ranges.items() for begin, end in every)
+    by_phase: dict[str, list[Interval]] = {phase: [] for phase in PHASES}
+    for each in kernels:
+        if each["name"].startswith(_DEVICE_COLLECTIVES):
+            phase = COLLECTIVES
+        else:
+            at = launched.get(each.get("args", {}).get("correlation"), float(each["ts"]))
+            index = bisect_right(starts, (at, float("inf"), "")) - 1
+            phase = starts[index][2] if index >= 0 and at < starts[index][1] else REST
+        by_phase[phase].append(_interval(each))
+    merged = {phase: union(each) for phase, each in by_phase.items()}
+    computing = union([each for phase in PHASES if phase != COLLECTIVES for each in merged[phase]])
+    merged[COLLECTIVES] = minus(merged[COLLECTIVES], computing)
+    return {phase: length(each) / num_steps for phase, each in merged.items()}
+
+
+def _interval(event: Event) -> Interval:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _seconds(times: Mapping[str, float]) -> dict[str, float]:
+    return {phase: each / 1e6 for phase, each in times.items()}  # traces are in microseconds
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals that overlap; the result is in order."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def minus(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """The parts of the first that are not in the second; both are unions."""
+    found, place = [], 0
+    for begin, end in first:
+        while place < len(second) and second[place][1] <= begin:
+            place += 1
+        at = place
+        while at < len(second) and second[at][0] < end:
+            if second[at][0] > begin:
+                found.append((begin, second[at][0]))
+            begin = max(begin, second[at][1])
+            at += 1
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """The length of a union of intervals."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def table(ranks: Mapping[int, PhaseTimes], heading: str) -> str:
+    """A line for each rank, a column for each phase, and a sentence about the straggler."""
+    lines = [heading, _row("", [*PHASES, STEP])]
+    for rank, each in ranks.items():
+        times = [each.host[phase] for phase in PHASES]
+        lines.append(_row(f"rank {rank}", [*map(_milliseconds, [*times, each.step])]))
+    if any(each.device for each in ranks.values()):
+        lines.append("of which the device is at work, by the phase that launched it")
+        for rank, each in ranks.items():
+            times = [each.device.get(phase, 0.0) for phase in PHASES]
+            lines.append(_row(f"rank {rank}", [*map(_milliseconds, [*times, sum(times)])]))
+    if len(ranks) > 1:
+        lines.append(_sentence(ranks))
+    return "\n".join(lines)
+
+
+def _row(name: str, cells: Iterable[str]) -> str:
+    columns = zip((*PHASES, STEP), cells, strict=True)
+    return f"{name:<9}" + "".join(f"{cell:>{max(len(phase), 7) + 1}}" for phase, cell in columns)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def _sentence(ranks: Mapping[int, PhaseTimes]) -> str:
+    """Name the rank that the others wait for, and the phase that takes it longer than them."""
+    slowest = min(ranks, key=lambda rank: ranks[rank].waiting)
+    others = [each for rank, each in ranks.items() if rank != slowest]
+    lost = sum(each.waiting for each in others) / len(others) - ranks[slowest].waiting
+    if lost < _NOTABLE * ranks[slowest].step:
+        return "no straggler: the ranks wait for each other about as long"
+    longer = {
+        phase: max(
+            getattr(ranks[slowest], where).get(phase, 0.0)
+            - sum(getattr(each, where).get(phase, 0.0) for each in others) / len(others)
+            for where in ("host", "device")
+        )
+        for phase in PHASES
+        if phase != COLLECTIVES
+    }
+    phase = max(longer, key=longer.__getitem__)
+    return (
+        f"rank {slowest} is the straggler: the others wait {_milliseconds(lost)} ms a step longer than it "
+        f"does, and its {phase} takes {_milliseconds(longer[phase])} ms more than theirs"
+    )

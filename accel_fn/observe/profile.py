@@ -1,0 +1,297 @@
+"""profile: a trace of a few steps on every rank, and a table of the phases that they spend their time in."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from accel_fn.base.state import DistState
+from accel_fn.comm import primitives
+from accel_fn.comm.collectives import agreed, all_or_none
+from accel_fn.comm.main_rank import on_main, print_on_main
+from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_folder, message
+from accel_fn.observe.phase_times import DATA, PREFIX, STEP, PhaseTimes, phase_times, table
+from accel_fn.step.checks.warn import warn_user
+from accel_fn.step.plan import Plan, Stateful
+from accel_fn.step.report import Report
+from accel_fn.step.step import Step
+from accel_fn.step.torch_internals import is_profiling
+from accel_fn.step.transform import Transform, fill, transform
+
+
+@transform
+def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> Transform:
+    """Profile a few steps on every rank, with their phases named, and name the straggler.
+
+    Each rank writes a Chrome trace by `torch.profiler`: `rank0.json.gz` and so on, for ui.perfetto.dev. The
+    main rank prints a table, and writes it to `phases.txt`: for each rank, milliseconds a step in
+
+    - `data`: from one step to the next, so the loader, your own code, `save` and `evaluate`;
+    - `forward`: `loss_fn`, with the move of the batch to the device;
+    - `backward`;
+    - `collectives`: a collective is under way, and the rank computes nothing of its own;
+    - `update`: transforms of gradients, optimizers, loss scale;
+    - `checks`: those of batches 1, 2, 10 and 100 of a process;
+    - `rest`: cutting and weighing the batch, functions of `after_update`, and with
+      `compiled(scope="step")` the whole step.
+
+    These times are the host's, and no two of them overlap. Gradients that DDP averages beside the backward
+    count as `backward` until its last operation has run, and as `collectives` from then on. The straggler
+    is the rank that waits least in collectives, since the others wait for it there; the table names the
+    phase that takes it longer than them.
+
+    On an accelerator a second table has the time in which the device runs what each phase launched, and
+    collectives of NCCL that overlap with nothing. It is tested on traces as CUDA writes them, and has
+    never run on a GPU.
+
+    A resumed run profiles those of the steps that it makes. If the run ends before the last of them, by an
+    exception too, each rank writes the trace so far, and there is no table. Ranks that are threads of one
+    process share its profiler, which the first of them takes.
+
+    Law: the step computes the same bits as without it.
+
+    Args:
+        folder: for traces and table; made if it is missing. Those that are in it are replaced.
+        steps: in a row, as `state.step` counts them after each.
+
+    Returns:
+        A transform.
+
+    Raises:
+        TypeError: `steps` is no range, or `folder` no path.
+        ValueError: `steps` is empty, begins below 1 or leaves steps out. From `build`, on every rank: one
+            cannot write to the folder. From the step before the first, on every rank: a profiler of torch
+            runs already.
+
+    Warns:
+        UserWarning: once, on the main rank: the run begins behind the last of the steps, or ends before it.
+
+    Cost: none in other steps. Profiled steps are slower by some microseconds an operation; before the first
+    are three small collectives, and after the last every rank waits for its device and reads its trace.
+
+    >>> import accel_fn as af
+    >>> af.profile("runs/a/profile", steps=range(11, 14))(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples,
+    after_update=[profile('runs/a/profile', steps=range(11, 14))])
+    """
+    path = check_folder("profile", folder)
+    if not isinstance(steps, range):
+        rule, repair = "be a range of steps in a row", "use range(11, 14)"
+        raise ArgumentTypeError(message("profile", "steps", rule, steps, repair))
+    if steps.step != 1 or not steps or steps[0] < 1:
+        rule = "be a range of steps in a row, the first >= 1"
+        raise ArgumentError(message("profile", "steps", rule, steps))
+    return fill(after_update=ProfileSlot(Profile, folder=path, steps=steps))
+
+
+class ProfileSlot(Stateful):
+    """`Profile` with its settings."""
+
+    traits = frozenset({"observes"})
+
+    def claim(self, plan: Plan) -> Plan:
+        """Move it behind the other functions: what they do is a part of the step."""
+        others = [each for each in plan.after_update if each is not self]
+        return replace(plan, after_update=(*others, self))
+
+
+class Profile:
+    """The profile of a few steps of one rank: it begins before the first and is written after the last."""
+
+    traits = frozenset({"observes"})
+
+    def __init__(self, state: DistState, plan: Plan, *, folder: str, steps: range) -> None:
+        _check_writable(Path(folder))
+        self._steps = steps
+        self._recorder = Recorder(state, Path(folder), steps)
+        self._phases: list[tuple[Any, str, str]] = []
+        self._at_end = weakref.finalize(self, self._recorder.abandon)
+
+    def built(self, step: Step) -> None:
+        """Note the methods that run the phases of a step."""
+        self._phases = [
+            (step.strategy, "outputs", "forward"),
+            (step.strategy, "backward", "backward"),
+            (step.strategy, "prepare", "update"),
+            (step.strategy, "apply", "update"),
+            (step.checks, "begin", "checks"),
+            (step.checks, "end", "checks"),
+        ]
+
+    def before_step(self, state: DistState, batch: Any = None) -> None:
+        """Begin in the middle of the steps, where a run resumes there; end if the run has left them."""
+        if not self._at_end.alive:
+            return
+        recorder, number = self._recorder, state.step + 1
+        if recorder.is_running and number not in self._steps:
+            self._finish(state)
+        elif number > self._steps[-1]:
+            self._at_end.detach()
+            if state.is_main:
+                warn_user(
+                    f"profile: steps should lie ahead, got {self._steps} at step {state.step}; nothing is "
+                    "profiled"
+                )
+        else:
+            if number in self._steps and not recorder.is_running:
+                self._start(state)
+            recorder.begin_step(number)
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        """End a step: begin after the one that precedes the first, write after the last."""
+        if not self._at_end.alive:
+            return state
+        if self._recorder.is_running and state.step >= self._steps[-1]:
+            self._finish(state)
+            return state
+        if not self._recorder.is_running and state.step + 1 in self._steps:
+            self._start(state)
+        self._recorder.end_step()
+        return state
+
+    def _start(self, state: DistState) -> None:
+        """Start the profiler on all ranks at once."""
+        process = socket.gethostname(), os.getpid(), id(profile)  # ranks of simulate share one
+        every = primitives.exchange(process, state, "profile")
+        leads = every.index(process) == state.rank
+        all_or_none(lambda: self._recorder.start(self._phases if leads else ()), state, "profile")
+
+    def _finish(self, state: DistState) -> None:
+        """Write traces and table, on all ranks."""
+        self._at_end.detach()
+        every = agreed(self._recorder.stop, state, "profile")
+        ranks = {rank: times for rank, times in enumerate(every) if times is not None}
+        first, last = self._recorder.first, self._recorder.last
+        heading = f"profile of steps {first} to {last}, milliseconds a step"
+        text = table(ranks, heading)
+        on_main(lambda: (self._recorder.folder / "phases.txt").write_text(f"{text}\n"), state)
+        print_on_main(text, state=state)
+
+
+class Recorder:
+    """Torch's profiler of one rank, and the ranges of phases while it runs."""
+
+    def __init__(self, state: DistState, folder: Path, steps: range) -> None:
+        self.folder, self._steps = folder, steps
+        self._path = folder / f"rank{state.rank}.json.gz"
+        self._is_main, self._device = state.is_main, state.device
+        self._profiler: torch.profiler.profile | None = None
+        self._places: list[tuple[weakref.ref[Any], str]] = []
+        self._open: tuple[str, AbstractContextManager[Any]] | None = None
+        """The range of the step, or of what is between two steps."""
+        self._is_in_phase = False
+        self.is_running = False
+        self.first = self.last = 0
+        """The first step that is profiled, and the newest step that began."""
+
+    def start(self, phases: Sequence[tuple[Any, str, str]]) -> None:
+        """Start to profile, with these methods as phases; without any, another rank does."""
+        if phases and is_profiling():
+            raise StateError(
+                "profile: torch's profiler must be free, got one that runs already; profile one plan at a "
+                "time, outside of torch.profiler"
+            )
+        self.is_running = True
+        if phases:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        for owner, name, phase in phases:
+            setattr(owner, name, self._ranged(getattr(owner, name), phase))
+            self._places.append((weakref.ref(owner), name))
+
+    def _ranged(self, method: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """The method, inside a range of the trace unless another phase calls it."""
+
+        @wraps(method)
+        def call(*args: Any, **keywords: Any) -> Any:
+            if self._is_in_phase:
+                return method(*args, **keywords)
+            self._is_in_phase = True
+            try:
+                with record_function(f"{PREFIX}{phase}"):
+                    return method(*args, **keywords)
+            finally:
+                self._is_in_phase = False
+
+        return call
+
+    def begin_step(self, number: int) -> None:
+        """Begin a step, unless its gradients have begun it."""
+        self.last = number
+        if self.is_running:
+            self.first = self.first or number
+            self._enter(f"{STEP} {number}")
+
+    def end_step(self) -> None:
+        """End a step: what follows is the data of the next one."""
+        if self.is_running:
+            self._enter(DATA)
+
+    def _enter(self, name: str) -> None:
+        """Leave the open range and enter another, unless it is that one."""
+        if self._profiler is None or (self._open and self._open[0] == name):
+            return
+        self._leave()
+        entered: AbstractContextManager[Any] = record_function(f"{PREFIX}{name}")
+        entered.__enter__()
+        self._open = name, entered
+        self._is_in_phase = name == DATA  # an evaluation between two steps is no forward of a step
+
+    def _leave(self) -> None:
+        if self._open is not None:
+            self._open[1].__exit__(None, None, None)
+            self._open = None
+
+    def stop(self) -> PhaseTimes | None:
+        """Stop, write the trace, and return the times of its phases; None if another rank profiles."""
+        self.is_running = False
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return None
+        self._leave()
+        for owner, name in self._places:
+            if (there := owner()) is not None:
+                delattr(there, name)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        profiler.stop()
+        profiler.export_chrome_trace(str(self._path))
+        with gzip.open(self._path) as file:
+            return phase_times(json.load(file))
+
+    def abandon(self) -> None:
+        """Write what there is of a profile whose run has ended."""
+        if not self.last:
+            return
+        traces = "no trace is written"
+        if self.is_running:
+            self.stop()
+            traces = f"the trace so far is in {self.folder}"
+        if self._is_main:
+            warn_user(
+                f"profile: run should make steps {self._steps[0]} to {self._steps[-1]}, it ended in or after "
+                f"step {self.last}; {traces}"
+            )
+
+
+def _check_writable(folder: Path) -> None:
+    """Make the folder, or refuse it if no file can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        rule, reason = "be one that every rank can write to", f"the error is {error.strerror}"
+        raise ArgumentError(message("profile", "folder", rule, str(folder), reason)) from error
