@@ -42,7 +42,7 @@ from accel_fn.testing.outcomes import NOT_RUN, Outcome, RankReport
 from accel_fn.transforms.accumulate.accumulate import accumulate
 from accel_fn.transforms.amp.amp import with_amp
 from accel_fn.transforms.clip import clip
-from accel_fn.transforms.ddp.ddp import wrap_ddp
+from accel_fn.transforms.ddp import wrap_ddp
 from accel_fn.transforms.fsdp.fsdp import wrap_fsdp
 from accel_fn.transforms.place import place
 from accel_fn.transforms.schedule.schedule import schedule

@@ -6,7 +6,7 @@ from typing import Any
 
 from accel_fn.base.launch_options import launch_options, source_of
 from accel_fn.step.transform import Transform, fill, transform
-from accel_fn.transforms.ddp.ddp import wrap_ddp
+from accel_fn.transforms.ddp import wrap_ddp
 
 
 @transform

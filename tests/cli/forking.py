@@ -25,7 +25,7 @@ _LOADED = (
     "observe.estimate_memory",
     "observe.explain",
     "testing.promises",
-    "transforms.ddp.ddp",
+    "transforms.ddp",
 )
 
 

@@ -20,7 +20,7 @@ CLASSES = {
 # Errors of others that a file raises, and why.
 FOREIGN = {
     "data/sampled_batches.py StopIteration": "the end of an iterator",
-    "__init__.py AttributeError": "how a module answers for a name that it does not have",
+    "__init__.py AttributeError": "what Python expects for a name that a module does not have",
     "testing/__init__.py AttributeError": "likewise",
     "checkpoint/format/manifest.py ValueError": "caught in read_manifest: a CheckpointError",
     "cli/*.py click": "the command line's own errors, which click prints",

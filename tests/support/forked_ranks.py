@@ -43,7 +43,7 @@ _IMPORTS = (
     "torch.utils.data",
     "accel_fn.comm.world",
     "accel_fn.step.step",
-    "accel_fn.transforms.ddp.ddp",
+    "accel_fn.transforms.ddp",
     "accel_fn.transforms.fsdp.fsdp",
 )
 

@@ -54,7 +54,7 @@ def test_a_transform_documents_its_law_and_cost(name):
 
 
 def test_no_transform_is_left_out():
-    homes = {name for name, home in af._HOMES.items() if home.startswith("transforms.")}
+    homes = {name for name, home in af._HOMES.items() if home.startswith("accel_fn.transforms.")}
     # a class of its own, the function that shows an average, and what with_amp computes in
     beside = {"Preemption", "use_average", "compute_dtype"}
     assert homes - beside == SIGNATURES.keys() - {"average.uniform"}

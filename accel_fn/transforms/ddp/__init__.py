@@ -1,1 +1,0 @@
-"""Replicas whose gradients are averaged."""
