@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import accel_fn as af
 from accel_fn.checkpoint.weights import files as files_module
-from accel_fn.checkpoint.weights.save_load_model import load_model, parse_size, save_model
+from accel_fn.checkpoint.weights.save_load_model import parse_size
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMES = """
@@ -88,7 +88,7 @@ def loaded(folder):
     model = bag(0)
     if not {SINGLE, INDEX} & set(names(folder)):
         return None
-    load_model(model, folder)
+    af.load_model(model, folder)
     values = {float(value) for tensor in model.state_dict().values() for value in tensor}
     assert len(values) == 1
     return values.pop()
@@ -110,7 +110,7 @@ def refused(model, folder, match):
     """Assert that `load_model` refuses, and that the model is unchanged."""
     before = bits(model)
     with pytest.raises(ValueError, match=match) as caught:
-        load_model(model, folder)
+        af.load_model(model, folder)
     assert isinstance(caught.value, af.AccelError)
     assert str(caught.value).startswith("load_model: ")
     assert bits(model) == before
@@ -122,7 +122,7 @@ def refused(model, folder, match):
 
 def test_a_small_model_is_one_file_that_safetensors_reads(tmp_path):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    save_model(model, tmp_path / "a" / "b")
+    af.save_model(model, tmp_path / "a" / "b")
     assert names(tmp_path / "a" / "b") == [SINGLE]
     found = st.load_file(tmp_path / "a" / "b" / SINGLE)
     assert found.keys() == model.state_dict().keys()
@@ -131,7 +131,7 @@ def test_a_small_model_is_one_file_that_safetensors_reads(tmp_path):
 
 
 def test_a_large_model_is_shards_and_an_index(tmp_path):
-    save_model(bag(7), tmp_path, max_shard_size=16)
+    af.save_model(bag(7), tmp_path, max_shard_size=16)
     assert names(tmp_path) == [*shards(2), INDEX]
     first, second = shards(2)
     assert json.loads((tmp_path / INDEX).read_text()) == {
@@ -143,7 +143,7 @@ def test_a_large_model_is_shards_and_an_index(tmp_path):
 
 @pytest.mark.parametrize("limit", [1000, 8])
 def test_every_file_names_its_format(tmp_path, limit):
-    save_model(bag(7), tmp_path, max_shard_size=limit)
+    af.save_model(bag(7), tmp_path, max_shard_size=limit)
     assert all(metadata_of(path) == {"format": "pt"} for path in tmp_path.glob("*.safetensors"))
 
 
@@ -175,14 +175,14 @@ def test_sizes_have_units(size, num_bytes):
 def test_what_is_no_size_is_refused(tmp_path, size):
     kind = ValueError if type(size) in (int, str) else TypeError
     with pytest.raises(kind, match=r"^save_model: max_shard_size must be an? (integer|number)"):
-        save_model(bag(1), tmp_path / "new", max_shard_size=size)
+        af.save_model(bag(1), tmp_path / "new", max_shard_size=size)
     assert not (tmp_path / "new").exists()
 
 
 def test_the_files_can_be_read_by_users_that_the_umask_allows(tmp_path):
     old = os.umask(0o027)
     try:
-        save_model(bag(1), tmp_path, max_shard_size=8)
+        af.save_model(bag(1), tmp_path, max_shard_size=8)
     finally:
         os.umask(old)
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
@@ -200,8 +200,8 @@ def test_every_dtype_comes_back_to_the_bit(tmp_path, dtype, limit):
         number = number.reshape(())
     model = Bag(a=raw.view(dtype).reshape(-1, 1), b=number)
     expected = bits(model)
-    save_model(model, tmp_path, max_shard_size=limit)
-    load_model(zeroed(model), tmp_path)
+    af.save_model(model, tmp_path, max_shard_size=limit)
+    af.load_model(zeroed(model), tmp_path)
     assert bits(model) == expected
     assert model.a.dtype == dtype
 
@@ -222,11 +222,11 @@ def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
         parameter=nn.Parameter(floats(3)),
     )
     expected, strides = bits(model), [t.stride() for t in model.state_dict().values()]
-    save_model(model, tmp_path, max_shard_size=limit)
+    af.save_model(model, tmp_path, max_shard_size=limit)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.zero_()
-    load_model(model, tmp_path)
+    af.load_model(model, tmp_path)
     assert bits(model) == expected
     assert [t.stride() for t in model.state_dict().values()] == strides
 
@@ -234,9 +234,9 @@ def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
 def test_buffers_that_are_not_persistent_stay_out(tmp_path):
     model = bag(1)
     model.register_buffer("scratch", floats(1), persistent=False)
-    save_model(model, tmp_path)
+    af.save_model(model, tmp_path)
     assert "scratch" not in st.load_file(tmp_path / SINGLE)
-    load_model(model, tmp_path)
+    af.load_model(model, tmp_path)
 
 
 # torch.compile raises this warning itself
@@ -245,9 +245,9 @@ def test_buffers_that_are_not_persistent_stay_out(tmp_path):
 def test_keys_are_those_of_the_model_inside(tmp_path, wrap):
     model = nn.Linear(2, 1)
     expected = bits(model)
-    save_model(wrap(model), tmp_path)
+    af.save_model(wrap(model), tmp_path)
     assert st.load_file(tmp_path / SINGLE).keys() == {"weight", "bias"}
-    load_model(wrap(zeroed(model)), tmp_path)
+    af.load_model(wrap(zeroed(model)), tmp_path)
     assert bits(model) == expected
 
 
@@ -308,7 +308,7 @@ BAD_MODELS = {
 @pytest.mark.parametrize(("model", "match"), BAD_MODELS.values(), ids=BAD_MODELS)
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, model, match):
     with pytest.raises(af.AccelError, match=f"^save_model: model must .*{match}"):
-        save_model(model, tmp_path / "new")
+        af.save_model(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -316,11 +316,11 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, mo
 def test_a_dtype_that_safetensors_does_not_know_is_refused(tmp_path, shape, dtype):
     model = Bag(x=torch.empty(shape, dtype=getattr(torch, dtype)))
     with pytest.raises(ValueError, match=rf"save_model: .* knows, got torch\.{dtype} for 'x'"):
-        save_model(model, tmp_path / "new")
+        af.save_model(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("function", [save_model, load_model])
+@pytest.mark.parametrize("function", [af.save_model, af.load_model])
 def test_arguments_of_other_types_are_refused(tmp_path, function):
     name = function.__name__
     with pytest.raises(TypeError, match=rf"^{name}: model must be a torch\.nn\.Module, got \{{"):
@@ -344,7 +344,7 @@ def metadata_of(path):
 def test_tied_weights_are_written_once_and_listed(tmp_path, limit):
     model = Tied()
     model.extra = nn.Linear(3, 2)
-    save_model(model, tmp_path, max_shard_size=limit)
+    af.save_model(model, tmp_path, max_shard_size=limit)
     found = [key for path in tmp_path.glob("*.safetensors") for key in st.load_file(path)]
     assert sorted(found) == ["embedding.weight", "extra.bias", "extra.weight"]
     first = SINGLE if limit != 1 else shards(3)[0]
@@ -356,25 +356,25 @@ def test_tied_weights_are_written_once_and_listed(tmp_path, limit):
 def test_files_without_ties_fill_them(tmp_path, name):
     model = Tied()
     st.save_file({name: torch.ones(5, 3)}, tmp_path / SINGLE)
-    load_model(model, tmp_path)
+    af.load_model(model, tmp_path)
     assert model.head.weight.eq(1).all()
 
 
 def test_equal_values_of_two_names_fill_one_tensor(tmp_path):
     value = torch.full((5, 3), float("nan"))
     st.save_file({"embedding.weight": value, "head.weight": value.clone()}, tmp_path / SINGLE)
-    load_model(model := Tied(), tmp_path)
+    af.load_model(model := Tied(), tmp_path)
     assert model.head.weight.isnan().all()
 
 
 def test_different_values_of_two_names_do_not_fill_one_tensor(tmp_path):
-    save_model(Tied(tied=False), tmp_path)
+    af.save_model(Tied(tied=False), tmp_path)
     text = refused(Tied(), tmp_path, "1 difference")
     assert "embedding.weight, head.weight: one tensor in the model, several in the files" in text
 
 
 def test_a_tied_name_that_the_model_lacks_is_a_difference(tmp_path):
-    save_model(Tied(), tmp_path)
+    af.save_model(Tied(), tmp_path)
     model = Tied()
     del model.head
     text = refused(model, tmp_path, "1 difference")
@@ -402,8 +402,8 @@ def test_loading_is_in_place_and_changes_values_alone(tmp_path):
     other.weight.grad = torch.ones(1, 2)
     before = [(id(p), p.data_ptr(), p.requires_grad) for p in other.parameters()]
     random_state = torch.get_rng_state()
-    save_model(model, tmp_path)
-    load_model(other, tmp_path)
+    af.save_model(model, tmp_path)
+    af.load_model(other, tmp_path)
     assert bits(other) == bits(model)
     assert [(id(p), p.data_ptr(), p.requires_grad) for p in other.parameters()] == before
     assert other.weight.grad.eq(1).all()
@@ -413,16 +413,18 @@ def test_loading_is_in_place_and_changes_values_alone(tmp_path):
 
 
 def test_a_model_can_be_saved_over_the_file_that_it_is_mapped_from(tmp_path):
-    save_model(bag(3), tmp_path)
+    af.save_model(bag(3), tmp_path)
     model = bag(0)
     model.load_state_dict(st.load_file(tmp_path / SINGLE), assign=True)
-    save_model(model, tmp_path)
-    load_model(bag(0), tmp_path)
+    af.save_model(model, tmp_path)
+    af.load_model(bag(0), tmp_path)
     assert bits(model) == bits(bag(3))
 
 
 def test_all_differences_are_listed_at_once_and_nothing_is_written(tmp_path):
-    save_model(Bag(same=floats(1), shape=floats(3), dtype=floats(2), extra=floats(1)), tmp_path, 1)
+    af.save_model(
+        Bag(same=floats(1), shape=floats(3), dtype=floats(2), extra=floats(1)), tmp_path, 1
+    )
     model = Bag(same=floats(1, 5), shape=floats(4), dtype=floats(2).double(), missing=floats(1))
     text = refused(model, tmp_path, "must be the one saved in .*, got 4 differences:")
     assert text.split("\n  ")[1:] == [
@@ -435,7 +437,7 @@ def test_all_differences_are_listed_at_once_and_nothing_is_written(tmp_path):
 
 @pytest.mark.parametrize(("count", "more"), [(10, None), (11, "and 1 more"), (30, "and 20 more")])
 def test_at_most_ten_differences_are_listed(tmp_path, count, more):
-    save_model(bag(1, num_entries=count), tmp_path)
+    af.save_model(bag(1, num_entries=count), tmp_path)
     lines = refused(nn.Tanh(), tmp_path, f"got {count} differences").split("\n  ")[1:]
     assert lines[10:] == ([more] if more else [])
 
@@ -446,18 +448,18 @@ class Copying(nn.Linear):
 
 
 def test_a_model_that_hands_out_copies_is_refused(tmp_path):
-    save_model(nn.Linear(2, 1), tmp_path)
+    af.save_model(nn.Linear(2, 1), tmp_path)
     refused(Copying(2, 1), tmp_path, "its own parameters and buffers .*, got a copy for 'weight'")
 
 
 def test_a_tensor_that_cannot_be_written_is_refused(tmp_path):
     model = Bag(x=floats(2), y=torch.ones(1).expand(4))
-    save_model(model, tmp_path)
+    af.save_model(model, tmp_path)
     refused(model, tmp_path, r"none that was expanded, got strides \(0,\) for 'y'")
 
 
 def test_tensors_that_overlap_are_not_loaded_into(tmp_path):
-    save_model(Bag(a=floats(4), b=floats(3)), tmp_path)
+    af.save_model(Bag(a=floats(4), b=floats(3)), tmp_path)
     refused(overlapping(), tmp_path, "got 'a' and 'b', which overlap")
 
 
@@ -466,8 +468,8 @@ def test_tensors_that_overlap_are_not_loaded_into(tmp_path):
 def test_models_on_an_accelerator_are_saved_and_loaded(tmp_path):
     device = torch.accelerator.current_accelerator()
     model, other = Tied(seed=1).to(device), Tied(seed=2).to(device)
-    save_model(model, tmp_path, max_shard_size=1)
-    load_model(other, tmp_path)
+    af.save_model(model, tmp_path, max_shard_size=1)
+    af.load_model(other, tmp_path)
     assert bits(other) == bits(model)
     assert other.head.weight.device.type == device.type
 
@@ -560,7 +562,7 @@ def test_a_snapshot_of_a_hubs_cache_is_read(tmp_path):
     st.save_file({"x": floats(1, 5)}, blobs / "123")
     write_index(snapshot, {"x": "part.safetensors"})
     (snapshot / "part.safetensors").symlink_to("../../blobs/123")
-    load_model(model := Bag(x=floats(1)), snapshot)
+    af.load_model(model := Bag(x=floats(1)), snapshot)
     assert model.x.tolist() == [5]
 
 
@@ -596,7 +598,7 @@ INDEXES = {
 
 @pytest.mark.parametrize(("index", "match"), INDEXES.values(), ids=INDEXES)
 def test_an_index_that_is_not_that_of_its_shards_is_refused(tmp_path, index, match):
-    save_model(bag(1), tmp_path, 16)
+    af.save_model(bag(1), tmp_path, 16)
     write_index(tmp_path, {key: shards(2)[number - 1] for key, number in index.items()})
     refused(bag(0), tmp_path, match)
 
@@ -629,14 +631,14 @@ def test_a_new_set_takes_the_place_of_the_old_one(tmp_path, monkeypatch, before,
     kept = ["config.json", "model-ema.safetensors", "model.fp16.safetensors", "x.safetensors"]
     for name in kept:
         (tmp_path / name).touch()
-    save_model(bag(1), tmp_path, before)
-    save_model(bag(2), tmp_path, after)
+    af.save_model(bag(1), tmp_path, before)
+    af.save_model(bag(2), tmp_path, after)
     assert names(tmp_path) == sorted(kept + FILES[after])
     assert loaded(tmp_path) == 2
 
 
 def test_a_save_that_fails_leaves_the_old_set_and_nothing_else(tmp_path, monkeypatch):
-    save_model(bag(1), tmp_path, 8)
+    af.save_model(bag(1), tmp_path, 8)
     write, before = files_module._write_shard, names(tmp_path)
 
     def full(path, keys, entries):
@@ -647,7 +649,7 @@ def test_a_save_that_fails_leaves_the_old_set_and_nothing_else(tmp_path, monkeyp
 
     monkeypatch.setattr(files_module, "_write_shard", full)
     with pytest.raises(OSError, match="no space left"):
-        save_model(bag(2), tmp_path, 8)
+        af.save_model(bag(2), tmp_path, 8)
     assert names(tmp_path) == before
     assert loaded(tmp_path) == 1
 
@@ -657,7 +659,7 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
     if not child:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-            save_model(Bag(x=floats(1000)), tmp_path)
+            af.save_model(Bag(x=floats(1000)), tmp_path)
         except OSError as error:
             text = str(error)
             is_named = text.startswith("save_model: ") and "could not be written: " in text
@@ -669,13 +671,13 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
 
 
 def test_a_set_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch):
-    save_model(bag(1), tmp_path, 16)
+    af.save_model(bag(1), tmp_path, 16)
     opened = files_module._open
 
     def replacing(folder, name, stack):
         file = opened(folder, name, stack)
         if name == shards(2)[0]:
-            save_model(bag(2), tmp_path, 16)
+            af.save_model(bag(2), tmp_path, 16)
         return file
 
     monkeypatch.setattr(files_module, "_open", replacing)
@@ -743,9 +745,9 @@ DONE = {
 @pytest.mark.parametrize(("before", "after"), DONE)
 def test_each_step_is_on_the_disk_before_the_next(tmp_path, done, before, after):
     folder = tmp_path / "folder"
-    save_model(bag(1), folder, before)
+    af.save_model(bag(1), folder, before)
     done.clear()
-    save_model(bag(2), folder, after)
+    af.save_model(bag(2), folder, after)
     first = next((at for at, step in enumerate(done) if step.startswith("remove")), len(done) - 1)
     assert done[:first] + sorted(done[first:-1]) == DONE[before, after]
     assert done[-1] == "sync folder"
@@ -795,11 +797,11 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_set(
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     if before:
-        save_model(bag(1), tmp_path, before)
+        af.save_model(bag(1), tmp_path, before)
     seen = [loaded(tmp_path)]
     place, killed = 0, True
     while killed:
-        killed = kill_at(place, partial(save_model, bag(2 + place), tmp_path, after))
+        killed = kill_at(place, partial(af.save_model, bag(2 + place), tmp_path, after))
         found = loaded(tmp_path)
         assert found in (seen[-1], 2 + place)
         seen.append(found)
@@ -823,7 +825,7 @@ def gpt2():
 @pytest.mark.parametrize("limit", ["5GB", "2KB"])
 def test_transformers_reads_what_is_saved(tmp_path, gpt2, limit):
     gpt2.config.save_pretrained(tmp_path)
-    save_model(gpt2, tmp_path, limit)
+    af.save_model(gpt2, tmp_path, limit)
     assert (tmp_path / INDEX).exists() == (limit != "5GB")
     assert bits(transformers.GPT2LMHeadModel.from_pretrained(tmp_path)) == bits(gpt2)
 
@@ -831,12 +833,12 @@ def test_transformers_reads_what_is_saved(tmp_path, gpt2, limit):
 @pytest.mark.parametrize("limit", ["5GB", "2KB"])
 def test_what_transformers_saves_is_read(tmp_path, gpt2, limit):
     gpt2.save_pretrained(tmp_path, max_shard_size=limit)
-    load_model(other := transformers.GPT2LMHeadModel(gpt2.config), tmp_path)
+    af.load_model(other := transformers.GPT2LMHeadModel(gpt2.config), tmp_path)
     assert bits(other) == bits(gpt2)
 
 
 def test_what_safetensors_saves_is_read(tmp_path):
     st.save_model(Tied(seed=1), str(tmp_path / SINGLE))
     model = Tied(seed=2)
-    load_model(model, tmp_path)
+    af.load_model(model, tmp_path)
     assert bits(model) == bits(Tied(seed=1))

@@ -16,7 +16,6 @@ from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.step import grads as grads_module
 from accel_fn.step import loop, metric_sums, update
 from accel_fn.step.global_mean import GlobalMean
-from accel_fn.step.strategy import Strategy
 from accel_fn.testing import promises, simulate
 from accel_fn.testing.outcomes import NOT_RUN, Outcome, merge
 from accel_fn.testing.promises import check_promises
@@ -184,7 +183,7 @@ def test_a_mean_without_weights_is_found(monkeypatch):
 
 def test_replicas_that_are_not_averaged_are_an_error_and_end_the_checks(monkeypatch):
     """The library compares the first gradients over the ranks and raises on both."""
-    monkeypatch.setattr(ddp, "DDP", lambda *given, **options: Strategy(*given))
+    monkeypatch.setattr(ddp, "DDP", lambda *given, **options: af.Strategy(*given))
     for report in simulate(check_promises, world_size=2, timeout_s=100):
         first, second, *rest = report.outcomes
         assert first.holds

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import accel_fn as af
 from accel_fn.comm.messages import open_channel
-from accel_fn.data.loader import ShardedLoader
 from accel_fn.testing import simulate
 from tests.support.prefetch import (
     HERE,
@@ -183,7 +182,7 @@ class ExchangingSource:
 def test_ranks_that_exchange_messages_while_they_read_may_break_and_start_again():
     def run(state):
         loader = af.prefetch(
-            ShardedLoader(ExchangingSource(state, 9), DataLoader([])), state, depth=3
+            af.ShardedLoader(ExchangingSource(state, 9), DataLoader([])), state, depth=3
         )
         found = []
         for epoch in loader.epochs(3):

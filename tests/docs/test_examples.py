@@ -30,10 +30,7 @@ from tests.support.compilers import MARKS
 ROOT = Path(__file__).parents[2]
 DEAR = {"transforms.md": MARKS, "launching.md": [pytest.mark.slow]}
 """Pages that compile graphs or start many processes."""
-PAGES = [
-    pytest.param(page, marks=DEAR.get(page.name, []))
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -51,7 +48,11 @@ def errors_with_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=DEAR.get(page.name, [])) for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_python_blocks_of_a_page_run_from_top_to_bottom(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,21 +189,21 @@ def test_a_run_of_the_readme_continues_from_its_checkpoint(
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_python_stands_in_a_block_that_is_not_run(page: Path) -> None:
+def test_no_python_stands_in_a_block_that_is_not_run() -> None:
     """The exception needs a folder that accelerate wrote; checkpoint/test_from_accelerate.py makes
     one."""
+    assert [(page.name, text) for page in PAGES for text in not_run(page)] == []
+
+
+def not_run(page: Path) -> list[str]:
+    """Return the blocks of Python of a page that no test runs."""
     fences = re.findall(
         r"^ *```(\S+)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
     run = {"python", "{eval-rst}", "diff" if page.name == "README.md" else "python"}
     texts = [text for language, text in fences if language not in run]
-    assert not [
-        text
-        for text in texts
-        if re.search(r"^(import |from \S+ import |.*= af\.)", text, re.MULTILINE)
-        and "load_accelerate" not in text
-    ]
+    python = re.compile(r"^(import |from \S+ import |.*= af\.)", re.MULTILINE)
+    return [text for text in texts if python.search(text) and "load_accelerate" not in text]
 
 
 def test_links_of_the_readme_lead_to_files() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_fn.checkpoint.weights.save_load_model import load_model, save_model
+import accel_fn as af
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.float8_e5m2]
 limits = st.integers(1, 400)
@@ -64,9 +64,9 @@ def blank(model, *, tied):
 @given(model=models(), limit=limits, tied=st.booleans())
 def test_what_is_saved_comes_back_to_the_bit(model, limit, tied):
     with tempfile.TemporaryDirectory() as folder:
-        save_model(model, folder, limit)
+        af.save_model(model, folder, limit)
         other = blank(model, tied=tied)
-        load_model(other, folder)
+        af.load_model(other, folder)
         assert bits(other) == bits(model)
 
 
@@ -74,9 +74,9 @@ def test_what_is_saved_comes_back_to_the_bit(model, limit, tied):
 @example(first=nn.Linear(3, 4), second=nn.Linear(4, 3), limits=(50, 50))
 def test_nothing_of_an_older_set_stays(first, second, limits):
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as fresh:
-        save_model(first, folder, limits[0])
-        save_model(second, folder, limits[1])
-        save_model(second, fresh, limits[1])
+        af.save_model(first, folder, limits[0])
+        af.save_model(second, folder, limits[1])
+        af.save_model(second, fresh, limits[1])
         assert contents(folder) == contents(fresh)
 
 
@@ -88,7 +88,7 @@ def contents(folder):
 @given(model=models(), limit=limits)
 def test_no_file_is_above_the_limit_unless_it_holds_one_tensor(model, limit):
     with tempfile.TemporaryDirectory() as folder:
-        save_model(model, folder, limit)
+        af.save_model(model, folder, limit)
         files = {path.name: load_file(path) for path in Path(folder).glob("*.safetensors")}
         sizes = {name: sum(t.nbytes for t in held.values()) for name, held in files.items()}
         assert all(

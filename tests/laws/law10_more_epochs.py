@@ -173,49 +173,48 @@ def stopped_and_lengthened(folder, make, wrap, k, worlds, batches, stop, choice)
     return [([*rates, *more], found) for more, found in simulate(second, world_size=worlds[1])]
 
 
-RUNS = {
-    "wrap": st.sampled_from(list(WRAPS)),
-    "bad": st.sets(st.integers(0, LONG - 2), max_size=4),
-    "worlds": st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    "k": st.integers(1, 3),
-    "stop": st.integers(1, SHORT - 1),
-}
+RUNS = st.fixed_dictionaries(
+    {
+        "wrap": st.sampled_from(list(WRAPS)),
+        "bad": st.sets(st.integers(0, LONG - 2), max_size=4),
+        "worlds": st.tuples(st.integers(1, 3), st.integers(1, 3)),
+        "k": st.integers(1, 3),
+        "stop": st.integers(1, SHORT - 1),
+    }
+)
 
 
-@pytest.mark.parametrize("make", [make for make, _ in WITH_LENGTH.values()], ids=WITH_LENGTH)
-@ours.share(0.3)
-@given(**RUNS)
-def test_the_schedule_of_a_longer_program_goes_on_from_the_saved_update(
-    tmp_path_factory, make, wrap, bad, worlds, k, stop
-):
+def assert_is_the_run_by_hand(folder, make, choice, *, follows_program, wrap, bad, worlds, k, stop):
     batches = batches_of(bad if wrap != "local_sgd" else ())
     expected = ByHand(make)
     expected.train(batches[:stop])
-    expected.lengthen()
+    if follows_program:
+        expected.lengthen()
     expected.train(batches[stop:])
-    folder = tmp_path_factory.mktemp("run")
-    ends = stopped_and_lengthened(folder, make, wrap, k, worlds, batches, stop, "program")
-    for rates, found in ends:
-        assert rates == expected.rates
-        ours.assert_close(found, expected.model.state_dict())
-
-
-@pytest.mark.parametrize("make", WITHOUT_LENGTH.values(), ids=WITHOUT_LENGTH)
-@ours.share(0.3)
-@given(choice=st.sampled_from([None, "saved", "program"]), **RUNS)
-def test_a_function_of_a_longer_program_gives_the_rate_of_the_next_update(
-    tmp_path_factory, make, choice, wrap, bad, worlds, k, stop
-):
-    batches = batches_of(bad if wrap != "local_sgd" else ())
-    expected = ByHand(make)
-    expected.train(batches[:stop])
-    expected.lengthen()
-    expected.train(batches[stop:])
-    folder = tmp_path_factory.mktemp("run")
     ends = stopped_and_lengthened(folder, make, wrap, k, worlds, batches, stop, choice)
     for rates, found in ends:
         assert rates == expected.rates
         ours.assert_close(found, expected.model.state_dict())
+
+
+@pytest.mark.parametrize("make", [make for make, _ in WITH_LENGTH.values()], ids=WITH_LENGTH)
+@ours.share(0.3)
+@given(run=RUNS)
+def test_the_schedule_of_a_longer_program_goes_on_from_the_saved_update(
+    tmp_path_factory, make, run
+):
+    folder = tmp_path_factory.mktemp("run")
+    assert_is_the_run_by_hand(folder, make, "program", follows_program=True, **run)
+
+
+@pytest.mark.parametrize("make", WITHOUT_LENGTH.values(), ids=WITHOUT_LENGTH)
+@ours.share(0.3)
+@given(choice=st.sampled_from([None, "saved", "program"]), run=RUNS)
+def test_a_function_of_a_longer_program_gives_the_rate_of_the_next_update(
+    tmp_path_factory, make, choice, run
+):
+    folder = tmp_path_factory.mktemp("run")
+    assert_is_the_run_by_hand(folder, make, choice, follows_program=True, **run)
 
 
 @pytest.mark.parametrize(
@@ -224,18 +223,10 @@ def test_a_function_of_a_longer_program_gives_the_rate_of_the_next_update(
     ids=list(WITH_LENGTH)[1:],
 )
 @ours.share(0.2)
-@given(**RUNS)
-def test_the_saved_schedule_goes_on_in_a_longer_program(
-    tmp_path_factory, make, wrap, bad, worlds, k, stop
-):
-    batches = batches_of(bad if wrap != "local_sgd" else ())
-    expected = ByHand(make)
-    expected.train(batches)
+@given(run=RUNS)
+def test_the_saved_schedule_goes_on_in_a_longer_program(tmp_path_factory, make, run):
     folder = tmp_path_factory.mktemp("run")
-    ends = stopped_and_lengthened(folder, make, wrap, k, worlds, batches, stop, "saved")
-    for rates, found in ends:
-        assert rates == expected.rates
-        ours.assert_close(found, expected.model.state_dict())
+    assert_is_the_run_by_hand(folder, make, "saved", follows_program=False, **run)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

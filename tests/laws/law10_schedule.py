@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import accel_fn as af
-from accel_fn.step.plan import Stateful
 from accel_fn.testing import simulate, strategies
 from accel_fn.transforms.schedule.advance import Advance, AdvanceByMetric, DeviceSchedule, Schedule
 from accel_fn.transforms.schedule.schedule import scheduled as begun
@@ -211,7 +210,7 @@ def reading_late(transform):
 
     def add(plan):
         *others, added = transform(plan).after_update
-        return replace(plan, after_update=(*others, Stateful(partial(begin, begin=added))))
+        return replace(plan, after_update=(*others, af.Stateful(partial(begin, begin=added))))
 
     return add
 
@@ -286,7 +285,7 @@ def late(advance):
     def begin(state, plan):
         return DeviceSchedule.in_plan(plan, advance, state.device, LateRead())
 
-    return lambda plan: replace(plan, after_update=(*plan.after_update, Stateful(begin)))
+    return lambda plan: replace(plan, after_update=(*plan.after_update, af.Stateful(begin)))
 
 
 def by_host(make_scheduler, optimizer):

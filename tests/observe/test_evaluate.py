@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import accel_fn as af
-from accel_fn.data.loader import ShardedLoader, unnumbered
+from accel_fn.data.loader import unnumbered
 from accel_fn.testing import simulate
 from tests.support.streams import Counting
 
@@ -469,7 +469,7 @@ def test_ranks_may_have_as_many_batches_as_they_like():
     def run(state):
         state, step, _ = make(state)
         num_batches = 0 if state.rank == state.world_size - 1 else state.rank
-        loader = ShardedLoader(Uneven(num_batches), DataLoader([]))
+        loader = af.ShardedLoader(Uneven(num_batches), DataLoader([]))
         return af.evaluate(step, loader, state, lambda m, b: {"rank": (state.rank, len(b[0]))})
 
     assert simulate(run, world_size=4) == [{"rank": (1 + 2 * 2) / 9}] * 4
@@ -576,7 +576,7 @@ def test_an_interrupt_reads_no_more_where_an_error_reads_to_the_end():
                 raise error
 
             with pytest.raises(error):
-                af.evaluate(step, ShardedLoader(source, DataLoader([])), state, metric_fn)
+                af.evaluate(step, af.ShardedLoader(source, DataLoader([])), state, metric_fn)
             return len(list(source.left))
 
         return simulate(run, world_size=2)

@@ -47,6 +47,20 @@ def test_every_public_name_loads_and_is_documented():
     assert undocumented - aliases == set()
 
 
+def test_tests_take_public_names_from_the_package():
+    """A move inside the package breaks no test that imports public names from the top."""
+    tests = PACKAGE.parent / "tests"
+    homes = {(module, name) for name, module in af._HOMES.items() if module != "accel_fn.errors"}
+    assert [
+        f"{path.relative_to(tests)}: {alias.name}"
+        for path in tests.rglob("*.py")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if (node.module, alias.name) in homes
+    ] == []
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'Accelerator'"):
         af.Accelerator  # noqa: B018

@@ -6,7 +6,6 @@ import pytest
 
 import accel_fn as af
 from accel_fn import testing
-from accel_fn.data.loader import ShardedLoader
 
 _TIMEOUT = "timeout_s=None"
 _SCALE = "growth_factor=2.0, backoff_factor=0.5, growth_interval=2000"
@@ -30,7 +29,7 @@ SIGNATURES = {
     af.num_samples: "batch",
     af.num_labels: "key_or_path, ignore_index=-100, *, shift=0, class_weight=None",
     af.shard_loader: "loader, state, *, batch='global', split='auto', read_ahead=None",
-    ShardedLoader.epochs: "self, num_epochs, *, max_steps=None, since=None",
+    af.ShardedLoader.epochs: "self, num_epochs, *, max_steps=None, since=None",
     af.part: "tree, state",
     af.draw: "state, fn, name=''",
     af.gather: "tree, state",

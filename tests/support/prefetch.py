@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.prefetch import Reader
 
 HERE = af.DistState()
@@ -52,7 +51,7 @@ class Counted:
 
 def of(
     num_samples: int, batch_size: int = 2, state: af.DistState = HERE, **options: Any
-) -> ShardedLoader:
+) -> af.ShardedLoader:
     """Make a loader over the numbers from 0."""
     data = TensorDataset(torch.arange(num_samples))
     return af.shard_loader(DataLoader(data, batch_size=batch_size, **options), state)
