@@ -19,8 +19,7 @@ from accel_fn.step.global_mean import GlobalMean
 from accel_fn.testing import promises, simulate
 from accel_fn.testing.outcomes import NOT_RUN, Outcome, merge
 from accel_fn.testing.promises import check_promises
-from accel_fn.transforms import clip
-from accel_fn.transforms.ddp import ddp
+from accel_fn.transforms import clip, ddp
 from accel_fn.transforms.fsdp import fsdp
 from accel_fn.transforms.schedule.advance import Schedule
 from tests.cli.commands import ROOT, run_command, surroundings
