@@ -25,6 +25,7 @@ from accel_fn.comm.main_rank import on_main, print_on_main
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_folder, message
 from accel_fn.observe.phase_times import DATA, PREFIX, STEP, PhaseTimes, phase_times, table
 from accel_fn.step.checks.warn import warn_user
+from accel_fn.step.observers import Observer
 from accel_fn.step.plan import Plan, Stateful
 from accel_fn.step.report import Report
 from accel_fn.step.step import Step
@@ -108,17 +109,16 @@ class ProfileSlot(Stateful):
         return replace(plan, after_update=(*others, self))
 
 
-class Profile:
+class Profile(Observer):
     """The profile of a few steps of one rank: it begins before the first and is written after the last."""
-
-    traits = frozenset({"observes"})
 
     def __init__(self, state: DistState, plan: Plan, *, folder: str, steps: range) -> None:
         _check_writable(Path(folder))
         self._steps = steps
         self._recorder = Recorder(state, Path(folder), steps)
         self._phases: list[tuple[Any, str, str]] = []
-        self._at_end = weakref.finalize(self, self._recorder.abandon)
+        self._is_over = False
+        self._at_program_end = weakref.finalize(self, self._recorder.abandon)
 
     def built(self, step: Step) -> None:
         """Note the methods that run the phases of a step."""
@@ -131,15 +131,15 @@ class Profile:
             (step.checks, "end", "checks"),
         ]
 
-    def before_step(self, state: DistState, batch: Any = None) -> None:
+    def before_step(self, state: DistState, batch: Any) -> None:
         """Begin in the middle of the steps, where a run resumes there; end if the run has left them."""
-        if not self._at_end.alive:
+        if self._is_over:
             return
         recorder, number = self._recorder, state.step + 1
         if recorder.is_running and number not in self._steps:
             self._finish(state)
         elif number > self._steps[-1]:
-            self._at_end.detach()
+            self._end()
             if state.is_main:
                 warn_user(
                     f"profile: steps should lie ahead, got {self._steps} at step {state.step}; nothing is "
@@ -152,15 +152,20 @@ class Profile:
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         """End a step: begin after the one that precedes the first, write after the last."""
-        if not self._at_end.alive:
+        if self._is_over:
             return state
         if self._recorder.is_running and state.step >= self._steps[-1]:
             self._finish(state)
             return state
-        if not self._recorder.is_running and state.step + 1 in self._steps:
+        if state.step + 1 in self._steps and not self._recorder.is_running:
             self._start(state)
-        self._recorder.end_step()
+        if self._recorder.is_running:
+            self._recorder.end_step()
         return state
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._at_program_end.detach()
 
     def _start(self, state: DistState) -> None:
         """Start the profiler on all ranks at once."""
@@ -171,7 +176,7 @@ class Profile:
 
     def _finish(self, state: DistState) -> None:
         """Write traces and table, on all ranks."""
-        self._at_end.detach()
+        self._end()
         every = agreed(self._recorder.stop, state, "profile")
         ranks = {rank: times for rank, times in enumerate(every) if times is not None}
         first, last = self._recorder.first, self._recorder.last
@@ -187,7 +192,7 @@ class Recorder:
     def __init__(self, state: DistState, folder: Path, steps: range) -> None:
         self.folder, self._steps = folder, steps
         self._path = folder / f"rank{state.rank}.json.gz"
-        self._is_main, self._device = state.is_main, state.device
+        self._is_main = state.is_main
         self._profiler: torch.profiler.profile | None = None
         self._places: list[tuple[weakref.ref[Any], str]] = []
         self._open: tuple[str, AbstractContextManager[Any]] | None = None
@@ -237,8 +242,7 @@ class Recorder:
 
     def end_step(self) -> None:
         """End a step: what follows is the data of the next one."""
-        if self.is_running:
-            self._enter(DATA)
+        self._enter(DATA)
 
     def _enter(self, name: str) -> None:
         """Leave the open range and enter another, unless it is that one."""
@@ -265,9 +269,7 @@ class Recorder:
         for owner, name in self._places:
             if (there := owner()) is not None:
                 delattr(there, name)
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        profiler.stop()
+        profiler.stop()  # waits for the device
         profiler.export_chrome_trace(str(self._path))
         with gzip.open(self._path) as file:
             return phase_times(json.load(file))

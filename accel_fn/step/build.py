@@ -13,6 +13,7 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, check_flag, message
 from accel_fn.step.checks.first_batches import FirstBatches
 from accel_fn.step.loss_module import LossModule
+from accel_fn.step.observers import observers
 from accel_fn.step.plan import Batch, Plan, SlotFunction, Stateful, slot_names
 from accel_fn.step.plan_checks import check_parameters, check_plan, check_precision
 from accel_fn.step.same_on_all_ranks import check_same_plan
@@ -79,9 +80,8 @@ def build(
     checks = FirstBatches(built, plan, strategy, check_loss=check_loss)
     before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]
     step = Step(plan, strategy, stages, run, built, checks, before)
-    for each in plan.after_update:
-        if hasattr(each, "built"):
-            each.built(step)
+    for each in observers([plan]):
+        each.built(step)
     return built, step
 
 

@@ -21,6 +21,9 @@ class Observer:
 
     traits = frozenset({"observes"})
 
+    def built(self, step: Any) -> None:
+        """Note the step that this function is in. To hold the step would keep both from being collected."""
+
     def before_step(self, state: DistState, batch: Any) -> None:
         """Note the start of a step, or of its gradients and then of its update, which has no batch."""
 

@@ -248,7 +248,36 @@ def test_a_second_profiler_is_refused(tmp_path):
         forget(built)
 
 
-def test_it_prints_as_its_call_and_is_no_part_of_what_checkpoints_compare(tmp_path):
+def test_a_step_in_two_calls_is_one_step_of_the_profile(tmp_path):
+    state, step = ours.built(recipe(tmp_path))
+    for number in range(5):
+        state, grads, report = step.grads(state, batch(number))
+        state, _ = step.update(state, grads, report)
+    of_a_step = ["checks", "forward", "backward", "checks", "update", "update"]
+    assert ranges(tmp_path) == ["data", "step 3", *of_a_step, "data", "step 4", *of_a_step]
+
+
+def test_an_evaluation_between_steps_is_a_part_of_the_data(tmp_path):
+    state, step = ours.built(recipe(tmp_path))
+    for number in range(5):
+        state, _ = step(state, batch(number))
+        af.evaluate(step, [batch(number)], state)
+    assert ranges(tmp_path).count("forward") == 2
+
+
+def test_it_prints_as_its_call():
     plan = af.profile("runs/a/profile")(ours.plan())
     assert "after_update=[profile('runs/a/profile')]" in repr(plan)
-    assert plan.having("observes") == [*plan.after_update]
+
+
+@pytest.mark.parametrize("saved_with", [False, True])
+def test_a_profile_may_be_added_to_a_run_or_left_out(tmp_path, saved_with):
+    with_profile = recipe(tmp_path / "profile", af.average(0.9), steps=range(1, 2))
+    without = af.average(0.9)
+    first, second = (with_profile, without) if saved_with else (without, with_profile)
+    state, step = ours.built(first)
+    state, _ = run(state, step, 1)
+    af.save(tmp_path / "run", state, step)
+    state, step = ours.built(second)
+    state = af.load(tmp_path / "run", state, step)
+    assert state.step == 1
