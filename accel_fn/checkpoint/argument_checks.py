@@ -55,13 +55,13 @@ def check_steps(steps: Mapping[str, Step], function: str) -> None:
 
 
 def check_model(tensors: Mapping[str, Tensor], function: str) -> None:
-    """Refuse expanded tensors: each element must have a place of its own to be read back into."""
+    """Refuse expanded tensors of a model, in which `load` could not write each element."""
     for name, tensor in tensors.items():
-        held = local(tensor)
-        if is_model(name) and is_expanded(held):
+        shard = local(tensor)
+        if is_model(name) and is_expanded(shard):
             raise ArgumentError(
                 f"{function}: step must hold tensors of the model that can be written, none that was "
-                f"expanded, got strides {held.stride()} for {name!r}; clone it"
+                f"expanded, got strides {shard.stride()} for {name!r}; clone it"
             )
 
 

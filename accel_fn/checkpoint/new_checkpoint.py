@@ -30,7 +30,7 @@ class Run:
         self.saved: set[int] = set()
 
     def age(self, step: int) -> tuple[bool, bool, int]:
-        """Sort checkpoints: what the run left when it went back, what it continues, what it has saved.
+        """Key of an order, oldest first: steps after the resumed one, those up to it, those saved since.
 
         Times of files would not do: clocks differ between machines, and a copy has its own.
         """
@@ -44,7 +44,7 @@ class NewCheckpoint:
 
     home: Path
     head: Manifest
-    """Without what the ranks write: it has no files, and entries without chunks."""
+    """The manifest without what the ranks write: no files, and entries without chunks."""
     keep: int | None
     keep_every: int | None
     keep_best: int
@@ -61,7 +61,7 @@ class NewCheckpoint:
         return self.home / name_of(self.head.step)
 
     def commit(self, written: Sequence[Written]) -> None:
-        """Give it its name, and remove older ones. On the main rank, once all ranks have written."""
+        """Give it its final name, and remove older ones. On the main rank, once all ranks have written."""
         files = {name: mark for each in written for name, mark in each.files.items()}
         entries = {
             name: replace(

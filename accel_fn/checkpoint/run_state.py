@@ -45,7 +45,7 @@ def named_steps(step: Step | Steps) -> Steps:
 
 
 def notes_of(steps: Steps) -> dict[str, Any]:
-    """Return the dict in which save and load keep facts of this run, however its steps are ordered."""
+    """Return the notes of the step whose name sorts first, in which save and load keep facts of this run."""
     return steps[min(steps)].notes
 
 

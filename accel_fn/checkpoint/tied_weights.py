@@ -18,7 +18,7 @@ def split_tied(
     firsts: dict[object, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in saved.items():
-        # A rank may hold no element of two tensors in shards.
+        # Empty shards of two parameters cannot be distinguished by their memory.
         key = parameters.get(name) if is_sharded(value) else view_key(value)
         first = firsts.setdefault(key, name) if value.numel() else name
         if first == name:

@@ -91,7 +91,7 @@ def _check_this_world(*, as_json: bool) -> tuple[list[RankReport], bool]:
 
 
 def _check_in_rank(folder: str) -> RankReport:
-    # The promises are imported here: they need torch, for which the command would wait.
+    # Imported in the rank alone: the promises import torch, which would delay the command.
     from accel_fn.testing.promises import check_this_rank
 
     return check_this_rank(folder)

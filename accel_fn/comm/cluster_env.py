@@ -90,17 +90,17 @@ def _slurm(environment: Mapping[str, str]) -> Task:
     world_size = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     num_machines = _number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     machine_rank = _number(environment, "SLURM_NODEID")
-    layout = _text(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    layout = _required(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts = tasks_per_node(layout)
     if machine_rank >= len(counts):
         raise WorldError(
             f"init: SLURM_NODEID must be below the {len(counts)} nodes of {layout!r}, "
             f"got {machine_rank}"
         )
-    nodes = _text(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    nodes = _required(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     return Task(
         cluster="Slurm",
-        job=f"{_text(environment, 'SLURM_JOB_ID', 'SLURM_JOBID')}.{environment['SLURM_STEP_ID']}",
+        job=f"{_required(environment, 'SLURM_JOB_ID', 'SLURM_JOBID')}.{environment['SLURM_STEP_ID']}",
         rank=_number(environment, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_number(environment, "SLURM_LOCALID"),
@@ -130,7 +130,8 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
-def _text(environment: Mapping[str, str], *names: str) -> str:
+def _required(environment: Mapping[str, str], *names: str) -> str:
+    """The value of the first of these variables that is set."""
     for name in names:
         if environment.get(name):
             return environment[name]
@@ -138,5 +139,5 @@ def _text(environment: Mapping[str, str], *names: str) -> str:
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int:
-    text = _text(environment, *names)
+    text = _required(environment, *names)
     return read_number("init", names[0], text)

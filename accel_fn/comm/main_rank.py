@@ -74,7 +74,7 @@ def _check_callable(fn: object) -> None:
 
 
 def _picklable(kind: str, value: Any) -> tuple[str, Any]:
-    """Return both if the value survives pickling, else an error that shows it."""
+    """Return kind and value if the value can be pickled, else an error that shows the value."""
     try:
         pickle.loads(pickle.dumps(value))
         return kind, value

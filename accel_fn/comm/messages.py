@@ -91,8 +91,8 @@ class Channel:
 
         Does nothing if the exchange is over already.
         """
-        # It does not stay for the rest of the exchange: in a training loop it would wait for ranks
-        # that wait for it in a step.
+        # It does not wait for the rest of the exchange: in a training loop, its peers may be in a step
+        # in which they wait for this rank.
         if not self._is_over:
             self._is_over = True
             self._keep(
@@ -115,6 +115,7 @@ class Channel:
 
     def receive(self, source: int) -> Any:
         """Return the next value that `source` sends."""
+        # The head holds the size, which the receiver must know before it can read the rest.
         head = self._read(_HEAD, source)
         size = int.from_bytes(head[:8], "little")
         rest = self._read(8 + size - _HEAD, source) if 8 + size > _HEAD else b""

@@ -90,7 +90,7 @@ def prefetch(
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Depth and device of the prefetch, and whether all ranks read equally far."""
+    """Depth and device of the prefetch, and whether all ranks must read the same number of batches."""
 
     depth: int
     device: torch.device
@@ -144,19 +144,20 @@ class _End:
 
 
 class _Handover:
-    """Hands batches from the reading thread to the loop; a batch is read for every permit."""
+    """Passes batches from the reading thread to the loop; the thread reads a batch for each permit."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.permits = threading.Semaphore(depth)
         self.ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.taken = 0
+        """Number of batches that the loop has taken."""
         self.num_reads: int | None = None
-        """How many batches will be read in all, once the loop has been left."""
+        """Number of batches that the thread reads in all; known once the loop has been left."""
 
 
 class Reader(threading.Thread):
-    """Reads one pass. It holds nothing of the loop's iterator, so dropping that ends the thread."""
+    """Reads one pass. It has no reference to the loop's iterator, so dropping that ends the thread."""
 
     def __init__(self, batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
         super().__init__(

@@ -193,7 +193,7 @@ class WorkerPool:
         """Drop what is left to read; the workers stay for the next pass."""
 
     def close(self) -> None:
-        """End the workers. Python might not: an error that is kept would keep them."""
+        """End the workers. Dropping them would not do: a stored error refers to them by its frames."""
         self.drop_rest()
         if hasattr(self._running, "_workers"):
             self._running._shutdown_workers()
@@ -216,7 +216,7 @@ class IdlePools(Generic[Pool]):
         self._idle: list[Pool] = []
 
     def take(self) -> Pool:
-        """Return one whose workers live, or a new one."""
+        """Return an idle pool whose workers live, or a new one."""
         while self._idle:
             pool = self._idle.pop()
             if not pool.lost():
@@ -225,7 +225,7 @@ class IdlePools(Generic[Pool]):
         return self._make()
 
     def give_back(self, pool: Pool, *, failed: bool) -> None:
-        """After a pass: keep it for the next one, or end its workers."""
+        """Keep a pool for the next pass, or end its workers if one has failed or they are not persistent."""
         if self._is_persistent and not failed and not pool.lost():
             pool.drop_rest()
             self._idle.append(pool)
@@ -234,22 +234,22 @@ class IdlePools(Generic[Pool]):
 
 
 class Progress:
-    """Holds for each worker the numbers of a batch and of a sample in it, -1 for none."""
+    """The batch and the sample that each worker reads, in shared memory; -1 is none."""
 
     def __init__(self, num_workers: int) -> None:
         self._rows = torch.full((num_workers, 2), -1)
         self._rows.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, number: int) -> None:
-        """This worker starts to read batch `number`."""
+        """Record that this worker starts to read batch `number`."""
         self._row()[:] = number, -1
 
     def at(self, place: int) -> None:
-        """It reads the sample at that place of the batch."""
+        """Record that this worker reads the sample at that place of the batch."""
         self._row()[1] = place
 
     def end(self) -> None:
-        """It has read the batch."""
+        """Record that this worker has read the batch."""
         self._row()[0] = -1
 
     def _row(self) -> Any:

@@ -58,8 +58,8 @@ class GlobalMean:
         self._total: Weight | None = None
         self.num_microbatches = len(weights)
         self.of_ranks: list[tuple[bool, int]] = []
-        """In a world of several, once the total is known, of each rank: does its batch weigh anything, and
-        its number of micro-batches."""
+        """In a world of several, once the total is known: for each rank, does its batch have a weight > 0,
+        and its number of micro-batches."""
         TRAINING.batch = ref(self)
         self.stop = stop
         """Once the total is known: has a `should_stop` function of any rank returned True?"""
@@ -70,14 +70,15 @@ class GlobalMean:
             numbers = weight if isinstance(weight, tuple) else (weight,) * (len(layout.terms) or 1)
             self._num_terms = len(numbers)
             self._sums = torch.zeros(len(numbers) + 1, dtype=layout.dtype, device=state.device)
-            """Sums of the loss or its terms and of ranks that found other metrics, then those of metrics."""
+            """Sum of the loss (or of each term), number of ranks with other metrics, sums of metrics."""
             self._mean = self._losses()
             # On the host in float64, exact for integers up to 2**53: an accelerator is not kept
             # waiting and need not know float64, and a rank that fails is known without it. As long
             # as the sums of losses and metrics, so that a rank which is a step ahead is noticed.
             more = [0.0] * sum((layout.sizes or {}).values())
             self._num_ranks = state.data.world_size
-            count = 2.0 * len(weights) + stop  # one number of two, as heads have room for
+            # Two facts in one number, since a head has room for two numbers.
+            count = 2.0 * len(weights) + stop
             self._totals = torch.tensor([*numbers, count, *more], dtype=torch.float64)
             self._weights = self._sum(self._totals, "weights")
             self._pending.append(self._weights)

@@ -151,7 +151,7 @@ class FiniteNorm:
         vars(self).update({name: each.to(device) for name, each in held.items()})
 
     def commit(self) -> None:
-        """Count the update, once nothing can raise before it."""
+        """Take over the counts of this update; *apply* calls it, once nothing can raise any more."""
         vars(self).update(self._pending)
         self._pending = {}
 

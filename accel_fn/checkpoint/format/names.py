@@ -78,7 +78,7 @@ def unfinished_folder(folder: Path, step: int) -> Path:
 def rename(path: Path, target: Path) -> None:
     """Rename a file or a folder.
 
-    NFS sends a request twice if an answer is lost, and reports an error for a rename that it has done.
+    If NFS loses a reply, it repeats the request and reports an error for a rename that has succeeded.
     """
     before = path.stat()
     try:

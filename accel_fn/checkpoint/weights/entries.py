@@ -19,7 +19,7 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Entries of a module: tensors, each under the first of its names, and the other names."""
+    """The tensors of a module, each under its first name, and the other names of tied ones."""
 
     tensors: Mapping[str, Tensor]
     tied: Mapping[str, str]
@@ -27,7 +27,7 @@ class Entries:
     dtype: torch.dtype | None = None
     """The dtype in which floating-point tensors are written; None: their own."""
     frozen: Mapping[str, str] = field(default_factory=dict)
-    """Parameter that is left out -> hash of its bytes."""
+    """Name of a parameter that is left out -> hash of its bytes."""
 
     def written_dtype(self, name: str) -> torch.dtype:
         own = self.tensors[name].dtype

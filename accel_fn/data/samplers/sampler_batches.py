@@ -109,7 +109,7 @@ class SamplerBatches:
         return found
 
     def _joined(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
-        """Join a tail that is smaller than the world to the batch before, which waits for it."""
+        """Join a last batch that is smaller than the world to the batch before it, which waits for it."""
         first_waiting = self._first_waiting()
         # Only a batch that a tail may follow waits; any other one goes out before the next is read.
         waiting: Batch | None = None
@@ -181,7 +181,7 @@ def nested_samplers(sampler: Any) -> list[Any]:
 
 
 def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
-    """Copy a sampler of torch's so that it draws from `generator`; return any other sampler itself."""
+    """Copy a sampler of torch, so that it draws from `generator`; return any other sampler unchanged."""
     if type(sampler) is BatchSampler:
         inner = _with_generator(sampler.sampler, generator)
         return BatchSampler(inner, sampler.batch_size, sampler.drop_last)

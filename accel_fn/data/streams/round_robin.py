@@ -115,6 +115,8 @@ def _next_part(stream: Stream, cut: Cut, rank: int, *, is_first: bool) -> tuple[
 
 def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int]:
     """Read a batch; return its items that may be in a rank's part, the place of the first, and the count."""
+    # The stream may end inside of the batch, and a rank's part depends on the number of items. So of
+    # the items read so far, those stay that any number from here on may put into this part.
     held: list[Any] = []
     start, count = 0, 0
     _, stop = part_bounds(cut.batch_size + cut.world_size - 1, cut.world_size, rank)

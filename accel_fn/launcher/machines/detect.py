@@ -72,7 +72,7 @@ def visible_devices(ids: list[str], variable: str | None) -> list[str]:
 
 
 def list_gpus() -> list[str]:
-    """List ids of GPUs by nvidia-smi, which knows what this process may open, else by the driver."""
+    """List the ids of the GPUs that this process may open, by nvidia-smi; else those that the driver has."""
     program = shutil.which("nvidia-smi")
     if program:
         try:

@@ -20,11 +20,11 @@ from accel_fn.step.plan import Plan
 Forward = Callable[[Any, Weight], Outcome]
 """The forward of a micro-batch of this weight."""
 _BUILT: WeakSet[GraphChecks] = WeakSet()
-"""Those of every step in this process: the loss of a GAN's one half reaches the other half."""
+"""The checks of every step in this process: the loss of one half of a GAN reaches the other half."""
 
 
 class GraphChecks:
-    """Looks at the graphs of a few steps. Every other step pays for a look at its gradients."""
+    """Looks at the graphs of a few steps. Every other step looks only at which gradients are missing."""
 
     def __init__(
         self, plan: Plan, reachable: Sequence[nn.Parameter], *, finds_unused: bool, is_main: bool
@@ -40,8 +40,8 @@ class GraphChecks:
         self._finds_unused = finds_unused
         """May a loss miss parameters?"""
         self._is_main = is_main
-        self._others: list[ref[Tensor]] = []
-        """Leaves of the graphs so far that no model of a plan, and no batch, held."""
+        self._outside: list[ref[Tensor]] = []
+        """Leaves of the graphs so far that were in no model of a plan, and in no batch."""
         self._warned: list[ref[Tensor]] = []
         self._seen: set[tuple[bool, ...]] = set()
         """Which gradients were missing in steps that were right."""
@@ -68,6 +68,7 @@ class GraphChecks:
     def _check_graph(self, loss: Tensor, part: Any) -> None:
         if not loss.requires_grad:
             raise no_graph()
+        # Before the first backward of a step, only the loss itself can have written gradients.
         if self._is_first and any(parameter.grad is not None for parameter in self._reachable):
             raise LossError(
                 "step: loss_fn must leave .grad of the model's parameters alone, got one that writes "
@@ -81,13 +82,13 @@ class GraphChecks:
                 "use_reentrant=False, or checkpoint_activations()"
             )
         leaves = [each for each in map(_leaf, nodes) if each is not None]
-        others = [each for each in leaves if id(each) not in self._known]
-        if others:
+        unknown = [each for each in leaves if id(each) not in self._known]
+        if unknown:
             for name, parameter in self._plan.model.named_parameters():
-                if any(parameter is each for each in others):
+                if any(parameter is each for each in unknown):
                     raise replaced(name)
             if self._is_main:
-                self._warn_of_outside(others, part)
+                self._warn_of_outside(unknown, part)
 
     def _warn_of_outside(self, leaves: Sequence[Tensor], part: Any) -> None:
         """Warn once of leaves that get no gradient from this step, nor from that of another plan."""
@@ -95,12 +96,12 @@ class GraphChecks:
         known = [*tensors_of(part), *(each for checks in _BUILT for each in checks._parameters())]
         known += [each for each in (warned() for warned in self._warned) if each is not None]
         ids = {*map(id, known)}
-        others = [each for each in leaves if id(each) not in ids]
-        before = {id(each) for each in (other() for other in self._others) if each is not None}
-        # A tensor that the loss makes anew for every batch, such as the points of a penalty, is no
-        # parameter.
-        wrong = [each for each in others if isinstance(each, nn.Parameter) or id(each) in before]
-        self._others += map(ref, others)
+        outside = [each for each in leaves if id(each) not in ids]
+        before = {id(each) for each in (leaf() for leaf in self._outside) if each is not None}
+        # A tensor that the loss makes anew for every batch, such as the points of a penalty, is not
+        # trained: only a parameter, or a tensor that is still there at the next look, may be.
+        wrong = [each for each in outside if isinstance(each, nn.Parameter) or id(each) in before]
+        self._outside += map(ref, outside)
         if wrong:
             self._warned += map(ref, wrong)
             shapes = [list(each.shape) for each in wrong[:3]]

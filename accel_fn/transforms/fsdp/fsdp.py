@@ -197,7 +197,7 @@ class FSDP(Strategy):
         self.order = UnitOrder(state, [names.get(each, "a parameter") for each in self.trained])
         sharded.keep_order(self.order)
         sharded.refuse_gradients_of_shards()
-        # The model holds unsharded parameters in a forward, else shards: others were put in since.
+        # In a forward the model holds unsharded parameters, else shards. Any other one was put in since.
         self.parameters.known = {*map(id, self.reachable), *map(id, sharded.parameters())}
 
     def zero_gradients(self) -> None:
@@ -216,8 +216,8 @@ class FSDP(Strategy):
     ) -> tuple[Parts, Weights]:
         """Run as many micro-batches on every rank, since every forward and backward unshards parameters.
 
-        A rank that has fewer, or none that counts, computes one of another rank's instead, with no
-        weight: times zero, its gradient is zero wherever that rank's is finite.
+        A rank that has fewer, or none with a weight, runs one of another rank's with weight 0: times
+        zero, its gradient is zero wherever that rank's is finite.
 
         Cost: one small collective; a broadcast of a micro-batch if a rank needs one.
         """

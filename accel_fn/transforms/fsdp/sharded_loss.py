@@ -46,9 +46,9 @@ class ShardedLoss(nn.Module):
         self._is_empty = True
         """Is the last loss that of no batch?"""
         self._ends: list[Node] = []
-        """The nodes where gradients of shards arrive, which live as long as someone holds them."""
+        """The nodes where gradients of shards arrive. Without a reference, nodes and their hooks would go."""
         self._tops: list[nn.Module] = []
-        """Those of them that hold what is in no block."""
+        """The modules of these that hold parameters outside of all blocks."""
 
     def shard(self, unit: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
         """Shard the parameters of a part of the model, which keeps its class."""
@@ -114,7 +114,7 @@ class ShardedLoss(nn.Module):
         return map_tensors(guarded, output)
 
     def _refuse_early(self, _gradient: Tensor) -> None:
-        # FSDP takes it for the backward of the step, and the gradients of the loss would be wrong.
+        # FSDP would take this backward for that of the step, and the gradients of the loss would be wrong.
         if self._is_in_loss:
             raise LossError(
                 "step: wrap_fsdp must have a loss_fn without gradients of gradients, got one that runs a "

@@ -19,10 +19,10 @@ _BUCKET_BYTES = 2**25
 
 
 class Tree:
-    """Adds up a power of two of lists as a tree: the first half and the second, each summed likewise.
+    """Adds up 2**n lists as a binary tree: the sum of the first half plus that of the second half.
 
-    Of equal parts that are there already one is kept for each size, so adding 2**n lists one
-    after another takes the memory of n + 1.
+    It holds at most one partial sum of each size, so lists that come one after another take the
+    memory of n + 1.
     """
 
     def __init__(self) -> None:

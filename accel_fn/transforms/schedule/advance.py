@@ -278,7 +278,7 @@ class DeviceSchedule(Schedule):
         self.rates = rates
         self._delayed = delayed
         self._is_first = is_first
-        """Whether it is the first of the plan's schedules."""
+        """Is it the first schedule of its optimizer in the plan?"""
         self._before: dict[str, Any] | None = None
         """State before the newest update advanced it."""
 

@@ -115,7 +115,7 @@ def schedule(
 
 
 def over_optimizers(plan: Plan, name: str | None, by: Any = None) -> Mapping[str, Optimizer]:
-    """The optimizers that a schedule moves: the one named, a scheduler's own, or all."""
+    """The optimizers whose learning rates a schedule changes: the one named, a scheduler's own, or all."""
     own = getattr(by, "optimizer", None)
     return {
         each: optimizer
@@ -141,7 +141,7 @@ class ScheduleSlot(Stateful):
                 )
 
     def names(self, plan: Plan) -> Collection[str]:
-        """The names of the optimizers that it moves."""
+        """The names of the optimizers whose learning rates it changes."""
         return over_optimizers(plan, self.keywords.get("optimizer"), self.keywords["by"]).keys()
 
 
