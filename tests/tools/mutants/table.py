@@ -551,7 +551,7 @@ MUTANTS = [
     Mutant(
         "parameters outside of the model are not looked for",
         "step/checks/graph.py",
-        "wrong = [each for each in others if isinstance(each, nn.Parameter) or id(each) in before]",
+        "wrong = [each for each in outside if isinstance(each, nn.Parameter) or id(each) in before]",
         "wrong = []",
         "tests/step/test_checks.py",
         kind="losses.parameters_in_a_closure",
