@@ -43,7 +43,7 @@ class Stages:
                 state.watchdog.end_step()
 
     def gradients(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
-        """Begin a step: the gradients of the global batch, with the collectives that DDP starts in it."""
+        """Begin a step: the gradients of the global batch, by `Strategy.gradients` inside `wrap_grad_fn`."""
         if state.watchdog is None:
             return self.grad_fn(state, batch)
         state.watchdog.begin_step(step_name(state.step + 1, state.call))
@@ -81,6 +81,7 @@ class Step(Generic[Batch]):
     strategy: Strategy
     stages: Stages
     _run: StepFn
+    """`Stages.__call__`, or the function that `compile_step` made in its place."""
     _built_with: DistState
     checks: FirstBatches
     """The checks of the first batches, with what they have found about the loss."""
@@ -266,7 +267,7 @@ def _still(before: DistState, after: DistState) -> DistState:
 
 
 def _wrapped(plan: Plan, strategy: Strategy) -> GradFn:
-    """The gradient function of a step, inside what the plan makes of it."""
+    """`Strategy.gradients` inside the functions of `wrap_grad_fn`."""
     grad_fn: GradFn = partial(strategy.gradients, plan)
     retrying = [each for each in plan.wrap_grad_fn if "retries" in getattr(each, "traits", ())]
     others = [each for each in plan.wrap_grad_fn if each not in retrying]
