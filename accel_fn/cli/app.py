@@ -15,6 +15,7 @@ _COMMANDS: dict[str, str] = {
     "test": "Check the library's promises on this machine.",
     "estimate": "Print how much memory a training step takes.",
     "report": "Print where the time of a run went, or compare runs.",
+    "plot": "Draw the curves of runs as a picture and as a page.",
     "checkpoints": "List the checkpoints of a folder.",
     "export": "Write the weights of a checkpoint as safetensors.",
     "explain": "Print what one step of a plan does, phase by phase.",

@@ -51,17 +51,17 @@ class Run:
 
 
 def read_runs(function: str, paths: Sequence[Path]) -> tuple[list[Run], list[Path]]:
-    """Read every log in these folders or files; return the runs, and the paths without a log."""
+    """Read every log in these folders or files; return the runs, and the folders without a log."""
     found = {path: find_logs(path) for path in paths}
-    without = [path for path, logs in found.items() if not logs]
-    if len(without) == len(found):
+    if not any(found.values()):
         raise ArgumentError(f"{function}: no log in {', '.join(map(str, paths))}; {_repair(paths)}")
     runs = [
         read_run(log, str(path if len(logs) == 1 else log))
         for path, logs in found.items()
         for log in logs
     ]
-    return runs, without
+    # runs/* also gives files that lie beside the runs.
+    return runs, [path for path, logs in found.items() if not logs and path.is_dir()]
 
 
 def _repair(paths: Sequence[Path]) -> str:

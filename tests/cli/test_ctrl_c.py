@@ -25,6 +25,7 @@ _COMMANDS = {
     "export": ["export", "checkpoint", "weights"],
     "checkpoints": ["checkpoints", "checkpoint"],
     "report": ["report", "runs"],
+    "plot": ["plot", "runs"],
     "config": ["config", "--default"],
     "launch --dry-run": ["launch", "--dry-run", "script.py"],
 }

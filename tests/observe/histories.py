@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from math import exp
 from pathlib import Path
+from random import Random
 
 from hypothesis import strategies as st
 
@@ -165,4 +167,33 @@ def play(processes, every) -> History:
         for name, *arguments in operations:
             getattr(history, name)(*arguments)
         getattr(history, ending)(tail)
+    return history
+
+
+def with_values(seed, num_steps=300, kills=1) -> History:
+    """A run with all kinds of values, that is killed and resumed."""
+    random = Random(seed)
+    history = History(every=1)
+    history.begin(0, 2000, 0, 0)
+    for number in range(kills + 1):
+        history.first_step(5000)
+        history.log_line()
+        while history.step < num_steps * (number + 1) // (kills + 1):
+            history.update(random.randint(0, 30), skipped=random.random() < 0.01)
+            if history.step % 50 == 0:
+                history.evaluate(800)
+                history.save(300)
+        if number < kills:
+            history.kill(10_000)
+            history.begin(5000, 2000, 900, 0)
+    history.end(100)
+    for line in history.lines:
+        step = line["step"]
+        loss = 2.3 * exp(-step / 60) + 0.1 + 0.04 * random.gauss(0, 1) * exp(-step / 200)
+        line |= {"loss": loss, "loss/entropy": 0.9 * loss, "loss/penalty": 0.1 * loss}
+        line |= {"learning_rate": 1e-3 * min(step / 30, 1) * (1 - step / num_steps / 1.1)}
+        line |= {"grad_norm": 1 + 0.3 * random.random(), "peak_memory": 3 * 2**30}
+        line |= {"samples_per_second": 600 + 20 * random.random()}
+        if step % 50 == 0:
+            line |= {"validation/loss": 1.1 * loss, "validation/accuracy": 1 - loss / 3}
     return history

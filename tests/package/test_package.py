@@ -272,6 +272,7 @@ HEAVY = (
     "torch",
     "click",
     "cloudpickle",
+    "matplotlib",
     "pydantic",
     "rich",
     "safetensors",

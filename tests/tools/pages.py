@@ -21,6 +21,10 @@ from typing import Any, Literal
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
+from accel_fn.observe.plot_page import write_page
+from accel_fn.observe.run_log import read_runs
+from tests.observe import histories
+
 WIDTHS = (1400, 400)
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 SEARCHES = {
@@ -34,7 +38,7 @@ WIDER = """() => {
     const scrolls = each => /auto|scroll/.test(getComputedStyle(each).overflowX);
     const inside = each =>
         each && each.tagName !== 'ARTICLE' && (scrolls(each) || inside(each.parentElement));
-    const wide = [...document.querySelectorAll('article *')].filter(
+    const wide = [...document.querySelectorAll('article *, figure *')].filter(
         each => each.getBoundingClientRect().right > inner + 1 && !inside(each));
     const page = document.documentElement.scrollWidth > inner ? ['the page scrolls sideways'] : [];
     const name = each => each.tagName + ': ' + each.textContent.trim().slice(0, 60);
@@ -133,10 +137,12 @@ def main() -> None:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         sys.exit("pages: chromium must be installed; on Debian: apt-get install chromium")
+    # The page of `accel-fn plot` is checked like those of the documentation.
+    histories.with_values(seed=0).write(folder := args.shots / "run")
+    write_page(read_runs("plot", [folder])[0], args.built / "plot.html")
     found = (str(path.relative_to(args.built)) for path in args.built.rglob("*.html"))
     names = sorted(found, key=lambda name: (name.startswith("_modules"), name))
     names = [name for name in names if args.only in name]
-    args.shots.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright, served(args.built) as site:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         faults = 0
