@@ -106,7 +106,7 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     check_count("log_to", "every", every)
     if not isinstance(prefix, str):
         raise ArgumentTypeError(message("log_to", "prefix", "be text", prefix))
-    to = [str(_path_of(each) or type(each).__name__) for each in writers]
+    to = [str(_path_of(each) or getattr(each, "__name__", type(each).__name__)) for each in writers]
     settings = [f"every={every}"] + [f"prefix={prefix!r}"] * bool(prefix)
     slot = LogSlot(log_of, writers=writers, every=every, prefix=prefix)
     # Before schedules, which set the rates of the next step.
@@ -400,7 +400,7 @@ class Recorder:
         self._prefix, self._plan = prefix, plan
         self._delayed = DelayedRead()
         self._line: tuple[int, float, dict[str, Any], list[str]] | None = None
-        """Step, time, values, and the names of those that are read from the device."""
+        """Step, time, values, and the names of those that are copied from the device."""
         self.step: int | None = None
         """The newest step; None before the run begins."""
 
@@ -441,30 +441,33 @@ class Recorder:
                 file.event(event, step, **facts)
 
     def read(self, step: int, values: dict[str, Any]) -> None:
-        """Copy the values of a line from the device; from a CPU they are written at once."""
-        tensors = {name: each for name, each in values.items() if isinstance(each, Tensor)}
-        for name in [name for name, each in tensors.items() if each.is_cpu]:
-            values[name] = tensors.pop(name).item()
-        self._line = step, time.time(), values, [*tensors]
-        if not tensors:
-            self.flush()
-            return
+        """Copy the values of a line from the device; those of a CPU are written at once."""
+        device = values["loss"].device
+        copied = {
+            name: each
+            for name, each in values.items()
+            if isinstance(each, Tensor) and each.device == device
+        }
+        # A rate on the host may be changed in place before the line is written.
+        values = {name: each if name in copied else float(each) for name, each in values.items()}
+        self._line = step, time.time(), values, [*copied]
         # MPS has no float64.
-        dtype = torch.float32 if values["loss"].device.type == "mps" else torch.float64
-        self._delayed(torch.stack([each.detach().to(dtype) for each in tensors.values()]))
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        stacked = torch.stack([each.detach().to(dtype) for each in copied.values()])
+        self._write_line(self._delayed(stacked))
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Write the line whose values were copied."""
-        if self._line is None:
+        if self._line is not None:
+            self._write_line(self._delayed.last(timeout_s))
+
+    def _write_line(self, known: Tensor | None) -> None:
+        if self._line is None or known is None:
             return
-        step, at, values, names = self._line
+        step, at, values, copied = self._line
         self._line = None
-        if names:
-            known = self._delayed.last(timeout_s)
-            if known is None:
-                return
-            values.update(zip(names, known.tolist(), strict=True))
-        self.write(step, at, {name: float(value) for name, value in values.items()})
+        values.update(zip(copied, known.tolist(), strict=True))
+        self.write(step, at, values)
 
     def write(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Write a line of this step."""

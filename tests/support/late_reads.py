@@ -13,7 +13,7 @@ class LateRead:
         known, self.held = self.held, value.clone()
         return known
 
-    def last(self):
+    def last(self, timeout_s=None):
         known, self.held = self.held, None
         return known
 

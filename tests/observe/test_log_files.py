@@ -1,0 +1,329 @@
+"""Files of a log: one line a step over crashes and resumes, and clear errors where they cannot be written."""
+
+import gc
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import accel_fn as af
+from accel_fn.base import file_lock
+from accel_fn.testing import simulate
+from tests.observe.test_log_to import BATCHES, events_of, lines_of, small_plan, train
+
+ROOT = Path(__file__).parents[2]
+SUFFIXES = [".jsonl", ".csv"]
+
+
+def steps_in(path):
+    """Return the steps of the lines of a log, each as it stands in the file."""
+    lines = path.read_text().splitlines()
+    if path.suffix == ".jsonl":
+        return [json.loads(line)["step"] for line in lines]
+    return [int(line.split(",")[0]) for line in lines[1:]]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_resumed_run_goes_on_in_the_same_log(suffix, tmp_path):
+    path = tmp_path / f"log{suffix}"
+    state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:3])
+    af.save(tmp_path / "checkpoints", state, step)
+    for batch in BATCHES[3:6]:
+        state, _ = step(state, batch)
+    whole = path.read_text().splitlines()
+    del step
+    state, step = af.build(af.DistState(), small_plan(af.log_to(path, every=1)))
+    state = af.resume(tmp_path / "checkpoints", state, step)
+    assert path.read_text().splitlines() == whole[: 3 + (suffix == ".csv")]
+    for batch in BATCHES[3:5]:
+        state, _ = step(state, batch)
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+    events = lines_of(tmp_path / "log.events.jsonl")
+    [load] = [each for each in events if each["event"] == "load"]
+    assert (load["step"], load["lost_step"]) == (3, 6)
+    assert load["folder"].endswith("step_00000003")
+    assert [each["event"] for each in events if each["event"] != "first_step"] == [
+        *("start", "save", "end", "start", "load")
+    ]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("cut", [1, 9])
+def test_a_line_that_was_cut_in_its_middle_is_repaired(suffix, cut, tmp_path):
+    path, events = tmp_path / f"log{suffix}", tmp_path / "log.events.jsonl"
+    state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:3])
+    del step
+    for each in (path, events):
+        os.truncate(each, each.stat().st_size - cut)
+    _, step = af.build(af.DistState(), small_plan(af.log_to(path, every=1)))
+    assert steps_in(path) == [1, 2]
+    step(state, BATCHES[3])
+    assert steps_in(path) == [1, 2, 4]
+    start = events.read_text().splitlines()[-2]
+    assert json.loads(start)["event"] == "start"
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_run_that_begins_anew_keeps_the_log_of_before_aside(suffix, tmp_path, capfd):
+    path = tmp_path / f"log{suffix}"
+    train(small_plan(af.log_to(path, every=1)), BATCHES[:3])
+    before = path.read_bytes()
+    train(small_plan(af.log_to(path, every=1)), BATCHES[:2])
+    assert steps_in(path) == [1, 2]
+    assert path.with_name(f"{path.name}.old").read_bytes() == before
+    assert capfd.readouterr().err == (
+        f"{path} has steps up to 3, and this run begins after step 0; the log of before is now "
+        f"{path.name}.old\n"
+    )
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_run_that_goes_back_to_an_earlier_state_cuts_its_log(suffix, tmp_path):
+    path = tmp_path / f"log{suffix}"
+    early, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:2])
+    state = early
+    for batch in BATCHES[2:5]:
+        state, _ = step(state, batch)
+    step(early, BATCHES[2])
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_numbers_that_are_not_finite_are_read_back(tmp_path):
+    path = tmp_path / "log.jsonl"
+    state, step, _ = train(small_plan(af.log_to(path, path.with_suffix(".csv"))), BATCHES[:1])
+    values = {"nan": math.nan, "inf": math.inf, "less": -math.inf}
+    af.log_values(state, step, values)
+    [line] = lines_of(path)
+    assert {name: repr(line[name]) for name in values} == {
+        name: repr(value) for name, value in values.items()
+    }
+    assert path.with_suffix(".csv").read_text().splitlines()[1].endswith(",nan,inf,-inf")
+    assert events_of(tmp_path / "log.events.jsonl") == ["start", "first_step"]
+
+
+def test_new_names_make_a_csv_wider(tmp_path):
+    path = tmp_path / "log.csv"
+    state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:2])
+    af.log_values(state, step, {"accuracy, top 1": 0.5})
+    state, _ = step(state, BATCHES[2])
+    heading, *rows = path.read_text().splitlines()
+    assert heading.endswith(',"accuracy, top 1"')
+    assert [row.rpartition(",")[2] for row in rows] == ["", "0.5", ""]
+    assert steps_in(path) == [1, 2, 3]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        *(".log.lock", "log.csv", "log.events.jsonl")
+    ]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("file", "File exists"), ("", "Is a directory")])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_folder_that_cannot_be_written_to_is_refused_on_every_rank(
+    world_size, name, reason, tmp_path
+):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "log.jsonl").mkdir()
+    path = tmp_path / name / "log.jsonl"
+
+    def run(state):
+        plan = af.compose(af.wrap_ddp(), af.log_to(path))(small_plan())
+        with pytest.raises(RuntimeError) as caught:
+            af.build(state, plan)
+        return str(caught.value)
+
+    first, *others = simulate(run, world_size=world_size)
+    assert first == f"log_to: writers must be files that can be written, got {path}: {reason}"
+    assert all("build: failed on rank 0" in each for each in others)
+
+
+@contextmanager
+def other_run(path):
+    """Run another process that logs to this file."""
+    script = f"""
+from tests.observe.test_log_files import *
+kept = af.build(af.DistState(), small_plan(af.log_to({str(path)!r})))
+print("up", flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "up\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_second_process_that_logs_to_a_file_is_refused_on_every_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_lock, "_TRIES", 1)
+    path = tmp_path / "log.jsonl"
+
+    def run(state):
+        plan = af.compose(af.wrap_ddp(), af.log_to(path))(small_plan())
+        try:
+            return af.build(state, plan)[0].step
+        except RuntimeError as error:
+            return str(error)
+
+    with other_run(path) as other:
+        first, second = simulate(run, world_size=2)
+    assert re.fullmatch(
+        rf"log_to: {tmp_path}/log must be the log of one run at a time, got a second one beside "
+        rf"\S+, pid {other.pid}; give each run a file of its own",
+        first,
+    )
+    assert "build: failed on rank 0" in second
+    assert simulate(run, world_size=2) == [0, 0]
+
+
+def test_plans_of_one_process_share_a_file(tmp_path):
+    path = tmp_path / "log.jsonl"
+    logs = [af.log_to(path, every=2, prefix=f"{name}/") for name in ("critic", "generator")]
+    state, critic = af.build(af.DistState(), small_plan(logs[0]))
+    _, generator = af.build(state, small_plan(logs[1]))
+    for batch in BATCHES[:4]:
+        for _ in range(2):
+            state, _ = critic(state, batch, advance=False)
+        state, _ = generator(state, batch)
+    lines = lines_of(path)
+    assert [line["step"] for line in lines] == [2, 4]
+    for line in lines:
+        assert {"critic/loss", "generator/loss"} <= line.keys()
+        assert "loss" not in line
+    steps = {"critic": critic, "generator": generator}
+    af.save(tmp_path / "checkpoints", state, steps)
+    af.load(tmp_path / "checkpoints", state, steps)
+    events = lines_of(tmp_path / "log.events.jsonl")
+    names = [each["event"] for each in events]
+    assert names == ["start", "first_step", "first_step", "save", "load"]
+    assert events[0]["plan"].count("one step on 1 rank") == 2
+
+
+def test_a_disk_that_is_full_ends_no_run(tmp_path):
+    """The limit of a file's size stands for the disk."""
+    path = tmp_path / "log.jsonl"
+    script = f"""
+from tests.observe.test_log_files import *
+import resource, warnings
+state, step = af.build(af.DistState(), small_plan(af.log_to({str(path)!r}, every=1)))
+state, _ = step(state, BATCHES[0])
+limit = Path({str(path)!r}).stat().st_size + 50
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+with warnings.catch_warnings(record=True) as caught:
+    for batch in BATCHES[1:5]:
+        state, _ = step(state, batch)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+state, _ = step(state, batch)
+print(state.step, *(each.message for each in caught))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == (
+        f"6 log_to: {path} should be written, got File too large; the run goes on, and lines "
+        "that cannot be written are lost\n"
+    )
+    assert steps_in(path) == [1, 6]
+
+
+PROGRAM = """
+from tests.observe.test_log_files import *
+folder = Path(sys.argv[1])
+state, step = af.build(af.init(), af.wrap_ddp()(small_plan(af.log_to(folder / "log.jsonl", every=1))))
+state = af.resume(folder / "checkpoints", state, step)
+for batch in BATCHES[state.step :]:
+    state, _ = step(state, af.part(batch, state))
+    if state.step % 3 == 0:
+        af.save(folder / "checkpoints", state, step)
+    if state.step == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_that_is_killed_and_resumed_twice_has_one_log(tmp_path):
+    for killed_at in (5, 8, -1):
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(killed_at)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == (0 if killed_at < 0 else -signal.SIGKILL), done.stderr
+    lines = lines_of(tmp_path / "log.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    _, _, reports = train(small_plan(), BATCHES)
+    assert [line["loss"] for line in lines] == [report.loss.item() for report in reports]
+    events = lines_of(tmp_path / "log.events.jsonl")
+    loads = [(each["step"], each["lost_step"]) for each in events if each["event"] == "load"]
+    assert loads == [(3, 5), (6, 8)]
+    assert [each["event"] for each in events].count("end") == 1
+    starts = [each["process_began"] for each in events if each["event"] == "start"]
+    assert starts == sorted(set(starts))
+    assert len(starts) == 3
+
+
+@pytest.mark.slow
+def test_two_ranks_that_are_killed_and_restarted_by_the_launcher_have_one_log(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM.replace("int(sys.argv[2])", "int(os.environ['KILL_AT'])"))
+    for killed_at in (5, 8, -1):
+        command = [*(sys.executable, "-m", "accel_fn.cli", "launch", "--num-processes", "2")]
+        done = subprocess.run(
+            [*command, str(script), str(tmp_path)],
+            cwd=ROOT,
+            env={**os.environ, "KILL_AT": str(killed_at), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode == 0) == (killed_at < 0), done.stderr
+    lines = lines_of(tmp_path / "log.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert lines_of(tmp_path / "log.events.jsonl")[0]["world_size"] == 2
+
+
+ENDINGS = {
+    "in order": ("", None),
+    "by an error": ("raise KeyError(3)", "KeyError"),
+    "by sys.exit": ("sys.exit(3)", None),
+    "in a function": ("def main(step=step):\n    raise KeyError(3)\ndel step\nmain()", "KeyError"),
+}
+
+
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_end_of_a_process_is_noted(ending, launched, tmp_path):
+    last, error = ENDINGS[ending]
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+from tests.observe.test_log_files import *
+state, step, _ = train(small_plan(af.log_to({str(tmp_path / "log.jsonl")!r}, every=2)), BATCHES[:3])
+{last}
+""")
+    launcher = ["-m", "accel_fn.cli", "launch"] * launched
+    subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+    )
+    end = lines_of(tmp_path / "log.events.jsonl")[-1]
+    assert (end["event"], end["step"], end["error"]) == ("end", 3, error)
+
+
+def test_a_step_that_is_gone_ends_its_log_and_is_not_held(tmp_path):
+    plan = small_plan(af.log_to(tmp_path / "log.jsonl"))
+    _, step, _ = train(plan, BATCHES[:1])
+    alive = weakref.ref(plan.model)
+    del plan, step
+    gc.collect()
+    assert alive() is None
+    assert events_of(tmp_path / "log.events.jsonl")[-1] == "end"
