@@ -106,12 +106,12 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     check_count("log_to", "every", every)
     if not isinstance(prefix, str):
         raise ArgumentTypeError(message("log_to", "prefix", "be text", prefix))
-    to = [str(_path_of(each) or getattr(each, "__name__", type(each).__name__)) for each in writers]
+    to = " and ".join(map(_name_of, writers))
     settings = [f"every={every}"] + [f"prefix={prefix!r}"] * bool(prefix)
     slot = LogSlot(log_of, writers=writers, every=every, prefix=prefix)
     # Before schedules, which set the rates of the next step.
     made = named(fill(after_update=slot, first=("after_update",)), f"log_to({', '.join(settings)})")
-    slot.source = f"to {' and '.join(to)}"
+    slot.source = f"to {to}"
     return made
 
 
@@ -529,6 +529,12 @@ def _name_of_last_error() -> str | None:
 
 def _path_of(given: object) -> Path | None:
     return Path(given) if isinstance(given, str | os.PathLike) else None
+
+
+def _name_of(writer: object) -> str:
+    path = _path_of(writer)
+    name = getattr(writer, "__name__", type(writer).__name__)
+    return name if path is None else str(path)
 
 
 def _is_number(value: object) -> bool:
