@@ -74,7 +74,39 @@ def progress(
     return Progress(loader, LoopBar(state))
 
 
-class Progress(Generic[T]):
+class Shows:
+    """Has a bar, beside which a loop can show values."""
+
+    __slots__ = ()
+    _bar: LoopBar
+
+    def show(self, report: Report | None = None, **values: float | Tensor) -> None:
+        """Put the loss of a report, and other values by name, beside the bar.
+
+        Args:
+            report: of a step.
+            **values: numbers, or tensors of one element. Each stays until it is shown again.
+
+        Raises:
+            TypeError: `report` is no report, or a value no number.
+        """
+        shown = self._bar.values
+        if report is not None:
+            if not isinstance(report, Report):
+                got, repair = type(report).__name__, "give other values by name"
+                raise ArgumentTypeError(message("show", "report", "be a Report", got, repair))
+            shown["loss"] = report.loss
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                shown[name] = value.detach()
+            elif isinstance(value, numbers.Real):
+                shown[name] = value
+            else:
+                rule, got = "be a number, or a tensor of one element", type(value).__name__
+                raise ArgumentTypeError(message("show", name, rule, got))
+
+
+class Progress(Shows, Generic[T]):
     """Batches, or the epochs of a run, with a bar while they are iterated. Made by `progress`."""
 
     def __init__(self, loader: Iterable[T], bar: LoopBar) -> None:
@@ -102,21 +134,9 @@ class Progress(Generic[T]):
             for each in epochs:
                 yield ShownEpoch.of(each, self._bar)
 
-    def show(self, report: Report | None = None, **values: float | Tensor) -> None:
-        """Put the loss of a report, and other values by name, beside the bar.
-
-        Args:
-            report: of a step.
-            **values: numbers, or tensors of one element. Each stays until it is shown again.
-
-        Raises:
-            TypeError: `report` is no report, or a value no number.
-        """
-        self._bar.show(report, values)
-
 
 @dataclass(frozen=True, slots=True)
-class ShownEpoch(Epoch[Batch]):
+class ShownEpoch(Epoch[Batch], Shows):
     """An epoch with a bar while it is iterated. Made by `progress`."""
 
     _bar: LoopBar = field(kw_only=True, repr=False, compare=False)
@@ -124,18 +144,6 @@ class ShownEpoch(Epoch[Batch]):
     @classmethod
     def of(cls, epoch: Epoch[Batch], bar: LoopBar) -> ShownEpoch[Batch]:
         return cls(**{each.name: getattr(epoch, each.name) for each in fields(Epoch)}, _bar=bar)
-
-    def show(self, report: Report | None = None, **values: float | Tensor) -> None:
-        """Put the loss of a report, and other values by name, beside the bar, as `Progress.show` does.
-
-        Args:
-            report: of a step.
-            **values: numbers, or tensors of one element. Each stays until it is shown again.
-
-        Raises:
-            TypeError: `report` is no report, or a value no number.
-        """
-        self._bar.show(report, values)
 
     def _cut(self, batches: Iterator[T]) -> Iterator[T]:
         cut = Epoch._cut(self, batches)  # slots make another class, which `super()` does not know
@@ -148,7 +156,7 @@ class LoopBar:
     def __init__(self, state: DistState) -> None:
         self._state = state
         self._bar: Any = None
-        self._values: dict[str, float | Tensor] = {}
+        self.values: dict[str, float | Tensor] = {}
         self._reads: dict[str, DelayedRead] = {}
 
     @contextmanager
@@ -188,33 +196,23 @@ class LoopBar:
         if bar is None:
             yield from items
             return
-        for item in items:
-            yield item
-            del item  # this frame would keep it while the next one is read
-            if bar.update():  # a line was drawn
-                bar.set_postfix_str(self._read())
-
-    def show(self, report: Report | None, values: Mapping[str, float | Tensor]) -> None:
-        if report is not None:
-            if not isinstance(report, Report):
-                repair = "give other values by name"
-                got = type(report).__name__
-                raise ArgumentTypeError(message("show", "report", "be a Report", got, repair))
-            self._values["loss"] = report.loss
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.numel() == 1:
-                self._values[name] = value.detach()
-            elif isinstance(value, numbers.Real):
-                self._values[name] = value
-            else:
-                got = type(value).__name__
-                rule = "be a number, or a tensor of one element"
-                raise ArgumentTypeError(message("show", name, rule, got))
+        number = 0
+        try:
+            for item in items:
+                yield item
+                del item  # this frame would keep it while the next one is read
+                number += 1
+                if number >= bar.miniters:  # fewer do not fill the time between two lines
+                    is_drawn, number = bar.update(number), 0
+                    if is_drawn:
+                        bar.set_postfix_str(self._read())
+        finally:
+            bar.update(number)
 
     def _read(self, *, is_last: bool = False) -> str:
         """Show the values that are known on the host; the last ones are waited for."""
         texts = []
-        for name, value in self._values.items():
+        for name, value in self.values.items():
             known: Any = value
             if isinstance(value, Tensor):
                 read = self._reads.setdefault(name, DelayedRead())

@@ -3,6 +3,7 @@
 import io
 import signal
 import sys
+import weakref
 from contextlib import contextmanager
 from functools import partialmethod
 from itertools import islice
@@ -37,7 +38,8 @@ def on_screen():
     """A terminal of this process, on which every update of a bar is drawn."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", Screen())
-        patch.setattr(tqdm, "__init__", partialmethod(tqdm.__init__, mininterval=0))
+        every = partialmethod(tqdm.__init__, mininterval=0, miniters=1)
+        patch.setattr(tqdm, "__init__", every)
         yield sys.stderr
     assert not tqdm._instances, "a bar was left open"
 
@@ -186,6 +188,30 @@ def test_data_without_a_length_have_no_total():
         for epoch in af.progress(loader.epochs(2), HERE):
             list(epoch)
         assert last_line(screen).startswith("epoch 1: 10batch [")
+
+
+def test_a_stream_is_left_where_the_run_ends():
+    """`max_steps` counts batches that were read of data whose length is not known."""
+    loader = af.shard_loader(DataLoader(Stream(), batch_size=5), HERE)
+    with on_screen() as screen:
+        epochs = af.progress(loader.epochs(None, max_steps=5), HERE)
+        assert [len(list(epoch)) for epoch in epochs] == [2, 2, 1]
+        assert "epoch 2: 100%|██████████| 5/5 [" in last_line(screen)
+
+
+def test_no_batch_lives_on_while_the_next_one_is_read():
+    def batches():
+        for _ in range(3):
+            assert not alive
+            batch = torch.ones(1)
+            alive.add(batch)
+            yield batch
+            del batch
+
+    alive = weakref.WeakSet()
+    with on_screen():
+        for batch in af.progress(batches(), HERE):
+            del batch
 
 
 def test_an_epoch_that_is_left_early_counts_as_done_when_the_next_begins():
@@ -367,6 +393,7 @@ def test_ctrl_c_leaves_the_terminal_clean(loop):
         assert terminal.interrupt() in (1, 130, -signal.SIGINT)
         terminal.end()
         lines = terminal.lines()
-    [at] = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
-    assert lines[at - 1].startswith("epoch 0:   0%|")
-    assert [line for line in lines if line][-1].strip("^C") == "KeyboardInterrupt"
+    before, _, after = "\n".join(lines).partition("\nTraceback")
+    assert before.splitlines()[-1].startswith("epoch 0:   0%|")
+    assert "KeyboardInterrupt" in after
+    assert "batch/s" not in after
