@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +52,7 @@ from accel_fn.checkpoint.schedules import (
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import AccelError, CheckpointError, check_flag
+from accel_fn.observe.bar import bytes_bar
 from accel_fn.step.observers import observers
 from accel_fn.step.step import Step
 
@@ -140,7 +141,7 @@ def load(
     )
     files = loading.manifest.files
     share = sorted(files)[state.rank :: state.world_size]
-    all_or_none(lambda: check_files(path, loading.manifest, share), state, "load")
+    all_or_none(lambda: loading.check_share(share), state, "load")
     here = frozen.hashed(loading.frozen, state, {}, "load")
     all_or_none(lambda: loading.check_frozen(here), state, "load")
     with ExitStack() as undo:
@@ -258,6 +259,11 @@ class _Loading:
         same_size = manifest.world_size == self._state.world_size
         self._buffers = {name: buffers[name] for name in names if same_size}
 
+    def check_share(self, names: Sequence[str]) -> None:
+        total = sum(self.manifest.files[name].size for name in names)
+        with bytes_bar("check", total, is_main=self._state.is_main) as count:
+            check_files(self._path, self.manifest, names, count)
+
     def check_frozen(self, here: Mapping[str, frozen.Hashed]) -> None:
         try:
             frozen.check_loaded(self._path, self.manifest.frozen, here)
@@ -287,7 +293,9 @@ class _Loading:
                 self._extras[name].load_state_dict(self._extras_saved[name])
 
     def finish(self) -> DistState:
-        read_tensors(self._path, self._tensors, self.manifest.entries)
+        total = sum(each.nbytes for each in self._tensors.values())
+        with bytes_bar("load", total, is_main=self._state.is_main) as count:
+            read_tensors(self._path, self._tensors, self.manifest.entries, count)
         for name, buffer in self._buffers.items():
             self._tensors[name].copy_(buffer)
         if self._state.is_main and self._state.world_size > self.manifest.world_size:

@@ -27,7 +27,7 @@ from accel_fn.checkpoint.format.manifest import FrozenEntry, Manifest
 from accel_fn.checkpoint.format.names import COMMON, absolute, file_of
 from accel_fn.checkpoint.format.plain_data import to_plain
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, plan_parts, to_entries
-from accel_fn.checkpoint.format.write import Share, write_error
+from accel_fn.checkpoint.format.write import Share, Written, write_error
 from accel_fn.checkpoint.new_checkpoint import NewCheckpoint, Run, tidy
 from accel_fn.checkpoint.run_state import (
     RunState,
@@ -47,6 +47,7 @@ from accel_fn.errors import (
     check_only,
     message,
 )
+from accel_fn.observe.bar import bytes_bar
 from accel_fn.observe.explain import explain
 from accel_fn.step.observers import observers
 from accel_fn.step.step import Step
@@ -196,7 +197,7 @@ def _write(
             all_or_none(lambda: _put_beside(checkpoint, state, beside), state, "save")
         share = _share(state, contents, extras)
         if wait:
-            written = all_or_none(lambda: share.write(checkpoint.path), state, "save")
+            written = all_or_none(lambda: _written(share, checkpoint, state), state, "save")
             every = exchange(written, state, "save")
             all_or_none(lambda: checkpoint.commit(every) if state.is_main else None, state, "save")
             return
@@ -211,6 +212,11 @@ def _write(
         if "background" in notes:
             notes["background"].drop()
         raise
+
+
+def _written(share: Share, checkpoint: NewCheckpoint, state: DistState) -> Written:
+    with bytes_bar("save", share.num_bytes(), is_main=state.is_main) as count:
+        return share.write(checkpoint.path, count)
 
 
 def _begin(checkpoint: NewCheckpoint, state: DistState, notes: dict[str, Any]) -> None:

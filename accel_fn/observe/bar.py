@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import length_hint
 from typing import Any
 
-from accel_fn.base.state import DistState
+_DELAY_S = 1.0  # what takes less needs no bar
 
 
-def open_bar(state: DistState, *, wanted: bool | None = None, **options: Any) -> Any:
+def open_bar(*, is_main: bool, wanted: bool | None = None, **options: Any) -> Any:
     """Open tqdm's bar on the main rank, or return None; by default where somebody looks."""
     looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
-    if not state.is_main or not (looked_at if wanted is None else wanted):
+    if not is_main or not (looked_at if wanted is None else wanted):
         return None
     from tqdm.auto import tqdm
 
     return tqdm(**options)
+
+
+@contextmanager
+def bytes_bar(text: str, total: int, *, is_main: bool = True) -> Iterator[Callable[[int], object]]:
+    """Show how many of so many bytes are done, once it takes a second; yield what counts them."""
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": _DELAY_S, "leave": False}
+    bar = open_bar(is_main=is_main, desc=text, total=total, **options)
+    if bar is None:
+        yield lambda _: None
+    else:
+        with bar:
+            yield bar.update
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

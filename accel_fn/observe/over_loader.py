@@ -74,7 +74,7 @@ def over_loader(
         batches = numbered_batches(loader)
         modes = in_eval_mode(step.plan.optimizers.values())
         options = {"desc": function, "unit": "batch", "leave": False}
-        bar = open_bar(state, wanted=progress, total=length_of(loader), **options)
+        bar = open_bar(is_main=state.is_main, wanted=progress, total=length_of(loader), **options)
         shown: Any = nullcontext() if bar is None else bar
         module = step.strategy.module  # a loss_fn may be a module too
 

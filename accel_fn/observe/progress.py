@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, overload
@@ -154,7 +154,7 @@ class LoopBar:
     """The bar of one loop, where somebody looks, and the values that stand beside it."""
 
     def __init__(self, state: DistState) -> None:
-        self._state = state
+        self._is_main = state.is_main
         self._bar: Any = None
         self.values: dict[str, float | Tensor] = {}
         self._reads: dict[str, DelayedRead] = {}
@@ -162,7 +162,7 @@ class LoopBar:
     @contextmanager
     def opened(self, **options: Any) -> Iterator[None]:
         """Keep the bar open; its last line has the last values, unless the loop was left early."""
-        bar = self._bar = open_bar(self._state, unit="batch", **options)
+        bar = self._bar = open_bar(is_main=self._is_main, unit="batch", **options)
         try:
             yield
             if bar is not None:

@@ -672,8 +672,8 @@ def test_a_folder_that_goes_away_during_a_save_is_an_error(tmp_path):
 def test_a_folder_that_goes_away_once_all_is_written_is_an_error(tmp_path, monkeypatch, wait):
     folder, write = tmp_path / "run", Share.write
 
-    def write_and_move(share, draft):
-        written = write(share, draft)
+    def write_and_move(share, draft, *count):
+        written = write(share, draft, *count)
         folder.rename(tmp_path / "elsewhere")
         return written
 

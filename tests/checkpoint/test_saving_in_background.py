@@ -49,9 +49,9 @@ def held(monkeypatch):
     """Let writing wait until this event is set."""
     event, write = threading.Event(), Share.write
 
-    def writing(share, draft):
+    def writing(share, *arguments):
         assert event.wait(20)
-        return write(share, draft)
+        return write(share, *arguments)
 
     monkeypatch.setattr(Share, "write", writing)
     yield event
@@ -114,9 +114,9 @@ def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
     """Tensors of one size are copied into the same buffers as before."""
     places, write = [], Share.write
 
-    def noting(share, draft):
+    def noting(share, draft, *count):
         places.append([part.tensor.data_ptr() for part in share.parts])
-        return write(share, draft)
+        return write(share, draft, *count)
 
     monkeypatch.setattr(Share, "write", noting)
     state, step = make()
@@ -185,12 +185,12 @@ def failing_on(rank, monkeypatch):
     """Let the first write of this rank find the disk full."""
     write, left = Share.write, [rank]
 
-    def full(share, draft):
+    def full(share, draft, *count):
         if share.rank in left:
             left.remove(share.rank)
             (draft / f"tensors_{share.rank:05d}.bin").write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(share, draft)
+        return write(share, draft, *count)
 
     monkeypatch.setattr(Share, "write", full)
 
@@ -265,10 +265,10 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(background_module, "_TIMEOUT_S", 0.3)
     write = Share.write
 
-    def late(share, draft):
+    def late(share, draft, *count):
         while share.rank == 1 and draft.exists():  # until rank 0 gives up
             time.sleep(0.01)
-        return write(share, draft)
+        return write(share, draft, *count)
 
     monkeypatch.setattr(Share, "write", late)
 
@@ -318,7 +318,7 @@ def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_co
         import accel_fn as af
         from accel_fn.checkpoint.format.write import Share
         from tests.checkpoint.test_saving_in_background import make
-        def full(share, draft):
+        def full(share, draft, *count):
             raise OSError("full")
         Share.write = full
         runs = [make() for _ in range(2)]

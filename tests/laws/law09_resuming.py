@@ -128,11 +128,11 @@ def killed_after(num_files):
     up."""
     write, left = write_module.write_file, itertools.count(num_files, -1)
 
-    def writing(path, data):
+    def writing(path, *arguments):
         if next(left) <= 0:
             path.write_bytes(b"half")
             raise OSError("killed")
-        return write(path, data)
+        return write(path, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_module, "write_file", writing)

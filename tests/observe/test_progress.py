@@ -4,7 +4,6 @@ import io
 import signal
 import sys
 import weakref
-from contextlib import contextmanager
 from functools import partialmethod
 from itertools import islice
 from types import ModuleType
@@ -21,27 +20,10 @@ import accel_fn as af
 from accel_fn.testing import simulate
 from tests.cli.commands import surroundings
 from tests.cli.terminal import Terminal
+from tests.support.screen import Screen, last_line, on_screen
 
 HERE = af.DistState(seed=5)
 REPORT = af.Report(loss=torch.tensor(0.25), weight=1.0)
-
-
-class Screen(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
-
-
-@contextmanager
-def on_screen():
-    """A terminal of this process, on which every update of a bar is drawn."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stderr", Screen())
-        every = partialmethod(tqdm.__init__, mininterval=0, miniters=1)
-        patch.setattr(tqdm, "__init__", every)
-        yield sys.stderr
-    assert not tqdm._instances, "a bar was left open"
 
 
 class Stream(IterableDataset):
@@ -52,10 +34,6 @@ class Stream(IterableDataset):
 def of(num_samples, state=HERE, **options):
     data = TensorDataset(torch.arange(num_samples))
     return af.shard_loader(DataLoader(data, batch_size=2, **options), state)
-
-
-def last_line(screen):
-    return screen.getvalue().rstrip("\n").rpartition("\r")[2]
 
 
 WAYS = {  # the loop's batches, from a loader: with `shown` for `progress`, or without

@@ -7,7 +7,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +41,15 @@ def hash_of(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128(data).hexdigest()
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileMark:
+def uncounted(num_bytes: int) -> None:
+    """Ignore that so many bytes more were read or written."""
+
+
+def write_file(
+    path: Path,
+    parts: Iterable[bytes | memoryview],
+    count: Callable[[int], object] = uncounted,
+) -> FileMark:
     """Write a new file, wait until it is on the disk, and return its mark."""
     size, digests, running = 0, [], xxhash.xxh3_128()
     with path.open("xb", buffering=0) as file:
@@ -51,6 +59,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileMark:
                 piece = view[: min(_PIECE, _BLOCK - size % _BLOCK)]
                 running.update(piece)
                 _write_all(file, piece)
+                count(len(piece))
                 view, size = view[len(piece) :], size + len(piece)
                 if size % _BLOCK == 0:
                     digests.append(running.digest())
@@ -96,14 +105,19 @@ def opened(path: Path, function: str = "load") -> Iterator[int]:
         raise CheckpointError(f"{function}: {path} {rule}") from error
 
 
-def check_file(path: Path, mark: FileMark, pool: Executor) -> None:
+def check_file(
+    path: Path, mark: FileMark, pool: Executor, count: Callable[[int], object] = uncounted
+) -> None:
     """Read a file to its end, and refuse it if it is not what was written."""
     with opened(path) as file:
-        starts, buffers = range(0, os.fstat(file).st_size, _BLOCK), _Buffers()
+        size, buffers, digests = os.fstat(file).st_size, _Buffers(), []
+        starts = range(0, size, _BLOCK)
         mapped = pool.map if len(starts) > 1 else map  # small files: without starting threads
-        digests = mapped(lambda start: _digest(file, start, buffers.piece), starts)
-        found = hash_of(b"".join(digests))
-    if found != mark.hash:
+        found = mapped(lambda start: _digest(file, start, buffers.piece), starts)
+        for start, digest in zip(starts, found, strict=True):
+            digests.append(digest)
+            count(min(_BLOCK, size - start))
+    if hash_of(b"".join(digests)) != mark.hash:
         raise CheckpointError(f"load: {path} is damaged: its content is not what was written")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from accel_fn.checkpoint.format.hashing import check_file, memory_of, opened, read_into
+from accel_fn.checkpoint.format.hashing import check_file, memory_of, opened, read_into, uncounted
 from accel_fn.checkpoint.format.manifest import Entry, Manifest
 from accel_fn.checkpoint.format.shard_plan import Reading, plan_readings
 from accel_fn.errors import CheckpointError
@@ -27,19 +27,29 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
             )
 
 
-def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def check_files(
+    path: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    count: Callable[[int], object] = uncounted,
+) -> None:
     with _pool() as pool:
         for name in names:
-            check_file(path / name, manifest.files[name], pool)
+            check_file(path / name, manifest.files[name], pool, count)
 
 
-def read_tensors(path: Path, tensors: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> None:
+def read_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    entries: Mapping[str, Entry],
+    count: Callable[[int], object],
+) -> None:
     readings = list(plan_readings(tensors, entries))
     with ExitStack() as stack, _pool() as pool:
         names = {each.chunk.file for each in readings}
         files = {name: stack.enter_context(opened(path / name)) for name in names}
-        for _ in pool.map(lambda each: _read(each, files[each.chunk.file]), readings):
-            pass  # an error of a thread is raised here
+        for num_bytes in pool.map(lambda each: _read(each, files[each.chunk.file]), readings):
+            count(num_bytes)  # an error of a thread is raised here
 
 
 def _pool() -> Executor:
@@ -48,8 +58,8 @@ def _pool() -> Executor:
 
 
 @torch.no_grad()
-def _read(reading: Reading, file: int) -> None:
-    """Fill a part of a tensor, in place where memory has the layout of the file."""
+def _read(reading: Reading, file: int) -> int:
+    """Fill a part of a tensor, in place where memory has the layout of the file; return its bytes."""
     chunk, target = reading.chunk, reading.target
     has_layout = (
         target.is_cpu
@@ -66,3 +76,4 @@ def _read(reading: Reading, file: int) -> None:
         for dim, (start, length) in enumerate(zip(reading.start, target.shape, strict=True)):
             source = source.narrow(dim, start, length)
         target.copy_(source)
+    return target.nbytes

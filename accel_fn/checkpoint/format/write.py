@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_fn.checkpoint.format.hashing import FileMark, memory_of, write_file
+from accel_fn.checkpoint.format.hashing import FileMark, memory_of, uncounted, write_file
 from accel_fn.checkpoint.format.host_memory import copied_to_host
 from accel_fn.checkpoint.format.manifest import Chunk
 from accel_fn.checkpoint.format.names import file_of
@@ -33,13 +33,18 @@ class Share:
     files: Mapping[str, bytes]
     parts: Sequence[Part]
 
-    def write(self, folder: Path) -> Written:
+    def num_bytes(self) -> int:
+        return sum(map(len, self.files.values())) + sum(part.tensor.nbytes for part in self.parts)
+
+    def write(self, folder: Path, count: Callable[[int], object] = uncounted) -> Written:
         file = file_of("tensors", self.rank, "bin")
         chunks: dict[str, tuple[Chunk, ...]] = {}
         try:
-            marks = {name: write_file(folder / name, [data]) for name, data in self.files.items()}
+            marks = {
+                name: write_file(folder / name, [data], count) for name, data in self.files.items()
+            }
             if self.parts:
-                marks[file] = write_file(folder / file, self._tensor_bytes(file, chunks))
+                marks[file] = write_file(folder / file, self._tensor_bytes(file, chunks), count)
         except OSError as error:
             raise write_error(folder, error) from error
         return Written(chunks, marks)

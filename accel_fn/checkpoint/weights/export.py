@@ -17,6 +17,7 @@ from accel_fn.checkpoint.run_state import prefix_of, with_prefix
 from accel_fn.checkpoint.weights.entries import Entries, check_dense, check_storable
 from accel_fn.checkpoint.weights.files import write_set
 from accel_fn.errors import ArgumentError, CheckpointError, message
+from accel_fn.observe.bar import bytes_bar
 
 
 def export_model(
@@ -38,7 +39,8 @@ def export_model(
                 f"export: step must be one of {path}, got {step!r}; there are {names}"
             )
         check_sizes(path, manifest)
-        check_files(path, manifest, manifest.files)
+        with bytes_bar("check", sum(each.size for each in manifest.files.values())) as count:
+            check_files(path, manifest, manifest.files, count)
     extra_state = dict_from_plain(path / COMMON, COMMON_KEYS, "export")["steps"][step]["model"]
     for name, value in extra_state.items():
         check_dense("export", name, value)
@@ -47,7 +49,9 @@ def export_model(
         for name, entry in manifest.entries.items()
         if name.startswith(prefix)
     }
-    read_tensors(path, tensors, manifest.entries)
+    total = sum(each.nbytes for each in tensors.values())
+    with bytes_bar("read", total) as count:
+        read_tensors(path, tensors, manifest.entries, count)
     entries = Entries(
         with_prefix(prefix, tensors),
         {

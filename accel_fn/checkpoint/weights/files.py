@@ -26,6 +26,7 @@ from accel_fn.checkpoint.format.hashing import sync
 from accel_fn.checkpoint.format.names import rename
 from accel_fn.checkpoint.weights.entries import Entries
 from accel_fn.errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, message
+from accel_fn.observe.bar import bytes_bar
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -54,8 +55,11 @@ def write_set(folder: Path, entries: Entries, limit: int) -> None:
     token = secrets.token_hex(4)
     spares = [_spare(name, token) for name in names]
     try:
-        for spare, keys in zip(spares, shards, strict=True):
-            _write_shard(folder / spare, keys, entries)
+        total = sum(map(entries.num_bytes, entries.tensors))
+        with bytes_bar("write", total) as done:
+            for spare, keys in zip(spares, shards, strict=True):
+                _write_shard(folder / spare, keys, entries)
+                done(sum(map(entries.num_bytes, keys)))
     except BaseException:
         for spare in spares:
             (folder / spare).unlink(missing_ok=True)

@@ -37,6 +37,7 @@ from accel_fn.errors import (
     check_only,
     message,
 )
+from accel_fn.observe.bar import bytes_bar
 
 _UNITS = {
     "B": 1,
@@ -171,9 +172,12 @@ def load_model(
         entries, stored, left_out = _on_all(lambda: stack.enter_context(opened), axes, "load_model")
         if strict:
             _check_frozen(_path("load_model", folder), entries, stored)
-        for first, tensor in entries.tensors.items():  # detached: autograd does not see it
-            for key in _keys_of(first, entries, stored)[:1]:
-                fill(tensor, stored.tensor(key))
+        total = sum(each.nbytes for each in entries.tensors.values())
+        with bytes_bar("load_model", total, is_main=all(axis.is_main for axis in axes)) as count:
+            for first, tensor in entries.tensors.items():  # detached: autograd does not see it
+                for key in _keys_of(first, entries, stored)[:1]:
+                    fill(tensor, stored.tensor(key))
+                count(tensor.nbytes)
     return left_out
 
 
