@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -35,6 +37,7 @@ AS_THEY_ARE = aot_autograd(fw_compiler=keep)
 """A back end that runs the graphs that a compiler gets: torch has no compiler for the device."""
 
 
+@functools.wraps(COMPILE)  # whose parameters `compiled` looks at
 def compile_graph(fn, *, options=None, backend=AS_THEY_ARE, **settings):
     return COMPILE(fn, backend=backend, **settings)
 

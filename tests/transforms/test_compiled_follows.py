@@ -172,6 +172,7 @@ CHANGES = {
 }
 
 
+@functools.wraps(COMPILE)  # whose parameters `compiled` looks at
 def compile_guards(fn, *, options=None, **settings):
     """torch.compile without kernels: what is tested here are guards."""
     kept = {name: each for name, each in (options or {}).items() if name == "guard_filter_fn"}
