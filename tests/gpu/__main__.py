@@ -6,6 +6,7 @@ import argparse
 import datetime
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -56,7 +57,8 @@ def programs(folder: Path) -> list[Program]:
         ),
         Program(
             "equal",
-            "DIFFERS and FAILED; `refused` is right for plans that build refuses on a CPU, too",
+            "DIFFERS and FAILED; `refused` is right for plans that build refuses on a CPU, too, and for "
+            "foreach with compiled(step), which counts on the host",
             (module("equal"),),
             limit_s=3600,
         ),
@@ -143,6 +145,13 @@ def _ending_later(group: int, limit_s: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([PYTHON, "-c", code], stderr=subprocess.DEVNULL)
 
 
+def in_short(name: str, output: str) -> str:
+    """One line about a program that has run, for a reader of many reports."""
+    codes = ", ".join(re.findall(r"^exit code (\S+) after", output, re.MULTILINE))
+    wrong = len(re.findall(r"^.*(?:DIFFERS|FAILED|same bits: False).*$", output, re.MULTILINE))
+    return f"{name:10} exit codes {codes}; {wrong} lines that differ or failed\n"
+
+
 def head() -> str:
     """The date, the versions and the devices that figures belong to."""
     names = []
@@ -179,6 +188,7 @@ def main() -> int:
             file.flush()
 
         show(head())
+        summary = ""
         for number, each in enumerate(every, start=1):
             if given.only and each.name not in given.only:
                 continue
@@ -186,9 +196,13 @@ def main() -> int:
             if not IS_REHEARSAL and torch.accelerator.device_count() < each.num_devices:
                 show(f"left out: it needs {each.num_devices} devices\n\n")
                 continue
+            output = ""
             for command in each.commands:
                 for line in lines_of(command, each.limit_s):
                     show(line)
+                    output += line
+            summary += in_short(each.name, output)
+        show(f"== In short\n{summary}")
     print(f"The report is in {os.path.relpath(report)}; send it with an issue.")
     return 0
 

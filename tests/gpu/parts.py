@@ -118,7 +118,9 @@ def keep_busy() -> None:
 def gpt2() -> nn.Module:
     """GPT-2 with 124 million parameters; a tiny one in a rehearsal."""
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils.logging import set_verbosity_error
 
+    set_verbosity_error()  # its warnings are of the size of the vocabulary
     torch.manual_seed(0)
     tiny = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512} if IS_REHEARSAL else {}
     return GPT2LMHeadModel(GPT2Config(**tiny))

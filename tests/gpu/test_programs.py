@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.gpu.__main__ import programs
+from tests.gpu.__main__ import in_short, programs
 from tests.support.processes import ROOT
 
 NAMES = [each.name for each in programs(ROOT)]
@@ -44,3 +44,14 @@ def test_a_report_has_the_head_the_output_and_the_exit_code_of_each_program(tmp_
     codes = re.findall(r"^exit code (\d+) after [\d.]+ s$", report, re.MULTILINE)
     if "REHEARSAL" in report:
         assert codes == ["0", "0", "1", "124", "124", "137"]
+        assert report.endswith(
+            "== In short\n"
+            "offload    exit codes 0; 0 lines that differ or failed\n"
+            "two_ends   exit codes 0, 1, 124, 124, 137; 0 lines that differ or failed\n"
+        )
+
+
+def test_the_end_of_a_report_counts_lines_that_differ_or_failed():
+    output = "FAILED tests/a.py\nfused clip 1e-1 DIFFERS\nclip 0.0\nsame bits: False, 1 MiB\n"
+    line = in_short("equal", f"{output}exit code 1 after 2.0 s\n\n$ b\nexit code 0 after 1.0 s\n")
+    assert line == "equal      exit codes 1, 0; 3 lines that differ or failed\n"

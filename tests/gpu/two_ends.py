@@ -60,7 +60,8 @@ def main():
         if number == _BAD_STEP and state.rank == _BAD_RANK:
             go_wrong(case)
         state, report = step(state, batch)
-        print(f"rank {state.rank} step {number} loss {float(report.loss):.3f}", flush=True)
+        line = f"rank {state.rank} step {number} loss {float(report.loss):.3f}\n"
+        print(line, end="", flush=True)  # at once, since the ranks share a pipe
 
 
 if __name__ == "__main__":
