@@ -16,6 +16,7 @@ _COMMANDS: dict[str, str] = {
     "estimate": "Print how much memory a training step takes.",
     "report": "Print where the time of a run went, or compare runs.",
     "plot": "Draw the curves of runs as a picture and as a page.",
+    "watch": "Draw the curves of runs in a terminal while they train.",
     "checkpoints": "List the checkpoints of a folder.",
     "export": "Write the weights of a checkpoint as safetensors.",
     "explain": "Print what one step of a plan does, phase by phase.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pty
 import select
@@ -20,6 +21,8 @@ class Terminal:
         os.close(inside)
         termios.tcsetwinsize(self.screen, (24, 80))
         self.text, self.seen, self.raw = "", 0, ""
+        # A read may end in the middle of a character.
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
 
     def __enter__(self):
         return self
@@ -65,11 +68,12 @@ class Terminal:
     def _read(self):
         ready, _, _ = select.select([self.screen], [], [], 120)
         try:
-            got = os.read(self.screen, 4096).decode() if ready else ""
+            got = os.read(self.screen, 4096) if ready else b""
         except OSError:  # on Linux, this means that the other side is closed
             return False
-        self.raw += got
-        self.text += got.replace("\r", "")
+        text = self._decode(got)
+        self.raw += text
+        self.text += text.replace("\r", "")
         return bool(got)
 
     def lines(self):

@@ -26,6 +26,7 @@ _COMMANDS = {
     "checkpoints": ["checkpoints", "checkpoint"],
     "report": ["report", "runs"],
     "plot": ["plot", "runs"],
+    "watch": ["watch", "runs"],
     "config": ["config", "--default"],
     "launch --dry-run": ["launch", "--dry-run", "script.py"],
 }
