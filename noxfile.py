@@ -115,6 +115,14 @@ def examples(session: nox.Session) -> None:
 
 
 @nox.session
+def trainer(session: nox.Session) -> None:
+    """The Trainer of transformers over accel_fn's step, on one and two processes."""
+    install(session, "testing", "transformers", groups=("tests",))
+    some = (*IN_PARALLEL, "tests/integrations", "-m", "slow or not slow")
+    session.run("pytest", *some, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def newest(session: nox.Session) -> None:
     """The tests against the newest of everything but torch."""
     everything = (TORCH, *group("tests"), f".[{','.join(EVERYTHING)}]")

@@ -1,0 +1,1 @@
+"""Other libraries' training loops over the step of accel_fn."""

@@ -1,0 +1,552 @@
+"""Trainer: that of transformers, whose loop, arguments and callbacks stay, over the step of accel_fn."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_pt_utils import EvalLoopContainer
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from accel_fn.base.batch import num_samples
+from accel_fn.base.optimizer_modes import in_eval_mode
+from accel_fn.base.split_batch import part_bounds
+from accel_fn.base.state import DistState
+from accel_fn.checkpoint.load import load
+from accel_fn.checkpoint.save import save
+from accel_fn.checkpoint.weights.save_load_model import load_model
+from accel_fn.checkpoint.weights.whole_state_dict import whole_state_dict
+from accel_fn.comm.collectives import broadcast
+from accel_fn.comm.dtensor import is_sharded
+from accel_fn.comm.gather import gather
+from accel_fn.comm.reduce import reduce_sum
+from accel_fn.comm.world import init
+from accel_fn.data.workers import WORKER_OPTIONS
+from accel_fn.errors import ArgumentError, ArgumentTypeError
+from accel_fn.step.autocast import autocast
+from accel_fn.step.build import build
+from accel_fn.step.grads import Grads
+from accel_fn.step.plan import Plan
+from accel_fn.step.report import Report
+from accel_fn.step.step import Step
+from accel_fn.step.transform import Transform, compose, fill
+from accel_fn.transforms.accumulate.accumulate import accumulate
+from accel_fn.transforms.amp.amp import with_amp
+from accel_fn.transforms.clip import clip
+from accel_fn.transforms.ddp import wrap_ddp
+from accel_fn.transforms.place import place
+
+PRIVATE_NAMES = (
+    "_build_accelerator_args",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_get_num_items_in_batch",
+    "_load_best_model",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_loss_shifts_labels",
+    "_prepare_for_training",
+    "_save",
+    "_save_optimizer_and_scheduler",
+    "_save_scaler",
+)
+"""What this file overrides or reads of transformers' Trainer that it does not document."""
+_FOLDER = "accel_fn"
+"""The folder in a checkpoint of the Trainer's that holds the state of the step."""
+_IS_STAND_IN = "_accel_fn_is_stand_in"
+"""The key of a batch that a rank reads because it has no sample of its own: it counts for nothing."""
+_KEPT_OPTIONS = (*WORKER_OPTIONS, "pin_memory", "in_order")
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """The Trainer of transformers, whose gradients, updates and evaluation are accel_fn's.
+
+    Use it in place of `transformers.Trainer`. Arguments, callbacks, logs, schedules and folders are those of
+    transformers. Batches, loss, gradients, clipping, precision and optimizer go through one step, so W
+    processes with `gradient_accumulation_steps=k` train as one process does with the same number of samples a
+    step; the last batch of an epoch too, which accelerate fills up with samples from its beginning.
+    The logged loss is the mean over the items of the global batch, and `eval_loss` that over the items of
+    the whole data set: over labels that are not -100 where a batch has `labels`, else over samples.
+
+    A checkpoint holds the weights as transformers writes them, and in its folder `accel_fn` what `save`
+    writes: the optimizer, shards, averages and loss scale, for any number of processes. A checkpoint of
+    the plain Trainer is resumed from as well.
+
+    Args:
+        *args: as those of `transformers.Trainer`.
+        recipe: more transforms for the step, such as `average(0.999)` or `wrap_fsdp()`; a strategy in it
+            takes the place of `wrap_ddp()`.
+        **options: as those of `transformers.Trainer`.
+
+    Raises:
+        ValueError: an argument that it does not support is set; the message has the reason.
+
+    Cost: that of the step; in an evaluation that collects predictions, three small collectives a batch.
+
+    >>> from accel_fn.integrations.transformers import Trainer
+    >>> Trainer.__mro__[1].__module__
+    'transformers.trainer'
+    """
+
+    args: Any
+    control: Any
+
+    def __init__(self, *args: Any, recipe: Transform | None = None, **options: Any) -> None:
+        self._recipe = recipe or compose()
+        self._step: Step | None = None
+        self._report: Report | None = None
+        self._parts: list[Any] = []
+        self._checkpoint: Path | None = None
+        super().__init__(*args, **options)
+
+    # Construction
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Keep accelerate from wrapping the model, and from splitting batches and scaling losses."""
+        self.args = copy.copy(self.args)
+        # The step knows the items of all ranks: a loss is the mean over those of its micro-batch.
+        self.args.average_tokens_across_devices = False
+        _check(self.args)
+        super().create_accelerator_and_postprocess()
+        self._state = init(device=self.args.device, seed=self.args.data_seed or self.args.seed)
+        accelerator: Any = self.accelerator
+        accelerator.prepare_model = lambda model, **_: model.to(self.args.device)
+        accelerator.prepare_data_loader = lambda loader, **_: self._part_of(loader)
+        accelerator.prepare_optimizer = self._made_elsewhere
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super()._build_accelerator_args(**options)
+        return {**found, "mixed_precision": "no"}
+
+    def _part_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The loader of this rank: its part of the batches of all ranks, which are as large together."""
+        if isinstance(loader.dataset, IterableDataset):
+            if self._state.world_size > 1:
+                raise ArgumentTypeError(
+                    "Trainer: train_dataset and eval_dataset must have numbered samples on several "
+                    f"ranks, got a {type(loader.dataset).__name__}; give a map-style data set"
+                )
+            return loader
+        options: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT_OPTIONS}
+        return DataLoader(
+            _Samples(loader.dataset),
+            batch_sampler=RankBatches(loader, self._state, self.args.data_seed),
+            collate_fn=_Collate(loader.collate_fn),
+            **options,
+        )
+
+    def _made_elsewhere(self, optimizer: Any, **_: Any) -> AcceleratedOptimizer:
+        found = optimizer if isinstance(optimizer, _Optimizer) else _Optimizer(optimizer)
+        self.accelerator._optimizers.append(found)
+        return found
+
+    # Training
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, checkpoint: Any) -> Any:
+        self._checkpoint = None
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
+        args = self.args
+        parts = [place(), accumulate(args.gradient_accumulation_steps, split=None), self._recipe]
+        parts += [with_amp("bf16")] if args.bf16 else [with_amp("fp16")] if args.fp16 else []
+        clipped = args.max_grad_norm and args.max_grad_norm > 0
+        parts.append(clip(args.max_grad_norm) if clipped else fill(gradients=_read_norm))
+        plan: Plan[Any] = compose(*parts)(
+            Plan(self._loss, self.model, self.optimizer.optimizer, weight_fn=self._num_items)
+        )
+        if not plan.strategy:
+            unused = bool(args.ddp_find_unused_parameters)
+            plan = wrap_ddp(find_unused_parameters=unused)(plan)
+        self._state, self._step = build(replace(self._state, step=0, call=0, scaler=None), plan)
+        if self._checkpoint is not None:
+            self._state = load(self._checkpoint, self._state, self._step)
+        self._state = replace(self._state, step=self.state.global_step)
+        return prepared
+
+    def _loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        number = self._get_num_items_in_batch([batch], self.args.device)
+        loss: Tensor = self.compute_loss(model, dict(batch), num_items_in_batch=number)
+        return loss
+
+    def _num_items(self, batch: Mapping[str, Any]) -> float | Tensor:
+        """The number of items that a loss is the mean over: labels, or samples."""
+        labels = batch.get("shift_labels", batch.get("labels"))
+        if not isinstance(labels, Tensor):
+            return num_samples(batch)
+        shifts = self._loss_shifts_labels and "shift_labels" not in batch
+        return (labels[..., 1:] if shifts else labels).ne(-100).sum()
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Keep a micro-batch; with the last of an update, run the step and return the mean loss."""
+        assert self._step is not None
+        model.train()
+        if not inputs.pop(_IS_STAND_IN, False):
+            self._parts.append(dict(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        parts, self._parts = self._parts, []
+        self._state, self._report = self._step(self._state, parts)
+        if not self._step.plan.always_applies(self._state):
+            self.optimizer.was_skipped = not self._report.applied
+        return self._report.loss.float()
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
+        assert self._report is not None
+        return self._report.grad_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        assert self._report is not None
+        return self._report.grad_norm
+
+    # Evaluation
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> AbstractContextManager[Any]:
+        """Return the context in which `prediction_step` computes: the precision of the step."""
+        if self._step is not None:
+            return autocast(self._step, self._state)
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16
+        enabled = self.args.bf16 or self.args.fp16
+        return torch.autocast(self.args.device.type, dtype) if enabled else nullcontext()
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run `prediction_step` on every batch, and collect what it returns in the order of the samples."""
+        args = self.args
+        loss_only = (
+            args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        )
+        by_batch = args.batch_eval_metrics and self.compute_metrics is not None
+        self.callback_handler.eval_dataloader = dataloader
+        names = ("losses", "inputs", "predictions", "label_ids")
+        found = {
+            name: EvalLoopContainer(args.eval_do_concat_batches, padding_index=-100)
+            for name in names
+        }
+        metrics: dict[str, Any] = {}
+        sums = torch.zeros(3, dtype=torch.float64)  # losses, items, samples
+        with self._evaluating() as model:
+            for number, batch in enumerate(dataloader, 1):
+                rows, parts = self._predict(model, batch, loss_only, ignore_keys)
+                sums += rows
+                whole = self._gathered(parts)
+                if not by_batch or description == "Prediction":
+                    for name, each in whole.items():
+                        found[name].add(each)
+                self.control = self.callback_handler.on_prediction_step(
+                    args, self.state, self.control
+                )
+                if by_batch and "predictions" in whole and "label_ids" in whole:
+                    metrics = self.compute_metrics(
+                        _prediction(whole, args), compute_result=number == len(dataloader)
+                    )
+                if args.eval_accumulation_steps and number % args.eval_accumulation_steps == 0:
+                    for each in found.values():
+                        each.to_cpu_and_numpy()
+        arrays = {name: each.get_arrays() for name, each in found.items()}
+        there = arrays["predictions"] is not None and arrays["label_ids"] is not None
+        if self.compute_metrics is not None and there and not by_batch:
+            metrics = self.compute_metrics(_prediction(arrays, args))
+        metrics = denumpify_detensorize(metrics)
+        loss, items, samples = reduce_sum(sums, self._state).tolist()
+        if items:
+            metrics[f"{metric_key_prefix}_loss"] = loss / items
+        prefixed = {
+            name
+            if name.startswith(f"{metric_key_prefix}_")
+            else f"{metric_key_prefix}_{name}": each
+            for name, each in metrics.items()
+        }
+        return EvalLoopOutput(arrays["predictions"], arrays["label_ids"], prefixed, int(samples))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[nn.Module]:
+        """The model in evaluation mode, with the buffers of the main rank."""
+        args, model = self.args, self.model
+        if not self.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
+            model = model.to(dtype=torch.float16 if args.fp16_full_eval else torch.bfloat16)
+        model.eval()
+        step = self._step
+        same = (
+            step.strategy.evaluating(step.plan, self._state, "Trainer") if step else nullcontext()
+        )
+        with in_eval_mode([self.optimizer] if self.optimizer else []), same:
+            yield model
+
+    def _predict(
+        self, model: nn.Module, batch: Any, loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """This rank's sums of losses, items and samples of a batch, and its rows by name."""
+        num_rows = 0 if batch.pop(_IS_STAND_IN, False) else num_samples(batch)
+        items = float(self._num_items(batch)) if num_rows else 0.0
+        loss, logits, labels = self.prediction_step(
+            model, batch, loss_only, ignore_keys=ignore_keys
+        )
+        sums = torch.tensor([0.0, 0.0, num_rows], dtype=torch.float64)
+        if loss is not None and items:
+            sums[0], sums[1] = loss.double().item() * items, items
+        found = {"predictions": logits, "label_ids": labels}
+        if loss is not None and "loss" in self.args.include_for_metrics:
+            found["losses"] = loss.repeat(num_rows or 1)
+        if "inputs" in self.args.include_for_metrics:
+            name = getattr(self.model, "main_input_name", "input_ids")
+            found["inputs"] = self._prepare_input(batch[name])
+        found = {name: each for name, each in found.items() if each is not None}
+        if self.preprocess_logits_for_metrics is not None and "predictions" in found:
+            padded = self._padded(found["predictions"]), self._padded(found.get("label_ids"))
+            found["predictions"] = self.preprocess_logits_for_metrics(*padded)
+        rows = pytree.tree_map_only(Tensor, lambda each: _wide(each[:num_rows]), found)
+        return sums, rows
+
+    def _padded(self, tree: Any) -> Any:
+        """Pad rows to the length of the longest of all ranks."""
+        return self.accelerator.pad_across_processes(tree, dim=1, pad_index=-100)
+
+    def _gathered(self, rows: dict[str, Any]) -> dict[str, Any]:
+        """The rows of all ranks, in the order of the samples."""
+        return gather(self._padded(rows), self._state) if self._state.world_size > 1 else rows
+
+    # Checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole weights, also of shards, for `from_pretrained`. Every rank calls it."""
+        if not any(map(is_sharded, self.model.parameters())):
+            super().save_model(output_dir, _internal_call)
+            return
+        self._save(output_dir, state_dict=whole_state_dict(self.model, self._state))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self._step is not None
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+        save(Path(output_dir, _FOLDER), self._state, self._step)
+        # The lock of the folder would stay open as long as the step; nothing more is saved in this one.
+        self._step.notes.pop("locks", None)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """The loss scale is among what `save` wrote."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not Path(checkpoint, _FOLDER).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)  # that of a plain Trainer
+            return
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME)))
+        self._checkpoint = Path(checkpoint, _FOLDER)  # loaded once the step is built
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """The loss scale is among what `load` reads."""
+
+    def _load_best_model(self) -> None:
+        if any(map(is_sharded, self.model.parameters())):
+            load_model(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+
+class RankBatches:
+    """A batch sampler: the numbers of this rank's samples in each batch of all ranks.
+
+    A batch of all ranks is `world_size` times the batch size of the loader, in the order in which the plain
+    Trainer reads samples on one process. In a last batch with fewer samples than ranks, a rank
+    without one reads the first sample of the batch, marked as a stand-in.
+    """
+
+    def __init__(self, loader: DataLoader[Any], state: DistState, seed: int | None) -> None:
+        self._state = state
+        self._batch_size = (loader.batch_size or 1) * state.world_size
+        self._drop_last = loader.drop_last
+        self._num_samples = len(loader.sampler)  # type: ignore[arg-type]
+        self.sampler = _repeatable(loader.sampler, seed)
+        self.batch_sampler = self  # the Trainer sets the epoch of `.batch_sampler.batch_sampler`
+        self.batch_size = loader.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the sampler, if it has one."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self._num_samples, self._batch_size)
+        return whole + bool(rest and not self._drop_last)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        order = [*self.sampler]
+        if not isinstance(self.sampler, SeedableRandomSampler | SequentialSampler):
+            order = broadcast(
+                order, self._state
+            )  # a sampler may draw from the rank's own generator
+        state = self._state
+        for number in range(len(self)):
+            batch = order[number * self._batch_size :][: self._batch_size]
+            begin, end = part_bounds(len(batch), state.world_size, state.rank)
+            yield batch[begin:end] or [_StandIn(batch[0])]
+
+
+class _StandIn(int):
+    """The number of a sample that another rank counts."""
+
+
+class _Marked(list[Any]):
+    """The samples of a stand-in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples(Dataset[Any]):
+    """A data set whose batches know whether they are stand-ins."""
+
+    data: Any
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.data[number]
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        read = getattr(self.data, "__getitems__", None)
+        found = read(numbers) if read else [self.data[number] for number in numbers]
+        return _Marked(found) if isinstance(numbers[0], _StandIn) else found
+
+
+@dataclass(frozen=True, slots=True)
+class _Collate:
+    """The user's collate function, which marks the batch of a stand-in."""
+
+    fn: Callable[[list[Any]], Any]
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self.fn(samples)
+        if isinstance(samples, _Marked):
+            batch[_IS_STAND_IN] = True
+        return batch
+
+
+class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """The optimizer as the Trainer sees it. The step has run it when the Trainer calls it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self.was_skipped = False
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing: the update is made."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Return whether the last update was skipped: the Trainer then leaves its schedule as it is."""
+        return self.was_skipped
+
+
+def _repeatable(sampler: Any, seed: int | None) -> Any:
+    """A random sampler in the order that the plain Trainer takes, which is the same on all ranks."""
+    if not isinstance(sampler, RandomSampler):
+        return sampler
+    return SeedableRandomSampler(
+        data_source=sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=seed,
+    )
+
+
+def _read_norm(state: DistState, grads: Grads) -> Grads:
+    """Read the norm of the gradients for the log, where nothing clips."""
+    grads.norm()
+    return grads
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Widen half precision, as accelerate does with what a model returns."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _prediction(found: Mapping[str, Any], args: Any) -> EvalPrediction:
+    """What `compute_metrics` gets."""
+    more = {name: found.get(name) for name in ("losses", "inputs")}
+    wanted = {"losses": "loss", "inputs": "inputs"}
+    return EvalPrediction(
+        predictions=found["predictions"],
+        label_ids=found["label_ids"],
+        **{
+            name: each if wanted[name] in args.include_for_metrics else None
+            for name, each in more.items()
+        },
+    )
+
+
+_REASONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "fsdp": (lambda args: args.fsdp, "shard by recipe=wrap_fsdp()"),
+    "deepspeed": (lambda args: args.deepspeed, "shard by recipe=wrap_fsdp()"),
+    "torch_compile": (lambda args: args.torch_compile, "compile by recipe=compiled()"),
+    "auto_find_batch_size": (
+        lambda args: args.auto_find_batch_size,
+        'the batch size is part of the result; recipe=accumulate("auto") fits it to memory',
+    ),
+    "train_sampling_strategy": (
+        lambda args: args.train_sampling_strategy == "batch_rebalance",
+        "it shares out samples by their lengths, so that other ranks would get other batches",
+    ),
+    "parallelism_config": (
+        lambda args: args.parallelism_config,
+        "ranks are replicas or shards here",
+    ),
+    "ddp_static_graph": (
+        lambda args: args.ddp_static_graph,
+        "give recipe=wrap_ddp(static_graph=True)",
+    ),
+    "ddp_bucket_cap_mb": (
+        lambda args: args.ddp_bucket_cap_mb,
+        "give recipe=wrap_ddp(bucket_cap_mb=...)",
+    ),
+    "ddp_broadcast_buffers": (
+        lambda args: args.ddp_broadcast_buffers,
+        "give recipe=wrap_ddp(broadcast_buffers=True)",
+    ),
+    "accelerator_config": (
+        lambda args: (
+            args.accelerator_config.split_batches or args.accelerator_config.dispatch_batches
+        ),
+        "batches are split over the ranks by their samples",
+    ),
+    "optim": (
+        lambda args: "lomo" in args.optim or "layerwise" in args.optim,
+        "it updates parameters in the backward, before gradients are averaged",
+    ),
+    "torch_empty_cache_steps": (lambda args: args.torch_empty_cache_steps, "call it in a callback"),
+}
+"""Arguments that are refused: how to see that one is set, and the reason or what to do."""
+
+
+def _check(args: Any) -> None:
+    """Refuse arguments that this Trainer does not support."""
+    for name, (is_set, reason) in _REASONS.items():
+        if is_set(args):
+            raise ArgumentError(
+                f"Trainer: args.{name} must not be set, got {getattr(args, name)}; {reason}"
+            )
+    if args.n_gpu > 1:
+        rule = "see one GPU a process"
+        raise ArgumentError(f"Trainer: args must {rule}, got {args.n_gpu}; use accel-fn launch")
