@@ -171,7 +171,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def table(ranks: Mapping[int, PhaseTimes], heading: str) -> str:
-    """A line for each rank, a column for each phase, and a sentence about the straggler."""
+    """A line for each rank, a column for each phase, and the straggler."""
     lines = [heading, _row("", [*PHASES, STEP])]
     for rank, each in ranks.items():
         times = [each.host[phase] for phase in PHASES]
@@ -182,7 +182,7 @@ def table(ranks: Mapping[int, PhaseTimes], heading: str) -> str:
             times = [each.device.get(phase, 0.0) for phase in PHASES]
             lines.append(_row(f"rank {rank}", [*map(_milliseconds, [*times, sum(times)])]))
     if len(ranks) > 1:
-        lines.append(_sentence(ranks))
+        lines.append(_verdict(ranks))
     return "\n".join(lines)
 
 
@@ -195,7 +195,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def _sentence(ranks: Mapping[int, PhaseTimes]) -> str:
+def _verdict(ranks: Mapping[int, PhaseTimes]) -> str:
     """Name the rank that the others wait for, and the phase that takes it longer than them."""
     slowest = min(ranks, key=lambda rank: ranks[rank].waiting)
     others = [each for rank, each in ranks.items() if rank != slowest]
@@ -212,7 +212,8 @@ def _sentence(ranks: Mapping[int, PhaseTimes]) -> str:
         if phase != COLLECTIVES
     }
     phase = max(longer, key=longer.__getitem__)
+    more = _milliseconds(longer[phase])
     return (
-        f"rank {slowest} is the straggler: the others wait {_milliseconds(lost)} ms a step longer than it "
-        f"does, and its {phase} takes {_milliseconds(longer[phase])} ms more than theirs"
+        f"rank {slowest} is the straggler: its {phase} takes {more} ms a step longer,\n"
+        f"and the other ranks wait {_milliseconds(lost)} ms longer in collectives"
     )

@@ -1,6 +1,5 @@
 """Phase times: what a trace shows of each phase, and which rank the others wait for."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,8 +128,8 @@ def test_the_straggler_is_the_rank_that_waits_least_and_its_longest_phase_is_nam
         "rank 0        1.0    10.0     20.0        50.0     0.0     0.0     0.0    81.0",
         "rank 1        1.0    55.0     21.0         4.0     0.0     0.0     0.0    81.0",
         "rank 2        1.0    10.0     20.0        50.0     0.0     0.0     0.0    81.0",
-        "rank 1 is the straggler: the others wait 46.0 ms a step longer than it does, and its forward takes "
-        "45.0 ms more than theirs",
+        "rank 1 is the straggler: its forward takes 45.0 ms a step longer,",
+        "and the other ranks wait 46.0 ms longer in collectives",
     ]
 
 
@@ -148,13 +147,12 @@ def test_waits_of_the_device_count_and_have_a_table_of_their_own():
         "rank 0        0.0    20.0      0.0        70.0     0.0     0.0     0.0    90.0",
         "rank 1        0.0    80.0      0.0        10.0     0.0     0.0     0.0    90.0",
     ]
-    assert lines[-1] == (
-        "rank 1 is the straggler: the others wait 60.0 ms a step longer than it does, and its forward takes "
-        "60.0 ms more than theirs"
-    )
+    assert lines[-2:] == [
+        "rank 1 is the straggler: its forward takes 60.0 ms a step longer,",
+        "and the other ranks wait 60.0 ms longer in collectives",
+    ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 12])
-def test_a_table_fits_a_terminal(num_ranks):
-    lines = table({number: rank(data=12.3456) for number in range(num_ranks)}, "").splitlines()
-    assert max(map(len, lines[: num_ranks + 2])) <= 80
+def test_a_table_fits_a_terminal():
+    ranks = {number: rank(collectives=12.3, data=0.1 * (number == 511)) for number in range(512)}
+    assert max(map(len, table(ranks, "").splitlines())) <= 80
