@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -27,6 +28,7 @@ IN_PARALLEL = (
     "--no-loadscope-reorder",  # files of few tests, which are long ones, would come last
 )
 EVERYTHING = ("testing", "examples", "float8", "plots")
+TRACKERS = ("wandb", "mlflow", "trackio", "aim", "swanlab")  # pin each other out
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -41,6 +43,11 @@ def classified_pythons() -> list[str]:
 def group(*names: str) -> list[str]:
     """The requirements of dependency groups of pyproject.toml."""
     return nox.project.dependency_groups(PROJECT, *names)
+
+
+def pins_of(library: str) -> str:
+    """The constraints of the environment of a tracker."""
+    return f".ci/trackers/{library}.txt"
 
 
 def install(session: nox.Session, *extras: str, groups: tuple[str, ...] = ()) -> None:
@@ -100,6 +107,15 @@ def sim(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize("library", TRACKERS)
+def trackers(session: nox.Session, library: str) -> None:
+    """What W&B, MLflow, trackio, aim and swanlab store of a log, offline, each in an environment."""
+    needed = (TORCH, ".[testing]", *group("trackers"), library)
+    session.install("--constraint", pins_of(library), *needed, silent=False)
+    session.run("pytest", "tests/trackers", "-k", library, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """Ten programs on this machine's accelerator, and a report to send: `-- --only NAME` for one."""
     install(session, *EVERYTHING, groups=("tests",))
@@ -134,28 +150,30 @@ def newest(session: nox.Session) -> None:
 def lock(session: nox.Session) -> None:
     """Write the newest releases that fit each other, on every supported Python, to the constraints."""
     session.install("uv")
-    asked, found = (Path(session.create_tmp(), name) for name in ("asked.in", "found.txt"))
     project = PROJECT["project"]
     extras = chain.from_iterable(
         requirements
         for name, requirements in project["optional-dependencies"].items()
         if name != "all"
     )
-    everything = (TORCH, *project["dependencies"], *extras, *group(*PROJECT["dependency-groups"]))
-    asked.write_text("\n".join(everything))
-    oldest = project["requires-python"].removeprefix(">=")
+    groups = group(*PROJECT["dependency-groups"])
+    everything = (TORCH, *project["dependencies"], *extras, *groups)
+    pin(session, everything, CONSTRAINTS, "--only-binary", ":all:")
+    testing = (*project["optional-dependencies"]["testing"], *group("trackers"))
+    for library in TRACKERS:
+        pin(session, (TORCH, *project["dependencies"], *testing, library), pins_of(library))
+
+
+def pin(session: nox.Session, asked: Iterable[str], to: str, *options: str) -> None:
+    """Write the newest releases that fit what is asked for to a file of constraints."""
+    given, found = (Path(session.create_tmp(), name) for name in ("asked.in", "found.txt"))
+    given.write_text("\n".join(asked))
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
     pythons = ("--universal", "--python-version", oldest, "--fork-strategy", "fewest")
-    plain = (
-        "--no-header",
-        "--no-annotate",
-        "--only-binary",
-        ":all:",
-        "--no-python-downloads",
-        "--upgrade",
-    )
-    session.run("uv", "pip", "compile", *pythons, *plain, "--output-file", str(found), str(asked))
+    plain = ("--no-header", "--no-annotate", "--no-python-downloads", "--upgrade", *options)
+    session.run("uv", "pip", "compile", *pythons, *plain, "--output-file", str(found), str(given))
     kept = [line for line in found.read_text().splitlines() if not UNLOCKED.match(line)]
-    Path(CONSTRAINTS).write_text("\n".join(["# made by `nox -s lock`", *kept, ""]))
+    Path(to).write_text("\n".join(["# made by `nox -s lock`", *kept, ""]))
 
 
 @nox.session

@@ -11,12 +11,17 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LINES = [
-    line
-    for line in (ROOT / ".ci/constraints.txt").read_text().splitlines()
-    if line and not line.startswith("#")
-]
-PINS = [Requirement(line) for line in LINES]
+MAIN = ROOT / ".ci/constraints.txt"
+TRACKERS = sorted(ROOT.glob(".ci/trackers/*.txt"))
+FILES = [MAIN, *TRACKERS]
+PINS = {
+    path: [
+        Requirement(line)
+        for line in path.read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    for path in FILES
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 ASKED = sorted(
@@ -34,22 +39,31 @@ PYTHONS = ("3.11", "3.12", "3.13")
 def pins_of(name, python):
     here = {**default_environment(), "sys_platform": "linux", "platform_machine": "x86_64"}
     here |= {"python_version": python, "python_full_version": f"{python}.0"}
-    wanted = [pin for pin in PINS if canonicalize_name(pin.name) == canonicalize_name(name)]
+    wanted = [pin for pin in PINS[MAIN] if canonicalize_name(pin.name) == canonicalize_name(name)]
     return [pin for pin in wanted if pin.marker is None or pin.marker.evaluate(here)]
 
 
-def test_every_line_pins_one_release_and_names_no_place():
-    for line, pin in zip(LINES, PINS, strict=True):
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_line_pins_one_release_and_names_no_place(path):
+    text = path.read_text()
+    for line in text.splitlines()[1:]:
         assert re.fullmatch(r"[a-z0-9.-]+==[a-z0-9.]+( ; .+)?", line), line
-        assert pin.url is None
-        assert not pin.extras
-    text = (ROOT / ".ci/constraints.txt").read_text()
+    assert all(pin.url is None and not pin.extras for pin in PINS[path])
     assert not re.search(r"://|^-|\+|@", text, re.MULTILINE)
 
 
-def test_torch_and_what_it_needs_on_one_kind_of_machine_are_left_free():
-    names = [canonicalize_name(pin.name) for pin in PINS]
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_torch_and_what_it_needs_on_one_kind_of_machine_are_left_free(path):
+    names = [canonicalize_name(pin.name) for pin in PINS[path]]
     assert [name for name in names if re.search(r"^(torch|triton)$|nvidia|cuda|triton", name)] == []
+
+
+def test_each_library_of_the_session_trackers_has_its_constraints():
+    noxfile = (ROOT / "noxfile.py").read_text()
+    [names] = re.findall(r"^TRACKERS = \((.+?)\)", noxfile, re.MULTILINE)
+    assert sorted(re.findall(r'"(\w+)"', names)) == [path.stem for path in TRACKERS]
+    for path in TRACKERS:
+        assert path.stem in [pin.name for pin in PINS[path]]
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -66,10 +80,10 @@ def test_every_session_but_those_that_choose_their_releases_installs_under_the_c
     sessions = re.split(r"^@nox\.session.*\n", noxfile, flags=re.MULTILINE)[1:]
     free = {
         name
-        for name, text in ((re.match(r"def (\w+)", each)[1], each) for each in sessions)
+        for name, text in ((re.search(r"^def (\w+)", each, re.M)[1], each) for each in sessions)
         if "session.install(" in text.replace('session.install("--constraint", CONSTRAINTS', "")
     }
-    assert free == {"lock", "minimums", "newest"}
+    assert free == {"lock", "minimums", "newest", "trackers"}
     assert 'session.install("--constraint", CONSTRAINTS, TORCH' in noxfile
 
 

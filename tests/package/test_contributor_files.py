@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOXFILE = (ROOT / "noxfile.py").read_text()
-SESSIONS = set(re.findall(r"^@nox\.session.*\ndef (\w+)\(", NOXFILE, re.MULTILINE))
+SESSIONS = set(re.findall(r"^@nox\.session.*\n(?:@.*\n)?def (\w+)\(", NOXFILE, re.MULTILINE))
 CONSTRAINTS = (ROOT / ".ci/constraints.txt").read_text().splitlines()
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 
