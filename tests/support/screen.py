@@ -30,4 +30,4 @@ def on_screen():
 
 
 def last_line(screen):
-    return screen.getvalue().rstrip("\n").rpartition("\r")[2]
+    return screen.getvalue().rstrip().rpartition("\r")[2]
