@@ -1,17 +1,15 @@
 """freeze is the loop in which these parameters have no gradient until then."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accel_fn as af
-from accel_fn.testing import simulate, strategies
+from accel_fn.testing import strategies
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
-from tests.support.late_reads import LateRead, read_late
+from tests.support.late_reads import read_late
 
 FROZEN = [
     ("0", ["0.weight", "0.bias"]),
@@ -87,28 +85,6 @@ def test_it_is_the_loop_without_these_gradients_in_any_order(
         ours.assert_close(parameters, expected)
 
 
-@pytest.mark.parametrize("listed_first", [True, False])
-def test_a_gradient_function_sees_no_such_gradient_wherever_it_is_listed(listed_first):
-    seen = []
-
-    def watching(plan):
-        def wrap(grad_fn):
-            def watched(state, batch):
-                state, grads, report = grad_fn(state, batch)
-                seen.append([each is None for each in grads.tensors])
-                return state, grads, report
-
-            return watched
-
-        return replace(plan, wrap_grad_fn=(*plan.wrap_grad_fn, wrap))
-
-    transforms = [af.freeze("0"), watching]
-    plan = ours.plan(optimizer=ours.adamw)
-    state, step = af.build(af.DistState(), af.compose(*transforms[:: 1 - 2 * listed_first])(plan))
-    step(state, (torch.ones(4, 3).double(), torch.zeros(4, 1).double()))
-    assert seen == [[True, True, False, False]]
-
-
 BATCHES = [
     (torch.full((4, 3), 1.0 + index).double(), torch.zeros(4, 1).double()) for index in range(6)
 ]
@@ -149,57 +125,3 @@ def test_it_thaws_at_the_given_update(tmp_path_factory, until, skipped, saved_af
         made += bool(report.applied)
         moved = {name for name in first if not torch.equal(parameters[name], before[name])}
         assert moved == {name for name in first if report.applied and made >= first[name]}
-
-
-def test_the_host_waits_for_an_accelerator_only_where_the_next_update_may_be_the_first():
-    class Counting(LateRead):
-        num_waits = 0
-
-        def __call__(self, value):
-            self.is_of_this_step = True
-            return super().__call__(value)
-
-        def last(self):
-            self.num_waits += self.held is not None and self.is_of_this_step
-            return super().last()
-
-    state, step = built(af.compose(af.freeze("0", until=5), af.skip_nonfinite()))
-    [thawing] = step.plan.after_update
-    reads = thawing._updates._delayed = Counting()
-    waits = []
-    for batch in spoilt([*BATCHES, *BATCHES], {2, 5}):
-        reads.is_of_this_step = False
-        state, _ = step(state, batch)
-        waits.append(reads.num_waits)
-    assert waits == [0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 2]
-
-
-def test_ranks_agree_on_what_is_frozen():
-    def run(state):
-        plan = ours.plan(optimizer=ours.adamw)
-        names = ["0", "2.bias"][state.rank]
-        with pytest.raises(RuntimeError, match="build: plan must be the same on every rank"):
-            af.build(state, af.compose(af.wrap_ddp(), af.freeze(names))(plan))
-
-    simulate(run, world_size=2)
-
-
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        ("0.wieght", "got '0.wieght'; did you mean 0.weight?"),
-        ("1", "freeze: names must be of parameters or modules of the model, got '1'"),
-        (["0", "2"], r"must leave a parameter to train, got \['0', '2'\]; give until"),
-        ([], "names must be names of parameters or modules"),
-        ([3], "names must be names of parameters or modules"),
-    ],
-)
-def test_what_names_no_parameter_is_refused(names, text):
-    plan = ours.plan(optimizer=ours.adamw)
-    with pytest.raises(ValueError, match=text):
-        af.freeze(names)(plan)
-
-
-def test_until_is_the_number_of_an_update():
-    with pytest.raises(ValueError, match="freeze: until must be an integer >= 1, got 0"):
-        af.freeze("0", until=0)

@@ -1,52 +1,34 @@
 """Law 10: the learning rate of an update is a function of the number of updates made before it."""
 
-import copy
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
-from accel_fn.transforms.schedule.advance import Advance, AdvanceByMetric, DeviceSchedule, Schedule
-from accel_fn.transforms.schedule.schedule import scheduled as begun
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
-from tests.support.cases import pinned
-from tests.support.late_reads import LateRead
-
-SCHEDULERS = {
-    "lambda": lambda o: schedulers.LambdaLR(o, lambda n: 1 / (n + 1)),
-    "steps": lambda o: schedulers.MultiStepLR(o, [1, 3], gamma=0.5),
-    "cosine": lambda o: schedulers.CosineAnnealingLR(o, T_max=4),
-    "one cycle": lambda o: schedulers.OneCycleLR(o, max_lr=0.1, total_steps=20),
-    "chained": lambda o: schedulers.ChainedScheduler(
-        [schedulers.ConstantLR(o, 0.5, 2), schedulers.ExponentialLR(o, 0.9)]
-    ),
-    "sequential": lambda o: schedulers.SequentialLR(
-        o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.ExponentialLR(o, 0.5)], [2]
-    ),
-    "transformers": lambda o: transformers.get_scheduler("cosine", o, 2, 10),
-}
+from tests.support.schedules import (
+    SCHEDULERS,
+    by_device,
+    by_host,
+    exponential,
+    fused,
+    fused_sgd,
+    greedy,
+    plateau,
+    scheduled,
+    sgd,
+)
 
 
 def warm_up(num_updates):
     """Rise linearly over three updates, then fall."""
     return min((num_updates + 1) / 3, 3 / (num_updates + 1))
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def fused(parameters):
-    return torch.optim.AdamW(parameters, lr=0.05, fused=True)
 
 
 def by_hand(batches, skipped, make_scheduler, optimizer):
@@ -63,22 +45,6 @@ def by_hand(batches, skipped, make_scheduler, optimizer):
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    return rates, model.state_dict()
-
-
-def scheduled(state, parts, skipped, recipe, optimizer):
-    """Train the same plan on this rank's part of each batch, with some updates skipped."""
-    model = ours.regression_model()
-    optimizer = optimizer(model.parameters())
-    plan = af.Plan(ours.mse, model, optimizer)
-    state, step = af.build(state, af.compose(af.wrap_ddp(), recipe(optimizer))(plan))
-    rates = []
-    for index, (inputs, targets) in enumerate(parts):
-        rate = float(optimizer.param_groups[0]["lr"])
-        bad = float("nan") if index in skipped and state.is_main else 1.0
-        state, report = step(state, (inputs * bad, targets))
-        assert bool(report.applied) == (index not in skipped)
-        rates += [rate] if report.applied else []
     return rates, model.state_dict()
 
 
@@ -121,21 +87,6 @@ def test_a_function_is_a_schedule(batches, skipped):
     ours.assert_identical(found[1], expected[1])
 
 
-def exponential(optimizer):
-    return schedulers.ExponentialLR(optimizer, 0.5)
-
-
-def greedy(optimizer):
-    """Make transformers' GreedyLR, whose class is none of torch's schedulers."""
-    return transformers.get_scheduler(
-        "greedy", optimizer, scheduler_specific_kwargs={"patience": 0}
-    )
-
-
-def plateau(optimizer):
-    return schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
-
-
 @pytest.mark.parametrize("make", [plateau, greedy])
 @given(batches=strategies.batches(num_batches=6))
 def test_a_plateau_is_seen_in_the_loss(make, batches):
@@ -152,152 +103,6 @@ def test_a_plateau_is_seen_in_the_loss(make, batches):
         af.DistState(), batches, (), lambda optimizer: af.schedule(make(optimizer)), sgd
     )
     ours.assert_identical(found[1], model.state_dict())
-
-
-def test_a_plateau_is_seen_in_the_users_metric():
-    said = iter([1.0, 0.5, 0.5, 0.5, 0.4])
-
-    def recipe(optimizer):
-        scheduler = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return af.schedule(scheduler, metric=lambda report: next(said))
-
-    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
-    rates, _ = scheduled(af.DistState(), [batch] * 5, (), recipe, sgd)
-    assert rates == [0.05, 0.05, 0.05, 0.025, 0.0125]
-
-
-def plateau_by_hand(batches, is_late):
-    """Return the rates of the applied updates; batches without a finite loss are skipped."""
-    model = ours.regression_model()
-    optimizer = sgd(model.parameters())
-    scheduler, waiting = plateau(optimizer), []
-    for batch in batches:
-        loss = ours.mse(model, batch)
-        if not loss.isfinite():
-            continue
-        yield optimizer.param_groups[0]["lr"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        waiting.append(loss.item())
-        if len(waiting) > is_late:
-            scheduler.step(waiting.pop(0))
-
-
-def on_the_host(optimizer):
-    """Advance as `schedule` does if the host knows whether an update was applied."""
-    return af.schedule(plateau(optimizer))
-
-
-def heard_late(optimizer):
-    """Advance as on an accelerator where the host waits for the result."""
-    return reading_late(on_the_host(optimizer))
-
-
-def on_the_device(optimizer):
-    """Advance as on an accelerator where the host does not wait."""
-    advance = AdvanceByMetric(plateau(optimizer), lambda report: report.loss)
-    return reading_late(late(advance))
-
-
-def reading_late(transform):
-    """Let the schedule read the metric of an update one step late."""
-
-    def begin(state, plan, *, begin):
-        schedule = begin(state, plan)
-        schedule._advance._delayed = LateRead()
-        return schedule
-
-    def add(plan):
-        *others, added = transform(plan).after_update
-        return replace(plan, after_update=(*others, af.Stateful(partial(begin, begin=added))))
-
-    return add
-
-
-@pytest.mark.parametrize(
-    ("make", "is_anew", "saved_after", "world_size", "num_microbatches"),
-    pinned(
-        [
-            (on_the_host, False, 4, 2, 1),
-            (on_the_host, True, 5, 1, 4),
-            (heard_late, True, 4, 2, 1),
-            (heard_late, False, 5, 2, 1),
-            (on_the_device, False, 5, 2, 1),
-            (on_the_device, True, 4, 1, 4),
-        ],
-        [on_the_host, heard_late, on_the_device],
-        [False, True],
-        [4, 5],
-        [1, 2, 4],
-        [1, 4],
-    ),
-)
-def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_resumes_or_goes_back(
-    tmp_path, world_size, num_microbatches, saved_after, is_anew, make
-):
-    """It advances by each applied update, or by the one before if results are read late."""
-    nan = float("nan")
-    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
-    targets = [0.0, 1.0, nan, 2.0, nan, 0.0, nan, nan, 3.0, nan, 3.0, 0.0, 0.0]
-    batches = [(inputs, torch.full((4, 1), target).double()) for target in targets]
-
-    def built(state):
-        model = ours.regression_model()
-        optimizer = sgd(model.parameters())
-        recipe = af.compose(
-            af.wrap_ddp(), af.accumulate(num_microbatches), af.skip_nonfinite(), make(optimizer)
-        )
-        return af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
-
-    def go_on(state, step, batches):
-        rates = []
-        for batch in batches:
-            rate = float(step.plan.optimizer.param_groups[0]["lr"])
-            mine = [each.tensor_split(state.world_size)[state.rank] for each in batch]
-            state, report = step(state, mine)
-            rates += [rate] if report.applied else []
-        return state, rates
-
-    def run(state):
-        state, step = built(state)
-        state, rates = go_on(state, step, batches[:saved_after])
-        af.save(tmp_path, state, step)
-        state, _ = go_on(state, step, batches[:2])
-        state, step = built(state) if is_anew else (state, step)
-        state = af.load(tmp_path, state, step)
-        return rates + go_on(state, step, batches[saved_after:])[1]
-
-    expected = list(plateau_by_hand(batches, is_late=make is not on_the_host))
-    assert len(set(expected)) > 2
-    for rates in simulate(run, world_size=world_size):
-        on_device = make is on_the_device
-        # the rate is in float32
-        assert rates == (pytest.approx(expected, rel=1e-7) if on_device else expected)
-
-
-# -- only the device knows whether the update was applied
-
-
-def late(advance):
-    """Read results one step late, as `schedule` does on an accelerator."""
-
-    def begin(state, plan):
-        return DeviceSchedule.in_plan(plan, advance, state.device, LateRead())
-
-    return lambda plan: replace(plan, after_update=(*plan.after_update, af.Stateful(begin)))
-
-
-def by_host(make_scheduler, optimizer):
-    return af.schedule(make_scheduler(optimizer))
-
-
-def by_device(make_scheduler, optimizer):
-    return late(Advance(make_scheduler(optimizer)))
-
-
-def fused_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
 
 
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
@@ -325,124 +130,6 @@ def test_a_rate_on_the_device_is_that_of_the_updates_made(
     for rates in simulate(run, world_size=world_size):
         # the rates are kept in float32
         torch.testing.assert_close(rates, expected, rtol=1e-7, atol=0.0)
-
-
-SCALE = af.LossScale.start(8.0)
-PLACES = {
-    "cpu": (af.DistState(scaler=SCALE), fused, af.compose(), Schedule),
-    "nothing is skipped": (af.DistState(device="meta"), fused, af.compose(), Schedule),
-    "a loss scale": (
-        af.DistState(device="meta", scaler=SCALE),
-        fused,
-        af.compose(),
-        DeviceSchedule,
-    ),
-    "a verdict": (af.DistState(device="meta"), fused_sgd, af.skip_nonfinite(), DeviceSchedule),
-    "the host waits": (af.DistState(device="meta", scaler=SCALE), sgd, af.compose(), Schedule),
-}
-
-
-@pytest.mark.parametrize("make_scheduler", [exponential, plateau, greedy])
-@pytest.mark.parametrize(("state", "optimizer", "recipe", "kind"), PLACES.values(), ids=PLACES)
-def test_a_rate_is_on_the_device_where_that_knows_first_whether_updates_are_made(
-    state, optimizer, recipe, kind, make_scheduler
-):
-    plan = recipe(ours.plan(optimizer=optimizer))
-    for group in plan.optimizer.param_groups:
-        group["params"] = [nn.Parameter(each.detach().to(state.device)) for each in group["params"]]
-    made = begun(state, plan, by=make_scheduler(plan.optimizer))
-    assert type(made) is kind
-
-
-def test_a_rate_is_on_the_host_where_the_parameters_are():
-    """A kernel on the host, of offloaded parameters, reads a rate before it arrives there."""
-    plan = ours.plan(optimizer=fused)
-    state = af.DistState(device="meta", scaler=SCALE)
-    assert type(begun(state, plan, by=exponential(plan.optimizer))) is Schedule
-
-
-LATE = {name: each for name, each in SCHEDULERS.items() if name != "one cycle"}
-"""OneCycleLR moves momentum too, which is a number on the host."""
-
-
-@pytest.mark.parametrize("make", [by_host, by_device])
-@pytest.mark.parametrize("make_scheduler", LATE.values(), ids=LATE)
-@pytest.mark.parametrize(
-    "saved_after", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(6)]
-)
-def test_a_resumed_run_resumes_with_its_schedule(tmp_path, make_scheduler, make, saved_after):
-    """The last update before the stop may have been skipped."""
-    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
-    bad = (batch[0] * float("inf"), batch[1])
-    batches = [batch, batch, bad, batch, bad, batch, batch]
-
-    def built():
-        model = ours.regression_model()
-        optimizer = fused(model.parameters())
-        recipe = af.compose(scaled(8.0), make(make_scheduler, optimizer))
-        return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
-
-    def go_on(state, step, optimizer, batches):
-        rates = []
-        for each in batches:
-            rates.append(float(optimizer.param_groups[0]["lr"]))
-            state, _ = step(state, each)
-        return state, rates
-
-    whole = built()
-    _, expected = go_on(*whole, batches)
-    state, step, optimizer = built()
-    state, _ = go_on(state, step, optimizer, batches[:saved_after])
-    af.save(tmp_path, state, step)
-    state, step, optimizer = built()
-    state = af.load(tmp_path, state, step)
-    _, rates = go_on(state, step, optimizer, batches[saved_after:])
-    assert rates == expected[saved_after:]
-    ours.assert_identical(step.plan.model.state_dict(), whole[1].plan.model.state_dict())
-
-
-def test_a_resumed_run_resumes_from_the_rate_as_the_host_knows_it(tmp_path):
-    """The device's value is rounded to float32, and would stay rounded."""
-
-    def built():
-        model = ours.regression_model()
-        optimizer = fused(model.parameters())
-        recipe = af.compose(scaled(8.0), late(Advance(schedulers.ExponentialLR(optimizer, 0.999))))
-        return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
-
-    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
-    state, step, whole = built()
-    for _ in range(30):
-        state, _ = step(state, batch)
-    af.save(tmp_path, state, step)
-    _, again, resumed = built()
-    resumed_state = af.load(tmp_path, state, again)
-    for _ in range(200):
-        state, _ = step(state, batch)
-        resumed_state, _ = again(resumed_state, batch)
-        assert torch.equal(resumed.param_groups[0]["lr"], whole.param_groups[0]["lr"])
-
-
-# -- mistakes
-
-
-def refused(given_, text, error=ValueError, **options):
-    model = ours.regression_model()
-    optimizer = sgd(model.parameters())
-    plan = af.Plan(ours.mse, model, optimizer)
-    with pytest.raises(error, match=text):
-        af.build(af.DistState(), af.schedule(given_(optimizer), **options)(plan))
-
-
-def half(num_updates):
-    return 0.5**num_updates
-
-
-def scheduled_by(*makers):
-    model = ours.regression_model()
-    optimizer = sgd(model.parameters())
-    given = [make(optimizer) for make in makers]
-    return af.compose(*map(af.schedule, given))(af.Plan(ours.mse, model, optimizer))
 
 
 @pytest.mark.parametrize("make", [by_host, by_device])
@@ -482,70 +169,3 @@ def test_schedulers_go_one_after_another(tmp_path_factory, make, saved_after, sk
     on_device = make is by_device
     # the rate is in float32
     assert rates == (pytest.approx(expected, rel=1e-7) if on_device else expected)
-
-
-def test_a_rate_that_is_set_by_hand_is_taken_up_on_the_device():
-    """Loading an optimizer that another library saved has the same effect."""
-    model = ours.regression_model()
-    optimizer = fused(model.parameters())
-    recipe = af.compose(scaled(8.0), by_device(exponential, optimizer))
-    state, step = af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer)))
-    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
-    state, _ = step(state, batch)
-    optimizer.param_groups[0]["lr"] = 0.5
-    step(state, batch)
-    assert float(optimizer.param_groups[0]["lr"]) == 0.25
-
-
-@pytest.mark.parametrize(
-    "makers",
-    [
-        (lambda _: half, exponential),
-        (exponential, lambda _: half),
-        (lambda _: half, lambda _: half),
-    ],
-    ids=["first", "second", "both"],
-)
-def test_a_function_is_the_only_schedule_of_a_plan(makers):
-    """A second function would overwrite the rate of the first."""
-    plan = scheduled_by(*makers)
-    with pytest.raises(ValueError, match=r"schedule must stand alone .* got 2 schedules; give one"):
-        af.build(af.DistState(), plan)
-
-
-def test_a_scheduler_over_another_optimizer_is_refused():
-    other = sgd(ours.regression_model().parameters())
-    text = "must be over the plan's optimizer, got a ExponentialLR over another SGD"
-    refused(lambda optimizer: schedulers.ExponentialLR(other, 0.9), text)
-
-
-def test_what_is_no_schedule_is_refused():
-    refused(lambda optimizer: 0.1, "be a learning-rate scheduler or a function", TypeError)
-
-
-def test_a_metric_is_for_a_plateau_alone():
-    refused(SCHEDULERS["steps"], "metric must be given for a scheduler that takes one", metric=len)
-
-
-def test_a_schedule_by_a_metric_is_over_the_plan_s_optimizer():
-    refused(
-        lambda _: greedy(sgd(ours.regression_model().parameters())), "over the plan's optimizer"
-    )
-
-
-def test_a_multiplier_must_be_a_number():
-    refused(lambda optimizer: lambda n: float("nan"), "a finite number, after 0 updates, got nan")
-
-
-def test_a_plan_with_a_schedule_is_the_same_on_every_rank():
-    """The ranks compare names, not addresses."""
-
-    def run(state):
-        model = copy.deepcopy(ours.regression_model())
-        optimizer = sgd(model.parameters())
-        plan = af.schedule(SCHEDULERS["steps"](optimizer))(af.Plan(ours.mse, model, optimizer))
-        return repr(af.wrap_ddp()(plan))
-
-    first, second = simulate(run, world_size=2)
-    assert first == second
-    assert "schedule(MultiStepLR)" in first

@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
-from accel_fn.comm.dtensor import local
-from accel_fn.step import same_on_all_ranks
 from accel_fn.testing import simulate, strategies
 from tests.support import strategies as ours
 
 BATCH = (torch.ones(2, 3).double(), torch.zeros(2, 1).double())
+
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
@@ -68,85 +67,3 @@ def test_where_all_is_well_nothing_changes_by_a_bit(batches, world_size):
     found = ours.trained(ours.regression_model(), parts, watched)
     for (_, actual), (_, parameters) in zip(found, expected, strict=True):
         ours.assert_identical(actual, parameters)
-
-
-def test_rows_in_other_places_are_found():
-    def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=0.0))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.check_replicas(1))(plan))
-        if state.rank:
-            with torch.no_grad():
-                model[0].weight.copy_(model[0].weight.flip(0).clone())
-        with pytest.raises(RuntimeError, match=r"at step 1, 0\.weight differs on rank 1;"):
-            step(state, BATCH)
-
-    simulate(run, world_size=2)
-
-
-def signs(*places, dtype, size=12):
-    ones = torch.ones(size, dtype=dtype)
-    ones[list(places)] = -1
-    return ones
-
-
-MOVED = {
-    "float64": (signs(1, dtype=torch.float64), signs(2, dtype=torch.float64)),
-    "complex64": (signs(1, dtype=torch.complex64), signs(2, dtype=torch.complex64)),
-    "float16": (signs(0, dtype=torch.float16), signs(11, dtype=torch.float16)),
-    "int8": (signs(3, dtype=torch.int8), signs(5, dtype=torch.int8)),
-    "two for two": (signs(0, 3, dtype=torch.float32), signs(1, 2, dtype=torch.float32)),
-    "piece for piece": (
-        signs(*range(4), dtype=torch.float32),
-        signs(*range(4, 8), dtype=torch.float32),
-    ),
-    "sparse": (torch.tensor([1.0, 0.0]).to_sparse(), torch.tensor([0.0, 1.0]).to_sparse()),
-}
-
-
-@pytest.mark.parametrize("pair", MOVED.values(), ids=MOVED)
-def test_numbers_in_other_places_have_another_fingerprint(pair, monkeypatch):
-    monkeypatch.setattr(same_on_all_ranks, "_PIECE_ON_HOST", 4)
-    first, second = same_on_all_ranks.fingerprints(pair)
-    assert first != second
-    assert [first, second] == same_on_all_ranks.fingerprints([each.clone() for each in pair])
-
-
-@pytest.mark.parametrize("tensor", [torch.ones(()), torch.ones(0, 3), torch.ones(3, 2).T])
-def test_a_tensor_of_any_shape_has_a_fingerprint(tensor):
-    first, second = same_on_all_ranks.fingerprints([tensor, tensor.clone()])
-    assert first == second
-
-
-@pytest.mark.slow
-def test_groups_of_shards_are_compared_shard_by_shard():
-    """Ranks 0 and 2 hold one half of each parameter, ranks 1 and 3 the other."""
-
-    def run(state, bad_rank):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        recipe = af.compose(af.wrap_fsdp(replicate=2), af.check_replicas(2))
-        state, step = af.build(state, recipe(plan))
-        state, _ = step(state, BATCH)
-        if state.rank == bad_rank:
-            with torch.no_grad():
-                local(model[2].weight).view(-1).view(torch.int64).bitwise_xor_(1 << 30)
-                local(model[0].weight).view(-1).view(torch.int64)[0] ^= 1 << 30
-        try:
-            step(state, BATCH)
-        except RuntimeError as error:
-            return str(error)
-        return ""
-
-    assert simulate(lambda state: run(state, None), world_size=4) == [""] * 4
-    words = (
-        "check_replicas: parameters must be equal on all ranks at step 2, 0.weight differs on rank"
-    )
-    for bad_rank, told in enumerate([2, 3, 2, 3]):
-        for each in simulate(lambda state, bad=bad_rank: run(state, bad), world_size=4):
-            assert each.startswith(f"{words} {told};")
-
-
-def test_how_often_is_a_number_of_steps():
-    with pytest.raises(ValueError, match="check_replicas: every must be an integer >= 1, got 0"):
-        af.check_replicas(0)

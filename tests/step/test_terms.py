@@ -8,8 +8,8 @@ from torch import nn
 import accel_fn as af
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, LossError, PlanError
 from accel_fn.testing import assert_equivalent, simulate
-from tests.laws.law03_several_terms import FIXED, WEIGHTS, Detector, a_batch, terms
 from tests.support import strategies as ours
+from tests.support.several_terms import FIXED, WEIGHTS, Detector, a_batch, terms
 
 NAMES = r"step: loss_fn must return terms ['box', 'cls'], as weight_fn names them, got "
 

@@ -93,7 +93,7 @@ def built(
 ) -> tuple[af.DistState, af.Step]:
     """Build such a plan after a transform, in one process if no state is given.
 
-    Tests of plans count forwards, so its loss is not compared; tests/laws/law14_reduction.py is about that.
+    Tests of plans count forwards, so its loss is not compared; tests/step/test_reduction.py is about that.
     """
     return af.build(state or af.DistState(), recipe(plan(**given)), check_loss=False)
 

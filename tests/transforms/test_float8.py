@@ -12,9 +12,9 @@ from torch._dynamo.utils import counters
 import accel_fn as af
 from accel_fn.testing import simulate
 from accel_fn.transforms.amp.float8 import Float8Slot
-from tests.laws.law03_reproducible import fingerprint
 from tests.support import strategies as ours
 from tests.support.compilers import compiles
+from tests.support.reproducible_runs import fingerprint
 
 
 def make_model():

@@ -7,16 +7,16 @@ import pytest
 
 import accel_fn as af
 from accel_fn import testing
-from tests.laws.law03_reproducible import fingerprint
 from tests.support.compilers import compiles
 from tests.support.processes import launch
+from tests.support.reproducible_runs import fingerprint
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import torch
 import accel_fn as af
-from tests.laws.law03_reproducible import fingerprint
+from tests.support.reproducible_runs import fingerprint
 
 torch.set_num_threads(1)
 torch.manual_seed(torch.initial_seed() + 1)  # whatever it was, it does not count
@@ -41,7 +41,7 @@ LEG = """
 import torch
 import accel_fn as af
 from pathlib import Path
-from tests.laws.law03_reproducible import batches, built, kept, sha256, train
+from tests.support.reproducible_runs import batches, built, kept, sha256, train
 
 torch.set_num_threads(1)
 folder = Path({folder!r})
@@ -174,7 +174,7 @@ import torch
 import accel_fn as af
 from torch import nn
 from torch._dynamo.utils import counters
-from tests.laws.law03_reproducible import batches, fingerprint
+from tests.support.reproducible_runs import batches, fingerprint
 
 torch.set_num_threads(1)
 state = af.init(device="cpu", timeout_s=60)

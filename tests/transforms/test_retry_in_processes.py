@@ -10,9 +10,9 @@ import torch
 
 import accel_fn as af
 from accel_fn.comm.dtensor import local
-from tests.laws.law02_out_of_memory import FULL, model_with_statistics, told_by
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
+from tests.support.out_of_memory import FULL, model_with_statistics, told_by
 from tests.support.processes import launch
 
 SCRIPT = """

@@ -111,7 +111,7 @@ MUTANTS = [
         "base/weights.py",
         "return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])",
         "return tuple([part * factor / total[0] if part else 0.0 for part, whole in pairs])",
-        f"{LAWS}03_several_terms.py",
+        f"{LAWS}03_several_terms.py tests/step/test_several_terms.py",
         kind="losses.terms",
     ),
     Mutant(
@@ -119,7 +119,7 @@ MUTANTS = [
         "step/loss_terms.py",
         "node.register_hook(_zeros)",
         "node.name()",
-        f"{LAWS}03_several_terms.py",
+        f"{LAWS}03_several_terms.py tests/step/test_several_terms.py",
     ),
     Mutant(
         "what .grad held before counts",
@@ -288,42 +288,42 @@ MUTANTS = [
         ADVANCE,
         "            self._advance()\n        return state",
         "            [self._advance() for _ in range(state.world_size)]\n        return state",
-        f"{LAWS}10_schedule.py",
+        f"{LAWS}10_schedule.py tests/transforms/test_schedule.py",
     ),
     Mutant(
         "the schedule counts updates that were skipped",
         ADVANCE,
         "if self._always or verdict_of(report):",
         "if True:",
-        f"{LAWS}10_schedule.py",
+        f"{LAWS}10_schedule.py tests/transforms/test_schedule.py",
     ),
     Mutant(
         "the average counts updates that were skipped",
         AVERAGE,
         "elif made:",
         "else:",
-        f"{LAWS}10_average.py",
+        f"{LAWS}10_average.py tests/transforms/test_average.py",
     ),
     Mutant(
         "the average moves by its decay",
         AVERAGE,
         "return 1 - decay if num_updates else 1.0",
         "return decay if num_updates else 1.0",
-        f"{LAWS}10_average.py",
+        f"{LAWS}10_average.py tests/transforms/test_average.py",
     ),
     Mutant(
         "after an evaluation of the average, training goes on from it",
         AVERAGE,
         "            _copy(kept, there)",
         "            pass",
-        f"{LAWS}10_average.py",
+        f"{LAWS}10_average.py tests/transforms/test_average.py",
     ),
     Mutant(
         "an average that is loaded starts anew",
         AVERAGE,
         'self._updates.restore(saved["num_updates"])',
         "self._updates.restore(0)",
-        f"{LAWS}10_average.py",
+        f"{LAWS}10_average.py tests/transforms/test_average.py",
     ),
     Mutant(
         "the sampler is not agreed on by the ranks",
@@ -372,7 +372,7 @@ MUTANTS = [
         "transforms/skip.py",
         'self._in_a_row = saved["in_a_row"].to(self._in_a_row.device)',
         "self._in_a_row = torch.zeros_like(self._in_a_row)",
-        f"{LAWS}07_skipping.py",
+        f"{LAWS}07_skipping.py tests/transforms/test_skip.py",
     ),
     Mutant(
         "a resumed run averages ranks at other updates",
@@ -428,14 +428,14 @@ MUTANTS = [
         "transforms/freeze.py",
         "None if place in self._places else each for place, each",
         "each * 0 if place in self._places else each for place, each",
-        f"{LAWS}10_freezing.py",
+        f"{LAWS}10_freezing.py tests/transforms/test_freeze.py",
     ),
     Mutant(
         "a frozen layer thaws one update late",
         "transforms/freeze.py",
         "each.closed = self._updates.value + 1 < self._until",
         "each.closed = self._updates.value < self._until",
-        f"{LAWS}10_freezing.py",
+        f"{LAWS}10_freezing.py tests/transforms/test_freeze.py",
     ),
     Mutant(
         "micro-batches that only keep shards together count",
@@ -465,7 +465,7 @@ MUTANTS = [
         "base/weights.py",
         "return _sum_of_weights(counted[counted != ignore_index], class_weight.values)",
         "return int(torch.count_nonzero(counted != ignore_index))",
-        f"tests/base {LAWS}14_reduction.py",
+        f"tests/base {LAWS}03_reduction.py tests/step/test_reduction.py",
         kind="losses.class_weights",
     ),
     Mutant(
@@ -569,7 +569,7 @@ MUTANTS = [
         LOSS_CHECK,
         "if not draws and any(differing):",
         "if False:",
-        f"{LAWS}14_reduction.py",
+        f"{LAWS}03_reduction.py tests/step/test_reduction.py",
         kind="losses.state_by_row",
     ),
     Mutant(
@@ -577,7 +577,7 @@ MUTANTS = [
         LOSS_CHECK,
         "        restore_random(self._generators, self._device)\n",
         "",
-        f"{LAWS}14_reduction.py",
+        f"{LAWS}03_reduction.py tests/step/test_reduction.py",
         kind="losses.noise",
     ),
     Mutant(
@@ -585,7 +585,7 @@ MUTANTS = [
         LOSS_CHECK,
         "if state.is_main and self._cuts_rows:",
         "if False:",
-        f"{LAWS}14_reduction.py",
+        f"{LAWS}03_reduction.py tests/step/test_reduction.py",
         kind="losses.rmse",
     ),
     Mutant(
@@ -593,7 +593,7 @@ MUTANTS = [
         "step/checks/first_batches.py",
         "_LOOKS = (1, 2, 10, 100)",
         "_LOOKS = (1,)",
-        f"{LAWS}14_reduction.py",
+        f"{LAWS}03_reduction.py tests/step/test_reduction.py",
         kind="losses.policy_gradient",
     ),
     Mutant(
@@ -617,7 +617,7 @@ MUTANTS = [
         ADVANCE,
         "range(state.step // self._every - self._step // self._every)",
         "range((state.step - 1) // self._every - (self._step - 1) // self._every)",
-        f"{LAWS}10_schedule_of_batches.py",
+        f"{LAWS}10_schedule_of_batches.py tests/transforms/test_schedule_of_batches.py",
         kind="schedules.by_epoch",
     ),
     Mutant(
@@ -633,7 +633,7 @@ MUTANTS = [
         RESUMED_SCHEDULES,
         "        if there != now:\n",
         "        if False:\n",
-        f"{LAWS}10_more_epochs.py",
+        f"{LAWS}10_more_epochs.py tests/checkpoint/test_more_epochs.py",
         kind="schedules.more_epochs",
     ),
     Mutant(
@@ -641,7 +641,7 @@ MUTANTS = [
         RESUMED_SCHEDULES,
         "_count(each.state) - _count(state)\n",
         "_count(each.state) - _count(state) - 1\n",
-        f"{LAWS}10_more_epochs.py",
+        f"{LAWS}10_more_epochs.py tests/checkpoint/test_more_epochs.py",
         kind="schedules.more_epochs",
     ),
     Mutant(
@@ -649,7 +649,7 @@ MUTANTS = [
         RESUMED_SCHEDULES,
         "if over[id(each.scheduler.optimizer)] == 1:",
         "if False:",
-        f"{LAWS}10_more_epochs.py",
+        f"{LAWS}10_more_epochs.py tests/checkpoint/test_more_epochs.py",
         kind="schedules.longer_function",
     ),
     Mutant(
@@ -696,6 +696,6 @@ MUTANTS = [
         "step/build.py",
         'before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]',
         "before = []",
-        f"{LAWS}10_schedule_of_batches.py",
+        f"{LAWS}10_schedule_of_batches.py tests/transforms/test_schedule_of_batches.py",
     ),
 ]

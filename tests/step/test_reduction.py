@@ -1,4 +1,4 @@
-"""A loss is the mean or the sum over its items, as the plan says; the first step compares."""
+"""The first batches compare a loss with the mean or the sum over its items: refusals and warnings."""
 
 import json
 import math
@@ -6,53 +6,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import accel_fn as af
-from accel_fn.testing import simulate, strategies
+from accel_fn.testing import simulate
 from tests.laws.law03_real_processes import batches as fixed_batches
-from tests.laws.law03_worlds import dealt_batches
+from tests.laws.law03_reduction import summed, trained
 from tests.support import strategies as ours
 from tests.support.processes import launch
 
-
-def summed(model, batch):
-    """Return the sum over samples."""
-    return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
-
-
-def trained(parts, recipe, loss_fn=summed, check_loss=True, **options):
-    """Return the losses of each step and the parameters at the end, of each rank."""
-
-    def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
-        state, step = af.build(state, recipe(plan), check_loss=check_loss)
-        losses = []
-        for batch in parts[state.rank]:
-            state, report = step(state, batch)
-            losses.append(float(report.loss))
-        return losses, ours.whole(model.state_dict())
-
-    return simulate(run, world_size=len(parts))
-
-
-@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
-@given(dealt=dealt_batches(strategies.batches(), 4), num_microbatches=st.integers(1, 3))
-def test_a_sum_is_that_of_one_process(wrap, dealt, num_microbatches):
-    batches, sizes = dealt
-    losses, expected = ours.trained_by_hand(
-        ours.regression_model(), batches, loss_fn=summed, optimizer=ours.sgd
-    )
-    recipe = af.compose(wrap, af.accumulate(num_microbatches))
-    for found, parameters in trained(ours.dealt(batches, sizes), recipe, reduction="sum"):
-        ours.assert_close(parameters, expected)
-        assert found == pytest.approx(losses, rel=1e-12)
-
-
 INPUTS = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3)
+
 BATCH = (INPUTS, INPUTS.sum(1, keepdim=True) + 0.5)
 
 
@@ -467,7 +431,7 @@ import json, torch
 import accel_fn as af
 from tests.support import strategies as ours
 from tests.laws.law03_real_processes import batches, shard
-from tests.laws.law14_reduction import summed
+from tests.laws.law03_reduction import summed
 
 state = af.init(device="cpu", timeout_s=60)
 model = ours.regression_model()

@@ -1,0 +1,45 @@
+"""A loss that is a sum over its items is that of one process, for any ranks and micro-batches."""
+
+import pytest
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+from tests.laws.law03_worlds import dealt_batches
+from tests.support import strategies as ours
+
+
+def summed(model, batch):
+    """Return the sum over samples."""
+    return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+
+def trained(parts, recipe, loss_fn=summed, check_loss=True, **options):
+    """Return the losses of each step and the parameters at the end, of each rank."""
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
+        state, step = af.build(state, recipe(plan), check_loss=check_loss)
+        losses = []
+        for batch in parts[state.rank]:
+            state, report = step(state, batch)
+            losses.append(float(report.loss))
+        return losses, ours.whole(model.state_dict())
+
+    return simulate(run, world_size=len(parts))
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
+@given(dealt=dealt_batches(strategies.batches(), 4), num_microbatches=st.integers(1, 3))
+def test_a_sum_is_that_of_one_process(wrap, dealt, num_microbatches):
+    batches, sizes = dealt
+    losses, expected = ours.trained_by_hand(
+        ours.regression_model(), batches, loss_fn=summed, optimizer=ours.sgd
+    )
+    recipe = af.compose(wrap, af.accumulate(num_microbatches))
+    for found, parameters in trained(ours.dealt(batches, sizes), recipe, reduction="sum"):
+        ours.assert_close(parameters, expected)
+        assert found == pytest.approx(losses, rel=1e-12)

@@ -1,0 +1,305 @@
+"""A loss of several terms: reports, precisions, graphs, evaluation, and terms without items."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests import reference
+from tests.laws.law07_scaling import scaled
+from tests.support import strategies as ours
+from tests.support.processes import launch
+from tests.support.several_terms import (
+    FIXED,
+    NUM_PLACES,
+    WEIGHTS,
+    Detector,
+    a_batch,
+    by_hand,
+    sums,
+    terms,
+)
+
+
+def trained(state, *transforms, found=FIXED, loss_fn=terms, dtype=torch.float64):
+    """Train on equal parts; return the model and the reports."""
+    model = Detector(dtype)
+    plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()), WEIGHTS)
+    state, step = af.build(state, af.compose(*transforms)(plan))
+    reports = []
+    for inputs, *masks in found:
+        state, report = step(state, af.part((inputs.to(dtype), *masks), state))
+        reports.append(report)
+    return model, reports
+
+
+def test_a_report_has_the_mean_and_the_weight_of_each_term():
+    expected = terms(Detector(), FIXED[0])
+    _, (report, other) = simulate(lambda s: trained(s, af.wrap_ddp()), world_size=2)[1]
+    assert report.weight == {"cls": 3, "box": 3}
+    assert list(report.terms) == ["cls", "box"]
+    for name, mean in expected.items():
+        torch.testing.assert_close(report.terms[name], mean.detach(), **ours.EXACT)
+    assert report.loss == report.terms["cls"] + report.terms["box"]
+    assert other.weight == {"cls": 4, "box": 0}
+    assert other.terms["box"] == 0
+    assert other.loss == other.terms["cls"]
+
+
+def test_a_batch_in_which_no_term_has_items_has_gradients_of_zeros():
+    _, expected = ours.trained_by_hand(
+        Detector(), [FIXED[0], nothing := a_batch([0, 0], [0, 0])], loss_fn=by_hand
+    )
+    for model, reports in simulate(
+        lambda s: trained(s, af.wrap_ddp(), found=[FIXED[0], nothing]), world_size=2
+    ):
+        ours.assert_close(model.state_dict(), expected)
+        assert reports[1].weight == {"cls": 0, "box": 0}
+        assert reports[1].loss == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("transforms", [(), (af.accumulate(2),)], ids=["whole", "accumulate"])
+def test_reproducible_is_exact_and_has_the_same_bits_for_every_number_of_ranks(
+    transforms, world_size
+):
+    found = [a_batch([0, 2, 1, 0, 0, 0, 1, 3], [3, 0, 0, 0, 0, 0, 0, 1]), FIXED[1]]
+    losses, expected = ours.trained_by_hand(Detector(), found, loss_fn=by_hand)
+    recipe = (af.reproducible(4), *transforms)
+    alone, said = trained(af.DistState(), *recipe, found=found)
+    ours.assert_close(alone.state_dict(), expected)
+    assert [float(each.loss) for each in said] == pytest.approx(losses, rel=1e-12)
+    for model, reports in simulate(
+        lambda s: trained(s, *recipe, found=found), world_size=world_size
+    ):
+        ours.assert_identical(model.state_dict(), alone.state_dict())
+        assert [each.terms for each in reports] == [each.terms for each in said]
+        assert [each.weight for each in reports] == [each.weight for each in said]
+
+
+def test_a_batch_that_is_repeated_after_an_out_of_memory_error_is_exact():
+    _, expected = ours.trained_by_hand(Detector(), FIXED, loss_fn=by_hand)
+
+    def run(state):
+        def small(model, batch):
+            if len(batch[0]) > 1 and state.rank == 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return terms(model, batch)
+
+        return trained(state, af.wrap_ddp(), af.accumulate("auto"), loss_fn=small)
+
+    for model, reports in simulate(run, world_size=2):
+        ours.assert_close(model.state_dict(), expected)
+        assert reports[1].extras["num_microbatches"] == 2
+
+
+@pytest.mark.parametrize(
+    "with_amp", [af.with_amp("bf16"), af.with_amp("fp16", init_scale=256.0)], ids=["bf16", "fp16"]
+)
+def test_mixed_precision_trains_a_loss_without_a_term(with_amp):
+    _, expected = ours.trained_by_hand(Detector(), FIXED, loss_fn=by_hand)
+    for model, reports in simulate(
+        lambda s: trained(s, af.wrap_ddp(), with_amp, af.accumulate(2), dtype=torch.float32),
+        world_size=2,
+    ):
+        assert all(report.applied for report in reports)
+        found = {name: value.double() for name, value in model.state_dict().items()}
+        ours.assert_close(found, expected, rtol=0.05, atol=0.05)  # half precision has 3 digits
+
+
+def test_terms_in_half_precision_are_added_up_in_full():
+    def halved(model, batch):
+        return {name: each.bfloat16() for name, each in terms(model, batch).items()}
+
+    recipe = (af.accumulate(3),)
+    found = [a_batch([3, 2, 1], [1, 3, 3])]
+    _, (report,) = trained(af.DistState(), *recipe, found=found, loss_fn=halved)
+    parts = [ours.rows(found[0], row, row + 1) for row in range(3)]
+    for index, (name, mean) in enumerate(report.terms.items(), 1):
+        counts = [part[index].sum() for part in parts]
+        by_part = [halved(Detector(), part)[name].detach().double() for part in parts]
+        expected = sum(n * each for n, each in zip(counts, by_part, strict=True)) / sum(counts)
+        torch.testing.assert_close(mean, expected, **ours.EXACT)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_scale_changes_no_bit(world_size):
+    expected, _ = simulate(lambda s: trained(s, af.wrap_ddp()), world_size=world_size)[0]
+    for model, reports in simulate(
+        lambda s: trained(s, af.wrap_ddp(), scaled(1024.0)), world_size=world_size
+    ):
+        assert all(report.applied for report in reports)
+        ours.assert_identical(model.state_dict(), expected.state_dict())
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_leaves_out_a_term_without_items():
+    _, expected = ours.trained_by_hand(Detector(), [*FIXED, FIXED[0]], loss_fn=by_hand)
+    recipe = (af.compiled(), af.accumulate(2))
+    model, _ = trained(af.DistState(), *recipe, found=[*FIXED, FIXED[0]])
+    ours.assert_close(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_constant_stands_for_a_term_without_items(world_size):
+    def constants(model, batch):
+        return {
+            name: each if batch[index].any() else torch.zeros((), dtype=torch.float64)
+            for index, (name, each) in enumerate(terms(model, batch).items(), 1)
+        }
+
+    _, expected = ours.trained_by_hand(Detector(), FIXED, loss_fn=by_hand)
+    for model, _ in simulate(
+        lambda s: trained(s, af.wrap_ddp(), loss_fn=constants), world_size=world_size
+    ):
+        ours.assert_close(model.state_dict(), expected)
+
+
+class Broken(torch.autograd.Function):
+    """A loss whose backward is nan, whatever it is given, as that of fused kernels for no items."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.sum() * float("nan")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.full((1,), float("nan"), dtype=torch.float64).expand(2, NUM_PLACES)
+
+
+def test_the_gradients_of_a_term_without_items_are_zeros_also_where_a_function_gives_nan():
+    def loss_fn(model, batch):
+        return {**terms(model, batch), "box": Broken.apply(model(batch[0])[1])}
+
+    found = [a_batch([1, 2], [0, 0])]
+    _, expected = ours.trained_by_hand(Detector(), found, loss_fn=by_hand)
+    model, _ = trained(af.DistState(), found=found, loss_fn=loss_fn)
+    ours.assert_close(model.state_dict(), expected)
+
+
+class Tables(nn.Module):
+    """A table for each term, with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(5, 1, sparse=True) for _ in WEIGHTS])
+        with torch.no_grad():
+            for index, table in enumerate(self.tables, 1):
+                table.weight.copy_(torch.arange(5.0)[:, None] / index)
+        self.double()
+
+    def forward(self, inputs):
+        numbers = (inputs[..., 0] * 2).long().clamp(-2, 2) + 2
+        return [table(numbers).squeeze(-1) for table in self.tables]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_terms_may_have_tables_with_sparse_gradients(world_size):
+    expected = Tables()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    reference.train(expected, by_hand, optimizer, FIXED)
+
+    def run(state):
+        model = Tables()
+        plan = af.Plan(terms, model, torch.optim.SGD(model.parameters(), lr=0.1), WEIGHTS)
+        state, step = af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
+        for batch in FIXED:
+            state, _ = step(state, af.part(batch, state))
+        return model.state_dict()
+
+    for found in simulate(run, world_size=world_size):
+        ours.assert_close(found, expected.state_dict())
+
+
+def with_metrics(model, batch):
+    return terms(model, batch), {"error": (sums(model, batch)[1] / 2, batch[2].sum())}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metrics_beside_terms_are_sums_over_counts(world_size):
+    for _, reports in simulate(
+        lambda s: trained(s, af.wrap_ddp(), af.accumulate(2), loss_fn=with_metrics),
+        world_size=world_size,
+    ):
+        error = reports[0].terms["box"] / 2
+        torch.testing.assert_close(reports[0].metrics["error"], error, **ours.EXACT)
+        assert reports[1].metrics["error"].isnan()
+
+
+def built(state, loss_fn):
+    model = Detector()
+    plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()), WEIGHTS)
+    return af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
+
+
+def evaluated(state, batch, loss_fn=with_metrics, metric_fn=None):
+    state, step = built(state, loss_fn)
+    data = list(zip(*batch, strict=True))
+    loader = af.shard_loader(DataLoader(data, batch_size=3), state)
+    return af.evaluate(step, loader, state, metric_fn)
+
+
+@pytest.mark.parametrize("metric_fn", [None, with_metrics], ids=["loss_fn", "metric_fn"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluate_gives_each_term_over_its_own_items_and_their_sum(world_size, metric_fn):
+    batch = a_batch([0, 2, 1, 0, 0], [3, 0, 0, 0, 0])
+    model = Detector().requires_grad_(False)
+    expected = {name: float(each) for name, each in terms(model, batch).items()}
+    expected |= {"loss": sum(expected.values()), "error": expected["box"] / 2}
+    loss_fn = terms if metric_fn else with_metrics
+    for found in simulate(
+        lambda state: evaluated(state, batch, loss_fn, metric_fn), world_size=world_size
+    ):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "metric_fn", [None, lambda model, batch: (terms(model, batch), None)], ids=["loss_fn", "fn"]
+)
+def test_evaluate_gives_nan_for_a_term_without_items_and_leaves_it_out_of_the_sum(metric_fn):
+    found = evaluated(af.DistState(), FIXED[1], terms, metric_fn)
+    assert found["loss"] == found["cls"]
+    assert math.isnan(found["box"])
+    nothing = evaluated(af.DistState(), a_batch([0, 0], [0, 0]), terms, metric_fn)
+    assert sorted(nothing) == ["box", "cls", "loss"]
+    assert all(map(math.isnan, nothing.values()))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_forward_gives_the_sum_of_the_terms(world_size):
+    model = Detector().requires_grad_(False)
+
+    def run(state):
+        state, step = built(state, terms)
+        return [float(step.forward(state, af.part(batch, state))) for batch in FIXED]
+
+    for found in simulate(run, world_size=world_size):
+        assert found == pytest.approx([float(by_hand(model, each)) for each in FIXED], rel=1e-12)
+
+
+IN_PROCESSES = """
+import json
+import accel_fn as af
+from tests.step.test_several_terms import trained
+from tests.support import strategies as ours
+
+model, reports = trained(af.init(device="cpu", timeout_s=60), {wrap}, af.accumulate(2))
+parameters = {{name: each.tolist() for name, each in ours.whole(model.state_dict()).items()}}
+say(json.dumps([parameters, [float(each.loss) for each in reports]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
+def test_processes_are_one_process(wrap):
+    losses, expected = ours.trained_by_hand(Detector(), FIXED, loss_fn=by_hand)
+    for line in launch(IN_PROCESSES.format(wrap=wrap), num_processes=2).splitlines():
+        parameters, found = json.loads(line)
+        of = {name: torch.tensor(each, dtype=torch.float64) for name, each in parameters.items()}
+        ours.assert_close(of, expected)
+        assert found == pytest.approx(losses, rel=1e-12)

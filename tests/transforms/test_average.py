@@ -1,0 +1,253 @@
+"""average: what shows, saves and restores the averaged parameters, and what it refuses."""
+
+import copy
+from contextlib import nullcontext, suppress
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests.support import strategies as ours
+from tests.support.averages import BATCH, by_hand, each_rule, make, means
+
+
+def test_after_showing_it_all_is_as_it_was_even_after_an_error():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+    )
+    state, step = make(af.average(0.5), model=model.double())
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    before = copy.deepcopy(model.state_dict())
+    with suppress(KeyError), af.use_average(step):
+        assert not torch.equal(model[0].weight, before["0.weight"])
+        torch.testing.assert_close(model[1].running_mean, before["1.running_mean"])
+        model(torch.randn(8, 3).double())  # changes running statistics
+        raise KeyError
+    ours.assert_identical(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_computed_within_is_of_the_averaged_parameters(wrap, world_size):
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(7, size, generator=generator, dtype=torch.float64) for size in (3, 1)]
+    data = torch.utils.data.TensorDataset(*parts)
+
+    def run(state):
+        state, step = make(af.compose(wrap, af.average(0.5)), state)
+        loader = af.shard_loader(torch.utils.data.DataLoader(data, batch_size=4), state)
+        mine = [each.tensor_split(world_size)[state.rank] for each in data.tensors]
+        for _ in range(3):
+            state, _ = step(state, mine)
+        with af.use_average(step):
+            shown = {n: v.clone() for n, v in ours.whole(step.plan.model.state_dict()).items()}
+            found = float(step.forward(state, mine)), af.evaluate(step, loader, state)["loss"]
+        own = ours.whole(step.plan.model.state_dict())
+        return shown, found, own, float(step.forward(state, mine))
+
+    model = ours.regression_model()
+    for shown, found, own, after in simulate(run, world_size=world_size):
+        model.load_state_dict(shown)
+        expected = ours.mse(model, data.tensors).item()
+        assert found == (pytest.approx(expected, rel=1e-6), pytest.approx(expected, rel=1e-6))
+        model.load_state_dict(own)
+        assert after == pytest.approx(ours.mse(model, data.tensors).item(), rel=1e-6)
+        assert after < 0.99 * expected or after > 1.01 * expected
+
+
+def test_before_the_first_update_the_average_is_the_parameters_as_they_are(tmp_path):
+    """A loaded checkpoint replaces the parameters of `build`; the first update may also have been
+    skipped."""
+    state, step = make(af.compose(af.average(0.5), af.skip_nonfinite()))
+    af.save_model(ours.regression_model(3), tmp_path)
+    af.load_model(step.plan.model, tmp_path)
+    ours.assert_identical(means(step), ours.regression_model(3).state_dict())
+    state, report = step(state, (BATCH[0] * float("nan"), BATCH[1]))
+    assert not report.applied
+    ours.assert_identical(means(step), ours.regression_model(3).state_dict())
+
+
+def test_a_new_average_of_a_run_that_resumes_is_that_of_the_run(tmp_path):
+    state, step = make(af.compose())
+    state, _ = step(state, BATCH)
+    af.save(tmp_path, state, step)
+    expected = copy.deepcopy(step.plan.model.state_dict())
+    state, step = make(af.average(0.5))
+    af.load(tmp_path, state, step, strict=False)
+    ours.assert_identical(means(step), expected)
+
+
+def test_parameters_that_are_no_numbers_to_average_are_left_alone(tmp_path):
+    model = ours.regression_model()
+    for name, value in {"codes": torch.arange(3), "mask": torch.ones(2).bool()}.items():
+        model.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    plan = af.average(0.5)(af.Plan(ours.mse, model, ours.adamw(trained)))
+    state, step = af.build(af.DistState(), plan)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    with af.use_average(step):
+        model.codes.data += 1
+    assert model.codes.tolist() == [0, 1, 2]
+    af.save(tmp_path, state, step)
+    af.load(tmp_path, state, step)
+
+
+def test_parameters_of_half_precision_have_a_mean_of_single_precision():
+    """A thousandth of a difference is below the last of eight bits."""
+    model = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    torch.nn.init.ones_(model.weight)
+
+    def loss_fn(model, batch):
+        return -model.weight.sum().float()
+
+    plan = af.average(0.999)(af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=1.0)))
+    state, step = af.build(af.DistState(), plan)
+    mean = 2.0
+    for number in range(1, 20):
+        state, _ = step(state, BATCH)
+        mean += 0.001 * (1.0 + number - mean)
+    held = step.plan.after_update[0].state_dict()["mean/weight"]
+    assert held.dtype == torch.float32
+    assert held.item() == pytest.approx(mean, rel=1e-5)
+    with af.use_average(step):
+        assert model.weight.item() == held.bfloat16().item()
+    assert model.weight.item() == 20.0
+
+
+@each_rule
+@pytest.mark.parametrize("world_sizes", [(1, 1), (2, 1), (1, 3)])
+def test_a_resumed_run_resumes_with_its_average(tmp_path, recipe, theirs, world_sizes):
+    batches = [(torch.randn(6, 3).double(), torch.randn(6, 1).double()) for _ in range(6)]
+
+    def run(state, start, stop, load):
+        state, step = make(af.compose(af.wrap_ddp(), recipe, af.skip_nonfinite()), state)
+        state = af.load(tmp_path, state, step) if load else state
+        for batch in batches[start:stop]:
+            state, _ = step(
+                state, tuple(each.tensor_split(state.world_size)[state.rank] for each in batch)
+            )
+        af.save(tmp_path, state, step)
+        return means(step)
+
+    first, second = world_sizes
+    simulate(lambda state: run(state, 0, 3, load=False), world_size=first)
+    found = simulate(lambda state: run(state, 3, 6, load=True), world_size=second)
+    for each in found:
+        ours.assert_close(each, by_hand(batches, theirs))
+
+
+def test_weights_that_are_shown_are_the_weights_that_are_saved(tmp_path):
+    state, step = make(af.average(0.5))
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    with af.use_average(step):
+        af.save_model(step.plan.model, tmp_path)
+    other = ours.regression_model(3)
+    af.load_model(other, tmp_path)
+    ours.assert_identical(other.state_dict(), means(step))
+
+
+def test_a_step_within_is_refused():
+    state, step = make(af.average(0.5))
+    with (
+        af.use_average(step),
+        pytest.raises(ValueError, match="must not be stepped within use_average"),
+    ):
+        step(state, BATCH)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_saving_the_run_within_is_refused_on_all_ranks(tmp_path, wait):
+    """The error comes on all ranks even if only one rank is inside."""
+
+    def run(state):
+        state, step = make(af.compose(af.wrap_ddp(), af.average(0.5)), state)
+        with (
+            af.use_average(step) if state.rank else nullcontext(),
+            pytest.raises(af.AccelError) as told,
+        ):
+            af.save(tmp_path, state, step, wait=wait)
+        return str(told.value)
+
+    first, second = simulate(run, world_size=2)
+    assert first.startswith("save: ")
+    assert second == (
+        "save: step must have its own parameters, got those of use_average(step); call it before or after"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+LOADS = {
+    "load": lambda folder, state, step: af.load(folder, state, step),
+    "load_accelerate": lambda folder, state, step: af.load_accelerate(folder, step, state),
+}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_loading_a_run_within_is_refused_before_anything_is_read(tmp_path, load):
+    state, step = make(af.average(0.5))
+    with (
+        af.use_average(step),
+        pytest.raises(ValueError, match="load: step must have its own parameters, got those of"),
+    ):
+        load(tmp_path, state, step)
+
+
+def test_showing_it_twice_is_refused():
+    _, step = make(af.average(0.5))
+    with (
+        af.use_average(step),
+        pytest.raises(ValueError, match="got it twice"),
+        af.use_average(step),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("recipe", [af.compose(), af.compose(af.average(0.5), af.average(0.9))])
+def test_there_must_be_one(recipe):
+    _, step = make(recipe)
+    with (
+        pytest.raises(ValueError, match="use_average: step must have one average in its plan, got"),
+        af.use_average(step),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: af.average(1.0), "average: decay must be < 1, got 1.0"),
+        (lambda: af.average(0.0), "average: decay must be a finite number > 0, got 0.0"),
+        (lambda: af.average(float("nan")), "decay must be a finite number > 0, got nan"),
+        (lambda: af.average(0.9, num_warmup=-1), "num_warmup must be an integer >= 0, got -1"),
+        (lambda: af.average.uniform(num_warmup=0.5), "num_warmup must be an integer >= 0"),
+    ],
+)
+def test_what_makes_no_average_is_refused(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("decay", "error", "text"),
+    [
+        (
+            lambda n: 1.5,
+            ValueError,
+            r"decay must return a number in \[0, 1\] for 1 updates, got 1.5",
+        ),
+        (lambda n: float("nan"), ValueError, r"decay must return a number in \[0, 1\] .* got nan"),
+        (lambda n: None, TypeError, "decay must return a number, got None"),
+    ],
+)
+def test_a_decay_that_is_none_is_refused_on_all_ranks(decay, error, text):
+    def run(state):
+        state, step = make(af.compose(af.wrap_ddp(), af.average(decay)), state)
+        state, _ = step(state, BATCH)
+        with pytest.raises(error, match=f"^average: {text}"):
+            step(state, BATCH)
+
+    simulate(run, world_size=2)

@@ -1,0 +1,213 @@
+"""skip_nonfinite and skip_spikes: when a run ends, late reads, resumed runs, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests.laws.law07_scaling import OPTIMIZERS, scaled
+from tests.laws.law07_skipping import linear_model, linear_run, tiny_sgd, trained_in_a_world
+from tests.support import strategies as ours
+from tests.support.cases import pinned
+from tests.support.late_reads import read_late
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(("world_size", "culprit"), [(2, 0), (2, 1), (3, 1)])
+def test_a_spike_on_one_rank_is_left_out_on_all(wrap, world_size, culprit):
+    generator = torch.Generator().manual_seed(0)
+    calm = [(torch.randn(6, 3, generator=generator).double(), torch.ones(6, 1).double())] * 6
+    parts = ours.dealt_evenly([*calm[:4], calm[4], *calm[4:]], world_size)
+    inputs, targets = parts[culprit][4]
+    parts[culprit][4] = inputs, targets * 1e4
+    _, expected = ours.trained_by_hand(ours.regression_model(), calm)
+    for parameters, applied in trained_in_a_world(parts, af.skip_spikes(window=4), wrap=wrap):
+        ours.assert_close(parameters, expected)
+        assert applied == [True] * 4 + [False] + [True] * 2
+
+
+BAD = {"nonfinite": (af.skip_nonfinite(), float("nan")), "spike": (af.skip_spikes(window=4), 1e4)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "world_size"),
+    pinned(
+        [("nonfinite", 0, 2), ("nonfinite", 3, 2), ("spike", 1, 2), ("spike", 2, 2)],
+        BAD,
+        range(4),
+        [2, 4],
+    ),
+)
+def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind, row, world_size):
+    """The targets of one output reach one row of the weight, which one rank holds."""
+    recipe, bad = BAD[kind]
+    calm = [(torch.eye(4).double(), torch.ones(4, 4).double())] * 6
+    targets = calm[4][1].clone()
+    targets[:, row] = bad
+    spoilt = [*calm[:4], (calm[4][0], targets), *calm[4:]]
+
+    layer = torch.nn.Linear(4, 4).double()
+    _, expected = ours.trained_by_hand(copy.deepcopy(layer), calm)
+    parts = ours.dealt_evenly(spoilt, world_size)
+    for parameters, applied in trained_in_a_world(
+        parts, recipe, wrap=af.wrap_fsdp(), make_model=lambda: copy.deepcopy(layer)
+    ):
+        ours.assert_close(parameters, expected)
+        assert applied == [True] * 4 + [False] + [True] * 2
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("autocast", [af.compose(), af.with_amp("bf16")], ids=["float32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("recipe", "bad"),
+    [(af.skip_nonfinite(), float("nan")), (af.skip_spikes(window=4), 1e6)],
+    ids=["nonfinite", "spike"],
+)
+def test_in_single_and_half_precision_it_is_the_run_without_the_batch_to_the_bit(
+    recipe, bad, optimizer, autocast, world_size
+):
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(6, 3, generator=generator), torch.ones(6, 1)) for _ in range(6)]
+    spoilt = [*batches[:4], (batches[4][0], batches[4][1] * bad), *batches[4:]]
+    model = ours.regression_model().float()
+    recipe = af.compose(af.wrap_ddp(), af.clip(0.5), autocast, recipe)
+    expected, found = (
+        ours.trained(model, ours.dealt_evenly(each, world_size), recipe, optimizer=optimizer)
+        for each in (batches, spoilt)
+    )
+    for (losses, parameters), (expected_losses, wanted) in zip(found, expected, strict=True):
+        ours.assert_identical(parameters, wanted)
+        assert [*losses[:4], *losses[5:]] == expected_losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("recipe", "bad", "rule"),
+    [
+        (af.skip_nonfinite(3), float("nan"), "be finite once in 3 updates, got nan at step 9"),
+        (
+            af.skip_spikes(window=4, max_consecutive=3),
+            1e3,
+            "be in line with those before it once in 3 updates, got 1000 at step 9",
+        ),
+    ],
+    ids=["nonfinite", "spikes"],
+)
+def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule, world_size):
+    """Pairs of skipped updates before that are no error."""
+    gains = [1.0, 1.0, bad, bad, 1.0, 1.0, bad, bad, bad]
+
+    def run(state):
+        parts = ours.dealt(linear_run(gains), [[2 // world_size] * world_size] * len(gains))
+        model = linear_model()
+        plan = af.Plan(ours.mse, model, tiny_sgd([model.weight]))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
+        for part in parts[state.rank][:-1]:
+            state, _ = step(state, part)
+        with pytest.raises(ArithmeticError, match=f"step: the gradient norm must {rule}"):
+            step(state, parts[state.rank][-1])
+        return state.step
+
+    assert simulate(run, world_size=world_size) == [8] * world_size
+
+
+@pytest.mark.parametrize("after", [float("nan"), 1.0])
+def test_a_result_that_is_read_late_ends_the_run_a_step_later_with_its_own_norm(after):
+    """The norm of that step does not matter."""
+    model = linear_model()
+    plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
+    state, step = af.build(af.DistState(), plan)
+    read_late(*step.plan.accept)
+    *first, last = linear_run([1.0, float("nan"), float("inf"), after])
+    for batch in first:
+        state, _ = step(state, batch)
+    with pytest.raises(ArithmeticError, match="got nan at step 3, and so for 2 in a row"):
+        step(state, last)
+
+
+def test_a_result_that_is_read_late_does_not_end_the_run_that_is_gone_back_to(tmp_path):
+    model = linear_model()
+    plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
+    state, step = af.build(af.DistState(), plan)
+    read_late(*step.plan.accept)
+    good, *bad = linear_run([1.0, float("nan"), float("nan")])
+    af.save(tmp_path, state, step)
+    for batch in bad:
+        state, _ = step(state, batch)
+    state = af.load(tmp_path, state, step)
+    _, report = step(state, good)
+    assert report.applied
+
+
+@pytest.mark.parametrize("empty", [{0, 1}, {3, 4, 5, 6}], ids=["first", "window"])
+def test_a_batch_without_weight_is_no_norm_to_look_back_on(empty):
+    """Norms of 0 would make a spike of any other norm."""
+    model = linear_model()
+    plan = af.Plan(ours.mse, model, tiny_sgd(model.parameters()), lambda batch: batch[1].sum())
+    recipe = af.skip_spikes(window=4, max_consecutive=3)
+    state, step = af.build(af.DistState(), recipe(plan))
+    for index, (inputs, targets) in enumerate(linear_run([1.0] * 10)):
+        state, report = step(state, (inputs, targets * (index not in empty)))
+        assert report.applied
+
+
+def test_a_spike_leaves_the_loss_scale_alone():
+    recipe = af.compose(scaled(1024.0), af.skip_spikes(window=4))
+    model = linear_model()
+    plan = recipe(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
+    state, step = af.build(af.DistState(), plan)
+    for batch in linear_run([1.0, 1.0, 1.0, 1e3]):
+        state, report = step(state, batch)
+    assert (bool(report.applied), float(state.scaler.scale)) == (False, 1024.0)
+
+
+def test_two_steps_of_one_plan_count_for_themselves():
+    model = linear_model()
+    plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
+    bad = linear_run([float("nan")])[0]
+    for _ in range(2):
+        state, step = af.build(af.DistState(), plan)
+        step(state, bad)
+
+
+@pytest.mark.parametrize("saved_after", range(1, 7))
+def test_a_resumed_run_knows_what_it_has_seen(saved_after, tmp_path):
+    """It knows the norms of the window, and the number of skipped updates in a row."""
+    recipe = af.compose(af.skip_spikes(window=4, max_consecutive=3), af.skip_nonfinite(3))
+    nan = float("nan")
+    batches = linear_run([1.0, 1.2, 5.0, 1.0, nan, nan, nan])
+
+    def built():
+        model = linear_model()
+        plan = recipe(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
+        return af.build(af.DistState(), plan)
+
+    state, step = built()
+    for batch in batches[:saved_after]:
+        state, _ = step(state, batch)
+    af.save(tmp_path, state, step)
+    state, step = built()
+    state = af.load(tmp_path, state, step)
+    outcomes = [True, True, False, True, False, False][saved_after:]
+    for batch, expected in zip(batches[saved_after:-1], outcomes, strict=True):
+        state, report = step(state, batch)
+        assert bool(report.applied) == expected
+    with pytest.raises(ArithmeticError, match="got nan at step 7"):
+        step(state, batches[-1])
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: af.skip_nonfinite(0), "skip_nonfinite: max_consecutive must be an integer >= 1"),
+        (lambda: af.skip_spikes(0.0), "skip_spikes: num_sigmas must be a finite number > 0"),
+        (lambda: af.skip_spikes(window=3), "skip_spikes: window must be an integer >= 4, got 3"),
+        (lambda: af.skip_spikes(max_consecutive=True), "max_consecutive must be an integer >= 1"),
+    ],
+)
+def test_what_makes_no_rule_is_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
