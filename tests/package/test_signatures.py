@@ -42,6 +42,7 @@ SIGNATURES = {
     af.evaluate: "step, loader, state, metric_fn=None, *, progress=None",
     af.predict: "step, loader, state, fn, *, progress=None",
     af.progress: "loader, state",
+    af.log_values: "state, step, values, *, prefix=''",
     af.save_model: "model, folder, max_shard_size='5GB', *, dtype=None, only=None",
     af.load_model: "model, folder, *, rename=None, strict=True",
     af.whole_state_dict: "model, state",

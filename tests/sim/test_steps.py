@@ -17,6 +17,7 @@ EVERY = {
     "freeze": lambda: af.freeze("first", until=3),
     "ddp": lambda: af.wrap_ddp(),
     "check_replicas": lambda: af.check_replicas(1),
+    "log_to": lambda: af.log_to(lambda step, values: None, every=1),
 }
 OFFLOADED = [
     ("fsdp(offload)", "fp16", "clip", "schedule", "average"),

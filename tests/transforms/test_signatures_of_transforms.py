@@ -33,6 +33,7 @@ SIGNATURES = {
     "when": "(condition, then)",
     "freeze": "(names, *, until=None)",
     "check_replicas": "(every)",
+    "log_to": "(*writers, every=10, prefix='')",
     "skip_nonfinite": "(max_consecutive=10)",
     "skip_spikes": "(num_sigmas=6.0, *, window=128, max_consecutive=10)",
 }
@@ -57,4 +58,5 @@ def test_no_transform_is_left_out():
     homes = {name for name, home in af._HOMES.items() if home.startswith("accel_fn.transforms.")}
     # a class of its own, the function that shows an average, and what with_amp computes in
     beside = {"Preemption", "use_average", "compute_dtype"}
-    assert homes - beside == SIGNATURES.keys() - {"average.uniform"}
+    of_another_package = {"log_to"}
+    assert homes - beside == SIGNATURES.keys() - {"average.uniform"} - of_another_package

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -118,13 +121,13 @@ def sharded(task: Task) -> Update:
 
 
 def apart(task: Task) -> Update:
-    update, count = by_hand(task), 0
+    update, num_updates = by_hand(task), 0
 
     def and_average(index: int) -> None:
-        nonlocal count
+        nonlocal num_updates
         update(index)
-        count += 1
-        if count % EVERY == 0:
+        num_updates += 1
+        if num_updates % EVERY == 0:
             for parameter in task.model.parameters():
                 state = task.optimizer.state[parameter]
                 for each in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]):
@@ -142,6 +145,15 @@ def ours(
         return with_accel_fn(task, *[make() for make in added], owner=owner())
 
     return loop
+
+
+_FOLDER = TemporaryDirectory()
+_NUMBERS = count()
+
+
+def log_every_step() -> af.Transform:
+    """Log to a file of its own for each training; the loop by hand logs nothing."""
+    return af.log_to(Path(_FOLDER.name) / f"{next(_NUMBERS)}.jsonl", every=1)
 
 
 JOBS: dict[str, tuple[Loop, Loop]] = {
@@ -162,6 +174,7 @@ JOBS: dict[str, tuple[Loop, Loop]] = {
     'compiled("loss")': (compiled_loss, ours(partial(af.compiled, scope="loss"))),
     'compiled("blocks")': (compiled_blocks, ours(partial(af.compiled, scope="blocks"))),
     'accumulate("auto")': (by_hand, ours(partial(af.accumulate, "auto"))),
+    "log_to(every=1)": (by_hand, ours(log_every_step)),
 }
 JOBS_OF_TWO: dict[str, tuple[Loop, Loop]] = {
     "wrap_fsdp": (sharded, ours(owner=partial(af.wrap_fsdp, blocks=nn.Linear))),
