@@ -52,7 +52,7 @@ def write_settings(given: object, plan: str, launch: Mapping[str, object]) -> No
 
 def _tensorboard(writer: Any) -> Write:
     # Its thread is a daemon: the last events would be lost with the process.
-    atexit.register(writer.flush)
+    atexit.register(writer.close)
 
     def write(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

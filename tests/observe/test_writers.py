@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import tensorboard
@@ -12,6 +13,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from accel_fn.errors import ArgumentError
 from accel_fn.observe.writers import as_writer, write_settings
+
+
+BOTH = pytest.mark.parametrize("library", ["torch.utils.tensorboard", "tensorboardX"])
 
 
 def events(folder):
@@ -28,27 +32,30 @@ def scalars(folder):
     }
 
 
-def test_tensorboard_has_the_values_of_each_step(tmp_path):
-    with SummaryWriter(tmp_path) as writer:
+@BOTH
+def test_tensorboard_has_the_values_of_each_step(library, tmp_path):
+    with import_module(library).SummaryWriter(str(tmp_path)) as writer:
         write = as_writer(writer)
         write(10, {"loss": 0.5, "loss/head": math.inf})
         write(20, {"loss": 0.25})
     assert scalars(tmp_path) == {"loss": [(10, 0.5), (20, 0.25)], "loss/head": [(10, math.inf)]}
 
 
-def test_tensorboard_shows_the_plan_and_the_launch_line_by_line(tmp_path):
-    with SummaryWriter(tmp_path) as writer:
+@BOTH
+def test_tensorboard_shows_the_plan_and_the_launch_line_by_line(library, tmp_path):
+    with import_module(library).SummaryWriter(str(tmp_path)) as writer:
         write_settings(writer, "one step\n  split  nothing", {"world_size": 2})
     [shown] = events(tmp_path).Tensors("accel_fn/text_summary")
     text = b"    one step\n      split  nothing\n    world_size: 2"
     assert shown.tensor_proto.string_val == [text]
 
 
+@BOTH
 @pytest.mark.parametrize("closes", ["", "writer.close()"], ids=["open", "closed before"])
-def test_tensorboard_has_what_is_written_as_the_process_ends(tmp_path, closes):
+def test_tensorboard_has_what_is_written_as_the_process_ends(library, tmp_path, closes):
     program = f"""
 import atexit
-from torch.utils.tensorboard import SummaryWriter
+from {library} import SummaryWriter
 from accel_fn.observe.writers import as_writer
 
 writer = SummaryWriter({str(tmp_path)!r})
