@@ -14,7 +14,6 @@ from torch.utils.tensorboard import SummaryWriter
 from accel_fn.errors import ArgumentError
 from accel_fn.observe.writers import as_writer, write_settings
 
-
 BOTH = pytest.mark.parametrize("library", ["torch.utils.tensorboard", "tensorboardX"])
 
 
