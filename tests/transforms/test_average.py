@@ -10,6 +10,18 @@ import accel_fn as af
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
 from tests.support.averages import BATCH, by_hand, each_rule, make, means
+from tests.support.late_reads import read_late
+
+
+def test_an_update_that_is_not_read_yet_does_not_count_in_a_state_that_is_loaded():
+    state, step = make(af.compose(af.average.uniform(), af.skip_nonfinite()))
+    average = step.plan.after_update[0]
+    read_late(average)
+    state, _ = step(state, BATCH)
+    saved = copy.deepcopy(average.state_dict())
+    step(state, BATCH)
+    average.load_state_dict(saved)
+    assert average.state_dict()["num_updates"] == 1
 
 
 def test_after_showing_it_all_is_as_it_was_even_after_an_error():
