@@ -228,11 +228,13 @@ def pages(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train real handwritten digits on 1, 2 and 3 processes: one curve in runs/digits/curves.png."""
-    install(session, "examples")
-    for size in "123":
-        launch = ("accel-fn", "launch", "-n", size, "--cpu", "examples/digits.py")
+    install(session, "examples", "plots")
+    folders = [f"runs/digits/{size}" for size in "123"]
+    for size, folder in zip("123", folders, strict=True):
+        launch = ("accel-fn", "launch", "-n", size, "--cpu", "examples/digits.py", "--out", folder)
         session.run(*launch, *session.posargs, env=ONE_THREAD)
-    session.log(f"look at {Path('runs/digits/curves.png').resolve()}")
+    session.run("accel-fn", "report", *folders)
+    session.run("accel-fn", "plot", *folders, "-o", "runs/digits/curves")
 
 
 @nox.session

@@ -1,16 +1,16 @@
 """Train a small CNN on 1,797 real handwritten digits, on one process or on several.
 
-    python examples/digits.py
-    accel-fn launch -n 2 --cpu examples/digits.py
-    accel-fn launch -n 3 --cpu examples/digits.py
+    python examples/digits.py --out runs/digits/1
+    accel-fn launch -n 2 --cpu examples/digits.py --out runs/digits/2
+    accel-fn launch -n 3 --cpu examples/digits.py --out runs/digits/3
+    accel-fn plot runs/digits/1 runs/digits/2 runs/digits/3
 
-All see the same batches and follow the same loss curve, up to rounding. The picture that each run
-writes has the curves of all of them.
+All see the same batches and follow the same loss curve, up to rounding: in the picture, the curves
+lie on each other.
 """
 
 import argparse
 import difflib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,18 +19,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 
 import accel_fn as af
-
-Curves = dict[str, list[float]]
 
 UNFIT = {
     "Adahessian": "differentiates the gradients",
@@ -43,7 +39,6 @@ UNFIT = {
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # layers this small gain nothing from more
     state = af.init(device=args.device, seed=args.seed)
-    af.on_main(lambda: args.out.mkdir(parents=True, exist_ok=True), state)
 
     torch.manual_seed(args.seed)
     model = build_model()
@@ -53,6 +48,7 @@ def main(args: argparse.Namespace) -> None:
         af.with_amp(args.precision or fast_precision(state.device)),
         af.accumulate(args.num_microbatches),
         af.clip(1.0),
+        af.log_to(args.out / "log.jsonl", every=1),
     )
     optimizer = build_optimizer(args.optimizer, model, args.lr)
     state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
@@ -61,24 +57,19 @@ def main(args: argparse.Namespace) -> None:
     loader = af.shard_loader(DataLoader(train_data, args.batch_size, shuffle=True), state)
     test_loader = af.shard_loader(DataLoader(test_data, args.batch_size), state)
 
-    losses: list[Tensor] = []
-    accuracies = [accuracy(step, test_loader, state)]
-    with tqdm(total=args.epochs * len(loader), unit="batch", disable=not state.is_main) as bar:
-        for epoch in loader.epochs(args.epochs, since=state):
-            for batch in epoch:
-                state, report = step(state, batch)
-                losses.append(report.loss)
-                bar.update()
-            accuracies.append(accuracy(step, test_loader, state))
-            bar.set_postfix(loss=f"{losses[-1]:.4f}", test_accuracy=f"{accuracies[-1]:.4f}")
+    found = accuracy(step, test_loader, state)
+    for epoch in af.progress(loader.epochs(args.epochs, since=state), state):
+        for batch in epoch:
+            state, report = step(state, batch)
+            epoch.show(report)
+        found = accuracy(step, test_loader, state)
+        epoch.show(test_accuracy=found["accuracy"])
 
-    curves = {"loss": [loss.item() for loss in losses], "test_accuracy": accuracies}
-    runs = af.on_main(lambda: write_results(args, model, curves, state.world_size), state)
     if state.is_main:
-        print(f"test accuracy {accuracies[-1]:.4f} on {len(test_data)} digits never trained on")
-        if len(runs) > 1:
-            print(compare(runs))
-        print(f"written to {args.out}: model.safetensors, curves.png")
+        save_file(model.state_dict(), args.out / "model.safetensors")
+        print(f"test accuracy {found['accuracy']:.4f} on {len(test_data)} digits never trained on")
+        print(f"written to {args.out}: model.safetensors, log.jsonl")
+        print(f"accel-fn plot {args.out} draws the curves")
 
 
 def fast_precision(device: torch.device) -> str:
@@ -126,8 +117,10 @@ def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def accuracy(step: af.Step, loader: Any, state: af.DistState) -> Any:
-    """The share of right answers over all ranks."""
-    return af.evaluate(step, loader, state, is_right, progress=False)["accuracy"]
+    """The share of right answers over all ranks, which goes into the log."""
+    found = af.evaluate(step, loader, state, is_right, progress=False)
+    af.log_values(state, step, found, prefix="test/")
+    return found
 
 
 def is_right(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -166,51 +159,6 @@ def build_optimizer(kind: type[Optimizer], model: nn.Module, lr: float | None) -
         return kind(build_optimizer(AdamW, model, lr))  # type: ignore[arg-type]
     options: dict[str, Any] = {"fused": True} if kind is AdamW else {}
     return kind(model.parameters(), **options if lr is None else {**options, "lr": lr})
-
-
-def write_results(
-    args: argparse.Namespace, model: nn.Module, curves: Curves, world_size: int
-) -> dict[int, Curves]:
-    """Write weights, curves, and a picture of all runs in the folder that had the same settings."""
-    save_file(model.state_dict(), args.out / "model.safetensors")
-    settings = {name: str(value) for name, value in vars(args).items()}
-    own = {"world_size": world_size, "settings": settings, "curves": curves}
-    (args.out / f"curves_{world_size}.json").write_text(json.dumps(own))
-    written = [json.loads(path.read_text()) for path in args.out.glob("curves_*.json")]
-    alike = {each["world_size"]: each for each in written if each["settings"] == settings}
-    runs = {size: alike[size]["curves"] for size in sorted(alike)}
-    draw(runs).savefig(args.out / "curves.png", dpi=150)
-    return runs
-
-
-def compare(runs: dict[int, Curves]) -> str:
-    """The largest distance between the loss curves, as a sentence."""
-    losses = torch.tensor([each["loss"] for each in runs.values()])
-    distance = (losses.amax(dim=0) - losses.amin(dim=0)).max().item()
-    sizes = ", ".join(map(str, runs))
-    return f"losses on {sizes} processes: at most {distance:.1e} apart in any of {losses.shape[1]} steps"
-
-
-def draw(runs: dict[int, Curves]) -> Figure:
-    """Losses and accuracies; the curve of more processes is thinner, so that those below it show."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for place, (size, curves) in enumerate(runs.items()):
-        losses, accuracies = curves["loss"], curves["test_accuracy"]
-        look = {"color": f"C{place}", "linewidth": max(6 - 2.5 * place, 1)}
-        label = f"{size} process{'es' if size > 1 else ''}"
-        left.semilogy(
-            torch.linspace(0, len(accuracies) - 1, len(losses)), losses, label=label, **look
-        )
-        right.plot(accuracies, label=f"{label}: {accuracies[-1]:.4f}", **look)
-    left.set(title="training loss of each global batch", xlabel="epoch", ylabel="cross entropy")
-    right.set(title="accuracy on 360 digits never trained on", xlabel="epoch", ylim=(0, 1.02))
-    for axes in (left, right):
-        axes.legend(frameon=False)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -36,6 +36,7 @@ _LAST = (
     "loss_scale",
 )
 _KNOWN = (*_FIRST, *_LAST, "peak_memory")
+_MOST_WIDE = 4  # runs whose curves differ in width
 _NOT_DRAWN = ("time", "skipped_updates")
 _LOG_FROM = 100  # ratio of highest to lowest from which a linear axis hides the end of a curve
 
@@ -51,6 +52,7 @@ class Curve:
     column: Column
     color: str
     dash: str
+    width: float
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,11 @@ def _curves(runs: Sequence[Run], names: list[str]) -> Iterator[Curve]:
     """The curves of a chart. Runs differ by color, and names by dashes; of one run, names by color."""
     for (run_place, run), (place, name) in itertools.product(enumerate(runs), enumerate(names)):
         if name in run.columns:
-            color, dash = (run_place, place) if len(runs) > 1 else (place, 0)
-            look = (COLORS[color % len(COLORS)], DASHES[dash % len(DASHES)])
             column = run.columns[name]
+            color, dash = (run_place, place) if len(runs) > 1 else (place, 0)
+            # A later run is thinner, so that equal curves show below it.
+            width = 1.3 + len(runs) - 1 - run_place if len(runs) <= _MOST_WIDE else 1.3
+            look = (COLORS[color % len(COLORS)], DASHES[dash % len(DASHES)], width)
             yield Curve(
                 run_place, name, _in_gib(column) if _title(name) == _MEMORY else column, *look
             )

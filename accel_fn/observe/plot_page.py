@@ -47,5 +47,11 @@ def _curve(curve: Curve) -> dict[str, object]:
     steps, values = thinned(curve.column, _POINTS)
     # Seven digits are more than a screen shows.
     rounded = [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
-    look = {"run": curve.run, "name": curve.name, "color": curve.color, "dash": curve.dash}
+    look = {
+        "run": curve.run,
+        "name": curve.name,
+        "color": curve.color,
+        "dash": curve.dash,
+        "width": curve.width,
+    }
     return {**look, "steps": steps, "values": rounded}

@@ -65,7 +65,7 @@ def _draw(chart: Chart, axes: Axes, marked: Sequence[Marks]) -> None:
         steps, values = thinned(curve.column, _POINTS)
         # A curve of few points is one of evaluations, or of a run that has just begun.
         look = {"color": curve.color, "marker": "." if len(steps) < 30 else "", **_dashes(curve)}
-        axes.plot(steps, values, linewidth=1.2, **look)
+        axes.plot(steps, values, linewidth=curve.width, **look)
     bottom = axes.get_xaxis_transform()
     for place in sorted({curve.run for curve in chart.curves}):
         look = {"color": COLORS[place % len(COLORS)]}
