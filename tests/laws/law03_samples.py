@@ -138,9 +138,7 @@ def assert_trained(world_size, *arguments, lost=(), **options):
         ours.assert_close(actual, parameters)
 
 
-@pytest.mark.parametrize("collate", COLLATES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("k", [1, 2, 3])
+@given(collate=st.sampled_from(COLLATES), world_size=st.integers(1, 3), k=st.integers(1, 3))
 def test_detection_trains_as_by_hand(collate, world_size, k):
     assert_trained(world_size, collate, af.compose(af.wrap_ddp(), af.accumulate(k)))
 
@@ -281,9 +279,11 @@ def test_virtual_ranks_take_samples():
     ours.assert_close(worlds[0][0], by_hand()[1])
 
 
-@pytest.mark.parametrize("lost", [(), LOST, range(NUM_IMAGES)], ids=["none", "some", "all"])
-@pytest.mark.parametrize("collate", COLLATES)
-@pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
+@given(
+    lost=st.sampled_from([(), LOST, range(NUM_IMAGES)]),
+    collate=st.sampled_from(COLLATES),
+    wrap=st.sampled_from([af.wrap_ddp, af.wrap_fsdp]),
+)
 def test_evaluation_counts_each_image_once(lost, collate, wrap):
     kept = found(Images(lost)[number] for number in range(NUM_IMAGES))
     mean = detection_loss(detector(), pairs(kept)).item() if kept else float("nan")
