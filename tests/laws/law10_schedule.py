@@ -169,3 +169,43 @@ def test_schedulers_go_one_after_another(tmp_path_factory, make, saved_after, sk
     on_device = make is by_device
     # the rate is in float32
     assert rates == (pytest.approx(expected, rel=1e-7) if on_device else expected)
+
+
+LATE = {name: each for name, each in SCHEDULERS.items() if name != "one cycle"}
+"""OneCycleLR moves momentum too, which is a number on the host."""
+
+
+@pytest.mark.parametrize("make_scheduler", LATE.values(), ids=LATE)
+@given(make=st.sampled_from([by_host, by_device]), saved_after=st.integers(0, 7))
+def test_a_resumed_run_resumes_with_its_schedule(
+    tmp_path_factory, make_scheduler, make, saved_after
+):
+    """The last update before the stop may have been skipped."""
+    folder = tmp_path_factory.mktemp("run")
+    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
+    bad = (batch[0] * float("inf"), batch[1])
+    batches = [batch, batch, bad, batch, bad, batch, batch]
+
+    def built():
+        model = ours.regression_model()
+        optimizer = fused(model.parameters())
+        recipe = af.compose(scaled(8.0), make(make_scheduler, optimizer))
+        return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
+
+    def go_on(state, step, optimizer, batches):
+        rates = []
+        for each in batches:
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            state, _ = step(state, each)
+        return state, rates
+
+    whole = built()
+    _, expected = go_on(*whole, batches)
+    state, step, optimizer = built()
+    state, _ = go_on(state, step, optimizer, batches[:saved_after])
+    af.save(folder, state, step)
+    state, step, optimizer = built()
+    state = af.load(folder, state, step)
+    _, rates = go_on(state, step, optimizer, batches[saved_after:])
+    assert rates == expected[saved_after:]
+    ours.assert_identical(step.plan.model.state_dict(), whole[1].plan.model.state_dict())

@@ -1,8 +1,6 @@
 """schedule: plateaus, rates on the device, resumed runs, and what is refused."""
 
 import copy
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,16 +9,13 @@ from torch.optim import lr_scheduler as schedulers
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from accel_fn.transforms.schedule.advance import Advance, AdvanceByMetric, DeviceSchedule, Schedule
+from accel_fn.transforms.schedule.advance import Advance, DeviceSchedule, Schedule
 from accel_fn.transforms.schedule.schedule import scheduled as begun
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
-from tests.support.cases import pinned
-from tests.support.late_reads import LateRead
 from tests.support.schedules import (
     SCHEDULERS,
     by_device,
-    by_host,
     exponential,
     fused,
     fused_sgd,
@@ -42,116 +37,6 @@ def test_a_plateau_is_seen_in_the_users_metric():
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
     rates, _ = scheduled(af.DistState(), [batch] * 5, (), recipe, sgd)
     assert rates == [0.05, 0.05, 0.05, 0.025, 0.0125]
-
-
-def plateau_by_hand(batches, is_late):
-    """Return the rates of the applied updates; batches without a finite loss are skipped."""
-    model = ours.regression_model()
-    optimizer = sgd(model.parameters())
-    scheduler, waiting = plateau(optimizer), []
-    for batch in batches:
-        loss = ours.mse(model, batch)
-        if not loss.isfinite():
-            continue
-        yield optimizer.param_groups[0]["lr"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        waiting.append(loss.item())
-        if len(waiting) > is_late:
-            scheduler.step(waiting.pop(0))
-
-
-def on_the_host(optimizer):
-    """Advance as `schedule` does if the host knows whether an update was applied."""
-    return af.schedule(plateau(optimizer))
-
-
-def heard_late(optimizer):
-    """Advance as on an accelerator where the host waits for the result."""
-    return reading_late(on_the_host(optimizer))
-
-
-def on_the_device(optimizer):
-    """Advance as on an accelerator where the host does not wait."""
-    advance = AdvanceByMetric(plateau(optimizer), lambda report: report.loss)
-    return reading_late(late(advance))
-
-
-def reading_late(transform):
-    """Let the schedule read the metric of an update one step late."""
-
-    def begin(state, plan, *, begin):
-        schedule = begin(state, plan)
-        schedule._advance._delayed = LateRead()
-        return schedule
-
-    def add(plan):
-        *others, added = transform(plan).after_update
-        return replace(plan, after_update=(*others, af.Stateful(partial(begin, begin=added))))
-
-    return add
-
-
-@pytest.mark.parametrize(
-    ("make", "is_anew", "saved_after", "world_size", "num_microbatches"),
-    pinned(
-        [
-            (on_the_host, False, 4, 2, 1),
-            (on_the_host, True, 5, 1, 4),
-            (heard_late, True, 4, 2, 1),
-            (heard_late, False, 5, 2, 1),
-            (on_the_device, False, 5, 2, 1),
-            (on_the_device, True, 4, 1, 4),
-        ],
-        [on_the_host, heard_late, on_the_device],
-        [False, True],
-        [4, 5],
-        [1, 2, 4],
-        [1, 4],
-    ),
-)
-def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_and_in_a_run_that_resumes_or_goes_back(
-    tmp_path, world_size, num_microbatches, saved_after, is_anew, make
-):
-    """It advances by each applied update, or by the one before if results are read late."""
-    nan = float("nan")
-    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
-    targets = [0.0, 1.0, nan, 2.0, nan, 0.0, nan, nan, 3.0, nan, 3.0, 0.0, 0.0]
-    batches = [(inputs, torch.full((4, 1), target).double()) for target in targets]
-
-    def built(state):
-        model = ours.regression_model()
-        optimizer = sgd(model.parameters())
-        recipe = af.compose(
-            af.wrap_ddp(), af.accumulate(num_microbatches), af.skip_nonfinite(), make(optimizer)
-        )
-        return af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
-
-    def go_on(state, step, batches):
-        rates = []
-        for batch in batches:
-            rate = float(step.plan.optimizer.param_groups[0]["lr"])
-            mine = [each.tensor_split(state.world_size)[state.rank] for each in batch]
-            state, report = step(state, mine)
-            rates += [rate] if report.applied else []
-        return state, rates
-
-    def run(state):
-        state, step = built(state)
-        state, rates = go_on(state, step, batches[:saved_after])
-        af.save(tmp_path, state, step)
-        state, _ = go_on(state, step, batches[:2])
-        state, step = built(state) if is_anew else (state, step)
-        state = af.load(tmp_path, state, step)
-        return rates + go_on(state, step, batches[saved_after:])[1]
-
-    expected = list(plateau_by_hand(batches, is_late=make is not on_the_host))
-    assert len(set(expected)) > 2
-    for rates in simulate(run, world_size=world_size):
-        on_device = make is on_the_device
-        # the rate is in float32
-        assert rates == (pytest.approx(expected, rel=1e-7) if on_device else expected)
 
 
 SCALE = af.LossScale.start(8.0)
@@ -187,46 +72,6 @@ def test_a_rate_is_on_the_host_where_the_parameters_are():
     plan = ours.plan(optimizer=fused)
     state = af.DistState(device="meta", scaler=SCALE)
     assert type(begun(state, plan, by=exponential(plan.optimizer))) is Schedule
-
-
-LATE = {name: each for name, each in SCHEDULERS.items() if name != "one cycle"}
-"""OneCycleLR moves momentum too, which is a number on the host."""
-
-
-@pytest.mark.parametrize("make", [by_host, by_device])
-@pytest.mark.parametrize("make_scheduler", LATE.values(), ids=LATE)
-@pytest.mark.parametrize(
-    "saved_after", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(6)]
-)
-def test_a_resumed_run_resumes_with_its_schedule(tmp_path, make_scheduler, make, saved_after):
-    """The last update before the stop may have been skipped."""
-    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
-    bad = (batch[0] * float("inf"), batch[1])
-    batches = [batch, batch, bad, batch, bad, batch, batch]
-
-    def built():
-        model = ours.regression_model()
-        optimizer = fused(model.parameters())
-        recipe = af.compose(scaled(8.0), make(make_scheduler, optimizer))
-        return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
-
-    def go_on(state, step, optimizer, batches):
-        rates = []
-        for each in batches:
-            rates.append(float(optimizer.param_groups[0]["lr"]))
-            state, _ = step(state, each)
-        return state, rates
-
-    whole = built()
-    _, expected = go_on(*whole, batches)
-    state, step, optimizer = built()
-    state, _ = go_on(state, step, optimizer, batches[:saved_after])
-    af.save(tmp_path, state, step)
-    state, step, optimizer = built()
-    state = af.load(tmp_path, state, step)
-    _, rates = go_on(state, step, optimizer, batches[saved_after:])
-    assert rates == expected[saved_after:]
-    ours.assert_identical(step.plan.model.state_dict(), whole[1].plan.model.state_dict())
 
 
 def test_a_resumed_run_resumes_from_the_rate_as_the_host_knows_it(tmp_path):
