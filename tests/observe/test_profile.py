@@ -11,6 +11,7 @@ import torch
 from torch.profiler import profile as torch_profile
 
 import accel_fn as af
+from accel_fn.observe.phase_times import phase_times
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
 
@@ -43,15 +44,17 @@ def forget(built):
     gc.collect()
 
 
-def ranges(folder, rank=0):
+def events(folder):
+    """Return our ranges in a trace, in order."""
+    with gzip.open(folder / "rank0.json.gz") as file:
+        every = json.load(file)["traceEvents"]
+    found = [each for each in every if each.get("name", "").startswith("accel_fn.")]
+    return sorted(found, key=lambda each: each["ts"])
+
+
+def ranges(folder):
     """Return the names of our ranges in a trace, in order."""
-    with gzip.open(folder / f"rank{rank}.json.gz") as file:
-        events = json.load(file)["traceEvents"]
-    found = [each for each in events if each.get("name", "").startswith("accel_fn.")]
-    return [
-        each["name"].removeprefix("accel_fn.")
-        for each in sorted(found, key=lambda each: each["ts"])
-    ]
+    return [each["name"].removeprefix("accel_fn.") for each in events(folder)]
 
 
 def test_a_trace_names_the_phases_of_its_steps_and_the_table_is_printed_and_written(
@@ -75,6 +78,19 @@ def test_a_trace_names_the_phases_of_its_steps_and_the_table_is_printed_and_writ
 def test_the_first_step_of_a_process_can_be_profiled(tmp_path):
     run(*ours.built(recipe(tmp_path, steps=range(1, 2))), 2)
     assert ranges(tmp_path)[:2] == ["step 1", "checks"]
+
+
+def test_phases_follow_each_other_inside_of_their_step(tmp_path):
+    run(*ours.built(recipe(tmp_path, af.accumulate(2))), 6)
+    end_of_step, end_of_phase = 0.0, 0.0
+    for each in events(tmp_path):
+        end = each["ts"] + each["dur"]
+        if each["name"].startswith("accel_fn.step"):
+            assert each["ts"] >= end_of_step
+            end_of_step = end
+        elif each["name"] != "accel_fn.data":
+            assert end_of_phase <= each["ts"] < end <= end_of_step
+            end_of_phase = end
 
 
 @pytest.mark.parametrize("transforms", [(), (af.accumulate(2), af.clip(0.1), af.average(0.9))])
@@ -281,3 +297,19 @@ def test_a_profile_may_be_added_to_a_run_or_left_out(tmp_path, saved_with):
     state, step = ours.built(second)
     state = af.load(tmp_path / "run", state, step)
     assert state.step == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, for its traces")
+def test_a_table_has_the_time_of_the_device(tmp_path, capsys):
+    """What the backward launches on a thread of its own counts as backward."""
+    state, step = ours.built(recipe(tmp_path, af.place()), af.init())
+    run(state, step, 6)
+    *_, title, row = capsys.readouterr().out.splitlines()
+    assert title == "of which the device is at work, by the phase that launched it"
+    assert len(row[9:].split()) == len(PHASES)
+    with gzip.open(tmp_path / "rank0.json.gz") as file:
+        device = phase_times(json.load(file)).device
+    assert device["forward"] > 0
+    assert device["backward"] > 0
+    assert device["update"] > 0
