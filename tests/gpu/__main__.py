@@ -164,7 +164,10 @@ def head() -> str:
         f"accelerator {ACCELERATOR}, {torch.accelerator.device_count()} of them: {names}",
     ]
     if IS_REHEARSAL:
-        lines.append("A REHEARSAL on the CPU: no figure here is of an accelerator")
+        lines.append(
+            "A REHEARSAL on the CPU: programs run a few small plans, tests marked gpu are skipped, and no "
+            "figure is of an accelerator"
+        )
     return "\n".join([*lines, "", ""])
 
 
