@@ -1,0 +1,45 @@
+"""Examples that print their figures: each runs on one process and on two, as a user starts it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.cli.commands import run_command
+from tests.examples.running import EXAMPLES
+
+PROGRAMS = {
+    "mnist": (),
+}
+"""Arguments of each program, by name."""
+FIGURE = re.compile(r"-?\d+\.\d+")
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a program prints on one process and on two."""
+    name = request.param
+    outputs = []
+    for size in ("1", "2"):
+        folder = tmp_path_factory.mktemp(name)
+        started = ("launch", "-n", size, "--cpu", str(EXAMPLES / f"{name}.py"), *PROGRAMS[name])
+        done = run_command(folder, *started)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    return outputs
+
+
+@pytest.mark.slow
+def test_two_processes_print_the_figures_of_one(printed: list[str]) -> None:
+    one, two = printed
+    assert FIGURE.split(one) == FIGURE.split(two)
+    figures = [list(map(float, FIGURE.findall(each))) for each in printed]
+    # Rounding of float32 may move the last of the four decimals.
+    assert figures[0] == pytest.approx(figures[1], rel=0, abs=1.01e-4)
+
+
+@pytest.mark.slow
+def test_loss_falls(printed: list[str]) -> None:
+    losses = list(map(float, re.findall(r"loss (\S+)", printed[0])))
+    assert losses[-1] < 0.8 * losses[0]
