@@ -200,7 +200,8 @@ def not_run(page: Path) -> list[str]:
     fences = re.findall(
         r"^ *```(\S+)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    run = {"python", "{eval-rst}", "diff" if page.name == "README.md" else "python"}
+    diffs_run = page.name in ("README.md", "seeing-a-run.md")
+    run = {"python", "{eval-rst}", "diff" if diffs_run else "python"}
     texts = [text for language, text in fences if language not in run]
     python = re.compile(r"^(import |from \S+ import |.*= af\.)", re.MULTILINE)
     return [text for text in texts if python.search(text) and "load_accelerate" not in text]

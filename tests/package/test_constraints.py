@@ -58,12 +58,14 @@ def test_torch_and_what_it_needs_on_one_kind_of_machine_are_left_free(path):
     assert [name for name in names if re.search(r"^(torch|triton)$|nvidia|cuda|triton", name)] == []
 
 
-def test_each_library_of_the_session_trackers_has_its_constraints():
+def test_each_library_of_the_session_trackers_has_constraints_which_the_page_names():
     noxfile = (ROOT / "noxfile.py").read_text()
     [names] = re.findall(r"^TRACKERS = \((.+?)\)", noxfile, re.MULTILINE)
     assert sorted(re.findall(r'"(\w+)"', names)) == [path.stem for path in TRACKERS]
+    page = (ROOT / "docs/seeing-a-run.md").read_text()
     for path in TRACKERS:
-        assert path.stem in [pin.name for pin in PINS[path]]
+        [pin] = [pin for pin in PINS[path] if pin.name == path.stem]
+        assert f"{pin.name} {str(pin.specifier).removeprefix('==')}" in page
 
 
 @pytest.mark.parametrize("python", PYTHONS)

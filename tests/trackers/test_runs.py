@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.recipes import recipe
+
 ROOT = Path(__file__).parents[2]
 TRAIN = Path(__file__).with_name("train.py")
 LIBRARIES = ("wandb", "mlflow", "trackio", "aim", "swanlab")
@@ -24,13 +26,20 @@ print(json.dumps([sorted(values.items()), settings]))
 """
 
 
-def run(*command):
+def run(folder, *command, **variables):
     """Run Python in a process of its own, since libraries keep their folder; return its last line."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1:]
+
+
+def read(library, folder):
+    """Read what a library stored: values by step and then by name, and settings."""
+    [line] = run(folder, "-c", READ, library, folder)
+    values, settings = json.loads(line)
+    return dict(values), settings
 
 
 def logged(path):
@@ -45,14 +54,19 @@ def logged(path):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_run_stores_the_values_of_the_file(library, num_processes, tmp_path):
     launch = ("launch", "-n", num_processes, "--cpu", "--mixed-precision", "no")
-    run("-m", "accel_fn.cli", *launch, TRAIN, library, tmp_path)
-    [line] = run("-c", READ, library, tmp_path)
-    stored, settings = json.loads(line)
+    run(tmp_path, "-m", "accel_fn.cli", *launch, TRAIN, library, tmp_path)
+    stored, settings = read(library, tmp_path)
     lines = logged(tmp_path / "log.jsonl")
     assert list(lines) == [2, 4, 6, 8]
-    assert dict(stored) == {
+    assert stored == {
         step: {name: pytest.approx(value, rel=1e-12, nan_ok=True) for name, value in line.items()}
         for step, line in lines.items()
     }
     assert settings["mixed_precision"] == "no"
     assert settings["plan"].startswith(f"one step on {num_processes} rank")
+
+
+def test_the_recipe_of_wandb_logs_to_it(tmp_path):
+    run(tmp_path, "-c", recipe("wandb"), WANDB_MODE="offline")
+    values, _ = read("wandb", tmp_path)
+    assert set(values) == {*range(10, 161, 10), *range(32, 161, 32)}
