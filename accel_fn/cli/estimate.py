@@ -63,6 +63,7 @@ def estimate(
     batch: str | None,
     loss: str | None,
     num_processes: tuple[int, ...],
+    num_microbatches: tuple[int, ...],
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -72,16 +73,21 @@ def estimate(
     or a model and a batch. It runs where tensors have shapes and no data, so a model may be larger than
     this machine. With a batch, the step is gone through to count what is alive in it.
     """
-    from accel_fn.observe.estimate_memory import estimate_memory
+    from accel_fn.observe.estimate_memory import estimates
 
-    with interruptible(), one_line_errors(), at_work("estimating"):
-        found = estimate_memory(
+    found: list[MemoryEstimate] = []
+    total = len(num_processes) * len(num_microbatches)
+    with interruptible(), one_line_errors(), at_work(f"estimating, 0 of {total} done") as show:
+        for each in estimates(
             _maker(target, "target"),
             make_batch=None if batch is None else _maker(batch, "batch"),
             loss_fn=None if loss is None else load_target(loss, "estimate", "loss"),
             world_sizes=num_processes,
+            num_microbatches=num_microbatches,
             **options,
-        )
+        ):
+            found.append(each)
+            show(f"estimating, {len(found)} of {total} done")
     if as_json:
         print_json([asdict(each) for each in found])
     else:

@@ -116,12 +116,12 @@ def readable_seconds(seconds: float) -> str:
 
 
 @contextmanager
-def at_work(text: str) -> Iterator[None]:
-    """Show on a terminal that a command works, until it prints its results."""
+def at_work(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal that a command works, until it prints its results; yield what changes the text."""
     from rich.console import Console
 
-    with Console(stderr=True).status(text):
-        yield
+    with Console(stderr=True).status(text) as status:
+        yield status.update
 
 
 def print_json(value: object) -> None:

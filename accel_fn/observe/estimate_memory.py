@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -100,6 +101,32 @@ def estimate_memory(
     >>> found.parameters, found.gradients, found.optimizer
     (4004000, 4004000, 8008008)
     """
+    return [
+        *estimates(
+            make_model,
+            make_batch=make_batch,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            precision=precision,
+            world_sizes=world_sizes,
+            num_microbatches=num_microbatches,
+            device=device,
+        )
+    ]
+
+
+def estimates(
+    make_model: Callable[[], Any],
+    *,
+    make_batch: Callable[[], Any] | None,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    optimizer: str,
+    precision: str,
+    world_sizes: Iterable[int],
+    num_microbatches: Iterable[int],
+    device: torch.device | str | None,
+) -> Iterator[MemoryEstimate]:
+    """Yield what `estimate_memory` returns, each as soon as it is known."""
     if precision not in _AUTOCAST:
         raise ArgumentError(message(_FUNCTION, "precision", 'be "no", "bf16" or "fp16"', precision))
     sizes = [check_count(_FUNCTION, "world_sizes", each) for each in world_sizes]
@@ -107,14 +134,18 @@ def estimate_memory(
     kind = _optimizer_class(optimizer)
     here = torch.accelerator.current_accelerator(check_available=True)
     place = torch.device(device or here or "cpu")
-    with _NoData(allow_non_fake_inputs=True), place:
+    mode = _NoData(allow_non_fake_inputs=True)
+    with mode, place:
         model, batch = _made(make_model, make_batch, place)
         run = _Run(model, _stepped(model, kind), loss_fn or _loss_of, place, _AUTOCAST[precision])
+    for size, count in product(sizes, counts):
         try:
-            return [run.estimate(batch, size, count) for size in sizes for count in counts]
+            with mode, place:
+                found = run.estimate(batch, size, count)
         except DataDependentOutputException as error:
             rule = "not read the values of its tensors"
             raise ArgumentError(message(_FUNCTION, "the step", rule, str(error))) from error
+        yield found
 
 
 def _optimizer_class(name: str) -> type[Optimizer]:

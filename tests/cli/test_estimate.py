@@ -53,7 +53,7 @@ def test_a_terminal_of_80_columns_shows_that_it_works_then_whole_words(script):
     command = [sys.executable, "-m", "accel_fn.cli", "estimate", "net.py:model", "-n", "1,2,4,8,16"]
     environment = surroundings(script, TERM="xterm-256color", COLUMNS="80")
     with Terminal(command, script, environment) as screen:
-        screen.read_until("estimating").read_until("ranks")
+        screen.read_until("estimating, 0 of 5 done").read_until("ranks")
         assert screen.end() == 0
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.text).splitlines()
     names = ["ranks", "micro-batches", "parameters", "activations", "peak"]
