@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 import accel_fn as af
 
@@ -44,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
     data = DigitsWithNoise(args.passes)
     loader = af.shard_loader(DataLoader(data, batch_size=128, shuffle=True), state)
     d_losses, g_losses = [], []
-    for batch in tqdm(loader, unit="batch", disable=not state.is_main):
+    for batch in af.progress(loader, state):
         state, d_report = d_step(state, batch, advance=False)  # one batch counts once
         state, g_report = g_step(state, batch)
         d_losses.append(d_report.loss)

@@ -22,7 +22,6 @@ import torch
 from digits import build_model, load_data, loss_fn
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 import accel_fn as af
 
@@ -44,17 +43,16 @@ def train(args: argparse.Namespace, preemption: af.Preemption) -> None:
 
     state = af.resume(args.out, state, step, extras={"data": loader})
     total = args.epochs * len(loader)
-    with tqdm(total=total, initial=state.step, unit="batch", disable=not state.is_main) as bar:
-        for epoch in loader.epochs(args.epochs, since=state):
-            for batch in epoch:
-                kill_once(state, args)
-                state, report = step(state, batch)
-                bar.update()
-                stop = report.extras["stop"]  # the same on every rank
-                if state.step % args.save_every == 0 or state.step == total or stop:
-                    af.save(args.out, state, step, extras={"data": loader}, keep=2)
-                if stop and state.step < total:
-                    preemption.leave()
+    for epoch in af.progress(loader.epochs(args.epochs, since=state), state):
+        for batch in epoch:
+            kill_once(state, args)
+            state, report = step(state, batch)
+            epoch.show(report)
+            stop = report.extras["stop"]  # the same on every rank
+            if state.step % args.save_every == 0 or state.step == total or stop:
+                af.save(args.out, state, step, extras={"data": loader}, keep=2)
+            if stop and state.step < total:
+                preemption.leave()
     if state.is_main:
         print(f"{state.step} updates, weights {hash_of(model)}")
 

@@ -22,7 +22,6 @@ from digits import accuracy, build_model, load_data, loss_fn
 from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 
 import accel_fn as af
 
@@ -98,14 +97,13 @@ def train(
     loader = af.shard_loader(DataLoader(train_data, batch_size=128, shuffle=True), state)
     test_loader = af.shard_loader(DataLoader(test_data, batch_size=128), state)
     losses, accuracies = [], []
-    with tqdm(total=args.epochs * len(loader), unit="batch", disable=not state.is_main) as bar:
-        for epoch in loader.epochs(args.epochs, since=state):
-            for batch in epoch:
-                state, report = changed_step(state, batch)
-                losses.append(report.loss)
-                bar.update()
-            accuracies.append(accuracy(step, test_loader, state))
-            bar.set_postfix(test_accuracy=f"{accuracies[-1]:.4f}")
+    for epoch in af.progress(loader.epochs(args.epochs, since=state), state):
+        for batch in epoch:
+            state, report = changed_step(state, batch)
+            losses.append(report.loss)
+            epoch.show(report)
+        accuracies.append(accuracy(step, test_loader, state))
+        epoch.show(test_accuracy=accuracies[-1])
 
     (everything,) = af.shard_loader(DataLoader(train_data, batch_size=len(train_data)), state)
     return {

@@ -65,8 +65,7 @@ def test_picture_of_drawn_digits_opens(any_run: Run) -> None:
 
 @pytest.mark.slow
 def test_main_rank_alone_prints(on_two: Run) -> None:
-    assert f"{NUM_BATCHES}/{NUM_BATCHES}" in on_two.stderr[0]
-    assert "batch/s" not in on_two.stderr[1]
+    assert "batch/s" not in "".join(on_two.stderr)  # no terminal
     assert on_two.stdout[1] == ""
 
 
