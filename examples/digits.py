@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
             state, report = step(state, batch)
             epoch.show(report)
         found = accuracy(step, test_loader, state)
-        epoch.show(test_accuracy=found["accuracy"])
+        epoch.show(accuracy=found["accuracy"])
 
     if state.is_main:
         save_file(model.state_dict(), args.out / "model.safetensors")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from digits import accuracy, build_model, load_data, loss_fn
+from digits import build_model, is_right, load_data, loss_fn
 from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -102,8 +102,9 @@ def train(
             state, report = changed_step(state, batch)
             losses.append(report.loss)
             epoch.show(report)
-        accuracies.append(accuracy(step, test_loader, state))
-        epoch.show(test_accuracy=accuracies[-1])
+        found = af.evaluate(step, test_loader, state, is_right, progress=False)
+        accuracies.append(found["accuracy"])
+        epoch.show(accuracy=accuracies[-1])
 
     (everything,) = af.shard_loader(DataLoader(train_data, batch_size=len(train_data)), state)
     return {
