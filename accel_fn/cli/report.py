@@ -118,7 +118,7 @@ def report(
 
 def _columns(found: Sequence[_Summary], added: Sequence[str], sort: str | None) -> list[str]:
     """The headings of the table of runs; a name that no run has is an error."""
-    names = dict.fromkeys(name for each in found for name in each.run.columns)
+    names = dict.fromkeys(name for each in found for name in each.run.columns if name != "time")
     for parameter, name in [*(("column", each) for each in added), ("sort", sort)]:
         if name is not None and name not in (*_OWN, *names):
             near = difflib.get_close_matches(name, [*_OWN, *names], n=1)

@@ -103,11 +103,13 @@ def _label(value: float) -> str:
 
 
 def _title(chart: Chart, num_runs: int, width: int) -> Text:
-    """The kind of value; of one run, also the last value of each name."""
-    text = Text(chart.title, "bold", no_wrap=True)
-    for curve in chart.curves if num_runs == 1 else []:
-        name = f"{curve.name} " if len(chart.names) > 1 else ""
-        text.append(f"  {name}{curve.column.values[-1]:.4g}", curve.color)
+    """The kind of value; of one run, each name and its last value."""
+    names = [(curve.name, curve) for curve in chart.curves] if num_runs == 1 else []
+    if len(names) <= 1:
+        names = [(chart.title, curve) for _, curve in names]
+    ends = [Text(f"{name} {curve.column.values[-1]:.4g}", curve.color) for name, curve in names]
+    text = Text("  ").join(ends) if ends else Text(chart.title)
+    text.stylize("bold")
     text.truncate(width, overflow="ellipsis")
     return text
 

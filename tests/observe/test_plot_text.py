@@ -33,7 +33,7 @@ def plotted(lines):
 
 def test_a_line_from_corner_to_corner_is_drawn_from_corner_to_corner():
     lines = lines_of([run_of(1.0, 0.0)])
-    assert lines[0].rstrip() == "loss  0"
+    assert lines[0].rstrip() == "loss 0"
     assert [line.split("┤")[0].strip() for line in lines if "┤" in line] == ["1", "0.5", "0"]
     assert lines[-1].split() == ["0", "1"]
     drawn = plotted(lines)
@@ -91,7 +91,7 @@ def test_a_low_terminal_shows_the_first_charts():
 
 def test_the_title_has_the_last_value_of_each_name_of_one_run(tmp_path):
     run = run_of(1.0, 0.5, **{"validation/loss": [2.0, 1.5]})
-    assert lines_of([run])[0].rstrip() == "loss  loss 0.5  validation/loss 1.5"
+    assert lines_of([run])[0].rstrip() == "loss 0.5  validation/loss 1.5"
     assert lines_of([run, run])[0].rstrip() == "loss"
 
 
