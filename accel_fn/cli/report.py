@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -167,9 +167,10 @@ def _print_run(found: _Summary) -> None:
         counts.append(_count(found.skipped, "skipped update"))
     print(f"{run.name}: {', '.join(counts)}")
     if spent.wall:
-        share, wall = _shown("goodput", spent.share), readable_seconds(spent.wall / 1e6)
+        shares = dict(zip(spent.microseconds, _shares([*spent.microseconds.values()]), strict=True))
+        share, wall = _percent(shares["updates"]), readable_seconds(spent.wall / 1e6)
         print(f"goodput {share}: that share of {wall} went into updates that count\n")
-        _print_parts(spent)
+        print_table(["time", "share", "length", "", ""], [*_parts(spent, shares)])
     names = [name for name in run.columns if name != "time"]
     if names:
         print()
@@ -182,15 +183,15 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _print_parts(spent: Goodput) -> None:
-    rows = []
-    for (name, microseconds), tenths in zip(
-        spent.microseconds.items(), _shares(list(spent.microseconds.values())), strict=True
-    ):
+def _parts(spent: Goodput, shares: dict[str, int]) -> Iterator[list[str]]:
+    for name, microseconds in spent.microseconds.items():
         bar = "█" * round(_BAR * microseconds / spent.wall)
-        share = f"{tenths // 10}.{tenths % 10}%".rjust(6)
-        rows.append([name, share, readable_seconds(microseconds / 1e6), bar, CATEGORIES[name]])
-    print_table(["time", "share", "length", "", ""], rows)
+        length = readable_seconds(microseconds / 1e6)
+        yield [name, _percent(shares[name]).rjust(6), length, bar, CATEGORIES[name]]
+
+
+def _percent(tenths: int) -> str:
+    return f"{tenths // 10}.{tenths % 10}%"
 
 
 def _shares(parts: Sequence[int]) -> list[int]:
