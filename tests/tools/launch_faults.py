@@ -1,6 +1,7 @@
-"""The table of docs/launching.md: the same faults under three launchers. `python -m tests.cli.faults`.
+"""Measures the table of docs/launching.md: the same faults under three launchers.
 
-Each cell is measured by starting the command; a launch that has not ended after a minute is ended.
+Run `python -m tests.tools.launch_faults`. Each cell is measured by starting the command; a launch
+that has not ended after a minute is ended.
 """
 
 import os
