@@ -1,0 +1,64 @@
+"""Guides for programs of other libraries: the new side of each diff runs, and gives the losses of the old."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def sides(page: str) -> tuple[str, str]:
+    """Both programs of the first diff of a page, read in one order so that they can be compared."""
+    text = (ROOT / "docs" / page).read_text()
+    [whole] = re.findall(r"^```diff\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)[:1]
+    lines = whole.replace("shuffle=True", "shuffle=False").splitlines()
+    old, new = ([line[1:] for line in lines if line[:1] != sign] for sign in "+-")
+    return "\n".join(old), "\n".join(new)
+
+
+def printed(program: str, folder: Path, **env: str) -> str:
+    """What a program prints, started in an empty folder."""
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", ["from-accelerate.md", "from-ddp.md", "from-fabric.md"])
+def test_the_new_program_of_a_guide_trains(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = sides(page)
+    compile(old, page, "exec")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(new, page, "exec"), {"__name__": "__main__"})
+    assert re.fullmatch(r"(epoch \d  loss 0\.\d{4}\n){4}", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_a_program_moved_from_accelerate_prints_the_same_losses(tmp_path: Path) -> None:
+    old, new = sides("from-accelerate.md")
+    assert printed(new, tmp_path / "new") == printed(old, tmp_path / "old")
+
+
+@pytest.mark.slow
+def test_a_program_moved_from_ddp_prints_the_same_losses(tmp_path: Path) -> None:
+    old, new = sides("from-ddp.md")
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    port = {"MASTER_PORT": str(free_port())}
+    assert printed(new, tmp_path / "new") == printed(old, tmp_path / "old", **one, **port)
