@@ -18,6 +18,8 @@ from accel_fn.base.split_batch import take_part
 from accel_fn.base.state import DistState
 from accel_fn.comm.dtensor import whole
 from accel_fn.errors import ArgumentError, ArgumentTypeError, NotEquivalentError, message
+from accel_fn.observe.log_to import LogSlot
+from accel_fn.observe.profile import ProfileSlot
 from accel_fn.step.build import build
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
@@ -52,8 +54,8 @@ def assert_equivalent(
 ) -> None:
     """Train both plans on the same global batches, and raise unless they stay equal.
 
-    Each plan gets a copy of its model and optimizer, and trains on as many
-    simulated ranks as given: each rank takes its consecutive part of every
+    Each plan gets a copy of its model and optimizer, leaves out `log_to` and `profile`, and trains on as
+    many simulated ranks as given: each rank takes its consecutive part of every
     batch, empty where there are fewer samples than ranks, and starts from parameters of its
     own, which `build` must replace by those of rank 0. After every batch, parameters, buffers
     and reports are compared, on every rank: loss, weight, verdict, and the norm if both report it.
@@ -161,7 +163,9 @@ def copied(plan: Plan) -> Plan:
             new.register_hook(hook)  # type: ignore[no-untyped-call]
         for hook in (old._post_accumulate_grad_hooks or {}).values():
             new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return replace(plan, model=model, optimizer=optimizer)
+    # Logs and profiles are files of the user's run.
+    kept = [each for each in plan.after_update if not isinstance(each, LogSlot | ProfileSlot)]
+    return replace(plan, model=model, optimizer=optimizer, after_update=tuple(kept))
 
 
 def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> None:

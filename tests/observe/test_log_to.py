@@ -6,12 +6,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
 import accel_fn as af
 from accel_fn.observe.run_log import read_runs
 from accel_fn.step.observers import observers
-from accel_fn.testing import simulate
+from accel_fn.testing import assert_equivalent, simulate
 from tests.observe.test_writers import events, scalars
 from tests.support import strategies as ours
 from tests.support.late_reads import read_late
@@ -112,6 +113,43 @@ def test_the_log_is_the_same_for_all_numbers_of_ranks_and_microbatches(world_siz
     assert [line.pop("step") for line in one] == [line.pop("step") for line in other] == [2, 4, 6]
     for ours_line, line in zip(one, other, strict=True):
         assert line == pytest.approx(ours_line, rel=1e-12)
+
+
+def test_the_log_of_sharded_parameters_is_that_of_one_rank():
+    def run(state, *strategy):
+        lines = []
+        log = af.log_to(lambda step, line: lines.append(line), every=1)
+        state, step = af.build(state, small_plan(*strategy, af.clip(1.0), log))
+        for batch in BATCHES[:3]:
+            state, _ = step(state, af.part(batch, state))
+        return without_times(lines)
+
+    expected, (found, nothing) = (
+        run(af.DistState()),
+        simulate(lambda state: run(state, af.wrap_fsdp()), world_size=2),
+    )
+    assert nothing == []
+    for line, expected_line in zip(found, expected, strict=True):
+        # wrap_fsdp reduces gradients in float32.
+        assert line == pytest.approx(expected_line, rel=1e-6)
+
+
+def test_samples_of_a_window_are_those_of_its_batches():
+    lines = []
+    log = af.log_to(lambda step, line: lines.append(line), every=1)
+    loader = DataLoader(TensorDataset(torch.ones(8, 3).double(), torch.ones(8, 1).double()), 4)
+    state = af.DistState()
+    windows = af.window(af.shard_loader(loader, state), 2)
+    plan = small_plan(af.accumulate(2, split=None), log, weight_fn=lambda batch: 1)
+    train(plan, windows)
+    rates = lines[0]["samples_per_second"], lines[0]["items_per_second"]
+    assert rates[0] == pytest.approx(4 * rates[1], rel=1e-12)
+
+
+def test_plans_that_are_compared_write_to_no_log(tmp_path):
+    plan = small_plan(af.log_to(tmp_path / "log.jsonl", every=1))
+    assert_equivalent(plan, af.accumulate(2)(plan), batches=BATCHES[:2])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_terms_metrics_and_items_have_their_names():
