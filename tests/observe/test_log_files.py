@@ -194,15 +194,19 @@ def test_plans_of_one_process_share_a_file(tmp_path):
     logs = [af.log_to(path, every=2, prefix=f"{name}/") for name in ("critic", "generator")]
     state, critic = af.build(af.DistState(), small_plan(logs[0]))
     _, generator = af.build(state, small_plan(logs[1]))
+    losses = []
     for batch in BATCHES[:4]:
         for _ in range(2):
-            state, _ = critic(state, batch, advance=False)
-        state, _ = generator(state, batch)
+            state, report = critic(state, batch, advance=False)
+            losses.append(report.loss.item())
+        state, report = generator(state, batch)
+        losses.append(report.loss.item())
     lines = lines_of(path)
     assert [line["step"] for line in lines] == [2, 4]
-    for line in lines:
-        assert {"critic/loss", "generator/loss"} <= line.keys()
-        assert "loss" not in line
+    # Of the updates of a batch, the first.
+    logged = [(line["critic/loss"], line["generator/loss"]) for line in lines]
+    assert logged == [(losses[3], losses[5]), (losses[9], losses[11])]
+    assert "loss" not in lines[0]
     steps = {"critic": critic, "generator": generator}
     af.save(tmp_path / "checkpoints", state, steps)
     af.load(tmp_path / "checkpoints", state, steps)
@@ -317,6 +321,40 @@ state, step, _ = train(small_plan(af.log_to({str(tmp_path / "log.jsonl")!r}, eve
     )
     end = lines_of(tmp_path / "log.events.jsonl")[-1]
     assert (end["event"], end["step"], end["error"]) == ("end", 3, error)
+
+
+def test_a_process_that_the_run_forks_ends_no_log(tmp_path):
+    script = f"""
+from tests.observe.test_log_files import *
+state, step, _ = train(small_plan(af.log_to({str(tmp_path / "log.jsonl")!r}, every=1)), BATCHES[:1])
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(events_of(Path({str(tmp_path / "log.events.jsonl")!r})))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['start', 'first_step']\n"
+
+
+def test_a_tracker_that_the_program_closed_ends_the_process_in_order(tmp_path):
+    """The last line is pending then, as with an accelerator."""
+    script = f"""
+from tests.observe.test_log_to import *
+def write(step, values):
+    raise RuntimeError("the run is finished")
+state, step = late(small_plan(af.log_to(write, {str(tmp_path / "log.jsonl")!r}, every=1)))
+step(state, BATCHES[0])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == (
+        "log_to: the line of step 1 is not written: RuntimeError('the run is finished')\n"
+    )
+    assert steps_in(tmp_path / "log.jsonl") == [1]
+    assert events_of(tmp_path / "log.events.jsonl")[-1] == "end"
 
 
 def test_a_step_that_is_gone_ends_its_log_and_is_not_held(tmp_path):

@@ -3,8 +3,10 @@
 import gc
 
 import pytest
+import torch
 
 import accel_fn as af
+from accel_fn.base.delayed_read import DelayedRead
 from tests.sim.programs import NUM_STEPS, train
 
 COMPARED = ("loss", "grad_norm", "learning_rate", "skipped_updates", "mae")
@@ -36,3 +38,15 @@ def test_lines_of_the_device_are_those_of_the_cpu(every):
             tolerance = 1e-6 if name == "learning_rate" else 1e-7
             assert line_of_device[name] == pytest.approx(line[name], rel=tolerance, nan_ok=True)
     assert sum(line["skipped_updates"] for _, line in found) == 1
+
+
+def test_a_value_that_does_not_come_is_given_up():
+    value = torch.ones((), device="sim")
+    read = DelayedRead()
+    torch.sim._sleep(1_000_000_000)
+    read(value + 1)
+    assert read.last(timeout_s=0.05) is None
+    torch.sim.synchronize()
+    read(value + 1)
+    torch.sim.synchronize()
+    assert read.last(timeout_s=5.0) == 2
