@@ -226,7 +226,7 @@ state, step = af.build(af.DistState(), small_plan(af.log_to({str(path)!r}, every
 state, _ = step(state, BATCHES[0])
 limit = Path({str(path)!r}).stat().st_size + 50
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-with warnings.catch_warnings(record=True) as caught:
+with warnings.catch_warnings(record=True, action="always") as caught:
     for batch in BATCHES[1:5]:
         state, _ = step(state, batch)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
@@ -297,6 +297,7 @@ def test_two_ranks_that_are_killed_and_restarted_by_the_launcher_have_one_log(tm
 ENDINGS = {
     "in order": ("", None),
     "by an error": ("raise KeyError(3)", "KeyError"),
+    "at a prompt": ("sys.ps1 = '>>> '\nraise KeyError(3)", None),
     "by sys.exit": ("sys.exit(3)", None),
     "in a function": ("def main(step=step):\n    raise KeyError(3)\ndel step\nmain()", "KeyError"),
 }

@@ -219,6 +219,21 @@ def test_the_share_of_waiting_is_that_between_steps_less_evaluations(pause):
     assert seen[1] < 0.3 if pause else seen[1] > 0.7
 
 
+def test_waiting_before_the_last_line_does_not_count_again():
+    def loss_fn(model, batch):
+        time.sleep(0.05)
+        return ours.mse(model, batch)
+
+    seen = []
+    log = af.log_to(lambda step, line: seen.append(line["data_wait"]), every=2)
+    state, step = af.build(af.DistState(), small_plan(log, loss_fn=loss_fn))
+    for pause, batch in zip([0, 0.5, 0, 0], BATCHES, strict=False):
+        time.sleep(pause)
+        state, _ = step(state, batch)
+    assert seen[0] > 0.7
+    assert seen[1] < 0.3
+
+
 def test_time_in_grads_is_no_waiting():
     def loss_fn(model, batch):
         time.sleep(0.05)
@@ -232,6 +247,7 @@ def test_time_in_grads_is_no_waiting():
         state, grads, report = step.grads(state, batch)
         state, _ = step.update(state, grads, report)
     assert seen[1]["data_wait"] < 0.3
+    assert seen[1]["items_per_second"] <= 3 / 0.05
     ratio = seen[1]["samples_per_second"] / seen[1]["items_per_second"]
     assert ratio == pytest.approx(4 / 3, rel=1e-12)
 
