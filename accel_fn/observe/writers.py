@@ -126,6 +126,7 @@ _KINDS: dict[str, _Kind] = {
     "trackio.Run": _CONFIGURED,
     "trackio": _CONFIGURED,
     "swanlab.Run": _CONFIGURED,
+    "swanlab.SwanLabRun": _CONFIGURED,  # before 0.8
     "swanlab": _CONFIGURED,
     "aim.Run": (_aim, _aim_settings),
 }

@@ -66,6 +66,23 @@ def test_a_run_stores_the_values_of_the_file(library, num_processes, tmp_path):
     assert settings["plan"].startswith(f"one step on {num_processes} rank")
 
 
+def test_mlflow_stores_values_after_the_end_of_the_active_run(tmp_path):
+    program = f"""
+from pathlib import Path
+from accel_fn.observe.writers import as_writer
+from tests.trackers.mlflow_run import start
+
+mlflow = start(Path({str(tmp_path)!r}))
+writes = [as_writer(mlflow), as_writer(mlflow.active_run())]
+mlflow.end_run()
+for step, write in enumerate(writes):
+    write(step, {{"loss": 2.0}})
+"""
+    run(tmp_path, "-c", program)
+    values, _ = read("mlflow", tmp_path)
+    assert values == {0: {"loss": 2.0}, 1: {"loss": 2.0}}
+
+
 def test_the_recipe_of_wandb_logs_to_it(tmp_path):
     run(tmp_path, "-c", recipe("wandb"), WANDB_MODE="offline")
     values, _ = read("wandb", tmp_path)
