@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakSet, WeakValueDictionary, finalize
 
 from accel_fn.base.file_lock import FileLock
 from accel_fn.errors import LogError
@@ -47,6 +47,8 @@ class LogFile:
         self._table = _TABLES[path.suffix](path)
         self._has_begun = False
         self._has_warned = False
+        self.recorders: WeakSet[Any] = WeakSet()
+        """What writes to this log: one for each plan."""
 
     def add_plan(self, plan: str) -> None:
         """Add the text of a plan whose values this log will have."""
@@ -58,11 +60,13 @@ class LogFile:
 
     def begin(self, step: int) -> None:
         """Cut the log back to where a run begins that loaded nothing; of what it loses it keeps a copy."""
-        if not self._has_begun and self._table.last.get("step", 0) > step:
+        # Another plan of the run may have logged the batch that this one begins with.
+        newest = step + 1 if self._has_begun else step
+        if self._last_step > newest:
             old = self._path.with_name(f"{self._path.name}.old")
             _LOG.warning(
                 "%s has steps up to %d, and this run begins after step %d; the log of before is now %s",
-                *(self._path, self._table.last["step"], step, old.name),
+                *(self._path, self._last_step, step, old.name),
             )
             self._try(lambda: shutil.copyfile(self._path, old))
             self.go_on(step, 0.0, None)
@@ -72,9 +76,13 @@ class LogFile:
         """Cut the log back to the step from which a run goes on."""
         self._has_begun = True
         last = self._table.last
-        self._try(lambda: self._table.cut(step))
+        self.cut(step)
         lost = {f"lost_{name}": last.get(name) for name in ("step", "time")}
         self.event("load", step, seconds=seconds, folder=folder and str(folder), **lost)
+
+    def cut(self, step: int) -> None:
+        """Remove the lines of later steps."""
+        self._try(lambda: self._table.cut(step))
 
     def event(self, event: str, step: int, **facts: object) -> None:
         """Add an event, unless another plan of the process has just added it."""
@@ -82,7 +90,17 @@ class LogFile:
 
     def values(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Add values of the newest step."""
+        if step < self._last_step:
+            warn_user(
+                f"log_values: state should be of the newest step in {self._path}, got step {step} after step "
+                f"{self._last_step}; the values are not written"
+            )
+            return
         self._try(lambda: self._table.put({"step": step, "time": at, **values}))
+
+    @property
+    def _last_step(self) -> int:
+        return int(self._table.last.get("step", -1))
 
     def _try(self, write: Callable[[], object]) -> None:
         try:
@@ -105,9 +123,6 @@ class _JsonLines:
 
     def put(self, line: Line) -> None:
         """Add a line, or add values to the last one if it is of the same step."""
-        step = self.last.get("step", -1)
-        if line["step"] < step:
-            self.cut(line["step"])
         if line["step"] == self.last.get("step"):
             line = {**self.last, **line}
             self._put_at(self._start, line)

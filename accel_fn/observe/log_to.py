@@ -84,6 +84,7 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
         ValueError: `writers` are none, or of another kind; `every` is no integer >= 1; `prefix` is no text.
             From the first step: metrics with the names "step" or "time".
         RuntimeError: from `build`, on every rank: a file cannot be written, or another process logs to it.
+        Exception: raised by a tracker or a function, from the step on the main rank.
 
     Warns:
         UserWarning: once, on the main rank: the disk is full, or a file cannot be written any more.
@@ -238,6 +239,8 @@ class LogOnMain(Log):
         self._throughput.count(batch)
 
     def __call__(self, state: DistState, report: Report) -> DistState:
+        if number_of(state) < self._newest:
+            self._recorder.go_back(number_of(state))
         super().__call__(state, report)
         self._recorder.step = self._newest
         self._recorder.flush()
@@ -279,8 +282,8 @@ class LogOnMain(Log):
         super().add(state, values)
         self._recorder.begin(state)
         self._recorder.flush()
-        numbers = {name: float(value) for name, value in values.items()}
-        self._recorder.write(number_of(state), time.time(), numbers)
+        found = {name: float(value) for name, value in values.items()}
+        self._recorder.write(number_of(state), time.time(), found)
 
     def _log(self, state: DistState, report: Report) -> None:
         self._logged = self._newest
@@ -365,7 +368,7 @@ class Throughput:
             weights = {"": report.weight}
         for name, weight in weights.items():
             self._items[name] = self._items.get(name, 0.0) + float(weight)
-        self._world_size = state.world_size
+        self._num_parts = state.data.world_size
 
     def per_second(self, seconds: float) -> dict[str, float]:
         """Return rates, and count anew."""
@@ -374,7 +377,7 @@ class Throughput:
             found["samples_per_second"] = self._items[""] / seconds
         else:
             if self._counts:
-                found["samples_per_second"] = self._samples * self._world_size / seconds
+                found["samples_per_second"] = self._samples * self._num_parts / seconds
             for name, items in self._items.items():
                 found[f"items_per_second{name}"] = items / seconds
         self._samples, self._items = 0, {}
@@ -397,6 +400,7 @@ class Recorder:
                 self._files.append(open_log(path))
         for file in self._files:
             file.add_plan(plan)
+            file.recorders.add(self)
         self._prefix, self._plan = prefix, plan
         self._delayed = DelayedRead()
         self._line: tuple[int, float, dict[str, Any], list[str]] | None = None
@@ -418,6 +422,12 @@ class Recorder:
         self._start(state)
         for file in self._files:
             file.go_on(state.step, seconds, folder)
+
+    def go_back(self, step: int) -> None:
+        """Cut the log back to an earlier step, which the program runs again."""
+        self.flush()
+        for file in self._files:
+            file.cut(step)
 
     def _start(self, state: DistState) -> None:
         if self.step is None:
@@ -473,6 +483,10 @@ class Recorder:
         """Write a line of this step."""
         values = {f"{self._prefix}{name}": value for name, value in values.items()}
         for file in self._files:
+            # Lines of plans that run less often come first, so that steps rise; their values are older.
+            for other in file.recorders:
+                if other._line is not None and other._line[0] < step:
+                    other.flush()
             file.values(step, at, values)
         for write in self._writes:
             write(step, dict(values))
@@ -490,7 +504,7 @@ class Recorder:
 
 
 def number_of(state: DistState) -> int:
-    """Return the number of the batch that a step after this state has consumed, and may consume again."""
+    """Return the number of the newest batch, from 1; `state.step` counts it once no step uses it again."""
     return state.step + bool(state.call)
 
 

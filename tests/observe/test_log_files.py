@@ -17,7 +17,7 @@ import pytest
 import accel_fn as af
 from accel_fn.base import file_lock
 from accel_fn.testing import simulate
-from tests.observe.test_log_to import BATCHES, events_of, lines_of, small_plan, train
+from tests.observe.test_log_to import BATCHES, events_of, late, lines_of, small_plan, train
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = [".jsonl", ".csv"]
@@ -214,6 +214,42 @@ def test_plans_of_one_process_share_a_file(tmp_path):
     names = [each["event"] for each in events]
     assert names == ["start", "first_step", "first_step", "save", "load"]
     assert events[0]["plan"].count("one step on 1 rank") == 2
+
+
+def test_a_plan_that_runs_now_and_then_logs_in_order(tmp_path):
+    path = tmp_path / "log.jsonl"
+    state, often = late(small_plan(af.log_to(path, every=1)))
+    _, rarely = late(small_plan(af.log_to(path, every=1, prefix="rare/")))
+    for number, batch in enumerate(BATCHES[:9]):
+        if number % 4 == 0:
+            state, _ = rarely(state, batch, advance=False)
+        state, _ = often(state, batch)
+    lines = lines_of(path)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["step"] for line in lines if "rare/loss" in line] == [1, 5]
+    assert all("loss" in line for line in lines)
+
+
+def test_values_of_an_earlier_step_of_another_plan_are_not_written(tmp_path):
+    path = tmp_path / "log.jsonl"
+    state, one = af.build(af.DistState(), small_plan(af.log_to(path, every=1)))
+    _, other = af.build(state, small_plan(af.log_to(path, every=1, prefix="a/")))
+    early, _ = other(state, BATCHES[0])
+    one(early, BATCHES[1])
+    with pytest.warns(
+        UserWarning, match=rf"newest step in {path}, got step 1 after step 2; the values are not"
+    ) as caught:
+        af.log_values(early, other, {"mine": 1})
+    assert caught[0].filename == __file__
+    assert steps_in(path) == [1, 2]
+
+
+def test_a_run_that_begins_anew_in_the_same_process_begins_a_new_log(tmp_path, capfd):
+    path = tmp_path / "log.jsonl"
+    kept = [train(small_plan(af.log_to(path, every=1)), BATCHES[:3])]
+    kept.append(train(small_plan(af.log_to(path, every=1)), BATCHES[:2]))
+    assert steps_in(path) == [1, 2]
+    assert "this run begins after step 0" in capfd.readouterr().err
 
 
 def test_a_disk_that_is_full_ends_no_run(tmp_path):
