@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from accel_fn.errors import ArgumentError
 
 _EVENTS = ".events.jsonl"
 _SUFFIXES = (".jsonl", ".csv")
+_FEW = 10  # lines of a file that show whether it is a log: data sets end in .jsonl, too
 
 Line = dict[str, float]
 
@@ -52,14 +54,18 @@ class Run:
 
 def read_runs(function: str, paths: Sequence[Path]) -> tuple[list[Run], list[Path]]:
     """Read every log in these folders or files; return the runs, and the folders without a log."""
-    found = {path: find_logs(path) for path in paths}
-    if not any(found.values()):
+    try:
+        found = {path: find_logs(path) for path in paths}
+        runs = [
+            read_run(log, str(path if len(logs) == 1 else log))
+            for path, logs in found.items()
+            for log in logs
+        ]
+    except OSError as error:
+        at = error.filename or ", ".join(map(str, paths))
+        raise ArgumentError(f"{function}: {at} cannot be read: {error.strerror}") from None
+    if not runs:
         raise ArgumentError(f"{function}: no log in {', '.join(map(str, paths))}; {_repair(paths)}")
-    runs = [
-        read_run(log, str(path if len(logs) == 1 else log))
-        for path, logs in found.items()
-        for log in logs
-    ]
     # runs/* also gives files that lie beside the runs.
     return runs, [path for path, logs in found.items() if not logs and path.is_dir()]
 
@@ -76,13 +82,15 @@ def find_logs(path: Path) -> list[Path]:
     if not path.is_dir():
         files = [path]
     else:
-        files = sorted(each for each in path.iterdir() if each.suffix in _SUFFIXES)
+        files = sorted(
+            each for each in path.iterdir() if each.suffix in _SUFFIXES and each.is_file()
+        )
     return [each for each in files if not each.name.endswith(_EVENTS) and _is_log(each)]
 
 
 def _is_log(file: Path) -> bool:
-    """Does its first line have a step, or does a file with its events stand beside it?"""
-    return _events_file(file).exists() or next(_lines(file), None) is not None
+    """Do its first lines have a step and a value, or does a file with its events stand beside it?"""
+    return _events_file(file).exists() or any(len(line) > 1 for line in _lines(file, _FEW))
 
 
 def _events_file(file: Path) -> Path:
@@ -114,9 +122,10 @@ def _is_event(found: dict[str, Any]) -> bool:
     )
 
 
-def _lines(file: Path) -> Iterator[Line]:
-    """Lines that have a step; of each, the values that are numbers."""
-    for found in _rows(file) if file.suffix == ".csv" else _objects(file):
+def _lines(file: Path, most: int | None = None) -> Iterator[Line]:
+    """Those lines that have a step, of all or of the first ones; of each, the values that are numbers."""
+    every = _rows(file) if file.suffix == ".csv" else _objects(file)
+    for found in itertools.islice(every, most):
         if _is_step(found.get("step")):
             yield {name: value for name, value in found.items() if _is_number(value)}
 
@@ -144,10 +153,14 @@ def _objects(file: Path) -> Iterator[dict[str, Any]]:
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a CSV that have as many cells as its heading; empty cells are left out."""
-    rows = csv.reader(_whole_lines(file))
-    heading = next(rows, [])
-    for row in rows:
-        if len(row) == len(heading):
+    heading: list[str] = []
+    for line in _whole_lines(file):
+        try:
+            row = next(csv.reader([line]), [])
+        except csv.Error:  # a cell of a damaged file that is too long
+            continue
+        heading = heading or row
+        if len(row) == len(heading) and row is not heading:
             yield {name: _number(cell) for name, cell in zip(heading, row, strict=True) if cell}
 
 

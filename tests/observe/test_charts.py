@@ -111,6 +111,22 @@ def test_a_thinned_curve_keeps_its_ends_and_extremes_and_gaps(values, most):
     assert len(found.steps) <= 1.5 * most + 5
 
 
+def test_a_thinned_curve_keeps_a_single_gap():
+    values = [1.0] * 50 + [math.nan] + [1.0] * 49
+    assert 50 in thinned(Column([*range(100)], values), 10).steps
+
+
+def test_memory_is_shown_in_gib():
+    [chart] = arrange([run_of(peak_memory=[2.0**30, 2.0**31])])
+    assert chart.curves[0].column.values == [1.0, 2.0]
+
+
+def test_a_later_run_is_thinner_so_that_equal_curves_show():
+    [chart] = arrange([run_of(loss=[1.0]), run_of("runs/b", loss=[1.0])])
+    first, second = (curve.width for curve in chart.curves)
+    assert first > second
+
+
 def test_the_picture_has_every_curve_and_mark(runs):
     figure = draw(runs)
     titles = [axes.get_title() for axes in figure.axes if axes.axison]

@@ -110,3 +110,9 @@ def test_plans_of_one_process_begin_one_process():
     found = goodput(Run("runs/a", columns, events))
     assert found.processes == 1
     assert (found.microseconds["start"], found.microseconds["compile"]) == (2_000_000, 2_000_000)
+
+
+def test_a_plan_that_waits_while_another_one_steps_does_not_wait_for_data():
+    waits = {"generator/data_wait": Column([2], [0.75]), "critic/data_wait": Column([2], [0.25])}
+    found = goodput(Run("runs/a", {"time": Column([1, 2], [10.0, 14.0]), **waits}, []))
+    assert (found.microseconds["data"], found.microseconds["updates"]) == (1_000_000, 3_000_000)

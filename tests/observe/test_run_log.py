@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_events_without_a_time_and_a_step_are_left_out(tmp_path):
 
 
 def test_a_csv_is_read_like_json_lines(tmp_path):
-    text = "step,time,loss,validation/loss\n1,11.0,0.5,\n2,12.0,nan,1\n3,13.0,0.1"
+    text = "step,time,loss,validation/loss\n1,11.0,0.5,\n2,12.0,nan,1\n3,13.0,0.1,2"
     (tmp_path / "log.csv").write_text(text)
     run = read_one(tmp_path)
     assert run.columns["time"] == Column([1, 2], [11.0, 12.0])  # the third row may be cut
@@ -100,17 +101,20 @@ def test_a_csv_is_read_like_json_lines(tmp_path):
 
 
 def test_rows_of_a_csv_with_other_cells_than_its_heading_are_left_out(tmp_path):
-    (tmp_path / "log.csv").write_text("step,time,loss\n1,11.0\n2,12.0,0.5\n3,13.0,0.5,9\n")
+    rows = ["step,time,loss", "1,11.0", "2,12.0,0.5", "3,13.0,0.5,9", "4,14.0," + "9" * 200_000, ""]
+    (tmp_path / "log.csv").write_text("\n".join(rows))
     assert read_one(tmp_path).columns["loss"] == Column([2], [0.5])
 
 
 def test_each_log_in_a_folder_is_a_run(tmp_path):
     for name in ("critic", "generator"):
-        write(tmp_path / f"{name}.jsonl", line(1))
+        write(tmp_path / f"{name}.jsonl", line(1, loss=0.5))
         write(tmp_path / f"{name}.events.jsonl", {"event": "start", "time": 10.0, "step": 0})
     write(tmp_path / "samples.jsonl", {"text": "no log"})
     (tmp_path / "scores.csv").write_text("name,score\na,1\n")
     (tmp_path / "notes.txt").write_text("step\n1\n")
+    write(tmp_path / "texts.jsonl", {"step": 1, "text": "a sample of step 1"})
+    (tmp_path / "folder.jsonl").mkdir()
     runs, without = read_runs("report", [tmp_path])
     assert [run.name for run in runs] == [
         str(tmp_path / f"{n}.jsonl") for n in ("critic", "generator")
@@ -152,3 +156,10 @@ def test_paths_of_which_none_has_a_log_are_refused(tmp_path):
         ValueError, match=rf"report: no log in {tmp_path}; its folders have one: use .*/\*"
     ):
         read_runs("report", [tmp_path])
+
+
+def test_a_file_that_cannot_be_read_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^report: /proc/self/mem cannot be read: Input/output error"
+    ):
+        read_runs("report", [Path("/proc/self/mem")])
