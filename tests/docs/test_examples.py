@@ -28,7 +28,7 @@ import accel_fn as af
 from tests.support.compilers import MARKS
 
 ROOT = Path(__file__).parents[2]
-DEAR = {"transforms.md": MARKS, "launching.md": [pytest.mark.slow]}
+DEAR = {"precision.md": MARKS, "launching.md": [pytest.mark.slow]}
 """Pages that compile graphs or start many processes."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
