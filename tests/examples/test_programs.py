@@ -11,6 +11,7 @@ from tests.examples.running import EXAMPLES
 
 PROGRAMS = {
     "mnist": (),
+    "nlp": (),
 }
 """Arguments of each program, by name."""
 FIGURE = re.compile(r"-?\d+\.\d+")
