@@ -133,8 +133,10 @@ def _marks(run: Run) -> Iterator[_Mark]:
     waits, skips = map(_by_step, (run.of_plans("data_wait"), run.of_plans("skipped_updates")))
     for step, seconds in zip(*run.columns.get("time", ([], [])), strict=True):
         if (time := _microseconds(seconds)) is not None:
-            # One plan waits while another one steps, so only the shortest wait is for data.
-            entry = {"data_wait": min(waits[step], default=0), "skipped": sum(skips[step])}
+            # To a plan, the steps of another one are time between its own steps.
+            in_steps = sum(1 - min(wait, 1.0) for wait in waits[step])
+            wait = max(1 - in_steps, 0.0) if waits[step] else 0.0
+            entry = {"data_wait": wait, "skipped": sum(skips[step])}
             yield _Mark(time, step, {"event": "line", **entry})
     for event in run.events:
         lost_time, lost_step = _microseconds(event.get("lost_time")), event.get("lost_step")
@@ -147,7 +149,7 @@ def _by_step(columns: list[Column]) -> defaultdict[int, list[float]]:
     found = defaultdict(list)
     for column in columns:
         for step, value in zip(*column, strict=True):
-            found[step].append(max(value, 0.0))
+            found[step].append(value if value > 0 else 0.0)  # nan is none, too
     return found
 
 
@@ -185,8 +187,7 @@ def _windows(process: _Process) -> Iterator[_Window]:
         if mark.kind == "line" and mark.time > begin:
             num_steps = mark.step - step
             skipped = min(mark.entry["skipped"] / max(num_steps, 1), 1.0)
-            wait = min(mark.entry["data_wait"], 1.0)
-            yield _Window(begin, mark.time, num_steps, wait, skipped)
+            yield _Window(begin, mark.time, num_steps, mark.entry["data_wait"], skipped)
             begin, step = mark.time, mark.step
 
 

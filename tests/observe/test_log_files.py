@@ -16,6 +16,9 @@ import pytest
 
 import accel_fn as af
 from accel_fn.base import file_lock
+from accel_fn.observe.charts import marks
+from accel_fn.observe.goodput import goodput
+from accel_fn.observe.run_log import read_runs
 from accel_fn.testing import simulate
 from tests.observe.test_log_to import BATCHES, events_of, late, lines_of, small_plan, train
 
@@ -309,6 +312,12 @@ def test_a_run_that_is_killed_and_resumed_twice_has_one_log(tmp_path):
     starts = [each["process_began"] for each in events if each["event"] == "start"]
     assert starts == sorted(set(starts))
     assert len(starts) == 3
+    [run], _ = read_runs("report", [tmp_path])
+    assert marks(run).restarts == [3, 6]
+    found = goodput(run)
+    assert found.processes == 3
+    assert found.wall == pytest.approx(1e6 * (events[-1]["time"] - starts[0]), abs=2)
+    assert all(found.microseconds[each] > 0 for each in ("updates", "start", "repeated", "down"))
 
 
 @pytest.mark.slow
