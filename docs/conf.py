@@ -2,6 +2,7 @@
 
 import inspect
 import tempfile
+import typing
 import zlib
 from pathlib import Path
 
@@ -81,6 +82,9 @@ for module in (accel_fn, testing, testing.strategies):
         if ours and (inspect.isclass(member) or inspect.isfunction(member)):
             DEFINED_IN[home, name] = member.__module__
             member.__module__ = home
+# `Epoch[Batch]`, made where it is a base class, would be found again with the private module.
+for forget in typing._cleanups:
+    forget()
 
 PARAMETERS = [
     inspect.Parameter("fn", inspect.Parameter.POSITIONAL_OR_KEYWORD),
@@ -93,10 +97,13 @@ MADE_BY_FUNCTIONS = (
     "accel_fn.Step",
     "accel_fn.ShardedLoader",
     "accel_fn.Epoch",
+    "accel_fn.data.loader.Epochs",
     "accel_fn.data.prefetch.Prefetched",
     "accel_fn.data.window.Windowed",
     "accel_fn.data.seed_samples.SeededSamples",
     "accel_fn.data.plan_batches.BatchPlan",
+    "accel_fn.observe.progress.Progress",
+    "accel_fn.observe.progress.ShownEpoch",
 )
 
 
