@@ -29,6 +29,11 @@ sharded: af.ShardedLoader[tuple[Tensor, Tensor]] = af.shard_loader(loader, state
 for epoch in sharded.epochs(2):
     for inputs, targets in epoch:
         first: Tensor = inputs[targets > 0]
+for shown in af.progress(sharded.epochs(2), state):
+    for inputs, targets in af.prefetch(shown, state):
+        shown.show(report, accuracy=0.5)
+for pair in af.progress(af.progress(next(sharded.epochs(2)), state), state):
+    first = pair[0]
 for anything in af.shard_loader(loader, state):
     print(anything["a batch without an annotation is Any"])
 loss: Tensor = report.loss
@@ -83,6 +88,8 @@ for epoch in sharded.epochs(2):
         print(pair.missing)  # E
         text: str = pair  # E
 other: af.ShardedLoader[str] = sharded  # E
+shown.show(0.5)  # E
+af.progress(loader, state).show(accuracy="high")  # E
 step(state, "nonsense")  # E
 typed(state, "nonsense")  # E
 typed.forward(state, {"inputs": batch})  # E
