@@ -34,6 +34,7 @@ from tests.field.program import (
     taught_batches,
     train,
     train_by_hand,
+    train_on,
     two_loops,
     update,
 )
@@ -417,18 +418,14 @@ def drawn(case: Case):
             update(model, loss_fn(model, batch), optimizer)
         return figures(model)
 
+    def make_batch(batch, state):
+        (rows,) = batch
+        return beside(rows, af.reduce_sum(len(rows), state), state)
+
     def run(state, folder, stops_after):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, sgd(model))))
+        plan = recipe(case)(af.Plan(loss_fn, model, sgd(model)))
         batches = af.shard_loader(loader, state)
-        state = af.resume(folder, state, step, extras={"data": batches})
-        for epoch in batches.epochs(2, since=state):
-            for (rows,) in epoch:
-                size = af.reduce_sum(len(rows), state)
-                state, _ = step(state, beside(rows, size, state))
-                if state.step == stops_after:
-                    af.save(folder, state, step, extras={"data": batches})
-                    return None
-        return figures(model)
+        return train_on(state, folder, plan, batches, 2, stops_after, make_batch=make_batch)
 
     return by_hand, lambda state: stopped_and_resumed(state, run, len(loader) + case.seed % 2)

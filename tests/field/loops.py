@@ -25,6 +25,7 @@ from tests.field.program import (
     train,
     train_by_hand,
     train_in_turn,
+    train_on,
     update,
 )
 
@@ -334,16 +335,8 @@ def resumed(case: Case):
 
     def run(state, folder, stops_after):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, adamw(model))))
-        batches = af.shard_loader(loader, state)
-        state = af.resume(folder, state, step, extras={"data": batches})
-        for epoch in batches.epochs(3, since=state):
-            for batch in epoch:
-                state, _ = step(state, batch)
-                if state.step == stops_after:
-                    af.save(folder, state, step, extras={"data": batches})
-                    return None
-        return figures(model)
+        plan = recipe(case)(af.Plan(mse, model, adamw(model)))
+        return train_on(state, folder, plan, af.shard_loader(loader, state), 3, stops_after)
 
     return by_hand, lambda state: stopped_and_resumed(state, run, len(loader) + 1)
 

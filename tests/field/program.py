@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -122,6 +123,27 @@ def train_in_turn(
         for step in steps:
             state, _ = step(state, af.part(batch, state))
     return figures(model)
+
+
+def train_on(
+    state: af.DistState,
+    folder: str,
+    plan: af.Plan,
+    batches: af.ShardedLoader[Any],
+    num_epochs: int,
+    stops_after: int | None,
+    *,
+    make_batch: Callable[[Any, af.DistState], Any] = lambda batch, state: batch,
+) -> dict[str, Tensor] | None:
+    """Go on from the last checkpoint to the end, or stop with a checkpoint after so many batches."""
+    state, step = af.build(state, plan)
+    state = af.resume(folder, state, step, extras={"data": batches})
+    for batch in chain.from_iterable(batches.epochs(num_epochs, since=state)):
+        state, _ = step(state, make_batch(batch, state))
+        if state.step == stops_after:
+            af.save(folder, state, step, extras={"data": batches})
+            return None
+    return figures(plan.model)
 
 
 def stopped_and_resumed(

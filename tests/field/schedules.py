@@ -16,6 +16,7 @@ from tests.field.program import (
     samples,
     sgd,
     stopped_and_resumed,
+    train_on,
     update,
 )
 
@@ -46,16 +47,9 @@ def by_epoch(case: Case):
         optimizer = sgd(model)
         batches = af.shard_loader(loader, state)
         by_epoch = af.schedule(scheduler_of(optimizer), every=batches)
-        plan = af.compose(recipe(case), af.skip_nonfinite(), by_epoch)
-        state, step = af.build(state, plan(af.Plan(mse, model, optimizer)))
-        state = af.resume(folder, state, step, extras={"data": batches})
-        for epoch in batches.epochs(4, since=state):
-            for batch in epoch:
-                state, _ = step(state, batch)
-                if state.step == stops_after:
-                    af.save(folder, state, step, extras={"data": batches})
-                    return None
-        return figures(model)
+        change = af.compose(recipe(case), af.skip_nonfinite(), by_epoch)
+        plan = change(af.Plan(mse, model, optimizer))
+        return train_on(state, folder, plan, batches, 4, stops_after)
 
     stops_after = len(loader) + (case.seed % 2) * case.k
     return by_hand, lambda state: stopped_and_resumed(state, run, stops_after)
