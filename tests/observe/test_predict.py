@@ -365,8 +365,9 @@ def test_batches_that_no_rank_has_cut_are_warned_of(function):
     assert warning.filename == __file__
 
 
-@pytest.mark.parametrize("data", [DATA, Stream()], ids=["map", "stream"])
-def test_a_failure_on_one_rank_is_raised_on_all(data):
+@pytest.mark.parametrize("data", [DATA, Stream(), Talking()], ids=["map", "stream", "talking"])
+@pytest.mark.parametrize("function", [af.predict, af.evaluate])
+def test_a_failure_on_one_rank_is_raised_on_all(function, data):
     def run(state):
         state, step, _ = make(state)
         loader = af.shard_loader(DataLoader(data, batch_size=4), state)
@@ -374,15 +375,15 @@ def test_a_failure_on_one_rank_is_raised_on_all(data):
         def fn(model, batch):
             if state.rank == 1:
                 raise OSError("gone")
-            return batch[0]
+            return {"x": batch[0]}
 
         with pytest.raises((OSError, RuntimeError)) as caught:
-            af.predict(step, loader, state, fn)
+            function(step, loader, state, fn)
         return str(caught.value)
 
     first, second = simulate(run, world_size=2)
     assert second == "gone"
-    assert "predict: failed on rank 1: OSError('gone')" in first
+    assert f"{function.__name__}: failed on rank 1: OSError('gone')" in first
 
 
 def make_sharded(state, *transforms, data=DATA, k=2):
