@@ -30,7 +30,8 @@ for epoch in sharded.epochs(2):
     for inputs, targets in epoch:
         first: Tensor = inputs[targets > 0]
 for shown in af.progress(sharded.epochs(2), state):
-    for inputs, targets in af.prefetch(shown, state):
+    for pair in af.prefetch(shown, state):
+        first = pair[0]
         shown.show(report, accuracy=0.5)
 for pair in af.progress(af.progress(next(sharded.epochs(2)), state), state):
     first = pair[0]
