@@ -287,7 +287,7 @@ def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def slot_names() -> list[str]:
-    """The slots of a plan, in the order in which a step uses them."""
+    """The slots of a plan, in the order of its fields."""
     return [each.name for each in fields(Plan)[5:]]
 
 
