@@ -217,7 +217,8 @@ class LoopBar:
             if isinstance(value, Tensor):
                 read = self._reads.setdefault(name, DelayedRead())
                 known = read(value)
-                known = (read.last() if is_last else None) or known
+                newest = read.last() if is_last else None
+                known = known if newest is None else newest
             if known is not None:
                 texts.append(f"{name}={float(known):.4g}")
         return ", ".join(texts)
