@@ -71,7 +71,7 @@ def evaluate(
             Default: the plan's loss over its weights, as "loss"
             (the mean of an item, also where `reduction` is "sum"; where `weight_fn` is a mapping,
             each term by its name, and their sum), and the metrics that `loss_fn` returns beside it.
-        progress: a bar on the main rank. Default: where there is a terminal.
+        progress: a bar on the main rank. Default: in a terminal or a notebook.
 
     Returns:
         The mean of every metric, on all ranks: a float, or a tensor in float64 on the host where

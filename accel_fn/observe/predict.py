@@ -63,7 +63,7 @@ def predict(
             tree has tensors [num_rows, ...] and lists of num_rows items, of any kind that can be
             pickled, in tuples, mappings and what torch's pytree knows. Structure, dtypes and trailing
             dimensions are the same for every batch; rows of several lengths are items of a list.
-        progress: a bar on the main rank. Default: where there is a terminal.
+        progress: a bar on the main rank. Default: in a terminal or a notebook.
 
     Returns:
         The same tree with the rows of the whole loader, on the host, equal on every rank.
