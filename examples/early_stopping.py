@@ -49,6 +49,8 @@ def main(args):
     best = {"loss": float("inf"), "epoch": -1}
     state = af.resume(args.out, state, step, extras={"best": best})
     for epoch in train_loader.epochs(args.max_epochs, since=state):
+        if epoch.index - best["epoch"] > args.patience:  # at the top: also where a run resumes
+            break
         for batch in epoch:
             state, report = step(state, batch)
         found = af.evaluate(step, valid_loader, state)  # equal on all ranks, so all stop together
@@ -60,8 +62,6 @@ def main(args):
         # A score is higher for better runs. The newest checkpoint stays to resume from.
         score = -found["loss"]
         af.save(args.out, state, step, extras={"best": best}, score=score, keep=1, keep_best=1)
-        if epoch.index - best["epoch"] >= args.patience:
-            break
 
     kept = max(af.list_checkpoints(args.out), key=lambda checkpoint: checkpoint.score)
     state = af.load(args.out, state, step, extras={"best": best}, at=kept.step)
