@@ -148,7 +148,9 @@ def _ending_later(group: int, limit_s: int) -> subprocess.Popen[bytes]:
 def in_short(name: str, output: str) -> str:
     """One line about a program that has run, for a reader of many reports."""
     codes = ", ".join(re.findall(r"^exit code (\S+) after", output, re.MULTILINE))
-    wrong = len(re.findall(r"^.*(?:DIFFERS|FAILED|ERROR |same bits: False).*$", output, re.MULTILINE))
+    wrong = len(
+        re.findall(r"^.*(?:DIFFERS|FAILED|ERROR |same bits: False).*$", output, re.MULTILINE)
+    )
     return f"{name:10} exit codes {codes}; {wrong} lines that differ or failed\n"
 
 

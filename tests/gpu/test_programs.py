@@ -52,6 +52,6 @@ def test_a_report_has_the_head_the_output_and_the_exit_code_of_each_program(tmp_
 
 
 def test_the_end_of_a_report_counts_lines_that_differ_or_failed():
-    output = "ERROR tests/b.py\nFAILED tests/a.py\nfused clip 1e-1 DIFFERS\nclip 0.0\nsame bits: False, 1 MiB\n"
+    output = "ERROR tests/b.py\nFAILED tests/a.py\nclip 1e-1 DIFFERS\nclip 0.0\nsame bits: False\n"
     line = in_short("equal", f"{output}exit code 1 after 2.0 s\n\n$ b\nexit code 0 after 1.0 s\n")
     assert line == "equal      exit codes 1, 0; 4 lines that differ or failed\n"
