@@ -27,7 +27,7 @@ IN_PARALLEL = (
     "--dist=loadfile",
     "--no-loadscope-reorder",  # files of few tests, which are long ones, would come last
 )
-EVERYTHING = ("testing", "examples", "float8", "plots")
+EVERYTHING = ("testing", "examples", "float8", "migrate", "plots")
 TRACKERS = ("wandb", "mlflow", "trackio", "aim", "swanlab")  # pin each other out
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

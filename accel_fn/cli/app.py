@@ -19,6 +19,7 @@ _COMMANDS: dict[str, str] = {
     "watch": "Draw the curves of runs in a terminal while they train.",
     "checkpoints": "List the checkpoints of a folder.",
     "export": "Write the weights of a checkpoint as safetensors.",
+    "migrate": "Print what takes the place of accelerate in a script.",
     "explain": "Print what one step of a plan does, phase by phase.",
 }
 """One line of help by name. The command NAME is the function NAME of `accel_fn.cli.NAME`."""

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from accel_fn.cli.migrate import migrate
 from tests.support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -62,3 +64,18 @@ def test_a_program_moved_from_ddp_prints_the_same_losses(tmp_path: Path) -> None
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     port = {"MASTER_PORT": str(free_port())}
     assert printed(new, tmp_path / "new") == printed(old, tmp_path / "old", **one, **port)
+
+
+def test_the_guide_from_accelerate_shows_what_migrate_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs/from-accelerate.md").read_text()
+    [shown] = re.findall(
+        r"^```console\n\$ accel-fn migrate train.py\n(.*?)^```$", page, re.S | re.M
+    )
+    old, _ = sides("from-accelerate.md")
+    (tmp_path / "train.py").write_text(old)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(migrate, ["train.py"])
+    parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", shown, flags=re.M)]
+    assert re.fullmatch("(.*\n)*?".join(parts), done.stdout)

@@ -275,6 +275,7 @@ HEAVY = (
     "torch",
     "click",
     "cloudpickle",
+    "libcst",
     "matplotlib",
     "pydantic",
     "rich",

@@ -1,0 +1,369 @@
+"""Facts of a script that uses accelerate: its accelerators, what it prepares, how it accumulates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import libcst as cst
+from libcst.metadata import (
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    QualifiedNameProvider,
+    QualifiedNameSource,
+)
+
+from accel_fn.cli.migration.table import TABLE
+
+_KINDS = {
+    "scheduler": r"sched|LR$",
+    "optimizer": r"optim|^opt|Adam|SGD|Adafactor|RMSprop|Lion",
+    "loader": r"loader|^dl|_dl$",
+}
+"""What prepare is given, by its name or by the call that makes it; else a model."""
+_SAME_IN_TRANSFORMS = "transformers.set_seed"
+_TOKENS = r"CausalLM|Seq2Seq|ignore_index|-100|num_items_in_batch"
+
+
+class Facts:
+    """What the lines of a script mean for each other."""
+
+    def __init__(self, wrapper: MetadataWrapper) -> None:
+        self.module = wrapper.module
+        self._parents = wrapper.resolve(ParentNodeProvider)
+        self._positions = wrapper.resolve(PositionProvider)
+        self._qualified = wrapper.resolve(QualifiedNameProvider)
+        self._nodes = list(walk(self.module))
+        self._calls = [node for node in self._nodes if isinstance(node, cst.Call)]
+
+    def code(self, node: cst.CSTNode) -> str:
+        """The source of a node, on one line."""
+        return joined(self.module.code_for_node(node).splitlines())
+
+    @cached_property
+    def imports_accelerate(self) -> bool:
+        return any(
+            self.is_of_accelerate(node)
+            for node in self._nodes
+            if isinstance(node, cst.Import | cst.ImportFrom)
+        )
+
+    def is_of_accelerate(self, node: cst.Import | cst.ImportFrom) -> bool:
+        """Whether an import is of accelerate or one of its modules."""
+        if isinstance(node, cst.ImportFrom):
+            modules = [node.module] if node.module is not None and not node.relative else []
+        else:
+            modules = [each.name for each in node.names]
+        return any(self.code(each).split(".")[0] == "accelerate" for each in modules)
+
+    def name_in_accelerate(self, node: cst.CSTNode) -> str | None:
+        """The name of a class or function of accelerate that a node is, the whole of it."""
+        parent = self._parents[node]
+        if isinstance(parent, cst.Attribute) and self._imported(parent):
+            return None
+        name = self._imported(node)
+        if name is None:
+            return None
+        parts = name.split(".")[1:]
+        return next((part for part in parts if part in TABLE), parts[-1] if parts else None)
+
+    def _imported(self, node: cst.CSTNode) -> str | None:
+        names = self._qualified.get(node, ())
+        # libcst gives a function where it has not looked for the names yet.
+        for each in names() if callable(names) else names:
+            imported = each.source is QualifiedNameSource.IMPORT
+            if imported and (
+                each.name.startswith("accelerate.") or each.name == _SAME_IN_TRANSFORMS
+            ):
+                return str(each.name)
+        return None
+
+    @cached_property
+    def _made(self) -> dict[str, cst.BaseExpression]:
+        """The value of each name that is assigned alone."""
+        return {
+            self.code(target.target): node.value
+            for node in self._nodes
+            if isinstance(node, cst.Assign)
+            for target in node.targets
+        }
+
+    @cached_property
+    def _given(self) -> set[str]:
+        """The names that a script gives its accelerators."""
+        return {
+            last(name)
+            for name, value in self._made.items()
+            if isinstance(value, cst.Call)
+            and self.name_in_accelerate(value.func) in ("Accelerator", "PartialState")
+        }
+
+    def is_accelerator(self, node: cst.CSTNode) -> bool:
+        """Whether a node is a variable or an attribute that holds an Accelerator."""
+        return isinstance(node, cst.Name | cst.Attribute) and last(self.code(node)) in {
+            *self._given,
+            "accelerator",
+        }
+
+    def _called(self, *names: str) -> list[cst.Call]:
+        """The calls of methods of an accelerator."""
+        return [
+            call
+            for call in self._calls
+            if isinstance(call.func, cst.Attribute)
+            and call.func.attr.value in names
+            and self.is_accelerator(call.func.value)
+        ]
+
+    def kind(self, name: str) -> str:
+        """What an object is that is given to prepare: "loader", for example."""
+        value = self._made.get(name)
+        maker = self.code(value.func) if isinstance(value, cst.Call) else ""
+        for text in (last(name), last(maker)):
+            for kind, pattern in _KINDS.items():
+                if re.search(pattern, text):
+                    return kind
+        return "model"
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """The kind of each name that prepare is given or that takes its result."""
+        found: dict[str, str] = {}
+        for call in self._called(
+            "prepare",
+            "prepare_model",
+            "prepare_data_loader",
+            "prepare_optimizer",
+            "prepare_scheduler",
+        ):
+            names = [self.code(each.value) for each in call.args if not each.star]
+            found |= {name: self.kind(name) for name in names}
+            around = self._parents[call]
+            if isinstance(around, cst.Assign):
+                targets = self.code(around.targets[0].target).strip("()").split(", ")
+                found |= {to: found[name] for to, name in zip(targets, names, strict=False)}
+        return found
+
+    @cached_property
+    def values(self) -> dict[str, str]:
+        """Names of the script that texts of the table may need."""
+        found = {kind: kind for kind in ("model", "optimizer", "loader", "scheduler")}
+        found |= {kind: name for name, kind in reversed(self.kinds.items())}
+        if self.training_loaders:
+            found["loader"] = self.training_loaders[0]
+        return {**found, "k": self.num_microbatches, "init": ", ".join(self._init())}
+
+    def _init(self) -> Iterator[str]:
+        """The arguments of af.init."""
+        cpu = self._constructor.get("cpu")
+        if cpu not in (None, "False"):
+            yield 'device="cpu"' if cpu == "True" else f'device="cpu" if {cpu} else None'
+        for call in self._calls:
+            if self.name_in_accelerate(call.func) == "set_seed" and call.args:
+                yield f"seed={self.code(call.args[0].value)}"
+                break
+
+    @cached_property
+    def _loops(self) -> dict[cst.For, cst.Call]:
+        """The innermost loop around each backward."""
+        found = {}
+        for call in self._called("backward"):
+            loop = self._loop_around(call)
+            if loop is not None:
+                found[loop] = call
+        return found
+
+    @cached_property
+    def losses(self) -> set[cst.Assign]:
+        """The lines that compute what the script gives to backward."""
+        return {
+            node
+            for loop, call in self._loops.items()
+            for node in walk(loop.body)
+            if isinstance(node, cst.Assign)
+            and call.args
+            and self.code(node.targets[0].target) == self.code(call.args[0].value)
+            and not any(
+                isinstance(each, cst.BinaryOperation) and self.divides_loss(each)
+                for each in node.children
+            )
+        }
+
+    @cached_property
+    def training_loops(self) -> dict[cst.For, str]:
+        """The loops in which the script trains, and the loader that each goes over."""
+        loaders = {loop: self._loader_of(loop) for loop in self._loops}
+        return {loop: loader for loop, loader in loaders.items() if loader}
+
+    def _loader_of(self, loop: cst.For) -> str:
+        """The first loader in the head of a loop; empty if there is none."""
+        names = (self.code(each) for each in walk(loop.iter) if isinstance(each, cst.Name))
+        return next((name for name in names if self.kind(name) == "loader"), "")
+
+    @cached_property
+    def training_loaders(self) -> list[str]:
+        return list(dict.fromkeys(self.training_loops.values()))
+
+    @cached_property
+    def epoch_loops(self) -> set[cst.For]:
+        """The loops around those over batches."""
+        return {outer for loop in self.training_loops if (outer := self._loop_around(loop))}
+
+    def _loop_around(self, node: cst.CSTNode) -> cst.For | None:
+        return next((each for each in self._around(node) if isinstance(each, cst.For)), None)
+
+    @cached_property
+    def resumes(self) -> bool:
+        return bool(self._called("load_state"))
+
+    def makes_loader(self, call: cst.Call) -> bool:
+        """Whether a call makes a loader that the script trains on."""
+        around = self._parents[call]
+        return (
+            isinstance(around, cst.Assign)
+            and last(self.code(call.func)).endswith("DataLoader")
+            and self.code(around.targets[0].target) in self.training_loaders
+        )
+
+    @cached_property
+    def schedulers_of_epochs(self) -> set[str]:
+        """The schedulers that the script steps once an epoch, after its batches."""
+        steps = [
+            call
+            for call in self._calls
+            if isinstance(call.func, cst.Attribute)
+            and call.func.attr.value == "step"
+            and self.kinds.get(self.code(call.func.value)) == "scheduler"
+        ]
+        return {
+            self.code(call.func.value)
+            for call in steps
+            if isinstance(call.func, cst.Attribute) and self._loop_around(call) in self.epoch_loops
+        }
+
+    @cached_property
+    def evaluation_loops(self) -> dict[cst.For, str]:
+        """The loops over batches in which the script gathers and does not train, and their loaders."""
+        found = {}
+        for call in self._called("gather", "gather_for_metrics"):
+            loop = self._loop_around(call)
+            loader = self._loader_of(loop) if loop is not None else ""
+            if loop is not None and loop not in self._loops and loader:
+                found[loop] = loader
+        return found
+
+    def evaluates(self, node: cst.CSTNode) -> bool:
+        """Whether a node stands in such a loop."""
+        return any(each in self.evaluation_loops for each in self._around(node))
+
+    @cached_property
+    def counting_ifs(self) -> dict[cst.If, str]:
+        """The ifs that let an optimizer step after a number of batches, and that number."""
+        found = {}
+        for node in self._nodes:
+            name = self.code(node.value) if isinstance(node, cst.Attribute) else ""
+            if self.kinds.get(name) == "optimizer" and node.attr.value == "step":
+                for each in self._around(node):
+                    number = self._modulus(each.test) if isinstance(each, cst.If) else ""
+                    if number:
+                        found[each] = number
+        return found
+
+    def _modulus(self, test: cst.CSTNode) -> str:
+        for node in walk(test):
+            if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo):
+                return self.code(node.right)
+        return ""
+
+    def divides_loss(self, node: cst.BinaryOperation) -> bool:
+        """Whether a loop that trains divides its loss by the number of batches of an update."""
+        return (
+            bool(self.num_microbatches)
+            and isinstance(node.operator, cst.Divide)
+            and self.code(node.right) == self.num_microbatches
+            and isinstance(self._parents[node], cst.Assign)
+            and any(each in self._loops for each in self._around(node))
+        )
+
+    @cached_property
+    def _constructor(self) -> dict[str, str]:
+        """The arguments of the accelerators by name."""
+        return {
+            each.keyword.value: self.code(each.value)
+            for call in self._calls
+            if self.name_in_accelerate(call.func) == "Accelerator"
+            for each in call.args
+            if each.keyword is not None
+        }
+
+    @cached_property
+    def num_microbatches(self) -> str:
+        """The number of batches of an update, as the script writes it; empty if it is one."""
+        for call in self._calls:
+            for each in call.args:
+                name = each.keyword.value if each.keyword is not None else ""
+                maker = self.name_in_accelerate(call.func)
+                if (maker, name) in (
+                    ("Accelerator", "gradient_accumulation_steps"),
+                    ("GradientAccumulationPlugin", "num_steps"),
+                ):
+                    return "" if self.code(each.value) == "1" else self.code(each.value)
+        return next(iter(self.counting_ifs.values()), "")
+
+    @cached_property
+    def traits(self) -> set[str]:
+        """What decides which differences the script has, in the words of the table."""
+        text = self.module.code
+        kinds = list(self.kinds.values())
+        scales = self._constructor.get("mixed_precision", '"no"').strip("\"'") not in ("no", "bf16")
+        accumulates = bool(self.num_microbatches)
+        holds = {
+            "accumulates": accumulates,
+            "counts tokens": bool(re.search(_TOKENS, text)),
+            "zero_grad before backward": accumulates and self._clears_first,
+            "several optimizers": scales and kinds.count("optimizer") > 1,
+            "fused": scales and "fused=True" in text,
+            "samples in its own order": bool(re.search(r"seedable|sampler=", text)),
+            "equal seeds": "device_specific" not in text,
+            "on the CPU": "cpu" in self._constructor,
+            "automatic names": "automatic_checkpoint_naming" in text,
+            "several models": accumulates and kinds.count("model") > 1,
+            "several accelerators": len(self._given) > 1,
+        }
+        return {name for name, value in holds.items() if value}
+
+    @cached_property
+    def _clears_first(self) -> bool:
+        """Whether a loop calls zero_grad before its backward."""
+        return any(
+            self._positions[node].start.line < self._positions[call].start.line
+            for loop, call in self._loops.items()
+            for node in walk(loop.body)
+            if isinstance(node, cst.Attribute) and node.attr.value == "zero_grad"
+        )
+
+    def _around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around one, from the inside."""
+        while not isinstance(node, cst.Module):
+            node = self._parents[node]
+            yield node
+
+
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """A node and all in it, as they stand; names in imports left out."""
+    yield node
+    if not isinstance(node, cst.Import | cst.ImportFrom):
+        for child in node.children:
+            yield from walk(child)
+
+
+def last(name: str) -> str:
+    """The last part of a dotted name."""
+    return name.rpartition(".")[2]
+
+
+def joined(lines: Iterable[str]) -> str:
+    """Lines of source as one."""
+    return " ".join(each.strip() for each in lines).replace("( ", "(").strip()

@@ -1,0 +1,292 @@
+"""`accel-fn migrate`: the lines that it prints, and that the programs that follow from them train."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator, PartialState
+from click.testing import CliRunner
+
+import accel_fn as af
+from accel_fn.cli.migrate import migrate
+from accel_fn.cli.migration.table import DIFFERENCES, TABLE
+from tests.cli.commands import ROOT, run_python
+
+SCRIPTS = Path(__file__).parent / "migrate"
+RENAMED = {
+    "{epoch}": "{epoch.index}",
+    "loss.item(), step": "loss.item(), index",
+}
+"""The loop variables that a reader renames."""
+MOVED = ("accumulation", "checkpointing", "metrics", "early_stopping")
+
+
+def printed(*arguments: object) -> str:
+    done = CliRunner().invoke(migrate, [str(each) for each in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def lines_of(folder: Path, text: str) -> str:
+    """What is printed for a script that makes an accelerator and goes on with this text."""
+    path = folder / "script.py"
+    path.write_text(f"from accelerate import Accelerator\naccelerator = Accelerator()\n{text}\n")
+    return printed(path)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", text)]
+
+
+def run(folder: Path, script: str, *arguments: str) -> str:
+    folder.mkdir(exist_ok=True)
+    done = run_python(folder, str(SCRIPTS / script), *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MOVED)
+def test_the_program_that_follows_equals_the_original_on_one_process(name, tmp_path):
+    original = numbers(run(tmp_path / "original", f"{name}.py"))
+    moved = numbers(run(tmp_path / "moved", f"{name}_moved.py"))
+    assert len(original) > 2
+    assert moved == pytest.approx(original, rel=0, abs=1e-12)
+
+
+@pytest.mark.slow
+def test_both_programs_resume_from_their_checkpoints(tmp_path):
+    whole = numbers(run(tmp_path / "whole", "checkpointing.py"))
+    run(tmp_path / "original", "checkpointing.py", "--stop-after", "2")
+    original = run(tmp_path / "original", "checkpointing.py", "--resume", "runs/epoch_1")
+    run(tmp_path / "moved", "checkpointing_moved.py", "--stop-after", "2")
+    moved = run(tmp_path / "moved", "checkpointing_moved.py")
+    assert numbers(original) == pytest.approx(whole, rel=0, abs=1e-12)
+    assert numbers(moved) == pytest.approx(whole, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_is_printed_stands_in_the_program_that_follows(name):
+    found = json.loads(printed(SCRIPTS / f"{name}.py", "--json"))
+    moved = (SCRIPTS / f"{name}_moved.py").read_text().replace("state, _ =", "state, report =")
+    for line in found["lines"]:
+        if line["goes"]:
+            assert line["source"] not in moved
+        for use in line["uses"]:
+            here = (use["here"] or "").removesuffix(" in the recipe")
+            for old, new in RENAMED.items():
+                here = here.replace(old, new)
+            assert "..." in here or all(each in moved for each in here.splitlines()), use
+    assert all(each in moved for each in found["recipe"])
+    assert "accelerate" not in moved
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_lines_fit_a_terminal(name):
+    assert max(map(len, printed(SCRIPTS / f"{name}.py").splitlines())) <= 80
+
+
+def test_every_name_of_an_accelerator_has_a_row():
+    members = {f"accelerator.{name}" for name in dir(Accelerator) if not name.startswith("_")}
+    arguments = {f"Accelerator({name})" for name in inspect.signature(Accelerator).parameters}
+    states = {f"accelerator.{name}" for name in dir(PartialState) if not name.startswith("_")}
+    assert {*members, *arguments, *states} - TABLE.keys() == set()
+
+
+def test_rows_name_what_accel_fn_has():
+    texts = [f"{row.here} {row.why} {row.transform}" for row in TABLE.values()]
+    assert set(re.findall(r"\baf\.(\w+)", " ".join(texts))) <= set(af.__all__)
+
+
+def test_differences_are_those_of_the_page():
+    page = (ROOT / "docs" / "differences.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([^|]*) \| ([^|]*) \|", page, re.MULTILINE)
+    assert {int(number): (what, measured) for number, what, measured in rows} == {
+        number: (each.what, each.measured) for number, each in DIFFERENCES.items()
+    }
+
+
+def test_every_difference_belongs_to_a_row():
+    assert {number for row in TABLE.values() for number in row.differences} == DIFFERENCES.keys()
+
+
+LINES = [
+    ('accelerator.log({"loss": 1.0}, step=3)', '-> af.log_values(state, step, {"loss": 1.0})'),
+    ('accelerator.init_trackers("run", config)', "-> run = wandb.init(...), before the recipe"),
+    (
+        "with accelerator.profile() as prof:\n    pass",
+        "accelerator.profile() -> af.profile(folder)",
+    ),
+    ("mean = accelerator.gather(loss).mean()", "accelerator.gather(...) -> report.loss"),
+    ("rows = accelerator.gather(rows)", "-> af.gather(rows, state)"),
+    (
+        "figure = accelerator.gather_for_metrics(x)",
+        "-> af.evaluate(step, loader, state, metric_fn)",
+    ),
+    ("if accelerator.is_main_process:\n    pass", "accelerator.is_main_process -> state.is_main"),
+    ("x = x.to(accelerator.device)", "-> (goes)"),
+    ("x = y.to(accelerator.device)", "accelerator.device -> state.device"),
+    ("net = accelerator.unwrap_model(net)", "-> net"),
+    ("accelerator.wait_for_everyone()", "-> af.barrier(state)"),
+    ("with accelerator.split_between_processes(xs) as x:\n    pass", "-> af.part(xs, state)"),
+    ("accelerator.clip_grad_value_(net.parameters(), 0.5)", "-> af.clip_value(0.5) in the recipe"),
+    ("accelerator.register_for_checkpointing(ema)", '-> extras={"name": ema} of af.save'),
+    ("accelerator.save_model(net, folder)", "-> af.save_model(net, folder)"),
+    (
+        "def load(accelerator: Accelerator):\n    pass",
+        "accelerator: Accelerator -> state: af.DistState",
+    ),
+    ("data = load(accelerator, 16)", "accelerator -> state"),
+    ("self.accelerator.print('x')", "-> af.print_on_main('x', state=state)"),
+    ("accelerator.maybe_context_parallel()", "-> (no counterpart)"),
+    ("from accelerate import notebook_launcher as go\ngo(train, (1, 2))", "-> af.launch(train,"),
+    ("import accelerate.utils\naccelerate.utils.set_seed(3)", "-> af.seed_all(state)"),
+    ("from transformers import set_seed\nset_seed(3)", "-> state = af.init(seed=3)"),
+    ("from accelerate.utils import is_wandb_available\nis_wandb_available()", "-> importlib.util"),
+    (
+        "acc = Accelerator(mixed_precision='fp16')\nacc.print(1)",
+        "-> af.print_on_main(1, state=state)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), LINES, ids=[text for text, _ in LINES])
+def test_a_line_is_followed_by_what_takes_its_place(text, expected, tmp_path):
+    assert expected in lines_of(tmp_path, text)
+
+
+RECIPES = [
+    ("Accelerator(mixed_precision='bf16')", "", "af.with_amp('bf16')"),
+    ("Accelerator(fsdp_plugin=plugin)", "", "af.wrap_fsdp()"),
+    ("Accelerator(log_with='wandb')", "", "af.log_to(run)"),
+    ("Accelerator(dynamo_backend='inductor')", "", "af.compiled()"),
+    (
+        "Accelerator()",
+        "from accelerate.local_sgd import LocalSGD\nwith LocalSGD(accelerator, net, 8):\n    pass",
+        "af.local_sgd(8)",
+    ),
+    (
+        "Accelerator()",
+        "from accelerate.utils import find_executable_batch_size\n"
+        "@find_executable_batch_size(starting_batch_size=64)\ndef train(batch_size):\n    pass",
+        'af.accumulate("auto")',
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "text", "expected"), RECIPES)
+def test_the_recipe_has_what_the_script_asks_for(made, text, expected, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(f"from accelerate import Accelerator\naccelerator = {made}\n{text}\n")
+    recipe = json.loads(printed(path, "--json"))["recipe"]
+    assert expected in recipe
+    assert recipe[0] == "af.place()"
+    assert ("af.wrap_ddp()" in recipe) != bool({"af.wrap_fsdp()", "af.local_sgd(8)"} & {*recipe})
+
+
+BY_HAND = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+opt, loader, sched = accelerator.prepare(opt, loader, sched)
+for epoch in range(3):
+    for i, batch in enumerate(loader):
+        opt.zero_grad()
+        loss = net(batch).mean()
+        loss = loss / 4
+        accelerator.backward(loss)
+        if i % 4 == 0:
+            opt.step()
+    sched.step()
+"""
+
+
+def test_accumulation_by_hand_and_a_schedule_of_epochs_are_read(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(BY_HAND)
+    found = json.loads(printed(path, "--json"))
+    assert [line["number"] for line in found["lines"] if line["goes"]] == [9, 11, 13, 14, 15]
+    assert {"af.accumulate(4)", "af.schedule(sched, every=loader)"} <= {*found["recipe"]}
+    rows = {
+        number for line in found["lines"] for use in line["uses"] for number in use["differences"]
+    }
+    assert rows >= {1, 5, 6, 10}
+    assert "-> return net(batch).mean()" in printed(path)
+
+
+def test_rows_that_need_accumulation_are_not_printed_without_it(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(BY_HAND.replace("if i % 4 == 0", "if True").replace(" / 4", ""))
+    assert not re.search(r"row [1567]:", printed(path))
+
+
+def test_reasons_and_rows_are_printed_where_they_come_first(tmp_path):
+    text = lines_of(tmp_path, "accelerator.save_state('a')\naccelerator.save_state('b')")
+    assert text.count("-> af.save(folder, state, step)") == 2
+    assert text.count("into one folder") == text.count("row 20:") == 1
+
+
+def test_an_unknown_call_is_listed(tmp_path):
+    text = lines_of(tmp_path, "accelerator.fly(1)\nAccelerator(**options)")
+    assert "accelerator.fly(...) -> (not known)" in text
+    assert "Not known, so look them up: accelerator.fly (line 3), Accelerator(**options)" in text
+
+
+def test_lines_are_counted(tmp_path):
+    text = lines_of(tmp_path, "accelerator.end_training()\nprint(1)")
+    assert "\n1 of 4 lines go, 2 are replaced.\n" in text
+
+
+def failed(*arguments: object) -> str:
+    done = CliRunner().invoke(migrate, [str(each) for each in arguments])
+    assert done.exit_code != 0
+    return done.stderr
+
+
+def test_a_script_without_accelerate_is_refused(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import torch\naccelerator = torch.device('cpu')\n")
+    assert re.search(
+        r"^Error: migrate: script must import accelerate, got '.*script\.py'; .*from-ddp\.md",
+        failed(path),
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (b"import accelerate\ndef (:\n", r"must be Python, got .*script\.py, whose line 2 is not"),
+        (b"import accelerate\nx = '\xff'\n", r"must be text, got .*script\.py: .*decode"),
+        (b"# coding: none\nimport accelerate\n", r"must be text, got .*script\.py: unknown enc"),
+    ],
+)
+def test_a_file_that_is_no_python_is_refused(source, expected, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_bytes(source)
+    assert re.search(f"^Error: migrate: script {expected}", failed(path))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    assert "File 'none.py' does not exist" in failed("none.py")
+
+
+def test_without_libcst_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    monkeypatch.delitem(sys.modules, "accel_fn.cli.migration.read", raising=False)
+    monkeypatch.delitem(sys.modules, "accel_fn.cli.migration.facts", raising=False)
+    (tmp_path / "script.py").touch()
+    assert re.search(
+        r'^Error: migrate: libcst must be installed .* pip install "\.\[migrate\]"$',
+        failed(tmp_path / "script.py"),
+        re.MULTILINE,
+    )
+
+
+def test_help_has_an_example():
+    assert "Example: accel-fn migrate train.py" in CliRunner().invoke(migrate, ["--help"]).stdout
