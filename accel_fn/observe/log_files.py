@@ -29,13 +29,28 @@ def open_log(path: Path) -> LogFile:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path = path.parent.resolve() / path.name
-        log = _LOGS.get(path) or LogFile(path)
+        log = _LOGS.get(path) or _new_log(path)
     except OSError as error:
         raise LogError(
             f"log_to: writers must be files that can be written, got {path}: {error.strerror}"
         ) from error
     _LOGS[path] = log
     return log
+
+
+def _new_log(path: Path) -> LogFile:
+    """Open a log that no plan of this process has opened, unless the file is no log."""
+    begin = _TABLES[path.suffix].begin
+    with path.open("a+b") as file:
+        file.seek(0)
+        found = file.read(len(begin))
+    # A log that was cut may be shorter than this. In another file, lines would be lost.
+    if not begin.startswith(found):
+        raise LogError(
+            f"log_to: writers must be new files or logs, got {path}, which holds something else; give "
+            "the log a name of its own"
+        )
+    return LogFile(path)
 
 
 class LogFile:
@@ -117,6 +132,8 @@ class LogFile:
 class _JsonLines:
     """A file with a JSON object for each step, steps rising; the last one grows while its step is newest."""
 
+    begin = b'{"step": '
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._open()
@@ -181,6 +198,8 @@ class _JsonLines:
 
 class _Csv(_JsonLines):
     """A table of rows below a header, which is written and read as the start of the first line."""
+
+    begin = b"step,time,"
 
     def __init__(self, path: Path) -> None:
         self._columns: list[str] = []

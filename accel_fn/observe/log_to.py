@@ -83,7 +83,8 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     Raises:
         ValueError: `writers` are none, or of another kind; `every` is no integer >= 1; `prefix` is no text.
             From the first step: metrics with the names "step" or "time".
-        RuntimeError: from `build`, on every rank: a file cannot be written, or another process logs to it.
+        RuntimeError: from `build`, on every rank: a file cannot be written, is there and no log, or another process
+            logs to it.
         Exception: raised by a tracker or a function, from the step on the main rank.
 
     Warns:

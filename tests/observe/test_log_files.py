@@ -74,6 +74,26 @@ def test_a_line_that_was_cut_in_its_middle_is_repaired(suffix, cut, tmp_path):
     assert json.loads(start)["event"] == "start"
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("data.jsonl", '{"text": "a"}\n{"text": "b"}\n'),
+        ("data.jsonl", '{"text": "without an end of the line"}'),
+        ("table.csv", "x,y\n1,2\n"),
+        ("table.csv", "step,action\n1,left\n"),
+    ],
+)
+def test_a_file_that_is_no_log_is_refused_and_stays_as_it_is(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    plan = small_plan(af.log_to(path))
+    words = f"log_to: writers must be new files or logs, got {path}, which holds something else; give"
+    with pytest.raises(af.errors.LogError, match=re.escape(words)):
+        af.build(af.DistState(), plan)
+    assert path.read_text() == text
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_run_that_begins_anew_keeps_the_log_of_before_aside(suffix, tmp_path, capfd):
     path = tmp_path / f"log{suffix}"
