@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +48,20 @@ _LOG = logging.getLogger(__name__)
 _IMPORTED = time.time()
 _END_S = 10.0
 """How long the end of a process waits for the last values: a device may hang."""
-_NAMES = ("step", "time")
+_NAMES = (
+    "step",
+    "time",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "loss_scale",
+    "skipped_updates",
+    "samples_per_second",
+    "items_per_second",
+    "data_wait",
+    "peak_memory",
+)
+"""What a line has of a step itself."""
 
 
 def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
@@ -81,10 +94,11 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
         A transform. `load` does not compare it, so a log may be added to a run, or removed.
 
     Raises:
-        ValueError: `writers` are none, or of another kind; `every` is no integer >= 1; `prefix` is no text.
-            From the first step: metrics with the names "step" or "time".
-        RuntimeError: from `build`, on every rank: a file cannot be written, is there and no log, or another process
-            logs to it.
+        ValueError: `writers` are none, or of another kind; `every` is no integer >= 1; `prefix` is no text
+            of one line. From the first step: a metric has the name of another value of the line, or one of
+            several lines.
+        RuntimeError: from `build`, on every rank: a file cannot be written or holds something else, or
+            another process logs to it.
         Exception: raised by a tracker or a function, from the step on the main rank.
 
     Warns:
@@ -106,8 +120,8 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     for each in writers:
         _check_writer(each)
     check_count("log_to", "every", every)
-    if not isinstance(prefix, str):
-        raise ArgumentTypeError(message("log_to", "prefix", "be text", prefix))
+    if not isinstance(prefix, str) or len(prefix.splitlines()) > 1:
+        raise ArgumentTypeError(message("log_to", "prefix", "be text of one line", prefix))
     to = " and ".join(map(_name_of, writers))
     settings = [f"every={every}"] + [f"prefix={prefix!r}"] * bool(prefix)
     slot = LogSlot(log_of, writers=writers, every=every, prefix=prefix)
@@ -132,8 +146,8 @@ def log_values(
         prefix: of all names: "validation/".
 
     Raises:
-        ValueError: on every rank: a value is no number, a name is "step" or "time", the plan has no log, or
-            a later step than `state.step` has run.
+        ValueError: on every rank: a value is no number, a name is that of a value of the step, such as
+            "loss", the plan has no log, or a later step than `state.step` has run.
 
     Cost: no collective; a value that is on a device is waited for.
 
@@ -156,7 +170,8 @@ def log_values(
         raise PlanError("log_values: step must have a log, got none; add log_to to its plan")
     given = {f"{prefix}{name}": value for name, value in values.items()}
     for log in logs:
-        log.check_names("log_values", "values", given)
+        repair = 'give a prefix, such as prefix="validation/"'
+        log.check_names("log_values", "values", given, repair)
         log.add(state, given)
 
 
@@ -171,15 +186,14 @@ def log_of(
 ) -> Log:
     """Make the log of one step; `build` raises on every rank if the main rank cannot."""
     if not state.is_main:
-        return Log(prefix)
-    return LogOnMain(state, plan, Recorder(writers, prefix, explain(plan, state)), every, prefix)
+        return Log()
+    return LogOnMain(state, plan, Recorder(writers, prefix, explain(plan, state)), every)
 
 
 class Log(Observer):
     """The log of a step on ranks that write nothing."""
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+    def __init__(self) -> None:
         self._newest = 0
         """Of the steps that have run."""
         self._has_checked = False
@@ -188,19 +202,19 @@ class Log(Observer):
         self._newest = number_of(state)
         if not self._has_checked:
             self._has_checked = True
-            self.check_names("log_to", "metrics", report.metrics)
+            self.check_names("log_to", "metrics", report.metrics, "rename them")
         return state
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
         """Continue at the position of a checkpoint."""
         self._newest = number_of(state)
 
-    def check_names(self, function: str, parameter: str, values: Mapping[str, Any]) -> None:
-        """Refuse names that stand for something else in a line."""
-        taken = [name for name in _NAMES if name in values and not self._prefix]
-        if taken:
-            rule = f"have other names than {' and '.join(map(repr, _NAMES))}"
-            raise ArgumentError(message(function, parameter, rule, taken))
+    def check_names(self, function: str, parameter: str, names: Iterable[str], repair: str) -> None:
+        """Refuse names that stand for something else in a line, or that break it."""
+        wrong = [name for name in names if name in _NAMES or len(name.splitlines()) > 1]
+        if wrong:
+            rule = "have names of one line, other than those of the step's own values"
+            raise ArgumentError(message(function, parameter, rule, wrong, repair))
 
     def add(self, state: DistState, values: Mapping[str, Any]) -> None:
         """Log values of the newest step."""
@@ -214,10 +228,8 @@ class Log(Observer):
 class LogOnMain(Log):
     """The log of a step on the main rank."""
 
-    def __init__(
-        self, state: DistState, plan: Plan, recorder: Recorder, every: int, prefix: str
-    ) -> None:
-        super().__init__(prefix)
+    def __init__(self, state: DistState, plan: Plan, recorder: Recorder, every: int) -> None:
+        super().__init__()
         self._optimizers, self._every = plan.optimizers, every
         self._throughput = Throughput(plan)
         self._waiting = Waiting()

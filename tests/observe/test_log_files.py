@@ -87,7 +87,9 @@ def test_a_file_that_is_no_log_is_refused_and_stays_as_it_is(name, text, tmp_pat
     path = tmp_path / name
     path.write_text(text)
     plan = small_plan(af.log_to(path))
-    words = f"log_to: writers must be new files or logs, got {path}, which holds something else; give"
+    words = (
+        f"log_to: writers must be new files or logs, got {path}, which holds something else; give"
+    )
     with pytest.raises(af.errors.LogError, match=re.escape(words)):
         af.build(af.DistState(), plan)
     assert path.read_text() == text

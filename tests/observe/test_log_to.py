@@ -1,6 +1,7 @@
 """log_to: what each step computed, in files and functions, once and in order."""
 
 import json
+import re
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
 import accel_fn as af
+from accel_fn.observe.log_to import _NAMES
 from accel_fn.observe.run_log import read_runs
 from accel_fn.step.observers import observers
 from accel_fn.testing import assert_equivalent, simulate
@@ -321,7 +323,13 @@ BAD_VALUES = {
     "complex": ({"loss": 1j}, r"be numbers by name, got \{'loss': 1j\}"),
     "a name": ({1: 1.0}, r"be numbers by name, got \{1: 1.0\}"),
     "no mapping": ([1.0], r"be numbers by name, got \[1.0\]"),
-    "step": ({"step": 1.0}, r"have other names than 'step' and 'time', got \['step'\]"),
+    "of evaluate": (
+        {"loss": 1.0},
+        r"have names of one line, other than those of the step's own values, got \['loss'\]; "
+        'give a prefix, such as prefix="validation/"',
+    ),
+    "step": ({"step": 1.0}, r"have names of one line, other than .*, got \['step'\]"),
+    "lines": ({"a\nb": 1.0}, r"have names of one line, other than .*, got \['a\\nb'\]"),
 }
 
 
@@ -367,7 +375,7 @@ BAD_ARGUMENTS = {
     ),
     "events": (("log.events.jsonl",), {}, r".* and not in .events.jsonl, got 'log.events.jsonl'"),
     "every": ((print,), {"every": 0}, "every must be an integer >= 1, got 0"),
-    "prefix": ((print,), {"prefix": None}, "prefix must be text, got None"),
+    "prefix": ((print,), {"prefix": None}, "prefix must be text of one line, got None"),
 }
 
 
@@ -390,14 +398,25 @@ def test_a_writer_may_be_missing_on_the_other_ranks_alone():
         simulate(lambda state: run(state, is_there=False), world_size=2)
 
 
-def test_metrics_must_have_other_names_than_the_columns_of_a_log():
+@pytest.mark.parametrize("name", ["time", "learning_rate", "peak_memory", "top\r5"])
+def test_metrics_must_have_other_names_than_the_columns_of_a_log(name):
     def loss_fn(model, batch):
-        return ours.mse(model, batch), {"time": 1.0}
+        return ours.mse(model, batch), {name: 1.0}
 
-    words = r"log_to: metrics must have other names than 'step' and 'time', got \['time'\]"
-    with pytest.raises(ValueError, match=words):
+    words = (
+        "log_to: metrics must have names of one line, other than those of the step's own values, "
+        f"got {[name]}; rename them"
+    )
+    with pytest.raises(ValueError, match=re.escape(words)):
         train(small_plan(af.log_to(print), loss_fn=loss_fn), BATCHES[:1])
-    train(small_plan(af.log_to(print, prefix="a/"), loss_fn=loss_fn), BATCHES[:1])
+
+
+def test_the_names_that_metrics_must_not_have_are_those_of_a_line():
+    lines = []
+    log = af.log_to(lambda step, values: lines.append(values), every=1)
+    recipe = af.compose(log, af.with_amp("fp16"), af.clip(1.0))
+    train(recipe(small_plan(weight_fn=lambda batch: 3)), BATCHES[:1])
+    assert {"step", "time", *lines[0]} == {*_NAMES}
 
 
 OBSERVERS = {
