@@ -62,6 +62,7 @@ class LogFile:
         self._table = _TABLES[path.suffix](path)
         self._has_begun = False
         self._has_warned = False
+        self._has_warned_of_two = False
         self.recorders: WeakSet[Any] = WeakSet()
         """What writes to this log: one for each plan."""
 
@@ -95,6 +96,11 @@ class LogFile:
         lost = {f"lost_{name}": last.get(name) for name in ("step", "time")}
         self.event("load", step, seconds=seconds, folder=folder and str(folder), **lost)
 
+    def go_back(self, step: int) -> None:
+        """Remove the line of a step that is run again, and later ones, unless another plan has."""
+        if self._last_step > step:
+            self.cut(step - 1)
+
     def cut(self, step: int) -> None:
         """Remove the lines of later steps."""
         self._try(lambda: self._table.cut(step))
@@ -111,6 +117,15 @@ class LogFile:
                 f"{self._last_step}; the values are not written"
             )
             return
+        last = self._table.last if step == self._last_step else {}
+        twice = [name for name, value in values.items() if str(last.get(name, value)) != str(value)]
+        if twice and not self._has_warned_of_two:
+            self._has_warned_of_two = True
+            warn_user(
+                f"log_to: each name should have one value a step in {self._path}, got two of {twice[0]!r} at "
+                f"step {step}; the newest is kept. Give the plans that share a log, or the calls of "
+                "log_values, a prefix each"
+            )
         self._try(lambda: self._table.put({"step": step, "time": at, **values}))
 
     @property

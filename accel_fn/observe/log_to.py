@@ -102,7 +102,8 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
         Exception: raised by a tracker or a function, from the step on the main rank.
 
     Warns:
-        UserWarning: once, on the main rank: the disk is full, or a file cannot be written any more.
+        UserWarning: once, on the main rank: the disk is full, or a file cannot be written any more; two plans
+            log to one file under the same names.
 
     Cost: two readings of the clock a step. For a line, one small kernel a value, one copy to the host and one
     write. Where only the device knows whether an update is skipped, one kernel a step.
@@ -437,10 +438,10 @@ class Recorder:
             file.go_on(state.step, seconds, folder)
 
     def go_back(self, step: int) -> None:
-        """Cut the log back to an earlier step, which the program runs again."""
+        """Cut the log back to where it was before an earlier step, which the program runs again."""
         self.flush()
         for file in self._files:
-            file.cut(step)
+            file.go_back(step)
 
     def _start(self, state: DistState) -> None:
         if self.step is None:

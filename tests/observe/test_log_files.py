@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
@@ -239,6 +240,31 @@ def test_plans_of_one_process_share_a_file(tmp_path):
     names = [each["event"] for each in events]
     assert names == ["start", "first_step", "first_step", "save", "load"]
     assert events[0]["plan"].count("one step on 1 rank") == 2
+
+
+def test_two_values_of_one_name_and_step_are_warned_of_once(tmp_path):
+    path = tmp_path / "log.jsonl"
+    state, one = af.build(af.DistState(), small_plan(af.log_to(path, path, every=1)))
+    _, other = af.build(state, small_plan(af.log_to(path, every=1)))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for batch in BATCHES[:2]:
+            other(state, batch, advance=False)
+            state, report = one(state, batch)
+    [warning] = caught
+    assert str(warning.message) == (
+        f"log_to: each name should have one value a step in {path}, got two of 'samples_per_second' at "
+        "step 1; the newest is kept. Give the plans that share a log, or the calls of log_values, a "
+        "prefix each"
+    )
+    assert warning.filename == __file__
+    assert lines_of(path)[-1]["loss"] == report.loss.item()
+
+
+def test_a_value_that_is_logged_again_is_not_warned_of(tmp_path):
+    path = tmp_path / "log.jsonl"
+    state, step, _ = train(small_plan(af.log_to(path, path.with_suffix(".csv"))), BATCHES[:1])
+    for _ in range(2):
+        af.log_values(state, step, {"accuracy": 0.5, "nan": math.nan})
 
 
 def test_a_plan_that_runs_now_and_then_logs_in_order(tmp_path):
