@@ -201,14 +201,18 @@ class _JsonLines:
                     start = end
 
     def _encoded(self, line: Line, *, is_first: bool) -> bytes:
-        return f"{json.dumps(line)}\n".encode()
+        # JSON has no nan and no infinity, which only Python's readers take.
+        finite = {name: each if math.isfinite(each) else None for name, each in line.items()}
+        return f"{json.dumps(finite)}\n".encode()
 
     def _decoded(self, data: bytes, *, is_first: bool) -> Line | None:
         try:
             line = json.loads(data)
         except ValueError:
             return None
-        return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            return None
+        return {name: math.nan if each is None else each for name, each in line.items()}
 
 
 class _Csv(_JsonLines):

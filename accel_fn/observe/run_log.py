@@ -127,7 +127,9 @@ def _lines(file: Path, most: int | None = None) -> Iterator[Line]:
     every = _rows(file) if file.suffix == ".csv" else _objects(file)
     for found in itertools.islice(every, most):
         if _is_step(found.get("step")):
-            yield {name: value for name, value in found.items() if _is_number(value)}
+            # JSON has null for a number that is not finite.
+            values = {name: math.nan if each is None else each for name, each in found.items()}
+            yield {name: value for name, value in values.items() if _is_number(value)}
 
 
 def _is_step(value: object) -> bool:

@@ -122,17 +122,25 @@ def test_a_run_that_goes_back_to_an_earlier_state_cuts_its_log(suffix, tmp_path)
     assert steps_in(path) == [1, 2, 3]
 
 
-def test_numbers_that_are_not_finite_are_read_back(tmp_path):
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     path = tmp_path / "log.jsonl"
     state, step, _ = train(small_plan(af.log_to(path, path.with_suffix(".csv"))), BATCHES[:1])
     values = {"nan": math.nan, "inf": math.inf, "less": -math.inf}
     af.log_values(state, step, values)
-    [line] = lines_of(path)
-    assert {name: repr(line[name]) for name in values} == {
-        name: repr(value) for name, value in values.items()
+    del step
+    _, step = af.build(af.DistState(), small_plan(af.log_to(path, path.with_suffix(".csv"))))
+    af.log_values(state, step, {"finite": 1})
+    [line] = [
+        json.loads(each, parse_constant=pytest.fail) for each in path.read_text().splitlines()
+    ]
+    assert {name: line[name] for name in (*values, "finite")} == {
+        **dict.fromkeys(values),
+        "finite": 1,
     }
-    assert path.with_suffix(".csv").read_text().splitlines()[1].endswith(",nan,inf,-inf")
-    assert events_of(tmp_path / "log.events.jsonl") == ["start", "first_step"]
+    [run], _ = read_runs("report", [path])
+    assert all(math.isnan(run.columns[name].values[0]) for name in values)
+    assert path.with_suffix(".csv").read_text().splitlines()[1].endswith(",nan,inf,-inf,1.0")
+    assert events_of(tmp_path / "log.events.jsonl")[:2] == ["start", "first_step"]
 
 
 def test_new_names_make_a_csv_wider(tmp_path):

@@ -45,10 +45,13 @@ def test_values_of_one_step_on_two_lines_are_one_entry_and_steps_rise(tmp_path):
 
 
 def test_values_that_are_not_finite_are_read(tmp_path):
-    write(tmp_path / "log.jsonl", line(1, loss=math.nan), line(2, loss=math.inf))
-    first, second = read_one(tmp_path).columns["loss"].values
+    write(
+        tmp_path / "log.jsonl", line(1, loss=math.nan), line(2, loss=None), line(3, loss=math.inf)
+    )
+    first, second, third = read_one(tmp_path).columns["loss"].values
     assert math.isnan(first)
-    assert second == math.inf
+    assert math.isnan(second)
+    assert third == math.inf
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,7 @@ def test_lines_that_are_no_entries_are_left_out(tmp_path, damage):
 
 
 def test_values_that_are_no_numbers_are_left_out(tmp_path):
-    write(tmp_path / "log.jsonl", line(1, loss=0.5, note="good", best=True, old=None, at=[1]))
+    write(tmp_path / "log.jsonl", line(1, loss=0.5, note="good", best=True, at=[1]))
     assert set(read_one(tmp_path).columns) == {"time", "loss"}
 
 
