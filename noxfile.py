@@ -212,7 +212,7 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, with warnings as errors; its examples are run by the tests."""
-    install(session, "testing", groups=("docs",))
+    install(session, "testing", "transformers", groups=("docs",))
     session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
     session.log(f"open {Path('docs/_build/index.html').resolve().as_uri()}")
 
@@ -220,7 +220,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def pages(session: nox.Session) -> None:
     """Open every page of the documentation in headless Chromium (Debian: apt-get install chromium)."""
-    install(session, "testing", groups=("docs", "pages"))
+    install(session, "testing", "transformers", groups=("docs", "pages"))
     session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
     session.run("python", "-m", "tests.tools.pages", "docs/_build", "runs/pages", *session.posargs)
 
