@@ -37,7 +37,6 @@ _LAST = (
 )
 _KNOWN = (*_FIRST, *_LAST, "peak_memory")
 _MOST_WIDE = 4  # runs whose curves differ in width
-_NOT_DRAWN = ("time", "skipped_updates")
 _LOG_FROM = 100  # ratio of highest to lowest from which a linear axis hides the end of a curve
 
 
@@ -92,7 +91,7 @@ def arrange(runs: Sequence[Run]) -> list[Chart]:
     """Give each kind of value a chart: losses first, then metrics, then the speed and the rest."""
     names: dict[str, dict[str, None]] = {}
     for name in itertools.chain.from_iterable(run.columns for run in runs):
-        if name.rpartition("/")[2] not in _NOT_DRAWN:
+        if name != "time" and name.rpartition("/")[2] != "skipped_updates":
             names.setdefault(_title(name), {})[name] = None
     return [
         Chart(title, list(_curves(runs, [*names[title]]))) for title in sorted(names, key=_order)

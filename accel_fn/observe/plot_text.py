@@ -26,7 +26,8 @@ class _Frame:
     """Places steps and values of a chart on characters."""
 
     def __init__(self, chart: Chart, num_columns: int, num_lines: int) -> None:
-        finite = _finite(chart)
+        values = itertools.chain.from_iterable(curve.column.values for curve in chart.curves)
+        finite = [*filter(math.isfinite, values)] or [0.0]
         self.num_columns, self.num_lines = num_columns, num_lines
         self.low, self.high = min(finite), max(finite)
         if self.low == self.high:
@@ -59,7 +60,7 @@ class _Frame:
 
 def draw_text(runs: Sequence[Run], width: int, height: int | None) -> Table:
     """Lay out as many charts as a height has room for; without a height, all of them."""
-    charts = [chart for chart in arrange(runs) if _finite(chart)]
+    charts = arrange(runs)
     num_columns = max(min(width // _NARROWEST, len(charts)), 1)
     num_rows, lines = -(-len(charts) // num_columns), _LOWEST + 3
     if height is not None:
@@ -70,12 +71,6 @@ def draw_text(runs: Sequence[Run], width: int, height: int | None) -> Table:
         row = charts[start : start + num_columns]
         grid.add_row(*(_draw(chart, runs, width // num_columns - 1, lines) for chart in row))
     return grid
-
-
-def _finite(chart: Chart) -> list[float]:
-    return [
-        value for curve in chart.curves for value in curve.column.values if math.isfinite(value)
-    ]
 
 
 def _draw(chart: Chart, runs: Sequence[Run], width: int, lines: int) -> Text:

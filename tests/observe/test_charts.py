@@ -50,13 +50,14 @@ def test_values_of_one_kind_share_a_chart_and_losses_come_first():
             "loss",
             "generator/data_wait",
         ),
-        *("generator/skipped_updates", "peak_memory"),
+        *("generator/skipped_updates", "peak_memory", "validation/time"),
     ]
     charts = arrange([run_of(**{name: [1.0] for name in names})])
     assert [(chart.title, [*chart.names]) for chart in charts] == [
         ("loss", ["loss/term", "validation/loss", "generator/loss", "loss"]),
         ("f1", ["f1"]),
         ("accuracy", ["validation/accuracy", "accuracy"]),
+        ("time", ["validation/time"]),
         ("learning_rate", ["learning_rate/0", "generator/learning_rate/d/1"]),
         ("data_wait", ["generator/data_wait"]),
         ("peak_memory (GiB)", ["peak_memory"]),

@@ -52,6 +52,12 @@ def test_a_value_that_is_not_finite_is_a_gap():
     assert len(drawn.split()) == 2
 
 
+def test_a_loss_that_is_never_finite_has_an_empty_chart():
+    lines = lines_of([run_of(math.nan, math.nan)])
+    assert lines[0].rstrip() == "loss nan"
+    assert not any(plotted(lines))
+
+
 def test_restarts_and_skipped_updates_are_marked():
     start, load = {"event": "start", "time": 1, "step": 0}, {"event": "load", "time": 2, "step": 2}
     run = run_of(1.0, 1.0, 1.0, 1.0, 1.0, events=[start, load], skipped_updates=[0, 0, 0, 0, 2])
