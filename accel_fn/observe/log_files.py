@@ -117,16 +117,21 @@ class LogFile:
                 f"{self._last_step}; the values are not written"
             )
             return
-        last = self._table.last if step == self._last_step else {}
+        if step == self._last_step and not self._has_warned_of_two:
+            self._warn_of_two(step, values)
+        self._try(lambda: self._table.put({"step": step, "time": at, **values}))
+
+    def _warn_of_two(self, step: int, values: Mapping[str, float]) -> None:
+        """Warn if the line of this step has another value of one of these names."""
+        last = self._table.last
         twice = [name for name, value in values.items() if str(last.get(name, value)) != str(value)]
-        if twice and not self._has_warned_of_two:
+        if twice:
             self._has_warned_of_two = True
             warn_user(
                 f"log_to: each name should have one value a step in {self._path}, got two of {twice[0]!r} at "
                 f"step {step}; the newest is kept. Give the plans that share a log, or the calls of "
                 "log_values, a prefix each"
             )
-        self._try(lambda: self._table.put({"step": step, "time": at, **values}))
 
     @property
     def _last_step(self) -> int:
