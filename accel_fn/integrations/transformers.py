@@ -139,6 +139,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     f"ranks, got a {type(loader.dataset).__name__}; give a map-style data set"
                 )
             return loader
+        if loader.batch_size is None:  # whose batches another sampler makes
+            if self._state.world_size > 1:
+                raise ArgumentTypeError(
+                    "Trainer: a DataLoader that accelerator.prepare takes must have a batch_size on several "
+                    f"ranks, got a batch_sampler {type(loader.batch_sampler).__name__}; give a sampler of "
+                    "single samples, and the batch size"
+                )
+            return loader
         options: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT_OPTIONS}
         return DataLoader(
             _Samples(loader.dataset),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainingArguments
 
 import accel_fn as af
@@ -274,6 +274,21 @@ def test_a_stream_on_one_process_is_read_as_it_comes(tmp_path: Path) -> None:
 
     ours = tiny.trainer(Trainer, tmp_path, train_dataset=Stream(), max_steps=2)
     assert len(next(iter(ours.get_train_dataloader()))["labels"]) == tiny.BATCH_SIZE
+
+
+def test_batches_of_a_batch_sampler_stay_on_one_process(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            data = self.train_dataset
+            loader = DataLoader(
+                data, batch_sampler=[[7, 1, 5]], collate_fn=transformers.default_data_collator
+            )
+            return self.accelerator.prepare(loader)
+
+    data = tiny.samples(9)
+    [batch] = tiny.trainer(Own, tmp_path, train_dataset=data).get_train_dataloader()
+    expected = torch.stack([data[number]["input_ids"] for number in (7, 1, 5)])
+    assert torch.equal(batch["input_ids"], expected)
 
 
 def test_arguments_of_the_user_are_not_changed(tmp_path: Path) -> None:

@@ -94,10 +94,10 @@ def test_a_run_resumes_on_another_number_of_processes(sharded: bool, tmp_path: P
     torch.testing.assert_close(resumed["weights"], whole["weights"], rtol=0, atol=1e-5)
 
 
-def test_a_stream_is_refused_on_several_ranks(tmp_path: Path) -> None:
+def test_streams_and_batch_samplers_are_refused_on_several_ranks(tmp_path: Path) -> None:
     script = f"""
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from accel_fn.integrations.transformers import Trainer
 from tests.integrations import tiny
 
@@ -108,5 +108,9 @@ class Stream(IterableDataset):
 made = tiny.trainer(Trainer, {str(tmp_path)!r}, train_dataset=Stream(), max_steps=2)
 with pytest.raises(TypeError, match="Trainer: train_dataset and eval_dataset must have numbered"):
     made.train()
+loader = DataLoader(tiny.samples(4), batch_sampler=[[0, 1], [2, 3]])
+words = "Trainer: a DataLoader .* must have a batch_size on several ranks, got a batch_sampler list; give"
+with pytest.raises(TypeError, match=words):
+    made.accelerator.prepare(loader)
 """
     launch(script)
