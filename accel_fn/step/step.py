@@ -116,9 +116,9 @@ class Step(Generic[Batch]):
                 same batch, or None ten times, the forward writes buffers that depend on the cut of a
                 batch, the loss reaches tensors outside of the model, or is neither a mean nor a sum.
 
-        Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss,
-        and the cost of `check_loss`, which is in the docstring of `build`; in the first one a read of the
-        batch and the buffers, and three small collectives. Other steps add no host synchronisation, but
+        Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two
+        small collectives in a world of several, and the cost of `check_loss`, which is in the docstring
+        of `build`; in the first one a read of the batch and the buffers, and three more. Other steps add no host synchronisation, but
         for one in the first update of several ranks, where the input of the optimizer is compared.
         """
         self._check_state(state)

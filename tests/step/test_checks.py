@@ -61,6 +61,22 @@ def test_hooks_of_parameters_are_refused_where_they_would_see_shares(recipe, wor
         trained(recipe, world_size, after=hooked)
 
 
+def test_a_hook_that_one_rank_alone_registers_is_an_error_on_all_ranks():
+    def run(state):
+        model = copy.deepcopy(MODEL)
+        plan = af.wrap_ddp()(af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1)))
+        state, step = af.build(state, plan)
+        if state.is_main:
+            model[0].weight.register_hook(lambda _: None)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            step(state, X.tensor_split(state.world_size)[state.rank])
+        return str(caught.value)
+
+    own, of_peer = simulate(run, world_size=2)
+    assert own.startswith("step: model must have no hooks on parameters")
+    assert of_peer.startswith("step: failed on rank 0: PlanError('step: model must have no hooks")
+
+
 def test_hooks_of_parameters_see_whole_gradients_on_one_rank():
     seen = []
     trained(af.wrap_ddp(), 1, lambda model: model[0].weight.register_hook(seen.append))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from accel_fn.base.batch import tensors_of
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
+from accel_fn.comm.collectives import all_or_none
 from accel_fn.step.checks.loss import LossCheck, is_cut
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.checks.warn import warn_user
@@ -72,8 +74,8 @@ class FirstBatches:
             )
 
     def _look(self, state: DistState, batch: Any) -> None:
-        if shares_gradients(state, self._plan):
-            check_hooks("step", self._plan)
+        # A library that watches gradients is often called on the main rank alone.
+        all_or_none(partial(self._check_hooks, state), state, "step")
         if self._num_batches == 1:
             if state.world_size > 1:
                 every = primitives.exchange(looks_of(batch), state, "step")
@@ -82,6 +84,10 @@ class FirstBatches:
                 self._buffers = saved_buffers(self._model)
         self.loss.look(state, batch, self._num_batches)
         self._strategy.checks.is_due = True
+
+    def _check_hooks(self, state: DistState) -> None:
+        if shares_gradients(state, self._plan):
+            check_hooks("step", self._plan)
 
     def _compare_buffers(self, state: DistState) -> None:
         """Warn of buffers that depend on how the first batch was cut."""
