@@ -118,8 +118,9 @@ class Step(Generic[Batch]):
 
         Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two
         small collectives in a world of several, and the cost of `check_loss`, which is in the docstring
-        of `build`; in the first one a read of the batch and the buffers, and three more. Other steps add no host synchronisation, but
-        for one in the first update of several ranks, where the input of the optimizer is compared.
+        of `build`; in the first one a read of the batch and the buffers, and three more. Other steps add
+        no host synchronisation, but for one in the first update of several ranks, where the input of the
+        optimizer is compared.
         """
         self._check_state(state)
         if advance is not True:
