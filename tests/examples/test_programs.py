@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import run_command
+from tests.cli.commands import ROOT, run_command
 from tests.examples.running import EXAMPLES
 
 PROGRAMS = {
@@ -24,6 +24,7 @@ PROGRAMS = {
 """Arguments of each program, by name."""
 RISES = {"cross_validation": ("accuracy", 0.9), "ppo": ("moves a game", 100)}
 """Of programs in which no loss falls: a figure, and the least that its last value is."""
+PAGE = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
 FIGURE = re.compile(r"-?\d+\.\d+")
 
 
@@ -52,6 +53,20 @@ def compare(one: str, two: str) -> None:
     figures = [list(map(float, FIGURE.findall(each))) for each in (one, two)]
     # Rounding of float32 may move the last of the four decimals.
     assert figures[0] == pytest.approx(figures[1], rel=0, abs=1.01e-4)
+
+
+@pytest.mark.slow
+def test_page_of_examples_shows_the_last_lines(
+    printed: list[str], request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.params["printed"]
+    [row] = re.findall(rf"^\| `{name}\.py` .* \| `(.*)` \| `(.*)` \|$", PAGE, re.MULTILINE)
+    for shown, each in zip(row, printed, strict=True):
+        last = each.splitlines()[-1]
+        assert FIGURE.split(shown) == FIGURE.split(last)
+        # Another CPU rounds otherwise in every step.
+        figures = [list(map(float, FIGURE.findall(text))) for text in (shown, last)]
+        assert figures[0] == pytest.approx(figures[1], rel=0.1, abs=0.01)
 
 
 @pytest.mark.slow
