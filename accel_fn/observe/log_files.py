@@ -17,6 +17,7 @@ from weakref import WeakSet, WeakValueDictionary, finalize
 
 from accel_fn.base.file_lock import FileLock
 from accel_fn.errors import LogError
+from accel_fn.observe.run_log import events_file
 from accel_fn.step.checks.warn import warn_user
 
 _LOG = logging.getLogger(__name__)
@@ -275,15 +276,15 @@ class _Csv(_JsonLines):
 class _Events:
     """What happened in a run: a file to which its processes add lines, one process at a time."""
 
-    def __init__(self, stem: Path) -> None:
+    def __init__(self, path: Path) -> None:
+        stem = path.with_suffix("")
         self._lock = FileLock(stem.with_name(f".{stem.name}.lock"))
         if self._lock.owner is not None:
             raise LogError(
                 f"log_to: {stem} must be the log of one run at a time, got a second one beside "
                 f"{self._lock.owner}; give each run a file of its own"
             )
-        path = stem.with_name(f"{stem.name}.events.jsonl")
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = os.open(events_file(path), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         finalize(self, os.close, self._file)
         size = os.fstat(self._file).st_size
         # A line that was cut in its middle stays a line by itself, which readers skip.
@@ -305,15 +306,12 @@ class _Events:
 
 
 def _events_beside(path: Path) -> _Events:
-    """Return the events of a run, which a .jsonl and a .csv of one name share."""
-    stem = path.with_suffix("")
-    if stem not in _EVENTS:
-        _EVENTS[stem] = events = _Events(stem)
-        return events
-    return _EVENTS[stem]
+    """Return the events of the run that this log is of."""
+    events = _EVENTS.get(events_file(path)) or _Events(path)
+    _EVENTS[events_file(path)] = events
+    return events
 
 
 _TABLES: dict[str, type[_JsonLines]] = {".jsonl": _JsonLines, ".csv": _Csv}
-SUFFIXES = tuple(_TABLES)
 _LOGS: WeakValueDictionary[Path, LogFile] = WeakValueDictionary()
 _EVENTS: WeakValueDictionary[Path, _Events] = WeakValueDictionary()

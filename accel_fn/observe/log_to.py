@@ -35,8 +35,9 @@ from accel_fn.errors import (
     message,
 )
 from accel_fn.observe.explain import explain
-from accel_fn.observe.log_files import SUFFIXES, LogFile, open_log
+from accel_fn.observe.log_files import LogFile, open_log
 from accel_fn.observe.over_loader import check_step
+from accel_fn.observe.run_log import EVENTS, SUFFIXES
 from accel_fn.observe.writers import Write, as_writer, check_writer, write_settings
 from accel_fn.step.observers import Observer, observers
 from accel_fn.step.plan import Plan, Stateful
@@ -576,6 +577,6 @@ def _check_writer(given: object) -> None:
     if path is None:
         if given is not None:  # as on ranks where the program makes no tracker
             check_writer(given)
-    elif path.suffix not in SUFFIXES or path.name.endswith(".events.jsonl"):
+    elif path.suffix not in SUFFIXES or path.name.endswith(EVENTS):
         rule = "be paths that end in .jsonl or .csv, and not in .events.jsonl"
         raise ArgumentError(message("log_to", "writers", rule, str(path)))

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from accel_fn.errors import ArgumentError
 
-_EVENTS = ".events.jsonl"
-_SUFFIXES = (".jsonl", ".csv")
+EVENTS = ".events.jsonl"
+SUFFIXES = (".csv", ".jsonl")
 _FEW = 10  # lines of a file that show whether it is a log: data sets end in .jsonl, too
 
 Line = dict[str, float]
@@ -83,18 +83,21 @@ def find_logs(path: Path) -> list[Path]:
         files = [path]
     else:
         files = sorted(
-            each for each in path.iterdir() if each.suffix in _SUFFIXES and each.is_file()
+            each for each in path.iterdir() if each.suffix in SUFFIXES and each.is_file()
         )
-    return [each for each in files if not each.name.endswith(_EVENTS) and _is_log(each)]
+    logs = [each for each in files if not each.name.endswith(EVENTS) and _is_log(each)]
+    # A .csv and a .jsonl of one name are of one run; the second one counts.
+    return [*{events_file(each): each for each in logs}.values()]
 
 
 def _is_log(file: Path) -> bool:
     """Do its first lines have a step and a value, or does a file with its events stand beside it?"""
-    return _events_file(file).exists() or any(len(line) > 1 for line in _lines(file, _FEW))
+    return events_file(file).exists() or any(len(line) > 1 for line in _lines(file, _FEW))
 
 
-def _events_file(file: Path) -> Path:
-    return file.with_name(file.stem + _EVENTS)
+def events_file(file: Path) -> Path:
+    """The file with the events of the run, which a .csv and a .jsonl of one name share."""
+    return file.with_name(file.stem + EVENTS)
 
 
 def read_run(file: Path, name: str) -> Run:
@@ -109,7 +112,7 @@ def read_run(file: Path, name: str) -> Run:
             column = columns.setdefault(key, Column([], []))
             column.steps.append(step)
             column.values.append(value)
-    events = [each for each in _objects(_events_file(file)) if _is_event(each)]
+    events = [each for each in _objects(events_file(file)) if _is_event(each)]
     return Run(name, columns, events)
 
 

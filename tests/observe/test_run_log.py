@@ -126,6 +126,13 @@ def test_each_log_in_a_folder_is_a_run(tmp_path):
     assert [len(run.events) for run in runs] == [1, 1]
 
 
+def test_a_csv_and_a_jsonl_of_one_name_are_one_run(tmp_path):
+    write(tmp_path / "log.jsonl", line(1, loss=0.5))
+    (tmp_path / "log.csv").write_text("step,time,loss\n1,11.0,0.5\n")
+    assert find_logs(tmp_path) == [tmp_path / "log.jsonl"]
+    assert read_one(tmp_path).name == str(tmp_path)
+
+
 def test_a_log_that_has_no_line_yet_is_found_by_its_events(tmp_path):
     (tmp_path / "log.jsonl").touch()
     (tmp_path / "other.jsonl").touch()
