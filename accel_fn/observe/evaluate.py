@@ -120,7 +120,7 @@ def evaluate(
             own = all_or_none(mine, state, "evaluate")
         every = primitives.exchange(own, state, "evaluate")
     warn_of_equal_batches("evaluate", state, [looks for *_, looks in every])
-    found = means([totals for totals, *_ in every])
+    found = means([totals for totals, *_ in every], is_main=state.is_main)
     has_losses = any(each for _, each, _ in every)
     return _with_sum(found, step.plan.terms) if has_losses and step.plan.terms else found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accel_fn.errors import ArgumentError, ArgumentTypeError, ReplicaError, message
+from accel_fn.step.checks.warn import warn_user
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,11 @@ def added(totals: Totals, found: Totals) -> Totals:
     return {name: total.plus(found[name]) for name, total in totals.items()}
 
 
-def means(every: Sequence[Totals]) -> dict[str, float | Tensor]:
-    """Compute the means from the totals of all ranks, on the host, the same on every rank."""
+def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor]:
+    """Compute the means from the totals of all ranks, on the host, the same on every rank.
+
+    The main rank warns of pairs that may be means of means.
+    """
     counted = [{} if _is_nothing(totals) else totals for totals in every]
     every = counted if any(counted) else every
     shapes = [{name: list(total.sum.shape) for name, total in totals.items()} for totals in every]
@@ -148,12 +151,11 @@ def means(every: Sequence[Totals]) -> dict[str, float | Tensor]:
             )
     whole = reduce(added, filter(None, every))
     for name, total in whole.items():
-        if total.num_ones > 1:
-            warnings.warn(
+        if total.num_ones > 1 and is_main:
+            warn_user(
                 f"evaluate: metric_fn gave {name!r} with a count of 1 for each of {total.num_ones} "
                 "micro-batches of several samples; if its sums are means, this is a mean of means, "
-                "which is not the mean: give a sum and its count",
-                stacklevel=3,
+                "which is not the mean: give a sum and its count"
             )
     return {name: _mean(name, total) for name, total in whole.items()}
 

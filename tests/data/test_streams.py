@@ -779,6 +779,10 @@ def test_a_wrong_length_is_warned_of_and_what_comes_counts(length):
         assert joined([ids(loader)]) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
+def test_only_the_main_rank_warns_of_a_wrong_length():
+    assert ids(by_hand(Sized(10, length=8), rank=1, world_size=2))  # warnings are errors here
+
+
 @pytest.mark.parametrize("method", ["indices", "global_indices"])
 def test_a_stream_has_no_indices(method):
     with pytest.raises(ValueError, match="be over a data set that can be indexed, got 'Counting"):

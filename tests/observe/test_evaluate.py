@@ -181,6 +181,17 @@ def test_a_count_of_one_for_every_batch_is_warned_of():
     assert same["x"] == pytest.approx(2 * found["x"])
 
 
+def test_of_two_ranks_the_main_one_alone_warns_of_a_count_of_one():
+    def run(state):
+        state, step, _ = make(state)
+        loader = af.shard_loader(DataLoader(DATA, batch_size=5), state)
+        return af.evaluate(step, loader, state, lambda model, batch: {"x": (batch[0].mean(), 1)})
+
+    with pytest.warns(UserWarning, match="gave 'x' with a count of 1") as found:
+        simulate(run, world_size=2)
+    assert [each.filename for each in found] == [__file__]
+
+
 @pytest.mark.parametrize(
     "count_of",
     [lambda rows: torch.tensor(1), lambda rows: len(rows), lambda rows: 1 if len(rows) < 4 else 2],

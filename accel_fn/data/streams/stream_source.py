@@ -53,7 +53,7 @@ class StreamSource:
     def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
         """Yield an epoch's batches from one on; those before it are read and dropped.
 
-        Errors get a note with their batch. A length that is wrong gives a warning.
+        Errors get a note with their batch. The main rank warns of a length that is wrong.
         """
         epoch = epoch or 0
         return self._checked(self._start(epoch, first_batch), epoch, first_batch)
@@ -73,7 +73,8 @@ class StreamSource:
                 raise
             yield batch
             count += 1
-        if self._num_items is not None and count != self.num_batches():
+        is_main = self._rank == 0
+        if is_main and self._num_items is not None and count != self.num_batches():
             warnings.warn(
                 f"shard_loader: {self._name} has the length {self._num_items}, {self.num_batches()} batches, "
                 f"but epoch {epoch} ended at batch {count}; a run that is resumed counts on the length",
