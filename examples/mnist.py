@@ -80,10 +80,8 @@ def main(args):
             epoch.show(report)
         found = af.evaluate(step, test_loader, state)
         af.log_values(state, step, found, prefix="test/")
-        if state.is_main:
-            print(
-                f"epoch {epoch.index}  loss {found['loss']:.4f}  accuracy {found['accuracy']:.4f}"
-            )
+        figures = (f"{name} {value:.4f}" for name, value in found.items())
+        af.print_on_main("epoch", epoch.index, *figures, state=state)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def main(args):
             epoch.show(report)
         found = af.evaluate(step, validation_loader, state)
         af.log_values(state, step, found, prefix="validation/")
-        figures = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
-        af.print_on_main(f"epoch {epoch.index}  {figures}", state=state)
+        figures = (f"{name} {value:.4f}" for name, value in found.items())
+        af.print_on_main("epoch", epoch.index, *figures, state=state)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ PROGRAMS = {
     "mnist": (),
     "nlp": (),
     "gpt": (),
+    "vision": (),
+    "lora": (),
     "contrastive": (),
     "cross_validation": (),
     "detection": (),
@@ -82,3 +84,11 @@ def test_gpt_that_is_sharded_over_two_processes_resumes_on_one(tmp_path: Path) -
     whole = output_of("gpt", "--out", "whole", folder=tmp_path)
     stopped = output_of("gpt", "--fsdp", "--max-steps", "40", folder=tmp_path, size=2)
     compare(whole, stopped + output_of("gpt", folder=tmp_path))
+
+
+@pytest.mark.slow
+def test_lora_resumes_from_a_checkpoint_of_its_adapters(tmp_path: Path) -> None:
+    whole = output_of("lora", "--out", "whole", folder=tmp_path)
+    stopped = output_of("lora", "--epochs", "2", folder=tmp_path)
+    resumed = output_of("lora", folder=tmp_path)
+    assert whole.splitlines() == stopped.splitlines() + resumed.splitlines()[1:]
