@@ -71,12 +71,12 @@ def _print(read: Script) -> None:
     click.echo(
         f"\n{read.num_going} of {read.num_lines} lines go, {read.num_replaced} are replaced."
     )
-    unknown = [
+    unknown = dict.fromkeys(
         f"{use.name} (line {line.number})"
         for line in read.lines
         for use in line.uses
         if not use.is_known
-    ]
+    )
     if unknown:
         click.echo(wrapped("Not known, so look them up: ", ", ".join(unknown)))
     if any(isinstance(each, int) for each in shown):

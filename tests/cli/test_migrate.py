@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -103,6 +104,22 @@ def test_rows_name_what_accel_fn_has():
     assert set(re.findall(r"\baf\.(\w+)", " ".join(texts))) <= set(af.__all__)
 
 
+def calls_of_rows():
+    """The calls of accel_fn in the table whose arguments are written out, each with its name."""
+    for row in TABLE.values():
+        for text in (row.here or "", row.why, row.transform):
+            for name, arguments in re.findall(r"\baf\.(\w+)\(([^()]*)\)", text):
+                if "..." not in arguments:
+                    yield name, re.sub(r"{\w+}", "x", arguments.replace("{init}", ""))
+
+
+@pytest.mark.parametrize(("name", "arguments"), sorted(set(calls_of_rows())))
+def test_calls_of_rows_fit_the_signatures(name, arguments):
+    call = ast.parse(f"{name}({arguments})", mode="eval").body
+    keywords = {each.arg: None for each in call.keywords}
+    inspect.signature(getattr(af, name)).bind(*call.args, **keywords)
+
+
 def test_differences_are_those_of_the_page():
     page = (ROOT / "docs" / "differences.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([^|]*) \| ([^|]*) \|", page, re.MULTILINE)
@@ -123,6 +140,12 @@ LINES = [
         "accelerator.profile() -> af.profile(folder)",
     ),
     ("mean = accelerator.gather(loss).mean()", "accelerator.gather(...) -> report.loss"),
+    ("norm = accelerator.gather(grad_norm)", "-> report.grad_norm"),
+    ("with accelerator.autocast():\n    pass", "-> af.autocast(step, state)"),
+    (
+        "from accelerate.utils import set_seed\nset_seed(3 + accelerator.process_index)",
+        "init(seed=3)",
+    ),
     ("rows = accelerator.gather(rows)", "-> af.gather(rows, state)"),
     (
         "figure = accelerator.gather_for_metrics(x)",
@@ -220,6 +243,64 @@ def test_accumulation_by_hand_and_a_schedule_of_epochs_are_read(tmp_path):
     assert "-> return net(batch).mean()" in printed(path)
 
 
+def test_imports_but_the_first_go(tmp_path):
+    text = lines_of(tmp_path, "from accelerate.utils import set_seed")
+    assert text.count("-> import accel_fn as af") == 1
+    assert "3  from accelerate.utils import set_seed\n      -> (goes)" in text
+
+
+def test_a_comparison_is_one_replacement(tmp_path):
+    text = lines_of(
+        tmp_path,
+        "from accelerate import DistributedType\n"
+        "x = 1 if accelerator.distributed_type == DistributedType.XLA else 2",
+    )
+    assert "accelerator.distributed_type -> (goes)" in text
+    assert "XLA -> (goes)" not in text
+
+
+def test_what_takes_the_result_of_prepare_is_known(tmp_path):
+    text = lines_of(tmp_path, "a, b = accelerator.prepare(net, optimizer)\nb.step()\na.eval()")
+    assert "4  b.step()\n      -> (goes)" in text
+    assert "5  a.eval()\n      -> (goes)" in text
+
+
+def test_a_loader_of_a_script_that_accumulates_gets_a_larger_batch():
+    assert "-> batch_size=4 * 4\n" in printed(SCRIPTS / "accumulation.py")
+    assert "multiply it by their number" in printed(SCRIPTS / "metrics.py")
+
+
+def test_one_batch_an_update_is_no_accumulation(tmp_path):
+    path = tmp_path / "script.py"
+    text = (SCRIPTS / "accumulation.py").read_text()
+    path.write_text(text.replace("gradient_accumulation_steps=4", "gradient_accumulation_steps=1"))
+    assert not re.search(r"row [1567]:|batch_size=4 \* ", printed(path))
+
+
+def test_a_division_by_another_number_is_pointed_at(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(BY_HAND.replace("loss / 4", "loss / n"))
+    [line] = [each for each in json.loads(printed(path, "--json"))["lines"] if each["number"] == 11]
+    assert not line["goes"]
+    assert line["uses"][0]["why"].startswith("If it divides by the number of batches")
+
+
+def test_autocast_in_a_loop_that_trains_goes(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(BY_HAND.replace("opt.zero_grad()", "with accelerator.autocast(): pass"))
+    assert "autocast():" in printed(path)
+    assert "af.autocast" not in printed(path)
+
+
+@pytest.mark.parametrize(
+    ("seed", "is_printed"),
+    [("3", True), ("3, device_specific=True", False), ("3 + accelerator.process_index", False)],
+)
+def test_equal_seeds_are_a_row_where_they_are_equal(seed, is_printed, tmp_path):
+    text = f"from accelerate.utils import set_seed\nset_seed({seed})"
+    assert ("row 16:" in lines_of(tmp_path, text)) == is_printed
+
+
 def test_rows_that_need_accumulation_are_not_printed_without_it(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(BY_HAND.replace("if i % 4 == 0", "if True").replace(" / 4", ""))
@@ -233,7 +314,7 @@ def test_reasons_and_rows_are_printed_where_they_come_first(tmp_path):
 
 
 def test_an_unknown_call_is_listed(tmp_path):
-    text = lines_of(tmp_path, "accelerator.fly(1)\nAccelerator(**options)")
+    text = lines_of(tmp_path, "accelerator.fly(accelerator.fly)\nAccelerator(**options)")
     assert "accelerator.fly(...) -> (not known)" in text
     assert "Not known, so look them up: accelerator.fly (line 3), Accelerator(**options)" in text
 

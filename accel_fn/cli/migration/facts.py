@@ -12,7 +12,6 @@ from libcst.metadata import (
     ParentNodeProvider,
     PositionProvider,
     QualifiedNameProvider,
-    QualifiedNameSource,
 )
 
 from accel_fn.cli.migration.table import TABLE
@@ -24,6 +23,7 @@ _KINDS = {
 }
 """What prepare is given, by its name or by the call that makes it; else a model."""
 _SAME_IN_TRANSFORMS = "transformers.set_seed"
+_RANK = r"[\w.]+\.(local_)?process_index"
 _TOKENS = r"CausalLM|Seq2Seq|ignore_index|-100|num_items_in_batch"
 
 
@@ -73,10 +73,7 @@ class Facts:
         names = self._qualified.get(node, ())
         # libcst gives a function where it has not looked for the names yet.
         for each in names() if callable(names) else names:
-            imported = each.source is QualifiedNameSource.IMPORT
-            if imported and (
-                each.name.startswith("accelerate.") or each.name == _SAME_IN_TRANSFORMS
-            ):
+            if each.name.startswith("accelerate.") or each.name == _SAME_IN_TRANSFORMS:
                 return str(each.name)
         return None
 
@@ -162,7 +159,9 @@ class Facts:
             yield 'device="cpu"' if cpu == "True" else f'device="cpu" if {cpu} else None'
         for call in self._calls:
             if self.name_in_accelerate(call.func) == "set_seed" and call.args:
-                yield f"seed={self.code(call.args[0].value)}"
+                # A seed is that of the run: a rank's number is no part of it.
+                seed = re.sub(rf" *\+ *{_RANK}", "", self.code(call.args[0].value))
+                yield f"seed={seed}"
                 break
 
     @cached_property
@@ -185,10 +184,7 @@ class Facts:
             if isinstance(node, cst.Assign)
             and call.args
             and self.code(node.targets[0].target) == self.code(call.args[0].value)
-            and not any(
-                isinstance(each, cst.BinaryOperation) and self.divides_loss(each)
-                for each in node.children
-            )
+            and not self._divided(node.value, call)
         }
 
     @cached_property
@@ -277,15 +273,27 @@ class Facts:
                 return self.code(node.right)
         return ""
 
-    def divides_loss(self, node: cst.BinaryOperation) -> bool:
-        """Whether a loop that trains divides its loss by the number of batches of an update."""
-        return (
-            bool(self.num_microbatches)
-            and isinstance(node.operator, cst.Divide)
-            and self.code(node.right) == self.num_microbatches
-            and isinstance(self._parents[node], cst.Assign)
-            and any(each in self._loops for each in self._around(node))
-        )
+    @cached_property
+    def divisions(self) -> dict[cst.Assign, str]:
+        """The lines that divide what backward is given, `loss = loss / 4`, and by what."""
+        return {
+            node: divisor
+            for loop, call in self._loops.items()
+            for node in walk(loop.body)
+            if isinstance(node, cst.Assign) and (divisor := self._divided(node.value, call))
+        }
+
+    def _divided(self, value: cst.BaseExpression, call: cst.Call) -> str:
+        """What a value divides the argument of a call by; empty if it does not."""
+        if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
+            loss = [self.code(each.value) for each in call.args[:1]]
+            if loss == [self.code(value.left)]:
+                return self.code(value.right)
+        return ""
+
+    def trains(self, node: cst.CSTNode) -> bool:
+        """Whether a node stands in a loop that trains."""
+        return any(each in self._loops for each in self._around(node))
 
     @cached_property
     def _constructor(self) -> dict[str, str]:
@@ -326,7 +334,7 @@ class Facts:
             "several optimizers": scales and kinds.count("optimizer") > 1,
             "fused": scales and "fused=True" in text,
             "samples in its own order": bool(re.search(r"seedable|sampler=", text)),
-            "equal seeds": "device_specific" not in text,
+            "equal seeds": not re.search(rf"device_specific|set_seed\(.*{_RANK}", text),
             "on the CPU": "cpu" in self._constructor,
             "automatic names": "automatic_checkpoint_naming" in text,
             "several models": accumulates and kinds.count("model") > 1,

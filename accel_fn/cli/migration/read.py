@@ -134,10 +134,10 @@ class _Reader:
                     self._use(node, "import", goes=bool(self.lines))
             elif isinstance(node, cst.For):
                 self._read_loop(node)
-            elif isinstance(node, cst.If | cst.BinaryOperation):
-                self._read_count(node)
-            elif isinstance(node, cst.Assign) and node in self.facts.losses:
-                self._use(node, "loss", {"value": self.facts.code(node.value)})
+            elif isinstance(node, cst.If) and node in self.facts.counting_ifs:
+                self._use(node, "count", goes=True)
+            elif isinstance(node, cst.Assign):
+                self._read_assignment(node)
             elif isinstance(node, cst.Call) and self.facts.makes_loader(node):
                 self._read_loader(node)
             elif isinstance(node, cst.Attribute | cst.Name):
@@ -176,14 +176,21 @@ class _Reader:
         call = self.parents[node]
         if name == "prepare" and isinstance(call, cst.Call):
             self._read_prepare(node, call)
-        elif name == "gather" and isinstance(call, cst.Call) and "loss" in self.facts.code(call):
-            self._use(node, "accelerator.gather(loss)")
+        elif name == "gather" and isinstance(call, cst.Call) and self._known_figure(call):
+            self._use(node, f"accelerator.gather({self._known_figure(call)})")
         elif name in ("gather", "gather_for_metrics") and self.facts.evaluates(node):
             self._use(node, "accelerator.gather_for_metrics(in a loop)")
+        elif name == "autocast" and self.facts.trains(node):
+            self._use(node, "accelerator.autocast(in a loop)")
         elif name == "device" and self._only_moves(node):
             self._use(node, "move", goes=True)
         else:
             self._use(node, f"accelerator.{name}")
+
+    def _known_figure(self, call: cst.Call) -> str:
+        """What a call gathers, where a report has it."""
+        text = self.facts.code(call)
+        return next((name for name in ("loss", "grad_norm") if name in text), "")
 
     def _read_prepare(self, node: cst.Attribute, call: cst.Call) -> None:
         names = [self.facts.code(each.value) for each in call.args if not each.star]
@@ -229,12 +236,14 @@ class _Reader:
         elif node in self.facts.evaluation_loops:
             self._use(node, "loader.evaluation", {"loader": self.facts.evaluation_loops[node]})
 
-    def _read_count(self, node: cst.If | cst.BinaryOperation) -> None:
-        """What a script writes to accumulate by hand: an if that counts batches, a division of the loss."""
-        if isinstance(node, cst.If) and node in self.facts.counting_ifs:
-            self._use(node, "count", goes=True)
-        elif isinstance(node, cst.BinaryOperation) and self.facts.divides_loss(node):
-            self._use(node, "divide", goes=True)
+    def _read_assignment(self, node: cst.Assign) -> None:
+        """A line that computes the loss, or divides it by the number of batches of an update."""
+        if node in self.facts.losses:
+            self._use(node, "loss", {"value": self.facts.code(node.value)})
+        elif node in self.facts.divisions:
+            numbers = (self.facts.num_microbatches, "accelerator.gradient_accumulation_steps")
+            known = self.facts.divisions[node] in numbers
+            self._use(node, "divide" if known else "divide(by another number)")
 
     def _read_loader(self, node: cst.Call) -> None:
         """A loader that the script trains on, where it is made."""

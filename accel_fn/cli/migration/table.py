@@ -75,7 +75,11 @@ TABLE: dict[str, Row] = {
         (1, 5),
         transform="af.accumulate({k})",
     ),
-    "divide": Row(None, "af.accumulate({k}) weighs the losses of micro-batches."),
+    "divide": Row(None, "af.accumulate weighs the losses of micro-batches."),
+    "divide(by another number)": Row(
+        "",
+        "If it divides by the number of batches of an update, it goes: af.accumulate weighs them.",
+    ),
     "optimizer.zero_grad": Row(None, "A step has gradients of its own.", (6,)),
     "optimizer.step_was_skipped": Row("not report.applied"),
     "scheduler.step": Row(None, "af.schedule steps it after each applied update.", (9, 10)),
@@ -211,6 +215,7 @@ TABLE: dict[str, Row] = {
     "accelerator.autocast": Row(
         "af.autocast(step, state)", "A loss_fn needs none; this is for code outside of a step."
     ),
+    "accelerator.autocast(in a loop)": Row(None, "A loss_fn runs in the precision of the plan."),
     "accelerator.profile": Row(
         "af.profile(folder) in the recipe",
         "The loop stays as it is; steps=range(11, 14) are recorded.",
@@ -271,6 +276,7 @@ TABLE: dict[str, Row] = {
     "accelerator.gather(loss)": Row(
         "report.loss", "It is the mean over all processes and micro-batches."
     ),
+    "accelerator.gather(grad_norm)": Row("report.grad_norm", "It is that of the global batch."),
     "accelerator.gather_for_metrics": Row(
         "af.evaluate(step, loader, state, metric_fn)",
         "It takes the place of a loop over batches; af.gather(rows, state) is for other rows.",
@@ -303,6 +309,8 @@ TABLE: dict[str, Row] = {
         arguments="values",
     ),
     "accelerator.get_tracker": Row("the run that af.log_to was given"),
+    "accelerator.trackers": Row("the runs that af.log_to was given"),
+    "accelerator.log_with": Row("the runs that af.log_to was given"),
     "accelerator.end_training": Row(None, "Loggers and the group close at the end of the process."),
     "accelerator.free_memory": Row("del step, state, plan", "Nothing else holds them.", (22,)),
     "accelerator.clear": Row("del step, state, plan", "Nothing else holds them."),
@@ -335,6 +343,11 @@ TABLE: dict[str, Row] = {
     "accelerator.use_seedable_sampler": Row(None, "The order is computed from the seed.", (13,)),
     "accelerator.non_blocking": Row(None, "af.place() copies pinned batches asynchronously."),
     "accelerator.use_stateful_dataloader": Row(None, 'extras={{"data": loader}} of af.save.'),
+    "accelerator.scaler": Row("state.scaler", "af.save and af.resume have it."),
+    "accelerator.native_amp": Row(None, "The precision stands in af.with_amp."),
+    "accelerator.gradient_state": Row(None, "Every step is an update, and nothing is padded."),
+    "accelerator.dataloader_config": Row(None, "shard_loader needs no settings."),
+    "accelerator.project_configuration": Row(None, "af.save takes a folder, and keep=3."),
     "accelerator.deepspeed_plugin": Row(NONE, _DEEPSPEED),
     "accelerator.fp8_backend": Row(None, 'af.with_amp("fp8") uses torchao.'),
     "accelerator.is_fsdp2": Row(None, _SHARDS),
@@ -450,7 +463,7 @@ TABLE: dict[str, Row] = {
     "DeepSpeedEngineWrapper": Row(NONE, _DEEPSPEED),
     "HfDeepSpeedConfig": Row(NONE, _DEEPSPEED),
     "get_active_deepspeed_plugin": Row(NONE, _DEEPSPEED),
-    "init_empty_weights": Row('with torch.device("meta"):', "Then af.load_model after build."),
+    "init_empty_weights": Row(NONE, "A model is made whole, on the CPU, before build."),
     "init_on_device": Row("with torch.device(...):"),
     "load_checkpoint_and_dispatch": Row(NONE, _DISPATCH),
     "dispatch_model": Row(NONE, _DISPATCH),
