@@ -10,18 +10,17 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary, finalize
 
 from accel_fn.base.file_lock import FileLock
 from accel_fn.errors import LogError
-from accel_fn.observe.run_log import events_file
+from accel_fn.observe.run_log import Line, events_file, heading, placed_lines
 from accel_fn.step.checks.warn import warn_user
 
 _LOG = logging.getLogger(__name__)
-Line = dict[str, Any]
 
 
 def open_log(path: Path) -> LogFile:
@@ -174,7 +173,7 @@ class _JsonLines:
     def _keep_lines(self, step: float) -> None:
         self._start, self._end = 0, 0
         self.last: Line = {}
-        for start, end, line in self._lines():
+        for start, end, line in placed_lines(self._path):
             if line["step"] > step:
                 break
             self._start, self._end, self.last = start, end, line
@@ -195,40 +194,20 @@ class _JsonLines:
             os.ftruncate(self._file, end)
         self._start, self._end, self.last = start, end, line
 
-    def _lines(self) -> Iterator[tuple[int, int, Line]]:
-        """Yield whole lines, with where they start and end."""
-        with self._path.open("rb") as file:
-            start = end = 0
-            for data in file:
-                end += len(data)
-                line = self._decoded(data, is_first=start == 0) if data.endswith(b"\n") else None
-                if line is not None:
-                    yield start, end, line
-                    start = end
-
     def _encoded(self, line: Line, *, is_first: bool) -> bytes:
         # JSON has no nan and no infinity, which only Python's readers take.
         finite = {name: each if math.isfinite(each) else None for name, each in line.items()}
         return f"{json.dumps(finite)}\n".encode()
 
-    def _decoded(self, data: bytes, *, is_first: bool) -> Line | None:
-        try:
-            line = json.loads(data)
-        except ValueError:
-            return None
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            return None
-        return {name: math.nan if each is None else each for name, each in line.items()}
-
 
 class _Csv(_JsonLines):
-    """A table of rows below a header, which is written and read as the start of the first line."""
+    """A table of rows below a header, which is written with the first row."""
 
     begin = b"step,time,"
 
-    def __init__(self, path: Path) -> None:
-        self._columns: list[str] = []
-        super().__init__(path)
+    def _open(self) -> None:
+        super()._open()
+        self._columns = heading(self._path)
 
     def put(self, line: Line) -> None:
         """Add a line; values of new names make the table wider."""
@@ -241,7 +220,7 @@ class _Csv(_JsonLines):
 
     def _widen(self, new: list[str]) -> None:
         """Write the file anew with more columns; it has its name once it is whole."""
-        lines = [line for _, _, line in self._lines()]
+        lines = [line for _, _, line in placed_lines(self._path)]
         self._columns += new
         data = b"".join(
             self._encoded(line, is_first=not number) for number, line in enumerate(lines)
@@ -259,18 +238,6 @@ class _Csv(_JsonLines):
             rows.writerow(self._columns)
         rows.writerow([line.get(name, "") for name in self._columns])
         return text.getvalue().encode()
-
-    def _decoded(self, data: bytes, *, is_first: bool) -> Line | None:
-        try:
-            (row,) = csv.reader([data.decode()])
-            if is_first and "step" in row:
-                self._columns = row
-                return None
-            cells = zip(self._columns, row, strict=True)
-            values = {name: float(cell) for name, cell in cells if cell}
-            return {**values, "step": int(values["step"])}
-        except (ValueError, KeyError):
-            return None
 
 
 class _Events:

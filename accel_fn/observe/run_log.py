@@ -6,11 +6,11 @@ import csv
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from accel_fn.errors import ArgumentError
 
@@ -19,6 +19,7 @@ SUFFIXES = (".csv", ".jsonl")
 _FEW = 10  # lines of a file that show whether it is a log: data sets end in .jsonl, too
 
 Line = dict[str, float]
+T = TypeVar("T")
 
 
 class Column(NamedTuple):
@@ -92,7 +93,9 @@ def find_logs(path: Path) -> list[Path]:
 
 def _is_log(file: Path) -> bool:
     """Do its first lines have a step and a value, or does a file with its events stand beside it?"""
-    return events_file(file).exists() or any(len(line) > 1 for line in _lines(file, _FEW))
+    return events_file(file).exists() or any(
+        len(line) > 1 for _, _, line in placed_lines(file, _FEW)
+    )
 
 
 def events_file(file: Path) -> Path:
@@ -104,7 +107,7 @@ def read_run(file: Path, name: str) -> Run:
     """Read one log and its events. Lines that were cut in their middle are left out."""
     # A value that was logged late may stand behind later steps.
     by_step: dict[int, Line] = {}
-    for line in _lines(file):
+    for _, _, line in placed_lines(file):
         by_step.setdefault(int(line.pop("step")), {}).update(line)
     columns: dict[str, Column] = {}
     for step in sorted(by_step):
@@ -112,7 +115,7 @@ def read_run(file: Path, name: str) -> Run:
             column = columns.setdefault(key, Column([], []))
             column.steps.append(step)
             column.values.append(value)
-    events = [each for each in _objects(events_file(file)) if _is_event(each)]
+    events = [each for _, _, each in _placed(events_file(file), _object_of) if _is_event(each)]
     return Run(name, columns, events)
 
 
@@ -125,14 +128,19 @@ def _is_event(found: dict[str, Any]) -> bool:
     )
 
 
-def _lines(file: Path, most: int | None = None) -> Iterator[Line]:
-    """Those lines that have a step, of all or of the first ones; of each, the values that are numbers."""
-    every = _rows(file) if file.suffix == ".csv" else _objects(file)
-    for found in itertools.islice(every, most):
+def placed_lines(file: Path, most: int | None = None) -> Iterator[tuple[int, int, Line]]:
+    """Lines that have a step, of all or of the first ones: where each starts and ends, and its numbers."""
+    parse = _row_parser() if file.suffix == ".csv" else _object_of
+    for start, end, found in _placed(file, parse, most):
         if _is_step(found.get("step")):
             # JSON has null for a number that is not finite.
             values = {name: math.nan if each is None else each for name, each in found.items()}
-            yield {name: value for name, value in values.items() if _is_number(value)}
+            yield start, end, {name: value for name, value in values.items() if _is_number(value)}
+
+
+def heading(file: Path) -> list[str]:
+    """The names of the columns of a CSV; none if it has no whole line."""
+    return next((parsed for _, _, parsed in _placed(file, _row_of)), [])
 
 
 def _is_step(value: object) -> bool:
@@ -143,30 +151,45 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _whole_lines(file: Path) -> Iterator[str]:
-    """The lines of a file that may be missing, be cut or hold a damaged byte."""
-    with suppress(FileNotFoundError), file.open(encoding="utf-8", errors="replace") as opened:
-        yield from (line for line in opened if line.endswith("\n"))
+def _placed(
+    file: Path, parse: Callable[[str], T | None], most: int | None = None
+) -> Iterator[tuple[int, int, T]]:
+    """What the lines of a file hold, which may be missing, be cut or have damaged bytes."""
+    end = 0
+    with suppress(FileNotFoundError), file.open("rb") as opened:
+        for data in itertools.islice(opened, most):
+            start, end = end, end + len(data)
+            found = parse(data.decode(errors="replace")) if data.endswith(b"\n") else None
+            if found is not None:
+                yield start, end, found
 
 
-def _objects(file: Path) -> Iterator[dict[str, Any]]:
-    for line in _whole_lines(file):
-        with suppress(ValueError, RecursionError):
-            if isinstance(found := json.loads(line), dict):
-                yield found
+def _object_of(line: str) -> dict[str, Any] | None:
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(line), dict):
+            return found
+    return None
 
 
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a CSV that have as many cells as its heading; empty cells are left out."""
-    heading: list[str] = []
-    for line in _whole_lines(file):
-        try:
-            row = next(csv.reader([line]), [])
-        except csv.Error:  # a cell of a damaged file that is too long
-            continue
-        heading = heading or row
-        if len(row) == len(heading) and row is not heading:
-            yield {name: _number(cell) for name, cell in zip(heading, row, strict=True) if cell}
+def _row_of(line: str) -> list[str] | None:
+    with suppress(csv.Error):  # a cell of a damaged file that is too long
+        return next(csv.reader([line]), None)
+    return None
+
+
+def _row_parser() -> Callable[[str], dict[str, Any] | None]:
+    """What parses rows that have as many cells as the first one; empty cells are left out."""
+    names: list[str] = []
+
+    def parse(line: str) -> dict[str, Any] | None:
+        row = _row_of(line) or []
+        if not names:
+            names.extend(row)
+        elif len(row) == len(names):
+            return {name: _number(cell) for name, cell in zip(names, row, strict=True) if cell}
+        return None
+
+    return parse
 
 
 def _number(cell: str) -> float | str:
