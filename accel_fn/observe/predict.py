@@ -95,7 +95,7 @@ def predict(
     check_step("predict", step, state)
     rows = _Rows()
 
-    def read() -> tuple[int, bool, Looks]:
+    def read() -> tuple[int, bool, str, Looks]:
         check_loader("predict", loader, state)
         if not callable(fn):
             rule = "be a function (model, batch) -> tree of rows"
@@ -108,7 +108,7 @@ def predict(
         looks = over_loader(
             "predict", step, loader, state, partial(parts_of, step.plan), use, progress
         )
-        return rows.count, rows.are_numbered, looks
+        return rows.count, rows.are_numbered, rows.form, looks
 
     with (
         evaluating(step.plan, state),
@@ -120,8 +120,16 @@ def predict(
     if not with_rows:
         repair = "an iterator gives its batches only once"
         raise ArgumentError(message("predict", "loader", "give a sample", "none", repair))
+    first = with_rows[0]
+    for rank in with_rows:
+        form, expected = every[rank][2], every[first][2]
+        if form != expected:
+            got = f"{form} on rank {rank} and {expected} on rank {first}"
+            raise ArgumentError(
+                f"predict: fn must return one form of tree on every rank, got {got}"
+            )
     if len(with_rows) < state.world_size:  # a rank without rows does not know their tree
-        rows.take_form(broadcast([rows.without_rows()], state, source=with_rows[0])[0])
+        rows.take_form(broadcast([rows.without_rows()], state, source=first)[0])
     tree, numbers, batches = join_rows(rows.joined(), state, "predict", "fn's tree")
     order = torch.argsort(batches, stable=True)  # the ranks' rows of one batch stay in rank order
     if all(every[rank][1] for rank in with_rows):
@@ -161,6 +169,8 @@ class _Rows:
 
     def __init__(self) -> None:
         self.structure: pytree.TreeSpec | None = None
+        self.form = ""
+        """The tree, with dtype and trailing shape in place of each leaf; "" without rows."""
         self.pieces: list[list[Any]] = []
         """The pieces of each leaf, on the host."""
         self.count = 0
@@ -178,9 +188,14 @@ class _Rows:
         leaves, structure = flat_rows(tree)
         self._parts.append((part, _common_length(leaves)))
         pieces = [_on_host(leaf) for leaf in leaves]
+        form = str(pytree.tree_unflatten([*map(_form, pieces)], structure))
         if self.structure is None:
-            self.structure, self.pieces = structure, [[] for _ in pieces]
-        self._check_form(structure, pieces)
+            self.structure, self.form, self.pieces = structure, form, [[] for _ in pieces]
+        if form != self.form or structure != self.structure:
+            raise ArgumentError(
+                f"predict: fn must return one form of tree for every batch, {self.form} before, got "
+                f"{form}; make rows of several lengths a list: list(tensor)"
+            )
         for column, piece in zip(self.pieces, pieces, strict=True):
             column.append(piece)
 
@@ -206,18 +221,6 @@ class _Rows:
         self.count += count
         self._num_batches += 1 if window is None else len(window)
         self._parts.clear()
-
-    def _check_form(self, structure: pytree.TreeSpec, pieces: Sequence[Any]) -> None:
-        rule = "predict: fn must return one structure for every batch"
-        if structure != self.structure:
-            raise ArgumentError(f"{rule}, {self.structure} before, got {structure}")
-        for column, piece in zip(self.pieces, pieces, strict=True):
-            before, now = _form(column[0]) if column else _form(piece), _form(piece)
-            if now != before:
-                raise ArgumentError(
-                    f"predict: fn must return one dtype and trailing shape for every batch, {before} "
-                    f"before, got {now}; make rows of several lengths a list: list(tensor)"
-                )
 
     def without_rows(self) -> Any:
         """Return the tree with no row in it; None where this rank has none."""
@@ -271,7 +274,7 @@ def _on_host(leaf: Any) -> Any:
 
 def _form(piece: Any) -> str:
     if isinstance(piece, Tensor):
-        return f"{piece.dtype} [rows, {', '.join(map(str, piece.shape[1:]))}]"
+        return f"{piece.dtype} [{', '.join(['rows', *map(str, piece.shape[1:])])}]"
     return type(piece).__name__
 
 

@@ -274,7 +274,7 @@ def test_rows_of_several_lengths_are_a_list():
 
     refused(
         wide,
-        r"one dtype and trailing shape for every batch, torch.float32 \[rows, 4\] before, got "
+        r"fn must return one form of tree for every batch, torch.float32 \[rows, 4\] before, got "
         r"torch.float32 \[rows, 8\]; make rows of several lengths a list: list\(tensor\)",
         world_size=1,
     )
@@ -290,17 +290,21 @@ def test_rows_of_several_lengths_are_a_list():
 def test_trees_that_differ_are_refused():
     refused(
         lambda model, batch: {str(int(batch[0].max())): batch[0]},
-        "one structure for every batch",
+        r"for every batch, {'3': 'torch.float32 \[rows, 1\]'} before, got {'7': 'torch.float32",
         world_size=1,
     )
 
     def run(state):
         state, step, loader = make(state)
-        for fn in (
-            lambda model, batch: {str(state.rank): batch[0]},
-            lambda model, batch: batch[0].expand(-1, 1 + state.rank),
+        for fn, got in (
+            (lambda model, batch: {str(state.rank): batch[0]}, "{'1': 'torch.float32"),
+            (
+                lambda model, batch: batch[0].expand(-1, 1 + state.rank),
+                r"torch.float32 \[rows, 2\]",
+            ),
         ):
-            with pytest.raises(ValueError, match="predict: fn's tree must have one structure, and"):
+            text = f"predict: fn must return one form of tree on every rank, got {got}.* on rank 1 and "
+            with pytest.raises(ValueError, match=text):
                 af.predict(step, loader, state, fn)
 
     simulate(run, world_size=2)
