@@ -242,13 +242,18 @@ class ShardedLoader(Generic[Batch]):
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of this rank in a batch: [num_samples of the part], int64."""
-        check_count("indices", "epoch", epoch, minimum=0)
+        _check_place("indices", epoch, batch)
         return self._source.indices(epoch, batch)
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of all ranks in a batch, in rank order: [num_samples of the batch], int64."""
-        check_count("global_indices", "epoch", epoch, minimum=0)
+        _check_place("global_indices", epoch, batch)
         return self._source.global_indices(epoch, batch)
+
+
+def _check_place(function: str, epoch: int, batch: int) -> None:
+    check_count(function, "epoch", epoch, minimum=0)
+    check_count(function, "batch", batch, minimum=0)
 
 
 class Epochs(Iterator[Epoch[Batch]]):

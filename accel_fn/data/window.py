@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_fn.data.loader import Batch, Numbered, ShardedLoader, Source
 from accel_fn.data.sampled_batches import sampled_with
-from accel_fn.errors import ArgumentTypeError, check_count, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
 
 @overload
@@ -107,7 +107,9 @@ class WindowedSource(Generic[Batch]):
         return torch.cat(parts)
 
     def _batches_of(self, window: int) -> range:
-        first = window * self._k
+        last, first = self.num_batches() - 1, window * self._k
+        if window > last:
+            raise ArgumentError(message("indices", "batch", f"be in 0 .. {last}", window))
         return range(first, min(first + self._k, self._source.num_batches()))
 
 

@@ -127,10 +127,15 @@ def test_any_batch_is_found_without_those_before_it(epoch, batch):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("batch", [-1, 3])
-def test_a_batch_that_is_none_is_refused(batch, world_size):
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "rule"),
+    [(3, "in 0 .. [12]"), (-1, "an integer >= 0"), (1.5, "an integer >= 0"), ("a", "an integer")],
+)
+def test_a_batch_that_is_none_is_refused(batch, rule, windowed, world_size):
     given = DataLoader(range(10), batch_size=4)
     loader = af.shard_loader(given, af.DistState(world_size=world_size))
-    for ask in (loader.indices, loader.global_indices):
-        with pytest.raises(ValueError, match=f"indices: batch must be in 0 .. 2, got {batch}"):
-            ask(0, batch)
+    loader = af.window(loader, 2) if windowed else loader
+    for indices in (loader.indices, loader.global_indices):
+        with pytest.raises((ValueError, TypeError), match=f"indices: batch must be {rule}.*, got"):
+            indices(0, batch)

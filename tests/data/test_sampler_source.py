@@ -460,9 +460,8 @@ def test_indices_are_those_of_a_batch():
     whole = samples(shard(sampler=Own(globally), batch_size=6))
     assert loader.global_indices(0, 1).tolist() == whole[1]
     assert loader.indices(0, 1).tolist() == whole[1][3:]
-    for batch in (4, -1):
-        with pytest.raises(ValueError, match=f"indices: batch must be one of epoch 0, got {batch}"):
-            loader.indices(0, batch)
+    with pytest.raises(ValueError, match="indices: batch must be one of epoch 0, got 4"):
+        loader.indices(0, 4)
 
 
 def test_indices_of_a_sampler_on_rank_0_are_refused():

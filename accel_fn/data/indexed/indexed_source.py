@@ -56,7 +56,7 @@ class IndexedSource:
         if self._is_of_items:
             raise no_numbers()
         last = self.num_batches() - 1
-        if not 0 <= batch <= last:
+        if batch > last:
             raise ArgumentError(message("indices", "batch", f"be in 0 .. {last}", batch))
         return batch
 

@@ -94,9 +94,7 @@ class SamplerSource:
             rule = "go through its data in order or with shuffle=True"
             repair = "a sampler of your own is run on rank 0 alone"
             raise ArgumentError(message("indices", "loader", rule, name, repair))
-        found = None
-        if batch >= 0:
-            found = next(islice(self._sampling.batches(epoch), batch, None), None)
+        found = next(islice(self._sampling.batches(epoch), batch, None), None)
         if found is None:
             raise ArgumentError(message("indices", "batch", f"be one of epoch {epoch}", batch))
         return found
