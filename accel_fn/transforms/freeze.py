@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import SGD
@@ -50,10 +50,12 @@ def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, wrap_grad_fn=[freeze('weight', until=100)], \
 after_update=[freeze('weight', until=100)])
     """
-    listed = (names,) if isinstance(names, str) else tuple(names)
+    given: Any = names
+    listed = (names,) if isinstance(given, str) or not isinstance(given, Iterable) else (*names,)
     if not listed or not all(isinstance(name, str) for name in listed):
-        rule = "be names of parameters or modules"
-        raise ArgumentTypeError(message("freeze", "names", rule, names))
+        rule, repair = "be names of parameters or modules", 'such as "encoder"'
+        got = names if isinstance(given, str | list | tuple) else type(names).__name__
+        raise ArgumentTypeError(message("freeze", "names", rule, got, repair))
     if until is not None:
         check_count("freeze", "until", until)
     slots: dict[str, Any] = {"wrap_grad_fn": Stateful(frozen, names=listed, until=until)}

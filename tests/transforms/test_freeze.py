@@ -75,6 +75,11 @@ def test_ranks_agree_on_what_is_frozen():
         (["0", "2"], r"must leave a parameter to train, got \['0', '2'\]; give until"),
         ([], "names must be names of parameters or modules"),
         ([3], "names must be names of parameters or modules"),
+        (None, "names must be names of parameters or modules, got 'NoneType'; such as \"encoder\""),
+        (
+            torch.nn.Linear(1, 1),
+            "freeze: names must be names of parameters or modules, got 'Linear'",
+        ),
     ],
 )
 def test_what_names_no_parameter_is_refused(names, text):
