@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_fn.observe.run_log import read_run
 from tests.support.recipes import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -43,11 +44,14 @@ def read(library, folder):
 
 
 def logged(path):
-    """Read a file of lines: values by step, and then by name."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
+    """Read a log: values by step, and then by name."""
+    lines = {}
+    for name, column in read_run(path, "").columns.items():
+        for step, value in zip(*column, strict=True):
+            lines.setdefault(step, {})[name] = value
+    for line in lines.values():
         del line["time"]
-    return {line.pop("step"): line for line in lines}
+    return lines
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
