@@ -11,7 +11,7 @@ from pathlib import Path
 from accel_fn.checkpoint.format.manifest import NAME, read_manifest
 from accel_fn.checkpoint.format.names import name_of, reading, steps_in
 from accel_fn.checkpoint.format.read import check_sizes
-from accel_fn.errors import CheckpointError
+from accel_fn.errors import CheckpointError, check_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 
     Raises:
         RuntimeError: the folder may not be read.
+        TypeError: `folder` is no path.
 
     Cost: reads each manifest, and the sizes of files.
 
@@ -55,9 +56,9 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     >>> af.list_checkpoints("no such folder")
     []
     """
+    path = Path(check_folder("list_checkpoints", folder))
     with reading(folder, "list_checkpoints"):
-        steps = steps_in(Path(folder))
-        found = [_look(Path(folder) / name_of(step), step) for step in steps]
+        found = [_look(path / name_of(step), step) for step in steps_in(path)]
     return [each for each in found if each is not None]
 
 
@@ -72,6 +73,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     Raises:
         RuntimeError: the folder may not be read.
+        TypeError: `folder` is no path.
 
     Cost: reads a manifest, and the sizes of files.
 
@@ -79,9 +81,10 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     >>> af.latest("no such folder") is None
     True
     """
+    path = Path(check_folder("latest", folder))
     with reading(folder, "latest"):
-        for step in reversed(steps_in(Path(folder))):
-            found = _look(Path(folder) / name_of(step), step)
+        for step in reversed(steps_in(path)):
+            found = _look(path / name_of(step), step)
             if found is not None and not found.damage:
                 return found.path
     return None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel_fn.base.batch import map_tensors
 from accel_fn.base.host_copies import remember_source
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, check_state
 from accel_fn.data.loader import Batch, Epoch, Numbered, ShardedLoader, Source
 from accel_fn.data.sampled_batches import SampledBatches
 from accel_fn.errors import ArgumentTypeError, check_count, message
@@ -59,7 +59,7 @@ def prefetch(
 
     Raises:
         ValueError: `depth` is no integer >= 1 (TypeError too where it is no integer).
-        TypeError: `loader` cannot be iterated.
+        TypeError: `loader` cannot be iterated, or `state` is no state.
 
     Cost: a thread a pass, a handover between two threads a batch, and the memory of `depth`
     more batches, on the device too; integer tensors stay in host memory as long as their copies
@@ -77,6 +77,7 @@ def prefetch(
     >>> [batch[0].tolist() for batch in af.prefetch(loader, state)]
     [[0, 1, 2, 3], [4, 5]]
     """
+    check_state("prefetch", state)
     ahead = _Ahead(check_count("prefetch", "depth", depth), state.device, state.world_size > 1)
     if isinstance(loader, ShardedLoader):
         return ShardedLoader(PrefetchedSource(loader._source, ahead), loader.loader)

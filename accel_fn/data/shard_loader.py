@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, check_state
 from accel_fn.comm.messages import open_channel
 from accel_fn.data.compare_loaders import same_on_all_ranks
 from accel_fn.data.indexed.indexed_source import IndexedSource
@@ -85,6 +85,7 @@ def shard_loader(
     >>> [batch[0].tolist() for batch in af.shard_loader(loader, af.DistState(rank=1, world_size=2))]
     [[2, 3], [6, 7], [9]]
     """
+    check_state("shard_loader", state)
     if batch not in ("global", "per_rank"):
         raise ArgumentError(message("shard_loader", "batch", 'be "global" or "per_rank"', batch))
     if split not in _SPLITS:

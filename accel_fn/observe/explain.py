@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, check_state
+from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.plan import Plan, describe, describe_with_source, trained_by
 from accel_fn.step.step import Step
 from accel_fn.step.strategy import describe_backward
@@ -29,6 +30,9 @@ def explain(plan: Plan | Step, state: DistState) -> str:
     Returns:
         A text of several lines, to be printed on the main rank.
 
+    Raises:
+        TypeError: `plan` is neither a plan nor a step, or `state` is no state.
+
     Cost: nothing is run.
 
     >>> import accel_fn as af
@@ -43,6 +47,11 @@ def explain(plan: Plan | Step, state: DistState) -> str:
       gradients  clip(1.0)
       update     SGD(lr=0.1), 2 parameter tensors, 5 numbers
     """
+    check_state("explain", state)
+    if not isinstance(plan, Plan | Step):
+        raise ArgumentTypeError(
+            message("explain", "plan", "be a Plan or a Step", type(plan).__name__)
+        )
     described = phases(plan.plan if isinstance(plan, Step) else plan, state)
     if isinstance(plan, Step):
         described["backward"] = plan.strategy.describe(state, plan.plan)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from accel_fn.base.batch import num_samples
 from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.rng import restored_random
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
 from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batches
 from accel_fn.data.prefetch import Prefetched
@@ -34,6 +34,7 @@ _ENDED, _READY, _FAILED = 0, 1, 2
 
 def check_step(function: str, step: Step, state: DistState) -> None:
     """Refuse a step that `build` did not give, or that is not of this world."""
+    check_state(function, state)
     if not isinstance(step, Step):
         rule = "be what build gave"
         raise ArgumentTypeError(message(function, "step", rule, type(step).__name__))

@@ -127,6 +127,7 @@ def use_average(step: Step) -> Iterator[None]:
         Nothing.
 
     Raises:
+        TypeError: `step` is no step.
         ValueError: the plan has no `average`, or several; a step is made inside.
 
     Cost: two copies of the parameters, and the memory of one.
@@ -137,6 +138,9 @@ def use_average(step: Step) -> Iterator[None]:
     >>> with af.use_average(step):
     ...     loss = step.forward(state, batch)
     """
+    if not isinstance(step, Step):
+        rule = "be what build gave"
+        raise ArgumentTypeError(message("use_average", "step", rule, type(step).__name__))
     found = [each for each in step.plan.after_update if isinstance(each, Average)]
     if len(found) != 1:
         raise PlanError(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -82,6 +83,33 @@ REFUSED = [  # error, text, function, argument values
         lambda value: af.num_labels("labels", class_weight=value),
         (3.0, [], [[1.0]], torch.ones(2, 2), [1.0, -1.0], [1.0, float("nan")], [float("inf")]),
     ),
+    *[
+        (
+            TypeError,
+            f"{name}: state must be a DistState, got .*; init, build and every",
+            call,
+            (3, None),
+        )
+        for name, call in [
+            ("shard_loader", partial(af.shard_loader, DataLoader(range(4)))),
+            ("prefetch", partial(af.prefetch, [1])),
+            ("explain", lambda state: af.explain(make_plan(), state)),
+        ]
+    ],
+    (
+        TypeError,
+        "explain: plan must be a Plan or a Step, got 'NoneType'",
+        lambda plan: af.explain(plan, af.DistState()),
+        (None,),
+    ),
+    (
+        TypeError,
+        "use_average: step must be what build gave, got 'Linear'",
+        lambda step: af.use_average(step).__enter__(),
+        (torch.nn.Linear(1, 1),),
+    ),
+    (TypeError, "latest: folder must be the path of a folder, got", af.latest, (None, 3)),
+    (TypeError, "list_checkpoints: folder must be the path of a folder", af.list_checkpoints, (3,)),
 ]
 CALLS = [
     *[
@@ -664,10 +692,9 @@ def test_a_value_that_is_no_state_is_refused(state):
         "predict": lambda: af.predict(step, [BATCH], state, lambda model, batch: batch[0]),
         "build": lambda: af.build(state, make_plan()),
     }
-    for call in calls.values():
-        with pytest.raises(
-            TypeError, match=r"(step|build): state must be a DistState, got '\w+'; "
-        ):
+    for name, call in calls.items():
+        function = name if name in ("evaluate", "predict", "build") else "step"
+        with pytest.raises(TypeError, match=rf"{function}: state must be a DistState, got '\w+'; "):
             call()
 
 
