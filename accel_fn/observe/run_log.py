@@ -44,8 +44,9 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step that has values; 0 without any."""
-        return max((column.steps[-1] for column in self.columns.values()), default=0)
+        """The last step that has values, or that of the newest event; 0 without any."""
+        lasts = [column.steps[-1] for column in self.columns.values()]
+        return max(lasts + [event["step"] for event in self.events[-1:]], default=0)
 
     def of_plans(self, name: str) -> list[Column]:
         """The columns of this name, one a plan: each plan that shares a log has a prefix."""

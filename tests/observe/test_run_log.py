@@ -141,6 +141,12 @@ def test_a_log_that_has_no_line_yet_is_found_by_its_events(tmp_path):
     assert read_one(tmp_path).last_step == 0
 
 
+def test_a_run_that_ends_before_its_first_line_has_the_step_of_its_end(tmp_path):
+    (tmp_path / "log.jsonl").touch()
+    write(tmp_path / "log.events.jsonl", {"event": "end", "time": 10.0, "step": 3})
+    assert read_one(tmp_path).last_step == 3
+
+
 def test_a_log_is_read_by_its_own_name(tmp_path):
     log = write(tmp_path / "log.jsonl", line(1, loss=0.5))
     assert read_one(log).name == str(log)
