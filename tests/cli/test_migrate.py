@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,14 @@ def test_rows_name_what_accel_fn_has():
     assert set(re.findall(r"\baf\.(\w+)", " ".join(texts))) <= set(af.__all__)
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_texts_of_a_row_can_be_filled(name):
+    values = defaultdict(str)
+    row = TABLE[name]
+    for text in (row.here or "", row.why, row.transform):
+        assert "{" not in text.format_map(values).replace("extras={", "")
+
+
 def calls_of_rows():
     """The calls of accel_fn in the table whose arguments are written out, each with its name."""
     for row in TABLE.values():
@@ -152,6 +161,32 @@ LINES = [
         "-> af.evaluate(step, loader, state, metric_fn)",
     ),
     ("if accelerator.is_main_process:\n    pass", "accelerator.is_main_process -> state.is_main"),
+    ("accelerator.load_state(path)", "-> state = af.resume(folder, state, step)"),
+    ("dl = accelerator.skip_first_batches(dl, 3)", "-> dl.epochs(num_epochs, since=state)"),
+    ("accelerator.free_memory()", "-> del step, state, plan"),
+    ("with accelerator.main_process_first():\n    pass", "-> af.main_first(state)"),
+    ("accelerator.reduce(x)", "-> af.reduce_sum(x, state)"),
+    ("accelerator.reduce(x, reduction='mean')", "-> af.reduce_mean(x, state)"),
+    ("weights = accelerator.get_state_dict(net)", "-> af.whole_state_dict(net, state)"),
+    ("model, optimizer = accelerator.prepare(a, b, optimizer)", "is a plan of its own"),
+    ("(x, y) = accelerator.prepare(x, optim)", "-> plan = recipe(af.Plan(loss_fn, x, optim))"),
+    (
+        "from accelerate.utils import DistributedDataParallelKwargs\n"
+        "kwargs = DistributedDataParallelKwargs(comm_hook=hook)",
+        "-> arguments of af.wrap_ddp, by their names",
+    ),
+    (
+        "from accelerate.local_sgd import LocalSGD\nwith LocalSGD(accelerator, net, 8) as l:\n    pass",
+        "LocalSGD(...) -> af.local_sgd(8) in the recipe, not af.wrap_ddp()",
+    ),
+    (
+        "from accelerate import FullyShardedDataParallelPlugin\np = FullyShardedDataParallelPlugin()",
+        "-> af.wrap_fsdp(...)",
+    ),
+    (
+        "from accelerate.logging import get_logger\nlogger = get_logger(__name__)",
+        "-> af.on_main_only(logging.getLogger(__name__), state)",
+    ),
     ("x = x.to(accelerator.device)", "-> (goes)"),
     ("x = y.to(accelerator.device)", "accelerator.device -> state.device"),
     ("net = accelerator.unwrap_model(net)", "-> net"),
@@ -305,6 +340,30 @@ def test_rows_that_need_accumulation_are_not_printed_without_it(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(BY_HAND.replace("if i % 4 == 0", "if True").replace(" / 4", ""))
     assert not re.search(r"row [1567]:", printed(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("other = Accelerator()", 22),
+        ("m, o = accelerator.prepare(m, sched)\nn = accelerator.num_processes", 10),
+        ("x = accelerator.wait_for_everyone()", 23),
+    ],
+)
+def test_a_row_is_printed_where_the_script_meets_it(text, row, tmp_path):
+    assert f"row {row}:" in lines_of(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("from accelerate import PartialState\nother = PartialState()", 22),
+        ("accelerator = Accelerator()", 22),
+        ("n = accelerator.num_processes", 10),
+    ],
+)
+def test_a_row_is_not_printed_where_the_script_does_not_meet_it(text, row, tmp_path):
+    assert f"row {row}:" not in lines_of(tmp_path, text)
 
 
 def test_reasons_and_rows_are_printed_where_they_come_first(tmp_path):

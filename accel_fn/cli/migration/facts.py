@@ -89,12 +89,14 @@ class Facts:
 
     @cached_property
     def _given(self) -> set[str]:
-        """The names that a script gives its accelerators."""
+        """The names that a script gives its accelerators and states."""
+        return self._names_of("Accelerator") | self._names_of("PartialState")
+
+    def _names_of(self, maker: str) -> set[str]:
         return {
             last(name)
             for name, value in self._made.items()
-            if isinstance(value, cst.Call)
-            and self.name_in_accelerate(value.func) in ("Accelerator", "PartialState")
+            if isinstance(value, cst.Call) and self.name_in_accelerate(value.func) == maker
         }
 
     def is_accelerator(self, node: cst.CSTNode) -> bool:
@@ -335,10 +337,11 @@ class Facts:
             "fused": scales and "fused=True" in text,
             "samples in its own order": bool(re.search(r"seedable|sampler=", text)),
             "equal seeds": not re.search(rf"device_specific|set_seed\(.*{_RANK}", text),
+            "schedules": "scheduler" in kinds,
             "on the CPU": "cpu" in self._constructor,
             "automatic names": "automatic_checkpoint_naming" in text,
             "several models": accumulates and kinds.count("model") > 1,
-            "several accelerators": len(self._given) > 1,
+            "several accelerators": len(self._names_of("Accelerator")) > 1,
         }
         return {name for name, value in holds.items() if value}
 

@@ -178,6 +178,8 @@ class _Reader:
             self._read_prepare(node, call)
         elif name == "gather" and isinstance(call, cst.Call) and self._known_figure(call):
             self._use(node, f"accelerator.gather({self._known_figure(call)})")
+        elif name == "reduce" and re.search("[\"']mean[\"']", self.facts.code(call)):
+            self._use(node, "accelerator.reduce(mean)")
         elif name in ("gather", "gather_for_metrics") and self.facts.evaluates(node):
             self._use(node, "accelerator.gather_for_metrics(in a loop)")
         elif name == "autocast" and self.facts.trains(node):

@@ -283,8 +283,12 @@ TABLE: dict[str, Row] = {
         (14,),
     ),
     "accelerator.gather_for_metrics(in a loop)": Row(None, "", (14,)),
-    "accelerator.reduce": Row(
-        "af.reduce_mean({tensor}, state)", "Or af.reduce_sum.", (3,), "tensor reduction"
+    "accelerator.reduce": Row("af.reduce_sum({tensor}, state)", arguments="tensor reduction"),
+    "accelerator.reduce(mean)": Row(
+        "af.reduce_mean({tensor}, state)",
+        "weight= is the number of this rank's items.",
+        (3,),
+        "tensor reduction",
     ),
     "accelerator.pad_across_processes": Row(
         None, "af.gather(list(rows), state) takes rows of unequal lengths.", (15,)
@@ -523,6 +527,7 @@ DIFFERENCES: dict[int, Difference] = {
     10: Difference(
         "schedulers are stepped world-size times per update",
         "StepLR(2) on 2 ranks decays every update; a cosine over all updates ends where it began",
+        "schedules",
     ),
     11: Difference("documented mid-epoch resume", "10 of 64 samples repeated, 10 never seen"),
     12: Difference(
