@@ -35,7 +35,8 @@ def test_versions_are_those_that_are_installed(report):
         name: metadata.version(name) for name in ("accel-fn", "torch", "numpy")
     }
     assert report["requirements"]["accel-fn"]["click"] == metadata.version("click")
-    assert set(report["requirements"]) == {"accel-fn", "examples", "float8", "testing"}
+    extras = {"examples", "float8", "migrate", "plots", "testing", "transformers"}
+    assert set(report["requirements"]) == {"accel-fn", *extras}
 
 
 def test_the_report_has_what_torch_collects(report):
