@@ -528,7 +528,7 @@ def _learning_rates(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, 
         of_optimizer = f"learning_rate/{name}" if len(optimizers) > 1 else "learning_rate"
         groups = optimizer.param_groups
         for index, group in enumerate(groups):
-            if "lr" in group:
+            if group.get("lr") is not None:  # Adafactor's may be None: it computes one of its own
                 yield f"{of_optimizer}/{index}" if len(groups) > 1 else of_optimizer, group["lr"]
 
 

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch_optimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
@@ -187,6 +188,16 @@ def test_learning_rates_are_named_by_optimizer_and_group():
         "learning_rate/head/0": 0.2,
         "learning_rate/head/1": 0.3,
     }
+
+
+def test_an_optimizer_without_a_rate_of_its_own_logs_none():
+    seen = []
+    model = ours.regression_model()
+    optimizer = torch_optimizer.A2GradInc(model.parameters())
+    plan = af.Plan(ours.mse, model, optimizer)
+    train(af.log_to(lambda *line: seen.append(line), every=1)(plan), BATCHES[:1])
+    assert optimizer.param_groups[0]["lr"] is None
+    assert "loss" in seen[0][1] and "learning_rate" not in seen[0][1]
 
 
 def test_skipped_updates_are_counted_since_the_line_before():
