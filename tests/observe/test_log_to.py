@@ -197,7 +197,8 @@ def test_an_optimizer_without_a_rate_of_its_own_logs_none():
     plan = af.Plan(ours.mse, model, optimizer)
     train(af.log_to(lambda *line: seen.append(line), every=1)(plan), BATCHES[:1])
     assert optimizer.param_groups[0]["lr"] is None
-    assert "loss" in seen[0][1] and "learning_rate" not in seen[0][1]
+    assert "loss" in seen[0][1]
+    assert "learning_rate" not in seen[0][1]
 
 
 def test_skipped_updates_are_counted_since_the_line_before():
