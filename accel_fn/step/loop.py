@@ -65,8 +65,6 @@ def run(
     every = [*zip(parts, weights, strict=True)]
     # If a rank may run out of memory, gradients stay on the ranks until all have voted.
     num_local = len(every) if strategy.retries else len(every) - 1
-    # Micro-batches of weight 0 come first, so that whatever gradients they leave can be zeroed.
-    num_weightless = [*map(bool, weights), True].index(True)
 
     def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
         loss, metrics = outputs(part, weight)
@@ -76,6 +74,8 @@ def run(
         strategy.backward(loss, seed_of(loss, mean.share(weight), state.scaler))
 
     if num_local:
+        # Micro-batches of weight 0 come first, so that whatever gradients they leave can be zeroed.
+        num_weightless = [*map(bool, weights), True].index(True)
         with strategy.no_sync():
             for index, (part, weight) in enumerate(every[:num_local]):
                 run_one(part, weight)

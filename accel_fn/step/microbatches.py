@@ -23,8 +23,10 @@ def microbatches(plan: Plan, batch: Any, *, with_weightless: bool = False) -> tu
     # an accelerator, and only one micro-batch at a time is on the device.
     split = cut(plan, batch)
     weights = weigh(plan.weight_fn, split)
+    if all(weights):
+        return split, weights
     counted = [each for each in zip(split, weights, strict=True) if each[1]]
-    if with_weightless and len(counted) < len(weights):
+    if with_weightless:
         # Parameters that they alone reach get a gradient of zeros, as on one rank, not None.
         weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
         counted = [*((part, 0) for part in weightless if _has_samples(part)), *counted]
