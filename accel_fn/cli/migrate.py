@@ -116,7 +116,7 @@ def _cut(source: str) -> str:
 
 
 def _replacements(use: Use) -> list[str]:
-    """What takes the place of a name, on lines of 80 columns; none where the line stays."""
+    """Return the replacement of a name, wrapped at 80 columns; no lines where the script's line stays."""
     here = "(goes)" if use.here is None else use.here
     texts = here.splitlines() if use.is_known else ["(not known)"]
     part = f"{use.part} " if use.part else ""

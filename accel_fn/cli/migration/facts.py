@@ -21,14 +21,14 @@ _KINDS = {
     "optimizer": r"optim|^opt|Adam|SGD|Adafactor|RMSprop|Lion",
     "loader": r"loader|^dl|_dl$",
 }
-"""What prepare is given, by its name or by the call that makes it; else a model."""
+"""Patterns of the names and calls by which the kind of an argument of prepare is known; else a model."""
 _SAME_IN_TRANSFORMS = "transformers.set_seed"
 _RANK = r"[\w.]+\.(local_)?process_index"
 _TOKENS = r"CausalLM|Seq2Seq|ignore_index|-100|num_items_in_batch"
 
 
 class Facts:
-    """What the lines of a script mean for each other."""
+    """Facts about the whole script that the replacement of a line depends on."""
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
         self.module = wrapper.module
@@ -117,7 +117,7 @@ class Facts:
         ]
 
     def kind(self, name: str) -> str:
-        """What an object is that is given to prepare: "loader", for example."""
+        """Return the kind of an object that the script passes to prepare, such as "loader"."""
         value = self._made.get(name)
         maker = self.code(value.func) if isinstance(value, cst.Call) else ""
         for text in (last(name), last(maker)):
@@ -286,7 +286,7 @@ class Facts:
         }
 
     def _divided(self, value: cst.BaseExpression, call: cst.Call) -> str:
-        """What a value divides the argument of a call by; empty if it does not."""
+        """Return the divisor in `value`, which divides the argument of `call`; "" without a division."""
         if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
             loss = [self.code(each.value) for each in call.args[:1]]
             if loss == [self.code(value.left)]:
@@ -324,7 +324,7 @@ class Facts:
 
     @cached_property
     def traits(self) -> set[str]:
-        """What decides which differences the script has, in the words of the table."""
+        """The traits of the script, as the table names them, that select its differences from accel_fn."""
         text = self.module.code
         kinds = list(self.kinds.values())
         scales = self._constructor.get("mixed_precision", '"no"').strip("\"'") not in ("no", "bf16")
