@@ -59,6 +59,7 @@ def found(
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2},
+    "clipping that binds": {"max_grad_norm": 0.05},
     "shards": {"sharded": True},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "best model": {
