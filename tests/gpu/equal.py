@@ -1,4 +1,8 @@
-"""Trains with every transform, alone and in pairs, on the device and on the CPU."""
+"""Trains with every transform, alone and in pairs, on the device and on the CPU.
+
+In half precision SGD takes AdamW's place: AdamW divides a gradient by its own size, so that the
+rounding of one near zero, which is another on each device, moves a parameter by twice the rate.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,16 @@ EVERY = {
     "compiled(step)": lambda: af.compiled(scope="step"),
 }
 MORE = (("fsdp(offload)", "skip_nonfinite", "schedule"), ("fp16", "clip", "average"))
-_TOLERANCE, _TOLERANCE_BF16 = 1e-3, 2e-2
+HALVES = {"fp16", "bf16"}
+_TOLERANCE, _TOLERANCE_BF16 = 1e-3, 1e-2
 
 
 def train(device, names, fused):
     model = Stack()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    if HALVES & {*names}:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=fused)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     recipe = af.compose(af.place(), *[EVERY[name]() for name in names])
     plan = recipe(af.Plan(mse_and_mae, model, optimizer))
     state, step = af.build(af.init(device=device), plan)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -177,17 +178,28 @@ def measured(run: Callable[[Any], Tensor], data: list[Any]) -> str:
     for index in range(10):
         run(data[index % len(data)])
     synchronize()
+    if not IS_REHEARSAL:
+        torch.accelerator.reset_peak_memory_stats()
     start = time.perf_counter()
     for index in range(number):
         loss = run(data[index % len(data)])
-    host_ms = (time.perf_counter() - start) / number * 1e3
     synchronize()
     step_ms = (time.perf_counter() - start) / number * 1e3
+    host_ms = statistics.median(host_times_ms(run, data))
     rate = data[0].numel() / step_ms * 1e3
     return (
         f"{rate:9.0f} tokens/s a rank  step {step_ms:8.2f} ms  host {host_ms:8.2f} ms  "
         f"peak {peak_gib():6.2f} GiB  loss {float(loss):.4f}"
     )
+
+
+def host_times_ms(run: Callable[[Any], Tensor], data: list[Any]) -> Iterator[float]:
+    """Time how long the host takes to queue a step on an idle device: a full queue would stop it."""
+    for batch in data:
+        synchronize()
+        start = time.perf_counter()
+        run(batch)
+        yield (time.perf_counter() - start) * 1e3
 
 
 def reason(error: Exception) -> str:

@@ -75,8 +75,6 @@ def main():
     data = lm_batches(8)
     names = [name for name in RUNS if not (IS_REHEARSAL and "compiled" in name)]
     for name in (*names, "torch", "accel_fn"):  # twice, to see how much the clock drifts
-        if not IS_REHEARSAL:
-            torch.accelerator.reset_peak_memory_stats()
         try:
             result = measured(RUNS[name](), data)
         except Exception as error:
