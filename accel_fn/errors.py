@@ -4,6 +4,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 __all__ = [
     "AccelError",
@@ -186,12 +187,12 @@ def check_count(
     return int(value)
 
 
-def check_folder(function: str, folder: object) -> str:
-    """Return the path of a folder, which need not exist, as text."""
+def check_folder(function: str, folder: object) -> Path:
+    """Return the path of a folder, which need not exist, with `~` expanded."""
     path = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
     if not isinstance(path, str):
         raise ArgumentTypeError(message(function, "folder", "be the path of a folder", folder))
-    return path
+    return Path(os.path.expanduser(path))
 
 
 def check_flag(function: str, parameter: str, value: object) -> None:

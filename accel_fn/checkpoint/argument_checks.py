@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -30,18 +31,20 @@ def check_call(
     extras: Mapping[str, Any],
     check_others: Callable[[], None] = lambda: None,
     **others: object,
-) -> None:
-    """Refuse arguments that break their rule, or differ between ranks, on every rank."""
+) -> Path:
+    """Refuse arguments that break their rule, or differ between ranks; return the folder's path."""
 
-    def check() -> None:
-        check_folder(function, folder)
+    def check() -> Path:
+        path = check_folder(function, folder)
         check_steps(steps, function)
         check_extras(extras, function)
         check_others()
+        return path
 
-    all_or_none(check, state, function)
-    given = {"folder": os.fspath(folder), "step": sorted(steps), "extras": sorted(extras)}
+    path = all_or_none(check, state, function)
+    given = {"folder": str(path), "step": sorted(steps), "extras": sorted(extras)}
     check_same(given | others, state, function)
+    return path
 
 
 def check_steps(steps: Mapping[str, Step], function: str) -> None:

@@ -84,7 +84,7 @@ def load_accelerate(
     """
     check_state("load_accelerate", state)
     saved = all_or_none(lambda: _read(folder, step, state, schedulers), state, "load_accelerate")
-    given = {"folder": os.fspath(folder), "schedulers": len(schedulers)}
+    given = {"folder": str(saved.path), "schedulers": len(schedulers)}
     check_same(given, state, "load_accelerate")
     with ExitStack() as undo:
         all_or_none(lambda: _fill(saved, step, schedulers, undo), state, "load_accelerate")
@@ -117,7 +117,7 @@ def _files(kind: str, count: int) -> list[str]:
 def _read(
     folder: str | os.PathLike[str], step: Step, state: DistState, schedulers: Sequence[Any]
 ) -> _Saved:
-    path = Path(check_folder("load_accelerate", folder))
+    path = check_folder("load_accelerate", folder)
     if not isinstance(step, Step):
         raise ArgumentTypeError(message("load_accelerate", "step", "be a Step", step))
     check_plan(step.plan, "check_loaded")

@@ -56,8 +56,8 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     >>> af.list_checkpoints("no such folder")
     []
     """
-    path = Path(check_folder("list_checkpoints", folder))
-    with reading(folder, "list_checkpoints"):
+    path = check_folder("list_checkpoints", folder)
+    with reading(path, "list_checkpoints"):
         found = [_look(path / name_of(step), step) for step in steps_in(path)]
     return [each for each in found if each is not None]
 
@@ -81,8 +81,8 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     >>> af.latest("no such folder") is None
     True
     """
-    path = Path(check_folder("latest", folder))
-    with reading(folder, "latest"):
+    path = check_folder("latest", folder)
+    with reading(path, "latest"):
         for step in reversed(steps_in(path)):
             found = _look(path / name_of(step), step)
             if found is not None and not found.damage:

@@ -130,9 +130,9 @@ def load(
             checks.check_plan(each.plan, "check_loaded")
 
     options = {"at": at, "strict": strict, "schedule": schedule}
-    checks.check_call("load", state, folder, steps, extras, check, **options)
+    home = checks.check_call("load", state, folder, steps, extras, check, **options)
     finish_writing(notes_of(steps), state, "load")
-    path = all_or_none(lambda: _choose(Path(folder), at), state, "load")
+    path = all_or_none(lambda: _choose(home, at), state, "load")
     path = exchange(path, state, "load")[0]
 
     extras = stateful(extras)

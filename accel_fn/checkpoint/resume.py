@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from accel_fn.base.state import DistState, check_state
@@ -68,17 +67,17 @@ def resume(
         check_choice("resume", schedule)
 
     def find() -> list[int]:
-        with reading(folder, "resume"):
-            return steps_in(Path(folder))
+        with reading(home, "resume"):
+            return steps_in(home)
 
-    check_call("resume", state, folder, steps, given, check, schedule=schedule)
+    home = check_call("resume", state, folder, steps, given, check, schedule=schedule)
     found = all_or_none(find, state, "resume")
     is_there = bool(exchange(found, state, "resume")[0])
     if not is_there:
         return state
     loaded = load(folder, state, step, extras=extras, schedule=schedule)
     if state.is_main:
-        path = Path(folder) / name_of(loaded.step)
         call = f", call {loaded.call}" if loaded.call else ""
-        _LOG.warning("the run resumes at step %d%s, from %s", loaded.step, call, path)
+        checkpoint = home / name_of(loaded.step)
+        _LOG.warning("the run resumes at step %d%s, from %s", loaded.step, call, checkpoint)
     return loaded

@@ -44,6 +44,7 @@ from accel_fn.errors import (
     CheckpointError,
     check_count,
     check_flag,
+    check_folder,
     check_only,
     message,
 )
@@ -80,7 +81,8 @@ def save(
     eval mode, and is back in train mode when `save` returns.
 
     Args:
-        folder: of this run's checkpoints, on a file system that all machines share; made if missing.
+        folder: of this run's checkpoints, on a file system that all machines share; made if missing;
+            `~` is your home folder.
         state: after the last step.
         step: the step, or a dict of steps by name.
         extras: by name, the same names on all ranks; saved of every rank: anything with `state_dict`
@@ -145,7 +147,7 @@ def save(
             raise ArgumentTypeError(message("save", "beside", "be a function of a path", beside))
         check_only("save", only)
         check_flag("save", "wait", wait)
-        absolute(folder)
+        absolute(check_folder("save", folder))
         for each in steps.values():
             checks.check_plan(each.plan, "check_saved")
 
@@ -157,7 +159,7 @@ def save(
     }
     given |= {"keep": keep, "keep_every": keep_every, "score": score, "keep_best": keep_best}
     given |= {"beside": None if beside is None else "a function"}
-    checks.check_call("save", state, folder, steps, extras, check, **given)
+    home = checks.check_call("save", state, folder, steps, extras, check, **given)
     finish_writing(notes_of(steps), state, "save")
     with in_eval_mode(
         chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
@@ -166,7 +168,7 @@ def save(
         left_out = frozen.take_frozen(contents, steps) if only else {}
         head = _head(state, steps, contents, score, _frozen_entries(left_out, steps, state))
         run = notes_of(steps).setdefault("run", Run())
-        checkpoint = NewCheckpoint(absolute(folder), head, keep, keep_every, keep_best, run)
+        checkpoint = NewCheckpoint(absolute(home), head, keep, keep_every, keep_best, run)
         _write(checkpoint, contents, stateful(extras), state, notes_of(steps), beside, wait=wait)
     seconds = perf_counter() - began
     for observer in observers(each.plan for each in steps.values()):

@@ -78,8 +78,9 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     micro-batches, but for times.
 
     Args:
-        *writers: each a path that ends in .jsonl (an object a line) or .csv; or a function `(step, values)`,
-            called on the main rank with a dict of floats by name. On other ranks a writer may be None.
+        *writers: each a path that ends in .jsonl (an object a line) or .csv, `~` being your home folder; or a
+            function `(step, values)`, called on the main rank with a dict of floats by name. On other ranks
+            a writer may be None.
         every: number of steps between lines, as `state.step` counts them.
         prefix: of all names, where several plans of a program share a log: "generator/".
 

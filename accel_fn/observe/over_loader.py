@@ -69,6 +69,8 @@ def over_loader(
     Afterwards the modes of modules and optimizers, and the global generators, are as they were.
     Returns how the first batch looks where nobody has cut it.
     """
+    if not isinstance(progress, bool | None):
+        raise ArgumentTypeError(message(function, "progress", "be True, False or None", progress))
     looks: Looks | None = ([], []) if isinstance(loader, ShardedLoader | Epoch) else None
     together = step.strategy.pads and state.world_size > 1
     with restored_random(state.device):

@@ -67,7 +67,8 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
     Law: the step computes the same bits as without it.
 
     Args:
-        folder: for traces and table; made if it is missing. Those that are in it are replaced.
+        folder: for traces and table; made if it is missing, `~` being your home folder. Those that are in
+            it are replaced.
         steps: in a row, as `state.step` counts them after each.
 
     Returns:
@@ -115,10 +116,10 @@ class ProfileSlot(Stateful):
 class Profile(Observer):
     """The profile of a few steps of one rank: it begins before the first and is written after the last."""
 
-    def __init__(self, state: DistState, plan: Plan, *, folder: str, steps: range) -> None:
-        _check_writable(Path(folder))
+    def __init__(self, state: DistState, plan: Plan, *, folder: Path, steps: range) -> None:
+        _check_writable(folder)
         self._steps = steps
-        self._recorder = Recorder(state, Path(folder), steps)
+        self._recorder = Recorder(state, folder, steps)
         self._phases: list[tuple[Any, str, str]] = []
         self._is_over = False
         self._at_program_end = weakref.finalize(self, self._recorder.abandon)

@@ -146,7 +146,8 @@ class Recorder:
 
 
 def path_of(given: object) -> Path | None:
-    return Path(given) if isinstance(given, str | os.PathLike) else None
+    is_path = isinstance(given, str | os.PathLike)
+    return Path(os.path.expanduser(given)) if is_path else None
 
 
 def _process_began() -> float:

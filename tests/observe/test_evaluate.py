@@ -409,6 +409,15 @@ def test_metrics_are_named():
         af.evaluate(step, loader, state, lambda model, batch: {})
 
 
+@pytest.mark.parametrize("progress", [3, "yes"])
+@pytest.mark.parametrize("given", [(af.evaluate,), (af.predict, ones)])
+def test_a_bar_that_is_neither_wanted_nor_unwanted_is_refused(given, progress):
+    (function, *fn), (state, step, loader) = given, make(af.DistState())
+    text = f"^{function.__name__}: progress must be True, False or None, got {progress!r}$"
+    with pytest.raises(TypeError, match=text):
+        function(step, loader, state, *fn, progress=progress)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

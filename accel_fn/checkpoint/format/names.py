@@ -53,22 +53,22 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(step for step in found if step is not None)
 
 
-def absolute(folder: str | os.PathLike[str]) -> Path:
+def absolute(folder: Path) -> Path:
     try:
-        return Path(folder).absolute()
+        return folder.absolute()
     except FileNotFoundError:
         rule = "be an absolute path, since the working folder was removed"
-        raise CheckpointError(message("save", "folder", rule, os.fspath(folder))) from None
+        raise CheckpointError(message("save", "folder", rule, str(folder))) from None
 
 
 @contextmanager
-def reading(folder: str | os.PathLike[str], function: str) -> Iterator[None]:
+def reading(folder: Path, function: str) -> Iterator[None]:
     """Refuse a folder whose names or checkpoints this user may not look at."""
     try:
         yield
     except OSError as error:
         rule = f"be one that can be read ({error.strerror})"
-        raise CheckpointError(message(function, "folder", rule, os.fspath(folder))) from error
+        raise CheckpointError(message(function, "folder", rule, str(folder))) from error
 
 
 def unfinished_folder(folder: Path, step: int) -> Path:

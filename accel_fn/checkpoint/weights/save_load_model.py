@@ -277,9 +277,9 @@ def parse_size(function: str, size: int | str) -> int:
 
 def _path(function: str, folder: str | os.PathLike[str]) -> Path:
     path = check_folder(function, folder)
-    if Path(path).exists() and not Path(path).is_dir():
-        raise ArgumentError(message(function, "folder", "be the path of a folder", path))
-    return Path(path)
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(message(function, "folder", "be the path of a folder", str(path)))
+    return path
 
 
 def _keys_of(first: str, entries: Entries, stored: Stored) -> list[str]:
