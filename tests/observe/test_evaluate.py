@@ -1,7 +1,6 @@
 """evaluate: its effect on the model, its output, and what it refuses, on every rank alike."""
 
 import gc
-import io
 import math
 import multiprocessing
 import random
@@ -13,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import accel_fn as af
 from accel_fn.data.loader import unnumbered
 from accel_fn.testing import simulate
+from tests.support.operations import HOST_READ, OperationsNamed
+from tests.support.screen import Screen
 from tests.support.streams import Counting
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
@@ -579,39 +579,22 @@ def test_an_interrupt_reads_no_more_where_an_error_reads_to_the_end():
     assert left(OSError) == [0, 0]
 
 
-class Reads(TorchDispatchMode):
-    """Counts the reads for which the host would wait for a device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("metric_fn", [None, ones])
 def test_no_batch_makes_the_host_wait(metric_fn):
     state, step, _ = make(af.DistState(), af.accumulate(2))
 
     def reads(num_batches):
-        with Reads() as mode:
+        with OperationsNamed(HOST_READ) as mode:
             af.evaluate(step, [(torch.ones(4, 1),)] * num_batches, state, metric_fn)
-        return mode.count
+        return len(mode.seen)
 
     assert reads(2) == reads(9) > 0
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.mark.parametrize("data", [DATA, Talking(range(10))], ids=["map", "of unknown length"])
 def test_a_bar_is_shown_on_a_terminal(data, monkeypatch):
     state, step, _ = make(af.DistState())
     loader = af.shard_loader(DataLoader(data, batch_size=4), state)
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stderr", Screen())
     assert af.evaluate(step, loader, state, ones) == {"one": 1.0}
     assert ("0/3" if data is DATA else "0batch") in sys.stderr.getvalue()

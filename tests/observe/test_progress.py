@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tqdm.auto import tqdm
 
@@ -20,6 +19,7 @@ import accel_fn as af
 from accel_fn.testing import simulate
 from tests.cli.commands import surroundings
 from tests.cli.terminal import Terminal
+from tests.support.operations import HOST_READ, OperationsNamed
 from tests.support.screen import Screen, last_line, on_screen
 
 HERE = af.DistState(seed=5)
@@ -294,26 +294,14 @@ def test_a_notebook_shows_the_bar_that_tqdm_chooses(monkeypatch):
         assert opened == [3]
 
 
-class Reads(TorchDispatchMode):
-    """Counts the reads for which the host would wait for a device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_values_are_read_when_a_line_was_drawn_and_not_in_each_step(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Screen())
     monkeypatch.setattr(tqdm, "__init__", partialmethod(tqdm.__init__, mininterval=1000))
-    with Reads() as reads:
+    with OperationsNamed(HOST_READ) as reads:
         bar = af.progress(range(1000), HERE)
         for _ in bar:
             bar.show(REPORT)
-    assert reads.count == 1
+    assert len(reads.seen) == 1
     assert last_line(sys.stderr).endswith("loss=0.25]")
 
 

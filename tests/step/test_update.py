@@ -13,11 +13,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel_fn as af
 from accel_fn.step.update import apply_update
 from accel_fn.testing import strategies
+from tests.support.operations import HOST_READ, OperationsNamed
 
 MAKERS = {
     "adam": functools.partial(torch.optim.Adam, lr=0.1),
@@ -230,19 +230,6 @@ def test_factor_below_half_precision_is_not_lost(dtype):
     assert torch.equal(parameter, torch.full((4,), -(2.0**-15), dtype=dtype))
 
 
-class Named(TorchDispatchMode):
-    """Records the operations whose names contain a word."""
-
-    def __init__(self, word):
-        super().__init__()
-        self.word, self.seen = word, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.word in str(func):
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("factor", "fused", "dtypes", "expected"),
     [
@@ -257,7 +244,7 @@ def test_gradients_are_multiplied_by_one_operation_or_none(factor, fused, dtypes
     options = {"fused": True} if fused else {"foreach": False}
     optimizer = torch.optim.SGD(parameters(*dtypes), lr=0.1, **options)
     tensors = normal(dtypes)
-    with Named("mul") as mode:
+    with OperationsNamed("mul") as mode:
         update(optimizer, tensors, torch.tensor(factor))
     assert mode.seen == expected
 
@@ -345,7 +332,7 @@ def test_the_host_waits_for_a_verdict_where_no_kernel_can_take_it(make, fused, e
     optimizer = make(parameters(torch.float32), fused=fused)
     found = []
     for seed in range(3):
-        with Named("_local_scalar_dense") as reads:
+        with OperationsNamed(HOST_READ) as reads:
             update(optimizer, normal([torch.float32], seed), None, OK)
         found.append(len(reads.seen))
     assert found == expected
