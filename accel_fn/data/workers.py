@@ -53,7 +53,7 @@ def make_loader(
     data: Any, *, worker_init_fn: Callable[[int], None] | None = None, **options: Any
 ) -> DataLoader[Any]:
     """Make a DataLoader for `start_workers`, whose items are taken as they are."""
-    init = _WorkerInit(worker_init_fn)
+    init = _InitWithWatchdog(worker_init_fn)
     return DataLoader(data, batch_size=None, collate_fn=identity, worker_init_fn=init, **options)
 
 
@@ -95,7 +95,7 @@ def _end_partial_messages(running: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _WorkerInit:
+class _InitWithWatchdog:
     """Runs first in a worker: it ends with its main process."""
 
     fn: Callable[[int], None] | None

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight, weigh
-from accel_fn.comm import primitives
-from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, LossError, message
 from accel_fn.observe.metrics import NOTHING, Totals, added, means, totals_of, widest
 from accel_fn.observe.over_loader import (
@@ -22,13 +20,13 @@ from accel_fn.observe.over_loader import (
     over_loader,
     over_parts,
     parts_of,
+    read_on_all_ranks,
     settled,
 )
-from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
+from accel_fn.step.checks.first_batches import Looks
 from accel_fn.step.loss_module import Outcome, checked_metrics
 from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, stacked
 from accel_fn.step.microbatches import Parts, Weights, microbatches
-from accel_fn.step.observers import evaluating
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
@@ -89,7 +87,7 @@ def evaluate(
 
     Cost: a forward a micro-batch, no collective and no host synchronisation among them (on MPS,
     which has no float64, one; with `wrap_fsdp`, one small collective a batch beside its own);
-    at the end four small collectives on the host and one host synchronisation. In a world of several, if
+    at the end two small collectives on the host and one host synchronisation. In a world of several, if
     the model has buffers in its `state_dict`, before that a copy of these, two small collectives and one
     broadcast; not with `reproducible`.
 
@@ -105,7 +103,7 @@ def evaluate(
     """
     check_step("evaluate", step, state)
 
-    def mine() -> tuple[Totals, bool, Looks]:
+    def read() -> tuple[tuple[Totals, bool], Looks]:
         check_loader("evaluate", loader, state)
         if metric_fn is not None and not callable(metric_fn):
             rule = "be a function (model, batch) -> {name: values} or (loss, metrics)"
@@ -113,15 +111,11 @@ def evaluate(
         own = _Own(step, state, metric_fn)
         looks = over_loader("evaluate", step, loader, state, own.cut_up, own.add, progress)
         totals = {name: total.to_host() for name, total in own.totals.items()}
-        return totals, own.has_losses, looks
+        return (totals, own.has_losses), looks
 
-    with evaluating(step.plan, state):
-        with step.strategy.evaluating(step.plan, state, "evaluate"):
-            own = all_or_none(mine, state, "evaluate")
-        every = primitives.exchange(own, state, "evaluate")
-    warn_of_equal_batches("evaluate", state, [looks for *_, looks in every])
-    found = means([totals for totals, *_ in every], is_main=state.is_main)
-    has_losses = any(each for _, each, _ in every)
+    every = read_on_all_ranks("evaluate", step, state, read)
+    found = means([totals for totals, _ in every], is_main=state.is_main)
+    has_losses = any(each for _, each in every)
     return _with_sum(found, step.plan.terms) if has_losses and step.plan.terms else found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,17 +16,21 @@ from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.rng import restored_random
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
+from accel_fn.comm.collectives import agreed
 from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batches
 from accel_fn.data.prefetch import Prefetched
 from accel_fn.data.window import Windowed
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 from accel_fn.observe.bar import length_of, open_bar
-from accel_fn.step.checks.first_batches import Looks, looks_of
+from accel_fn.step import observers
+from accel_fn.step.checks.first_batches import Looks, looks_of, warn_of_equal_batches
 from accel_fn.step.loss_module import run_placed
 from accel_fn.step.microbatches import cut
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 from accel_fn.step.strategy import Strategy
+
+T = TypeVar("T")
 
 _ENDED, _READY, _FAILED = 0, 1, 2
 """Signals of a rank before each batch, if all ranks must run the same number of batches."""
@@ -53,6 +57,20 @@ def check_loader(function: str, loader: Iterable[Any], state: DistState) -> None
         rule = f"be shared out over {state.world_size} ranks"
         repair = "give it to shard_loader; every rank would read every sample"
         raise ArgumentError(message(function, "loader", rule, type(read).__name__, repair))
+
+
+def read_on_all_ranks(
+    function: str, step: Step, state: DistState, read: Callable[[], tuple[T, Looks]]
+) -> list[T]:
+    """Call `read` on all ranks, with the buffers of the main rank; return what each rank has read.
+
+    Beside it, `read` returns how the first batch of its rank looks. Observers of the step are given the time.
+    """
+    plan = step.plan
+    with observers.evaluating(plan, state), step.strategy.evaluating(plan, state, function):
+        every = agreed(read, state, function)
+    warn_of_equal_batches(function, state, [looks for _, looks in every])
+    return [found for found, _ in every]
 
 
 def over_loader(

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from accel_fn.base.batch import map_tensors
 from accel_fn.base.state import DistState
-from accel_fn.comm.collectives import agreed, broadcast
+from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.gather import flat_rows, join_rows
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 from accel_fn.observe.over_loader import (
@@ -23,9 +23,9 @@ from accel_fn.observe.over_loader import (
     over_loader,
     over_parts,
     parts_of,
+    read_on_all_ranks,
 )
-from accel_fn.step.checks.first_batches import Looks, warn_of_equal_batches
-from accel_fn.step.observers import evaluating
+from accel_fn.step.checks.first_batches import Looks
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
@@ -95,7 +95,7 @@ def predict(
     check_step("predict", step, state)
     rows = _Rows()
 
-    def read() -> tuple[int, bool, str, Looks]:
+    def read() -> tuple[tuple[int, bool, str], Looks]:
         check_loader("predict", loader, state)
         if not callable(fn):
             rule = "be a function (model, batch) -> tree of rows"
@@ -108,14 +108,9 @@ def predict(
         looks = over_loader(
             "predict", step, loader, state, partial(parts_of, step.plan), use, progress
         )
-        return rows.count, rows.are_numbered, rows.form, looks
+        return (rows.count, rows.are_numbered, rows.form), looks
 
-    with (
-        evaluating(step.plan, state),
-        step.strategy.evaluating(step.plan, state, "predict"),
-    ):
-        every = agreed(read, state, "predict")
-    warn_of_equal_batches("predict", state, [looks for *_, looks in every])
+    every = read_on_all_ranks("predict", step, state, read)
     with_rows = [rank for rank, (count, *_) in enumerate(every) if count]
     if not with_rows:
         repair = "an iterator gives its batches only once"

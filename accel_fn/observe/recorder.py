@@ -146,8 +146,7 @@ class Recorder:
 
 
 def path_of(given: object) -> Path | None:
-    is_path = isinstance(given, str | os.PathLike)
-    return Path(os.path.expanduser(given)) if is_path else None
+    return Path(os.path.expanduser(given)) if isinstance(given, str | os.PathLike) else None
 
 
 def _process_began() -> float:

@@ -134,7 +134,7 @@ class _PartWorkers(WorkerPool):
             fetcher.recording(progress),
             sampler=self._parts,
             generator=self._generator,
-            **{**options, "worker_init_fn": _WorkerInit(options["worker_init_fn"])},
+            **{**options, "worker_init_fn": _InitWithUsersDataSet(options["worker_init_fn"])},
         )
         super().__init__(loader, self._parts.where)
 
@@ -188,7 +188,7 @@ class _PartSampler(Sampler[Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class _WorkerInit:
+class _InitWithUsersDataSet:
     """Makes `get_worker_info` show the user's data set, then calls the user's worker_init_fn."""
 
     fn: Callable[[int], None] | None
