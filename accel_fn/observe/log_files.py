@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary, finalize
@@ -108,6 +109,13 @@ class LogFile:
     def event(self, event: str, step: int, **facts: object) -> None:
         """Add an event, unless another plan of the process has just added it."""
         self._try(lambda: self._events.add({"event": event, "step": step, **facts}))
+        # An event is rare, a line is not: to look for the file at each line would slow a step.
+        if not self._has_warned and not self._table.is_in_place():
+            self._has_warned = True
+            warn_user(
+                f"log_to: {self._path} should stay in its place while a run logs to it, it was removed, "
+                f"renamed or replaced up to step {step}; lines of the run are not in it"
+            )
 
     def values(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Add values of the newest step."""
@@ -165,6 +173,12 @@ class _JsonLines:
             self._put_at(self._start, line)
         else:
             self._put_at(self._end, line)
+
+    def is_in_place(self) -> bool:
+        """Whether the file that is written is the one that the path leads to."""
+        with suppress(OSError):
+            return os.path.samestat(self._path.stat(), os.fstat(self._file))
+        return False
 
     def cut(self, step: int) -> None:
         """Remove the lines of later steps."""

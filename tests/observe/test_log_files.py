@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -309,6 +310,46 @@ def test_a_run_that_begins_anew_in_the_same_process_begins_a_new_log(tmp_path, c
     kept.append(train(small_plan(af.log_to(path, every=1)), BATCHES[:2]))
     assert steps_in(path) == [1, 2]
     assert "this run begins after step 0" in capfd.readouterr().err
+
+
+MOVES = {
+    "removed": Path.unlink,
+    "renamed": lambda path: path.rename(path.with_name("other")),
+    "replaced": lambda path: shutil.copy(path, path.with_name("copy")).rename(path),
+    "gone with its folder": lambda path: shutil.rmtree(path.parent),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_that_is_not_in_its_place_any_more_is_warned_of_once(suffix, move, tmp_path):
+    path = tmp_path / "logs" / f"log{suffix}"
+    state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:2])
+    MOVES[move](path)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        state, _ = step(state, BATCHES[2])
+        assert not caught
+        for _ in range(2):
+            af.save(tmp_path / "checkpoints", state, step)
+    [warning] = caught
+    assert str(warning.message) == (
+        f"log_to: {path} should stay in its place while a run logs to it, it was removed, renamed or "
+        "replaced up to step 3; lines of the run are not in it"
+    )
+    assert warning.filename == __file__
+
+
+def test_the_end_of_a_run_warns_of_a_file_that_is_not_in_its_place_any_more(tmp_path):
+    script = f"""
+from tests.observe.test_log_files import *
+path = Path({str(tmp_path / "log.jsonl")!r})
+state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:2])
+path.unlink()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("removed, renamed or replaced up to step 2; lines of the run") == 1
 
 
 def test_a_disk_that_is_full_ends_no_run(tmp_path):
