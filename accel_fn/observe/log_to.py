@@ -96,9 +96,9 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
         Exception: raised by a tracker or a function, from the step on the main rank.
 
     Warns:
-        UserWarning: once, on the main rank: the disk is full, or a file cannot be written any more; a save, an
-            evaluation or the end of the run finds a file removed, renamed or replaced; two plans log to one
-            file under the same names.
+        UserWarning: once, on the main rank: the disk is full, or a file cannot be written any more; a save,
+            an evaluation or the end of the run finds a file removed, renamed or replaced; two plans log to
+            one file under the same names.
 
     Cost: two readings of the clock a step. For a line, one small kernel a value, one copy to the host and one
     write. Where only the device knows whether an update is skipped, one kernel a step.
