@@ -58,11 +58,11 @@ def generate(model, label):
     for time in reversed(range(NUM_TIMES)):
         kept, before = KEPT[time], KEPT[time - 1] if time else torch.tensor(1.0)
         noise = model(image, torch.full_like(label, time), label)
-        step = kept / before
-        image = (image - (1 - step) / (1 - kept).sqrt() * noise) / step.sqrt()
+        factor = kept / before
+        image = (image - (1 - factor) / (1 - kept).sqrt() * noise) / factor.sqrt()
         if time:
             fresh = torch.randn(image.shape, generator=generator).to(label.device)
-            image = image + ((1 - before) / (1 - kept) * (1 - step)).sqrt() * fresh
+            image = image + ((1 - before) / (1 - kept) * (1 - factor)).sqrt() * fresh
     return image
 
 

@@ -70,6 +70,9 @@ class Step(Generic[Batch]):
     keep the new one. Model and optimizer are the user's objects and change in
     place, as in any loop.
 
+    Attributes:
+        plan: the plan that the step was built from, with its model and optimizer.
+
     >>> import accel_fn as af
     >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
     >>> state, report = step(state, batch)
