@@ -23,7 +23,7 @@ from accel_fn.cli.output import (
     resolve_settings,
     wrapped,
 )
-from accel_fn.comm.cluster_env import read_task
+from accel_fn.comm.clusters.tasks import read_task
 from accel_fn.launcher.machines.detect import detect
 from accel_fn.testing.outcomes import Outcome, RankReport, merge
 

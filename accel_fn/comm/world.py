@@ -13,7 +13,8 @@ import torch
 from accel_fn.base.launch_options import launch_options
 from accel_fn.base.state import DistState, device_of
 from accel_fn.comm import backends
-from accel_fn.comm.cluster_env import read_task
+from accel_fn.comm.clusters.nodes import azure_local_world_size, check_alone
+from accel_fn.comm.clusters.tasks import RANKS, read_task
 from accel_fn.comm.rendezvous import join_world, leave_world
 from accel_fn.errors import WorldError, check_count, check_positive
 
@@ -47,11 +48,12 @@ def init(
 
     Reads the variables that `accel-fn launch`, torchrun and others set (RANK,
     WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK with LOCAL_WORLD_SIZE; without
-    these two, one process per machine), else those of Slurm's srun and of Open MPI, else the
-    world that the script joined by itself through torch.distributed, as under `mp.spawn`;
-    joins the group of processes, and leaves it at exit.
-    Without any of them it is one process on one device. Calling it again gives
-    a second state over a group of its own.
+    these two, one process per machine), else those of Slurm's srun, LSF's jsrun and the mpirun of
+    Open MPI, MPICH and Intel MPI, else the world that the script joined by itself through
+    torch.distributed, as under `mp.spawn`; joins the group of processes, and leaves it at exit.
+    Without any of them it is one process on one device. A cluster that gives a job several machines and
+    starts no world on them (SageMaker, Kubernetes, Vertex AI, Azure ML, PBS) needs `accel-fn launch`.
+    Calling it again gives a second state over a group of its own.
 
     Args:
         device: default: the launch's, else this rank's accelerator (CUDA,
@@ -70,7 +72,8 @@ def init(
 
     Raises:
         RuntimeError: the variables are incomplete or contradict each other, the
-            address does not resolve, or a machine has fewer devices than processes.
+            address does not resolve, a machine has fewer devices than processes, or a cluster has
+            given several machines without a world.
         TimeoutError: the address is not reached, or not all ranks come, within `timeout_s`.
         ValueError: an argument is outside its range.
 
@@ -181,8 +184,11 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     """Return the launcher's variables, checked; None if there are none."""
     names = (*_NEEDED, *_LOCAL)
     given = {name: environment[name] for name in names if environment.get(name)}
-    if not _is_launched(environment):
-        given = {**_from_cluster(environment), **given}
+    if "LOCAL_RANK" in given and "LOCAL_WORLD_SIZE" not in given:
+        given |= azure_local_world_size(environment, given.get("WORLD_SIZE", ""))
+    # A launcher that sets the local variables has started this process inside of any cluster.
+    if not any(name in given for name in _LOCAL):
+        given = {**_from_cluster(environment, given), **given}
     if not given:
         return None
     local_missing = [name for name in _LOCAL if name not in given]
@@ -208,15 +214,25 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     return launch
 
 
-def _from_cluster(environment: Mapping[str, str]) -> dict[str, str]:
+def _from_cluster(environment: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
     """Return a cluster's variables in the form of a launcher's; none outside of a cluster."""
     task = read_task(environment)
+    if not _is_launched(environment) and (task is None or task.num_machines == 1):
+        check_alone(environment)
     if task is None:
         return {}
+    for name, value in (("RANK", task.rank), ("WORLD_SIZE", task.world_size)):
+        if given.get(name, str(value)) != str(value):
+            raise WorldError(
+                f"init: {name} must be {value}, as {task.cluster} has set {RANKS[task.cluster]}="
+                f"{task.rank} of {task.world_size}, got {given[name]}; unset RANK and WORLD_SIZE, or set "
+                "LOCAL_RANK and LOCAL_WORLD_SIZE too if another launcher has started this process"
+            )
     if task.host is None and not environment.get("MASTER_ADDR"):
         raise WorldError(
             f"init: MASTER_ADDR must be set for {task.world_size} processes on several machines: "
-            f"{task.cluster} does not set where rank 0 runs; mpirun -x MASTER_ADDR=... passes it on"
+            f"{task.cluster} does not set where rank 0 runs; mpirun -x MASTER_ADDR=... passes it on, "
+            "of MPICH and Intel -genv MASTER_ADDR ..."
         )
     return {
         "RANK": str(task.rank),

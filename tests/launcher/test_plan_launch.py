@@ -14,7 +14,7 @@ from accel_fn.launcher.processes.environment import glibc_version, launch_variab
 from accel_fn.launcher.settings.settings import Settings
 from accel_fn.launcher.settings.sources import resolve
 from tests.cli.commands import run_python
-from tests.comm.test_cluster_env import MPIRUN, SBATCH, SRUN
+from tests.comm.test_tasks import MPIRUN, SBATCH, SRUN, pbs
 
 ONE_A_NODE = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 ONE_A_NODE |= {"SLURM_PROCID": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -77,6 +77,19 @@ def test_kubernetes_needs_no_flag(tmp_path):
     assert seen(placed(tmp_path, POD, num_processes=3))[2] == 1  # the flag overrides the variable
 
 
+def test_the_index_of_a_pod_may_be_passed_by_flags(tmp_path):
+    environment = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "127.0.0.1"}
+    machines = placed(tmp_path, environment, num_machines=2, machine_rank=1, num_processes=2)
+    assert seen(machines) == (2, 1, 1, "127.0.0.1")
+
+
+def test_an_mpi_may_leave_machines_out_that_pbs_has_given(tmp_path):
+    alone = {**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}
+    alone |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    job = {**pbs(tmp_path, "p1", "p2"), "PBS_NODENUM": "0"}
+    assert seen(placed(tmp_path, {**job, **alone}))[:2] == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("environment", "flags", "text"),
     [
@@ -95,9 +108,26 @@ def test_kubernetes_needs_no_flag(tmp_path):
         (ONE_A_NODE, {"num_processes": 3}, "num_processes must be a multiple of the 2 machines, got 3"),
         ({**ONE_A_NODE, "MASTER_ADDR": "no-such.invalid"}, {},
          r"main_process_ip must be a host that resolves, got 'no-such.invalid' \(MASTER_ADDR; "),
+        (
+            {**ONE_A_NODE, **POD},
+            {},
+            r"SLURM_PROCID \(machine 1 of 2\) and PET_NNODES \(machine 2 of 3\) must agree; unset",
+        ),
+        (
+            POD,
+            {"num_machines": 1},
+            r"num_machines must be 3, as Kubernetes has set it, got 1 .*; leave it out, or unset PET_NNODES",
+        ),
+        (
+            {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "127.0.0.1"},
+            {},
+            "PET_NNODES must be set with JOB_COMPLETION_INDEX and MASTER_ADDR, got none; it is the number",
+        ),
         ({**POD, "PET_NNODES": "1:3"}, {}, "PET_NNODES must be one number of machines, got '1:3'"),
         ({**POD, "PET_NNODES": "abc"}, {}, "PET_NNODES must be a number >= 1, got 'abc'"),
-        ({"PET_NNODES": "2"}, {}, "main_process_ip must be given if no variable holds it, with 2 machines"),
+        ({"PET_NNODES": "2"}, {}, "Kubernetes must set PET_NODE_RANK or .*, got none"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, {},
+         "main_process_ip must be given if no variable holds it, with 2 machines"),
         ({"PET_NNODES": "0"}, {}, "PET_NNODES must be a number >= 1, got '0'"),
         ({**POD, "PET_NODE_RANK": "x"}, {}, "PET_NODE_RANK must be a number from 0 to 2, got 'x'"),
         ({**POD, "PET_NODE_RANK": "3"}, {}, "PET_NODE_RANK must be a number from 0 to 2, got '3'"),

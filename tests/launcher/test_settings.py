@@ -119,16 +119,18 @@ def test_settings_made_by_hand_are_checked_too():
         Settings(cpu=True, gpu_ids=(0, 1))
 
 
-@pytest.mark.parametrize("environment", [SRUN, {"PET_NNODES": "2"}], ids=["srun", "torchrun"])
+POD = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "node0"}
+HOST = {"SM_HOSTS": '["node0", "node1"]', "SM_CURRENT_HOST": "node1"}
+
+
+@pytest.mark.parametrize("environment", [SRUN, POD, HOST], ids=["srun", "torchrun", "SageMaker"])
 def test_a_cluster_may_give_the_number_of_machines(environment):
     assert resolved({"num_processes": 4}, environment=environment, machine=TWO_GPUS)
     text = refused({"num_processes": 6}, environment=environment, machine=TWO_GPUS)
     assert "of each of 2 machines, got 6" in text
 
 
-@pytest.mark.parametrize(
-    "environment", [{"MASTER_ADDR": "node0"}, {"PET_MASTER_ADDR": "node0"}, SRUN]
-)
+@pytest.mark.parametrize("environment", [{"MASTER_ADDR": "node0"}, POD, SRUN, HOST])
 def test_a_cluster_may_give_the_address_of_machine_0(environment):
     assert resolved({"num_machines": 2}, environment=environment).settings.num_machines == 2
 

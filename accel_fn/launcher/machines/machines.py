@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel_fn.comm.cluster_env import read_number, read_task
+from accel_fn.comm.clusters.nodes import Node, check_agree, read_node
+from accel_fn.comm.clusters.tasks import RANKS, read_task
+from accel_fn.comm.clusters.variables import Variables
 from accel_fn.errors import WorldError
 from accel_fn.launcher.machines.network import check_host
 from accel_fn.launcher.settings.sources import Resolved
@@ -36,32 +38,21 @@ class Machines:
         return self.num_machines * self.num_local
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """The machine of this launcher, as a cluster's variables describe it."""
-
-    cluster: str
-    num_machines: int
-    machine_rank: int
-    host: str | None
-    port: int | None
-    num_local: int | None = None
-    job: str | None = None
-
-
 def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
     """Find the machines of a launch from settings, else from the cluster's variables.
 
     A WorldError is raised if settings and cluster differ, if a value that is needed is in
     neither, or if a host does not resolve.
     """
-    settings, node = resolved.settings, read_node(environment)
+    settings, node = resolved.settings, _read_node(environment)
     num_machines = settings.num_machines or (node.num_machines if node else 1)
     rank = settings.machine_rank
     if node is not None:
         _agree("num_machines", settings.num_machines, node.num_machines, node, resolved)
         _agree("machine_rank", rank, node.machine_rank, node, resolved)
         rank = node.machine_rank
+    elif settings.num_machines is None:
+        _check_pod(environment)
     backend = settings.rdzv_backend or "static"
     if num_machines == 1:
         rank = 0
@@ -89,57 +80,47 @@ def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
     )
 
 
-def read_node(environment: Mapping[str, str]) -> Node | None:
-    """Read the variables of Slurm, Open MPI or torchrun (PET_..., in Kubernetes); None without any."""
-    task = read_task(environment)
-    if task is not None and task.local_world_size != 1:
+def _read_node(environment: Mapping[str, str]) -> Node | None:
+    """Read the machine of this launcher from the variables of a cluster; None without any."""
+    task = read_task(environment, function="launch")
+    node = read_node(environment, function="launch")
+    if task is None:
+        return node
+    if task.local_world_size != 1:
         raise WorldError(
             f"launch: {task.cluster} must start one launcher on each machine, got "
             f"{task.local_world_size} on this one; request one task per node, or have it "
             "start the script itself: af.init() needs no launcher there"
         )
-    if task is not None:
-        where = task.num_machines, task.machine_rank, task.host, task.port
-        return Node(task.cluster, *where, job=task.job)
-    count = environment.get("PET_NNODES", "")
-    if not count:
-        return None
-    least, _, most = count.partition(":")
-    if most and least != most:
-        raise WorldError(
-            f"launch: PET_NNODES must be one number of machines, got {count!r}; "
-            "a world that grows and shrinks is not supported"
-        )
-    num_machines = read_number("launch", "PET_NNODES", least, least=1)
-    processes = environment.get("PET_NPROC_PER_NODE", "")
-    return Node(
-        cluster="PET_NNODES",
-        num_machines=num_machines,
-        machine_rank=_pet_rank(environment, num_machines),
-        host=environment.get("PET_MASTER_ADDR"),
-        port=_port_in(environment, "PET_MASTER_PORT"),
-        num_local=int(processes) if processes.isdecimal() else None,
-        job=environment.get("PET_RDZV_ID"),
+    machine = Node(
+        cluster=task.cluster,
+        variables=(RANKS[task.cluster],),
+        num_machines=task.num_machines,
+        machine_rank=task.machine_rank,
+        host=task.host,
+        port=task.port,
+        job=task.job,
     )
+    if node is not None:
+        check_agree("launch", machine, node)
+    return machine
 
 
-def _pet_rank(environment: Mapping[str, str], num_machines: int) -> int:
-    for name in ("PET_NODE_RANK", "RANK"):
-        if environment.get(name):
-            return read_number("launch", name, environment[name], most=num_machines - 1)
-    return 0
-
-
-def _port_in(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name)
-    return read_number("launch", name, text, least=1, most=65535) if text else None
+def _check_pod(environment: Mapping[str, str]) -> None:
+    """Refuse a pod that knows its index and the first pod, but not how many there are."""
+    address = next(filter(environment.get, ("MASTER_ADDR", "PET_MASTER_ADDR")), None)
+    if address and environment.get("JOB_COMPLETION_INDEX"):
+        raise WorldError(
+            f"launch: PET_NNODES must be set with JOB_COMPLETION_INDEX and {address}, got none; "
+            "it is the number of pods, which Kubernetes does not set"
+        )
 
 
 def _agree(name: str, given: int | None, found: int, node: Node, resolved: Resolved) -> None:
     if given is not None and given != found:
         raise WorldError(
             f"launch: {name} must be {found}, as {node.cluster} has set it, got {given} "
-            f"({resolved.sources[name]}); leave it out"
+            f"({resolved.sources[name]}); leave it out, or unset {' and '.join(node.variables)}"
         )
 
 
@@ -182,7 +163,8 @@ def _port(
     port = resolved.settings.main_process_port
     if port or num_machines == 1:
         return port or 0
-    return _port_in(environment, "MASTER_PORT") or (node and node.port) or _PORT
+    given = Variables("launch", "the cluster", environment).port("MASTER_PORT")
+    return given or (node and node.port) or _PORT
 
 
 def _source(name: str, resolved: Resolved, node: Node | None) -> str:

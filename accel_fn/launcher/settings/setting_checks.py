@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from accel_fn.comm.cluster_env import read_task
+from accel_fn.comm.clusters.nodes import Node, read_node
+from accel_fn.comm.clusters.tasks import Task, read_task
 from accel_fn.errors import SettingsError, message
 from accel_fn.launcher.machines.detect import Machine
 from accel_fn.launcher.settings.settings import Mistake, Settings
 from accel_fn.launcher.settings.value import Given
-
-_ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
-"""Variables that hold the address of machine 0."""
 
 _USE_CPU = "launch with --cpu to train on the CPU"
 
@@ -37,10 +35,10 @@ def check_machine(
 
 def _address(settings: Settings, environment: Mapping[str, str]) -> Iterator[Mistake]:
     count = settings.num_machines or 1
-    if count == 1 or settings.main_process_ip or any(map(environment.get, _ADDRESSES)):
+    if count == 1 or settings.main_process_ip or environment.get("MASTER_ADDR"):
         return
-    task = read_task(environment)
-    if task is None or task.host is None:
+    cluster = _cluster(environment)
+    if cluster is None or cluster.host is None:
         repair = "give main_process_ip"
         yield Mistake("num_machines", "be 1 without an address of machine 0", count, repair)
 
@@ -68,11 +66,13 @@ def _num_machines(settings: Settings, environment: Mapping[str, str]) -> int:
     """The settings' number of machines, else the cluster's."""
     if settings.num_machines is not None:
         return settings.num_machines
-    task = read_task(environment)
-    if task is not None:
-        return task.num_machines
-    least = environment.get("PET_NNODES", "").partition(":")[0]
-    return int(least) if least.isdecimal() else 1
+    cluster = _cluster(environment)
+    return cluster.num_machines if cluster else 1
+
+
+def _cluster(environment: Mapping[str, str]) -> Task | Node | None:
+    """What a cluster has set for this process, or for its machine."""
+    return read_task(environment, function="launch") or read_node(environment, function="launch")
 
 
 def _ids(ids: tuple[int, ...], variable: str | None, machine: Machine) -> Iterator[Mistake]:

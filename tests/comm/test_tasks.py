@@ -1,4 +1,4 @@
-"""The variables of Slurm and Open MPI for a process, as these programs set them."""
+"""The variables that srun, jsrun and the mpirun of three MPIs set for a process, and their worlds."""
 
 import os
 import subprocess
@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_fn.comm.cluster_env import Task, first_host, read_task, tasks_per_node
+from accel_fn.comm.clusters.hosts import first_host
+from accel_fn.comm.clusters.tasks import Task, read_task, tasks_per_node
 from accel_fn.comm.world import Launch, read_launch
+from accel_fn.errors import WorldError
 from tests.support.processes import ROOT
 
 SRUN = {  # Slurm 22.05: srun -N2 -n4, the third task
@@ -47,6 +49,27 @@ MPIRUN = {  # Open MPI 4.1: mpirun -n 2, the second process
     "OMPI_MCA_ess_base_jobid": "1360461825",
     "PMIX_NAMESPACE": "1360461825",
 }
+HYDRA = {  # MPICH 5.0: mpiexec -n 4 -ppn 2, the fourth process; Intel MPI sets the same
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PBS_JOBID": "17.server",
+}
+PALS = {  # mpiexec of Cray
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "2",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+JSRUN = {  # LSF: jsrun on two machines, beside the one that launches
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "LSB_JOBID": "29",
+    "LSB_MCPU_HOSTS": "batch1 1 h1 42 h2 42",
+}
 
 
 def test_a_task_of_srun():
@@ -57,11 +80,121 @@ def test_a_process_of_mpirun():
     assert read_task(MPIRUN) == Task("Open MPI", "1360461825", 1, 2, 1, 2, 0, 1, "127.0.0.1")
 
 
+def test_a_process_of_mpich_and_intel():
+    assert read_task(HYDRA) == Task("MPICH", "17.server", 3, 4, 1, 2, 1, 2, None)
+    assert read_task(PALS) == Task("MPICH", "0", 3, 4, 1, 2, 1, 2, None)
+    alone = {**HYDRA, "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}
+    assert read_task(alone).host == "127.0.0.1"
+
+
+def test_a_task_of_jsrun():
+    assert read_task(JSRUN) == Task("LSF", "29", 3, 4, 1, 2, 1, 2, "h1")
+    all_compute = {**JSRUN, "LSB_MCPU_HOSTS": "h1 42 h2 42"}
+    assert read_task(all_compute).host == "h1"
+    without = {name: value for name, value in JSRUN.items() if name != "JSM_NAMESPACE_LOCAL_SIZE"}
+    assert read_task({**without, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", **_OPEN_MPI}) == read_task(
+        JSRUN
+    )
+
+
+_OPEN_MPI = {  # the same process as JSRUN's and HYDRA's
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+}
+
+
+def pbs(folder, *hosts):
+    """Return the variables of a PBS job on these machines, one line for each processor."""
+    (folder / "nodes").write_text("".join(f"{host}\n" * 2 for host in hosts))
+    return {"PBS_JOBID": "17.server", "PBS_NODEFILE": str(folder / "nodes")}
+
+
+@pytest.mark.parametrize("process", [HYDRA, _OPEN_MPI], ids=["MPICH", "Open MPI"])
+@pytest.mark.parametrize(
+    ("scheduler", "host"),
+    [
+        ({"LSB_MCPU_HOSTS": "h1 4 h2 4"}, "h1"),
+        ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}, "n1"),
+        ({"AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}, "10.0.0.4"),
+        ({"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_NUM_NODES": "3"}, None),
+    ],
+    ids=["LSF", "Slurm", "Azure ML", "fewer machines than the job has"],
+)
+def test_the_scheduler_names_the_machine_of_rank_0_of_mpi(process, scheduler, host):
+    assert read_task({**process, **scheduler}).host == host
+
+
+def test_the_file_of_pbs_names_the_machine_of_rank_0_of_mpi(tmp_path):
+    assert read_task({**HYDRA, **pbs(tmp_path, "p1", "p2")}).host == "p1"
+    assert read_task({**HYDRA, "PBS_NODEFILE": "/not/mounted"}).host is None
+
+
 def test_mpirun_inside_of_a_step_is_mpirun():
     """The daemons of mpirun are tasks of Slurm, and their children inherit Slurm's variables."""
-    task = read_task({**SRUN, **MPIRUN})
-    assert task is not None
-    assert task.cluster == "Open MPI"
+    daemon = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2"}
+    for process in (MPIRUN, HYDRA):
+        assert read_task({**daemon, **process}).world_size == int(
+            process.get("OMPI_COMM_WORLD_SIZE") or process["PMI_SIZE"]
+        )
+
+
+def test_launchers_that_agree_are_one():
+    assert read_task({**HYDRA, **_OPEN_MPI}).cluster == "Open MPI"
+    by_srun = {"PMI_RANK": "2", "PMI_SIZE": "4"}  # srun --mpi=pmi2
+    assert read_task({**SRUN, **by_srun}) == read_task(SRUN)
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({**SRUN, **MPIRUN}, "OMPI_COMM_WORLD_RANK=1 of 2 and SLURM_PROCID=2 of 4 must agree"),
+        ({**MPIRUN, **HYDRA}, "OMPI_COMM_WORLD_RANK=1 of 2 and PMI_RANK=3 of 4 must agree"),
+        ({**JSRUN, **HYDRA, "PMI_RANK": "0"}, "JSM_NAMESPACE_RANK=3 of 4 and PMI_RANK=0 of 4 must"),
+        (
+            {**SRUN, "RANK": "0"},
+            "RANK must be 2, as Slurm has set SLURM_PROCID=2 of 4, got 0; unset",
+        ),
+        (
+            {**MPIRUN, "WORLD_SIZE": "1"},
+            "WORLD_SIZE must be 2, as Open MPI has set .*, got 1; unset",
+        ),
+    ],
+)
+def test_launchers_that_disagree_are_refused_by_name(environment, text):
+    with pytest.raises(WorldError, match=f"^init: {text}"):
+        read_launch(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "missing"),
+    [
+        (MPIRUN, "OMPI_COMM_WORLD_RANK"),
+        (MPIRUN, "OMPI_COMM_WORLD_SIZE"),
+        (MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        (MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        (HYDRA, "PMI_RANK"),
+        (HYDRA, "PMI_SIZE"),
+        (HYDRA, "MPI_LOCALRANKID"),
+        (HYDRA, "MPI_LOCALNRANKS"),
+        (JSRUN, "JSM_NAMESPACE_RANK"),
+        (JSRUN, "JSM_NAMESPACE_SIZE"),
+        (JSRUN, "JSM_NAMESPACE_LOCAL_RANK"),
+        (JSRUN, "JSM_NAMESPACE_LOCAL_SIZE"),
+    ],
+)
+def test_half_of_the_variables_is_refused_by_name(environment, missing):
+    half = {name: value for name, value in environment.items() if name != missing}
+    with pytest.raises(
+        WorldError, match=f"^init: (Open MPI|MPICH|LSF) must set {missing}.*, got none"
+    ):
+        read_launch(half)
+
+
+def test_a_script_may_export_the_rank_that_the_cluster_has_set():
+    exported = read_launch({**SRUN, "RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "7"})
+    assert exported == Launch(2, 4, 0, 2, "n1", 7, False)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +230,15 @@ def test_an_address_that_is_given_wins():
 
 def test_a_launcher_inside_of_a_step_wins():
     inside = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    inside |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert read_launch({**SRUN, **inside}).world_size == 1
 
 
 def test_open_mpi_on_several_machines_needs_an_address():
     spread = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     with pytest.raises(
-        RuntimeError, match=r"init: MASTER_ADDR must be set .*mpirun -x MASTER_ADDR"
+        RuntimeError,
+        match=r"init: MASTER_ADDR must be set .*mpirun -x MASTER_ADDR.*-genv MASTER_ADDR",
     ):
         read_launch(spread)
     assert read_launch({**spread, "MASTER_ADDR": "node7"}).host == "node7"
@@ -112,7 +247,7 @@ def test_open_mpi_on_several_machines_needs_an_address():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"SLURM_LOCALID": ""}, "the cluster must set SLURM_LOCALID"),
+        ({"SLURM_LOCALID": ""}, "Slurm must set SLURM_LOCALID, got none"),
         ({"SLURM_NODEID": "x"}, "SLURM_NODEID must be a number, got 'x'"),
         ({"SLURM_STEP_TASKS_PER_NODE": "two"}, r"tasks per node must read as 4\(x2\),3, got 'two'"),
         ({"SLURM_NODEID": "2"}, "SLURM_NODEID must be below the 2 nodes .*, got 2"),
