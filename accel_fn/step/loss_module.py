@@ -172,26 +172,13 @@ def loss_module_of(module: nn.Module) -> LossModule:
     return next(each for each in module.modules() if isinstance(each, LossModule))
 
 
-def run_forward(
-    state: DistState, plan: Plan, module: nn.Module, part: Any, weight: Weight = 1
+def run_terms(
+    state: DistState, plan: Plan, module: nn.Module, part: Any, weight: Weight
 ) -> Outcome:
-    """Loss and metrics of one micro-batch; None stands for a rank without items.
+    """Loss and metrics of one micro-batch, where the loss has several terms.
 
     With a weight for each term the loss is their means, [terms]; else it is their sum, [].
     """
-    outcome: Outcome
-    if part is None:
-        outcome = module(None)
-    elif plan.terms:
-        outcome = _run_terms(state, plan, module, part, weight)
-    else:
-        outcome = in_contexts(state, plan.forward_contexts, module, placed(state, plan, part))
-    return outcome
-
-
-def _run_terms(
-    state: DistState, plan: Plan, module: nn.Module, part: Any, weight: Weight
-) -> Outcome:
     weights = weight if isinstance(weight, tuple) else (weight,) * len(plan.terms)
     left_out = [name for name, each in zip(plan.terms, weights, strict=True) if not each]
     part, contexts = placed(state, plan, part), plan.forward_contexts

@@ -18,7 +18,7 @@ from accel_fn.step.checks.graph import GraphChecks
 from accel_fn.step.checks.parameters import TrainedParameters
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.grads import Grads, global_norm
-from accel_fn.step.loss_module import Outcome, loss_module_of, run_forward
+from accel_fn.step.loss_module import Outcome, in_contexts, loss_module_of, placed, run_terms
 from accel_fn.step.main_buffers import main_buffers
 from accel_fn.step.metric_sums import Layout
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
@@ -97,7 +97,14 @@ class Strategy:
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight = 1) -> Outcome:
         """Loss and metrics of one micro-batch, not added up; without gradients no rank waits for others."""
         module = self.module if torch.is_grad_enabled() else self.loss_module
-        return run_forward(state, plan, module, part, weight)
+        outcome: Outcome
+        if part is None:  # this rank has no items
+            outcome = module(None)
+        elif self.layout.terms:
+            outcome = run_terms(state, plan, module, part, weight)
+        else:
+            outcome = in_contexts(state, plan.forward_contexts, module, placed(state, plan, part))
+        return outcome
 
     def forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
         """The mean loss over the global batch, [], without gradients or metrics."""

@@ -282,10 +282,23 @@ def test_a_stack_is_shown_from_the_users_first_call_on():
 
 
 def test_the_phase_of_a_step_is_read_off_the_stack():
-    def run_backward():
-        return Stack.of_thread(sys._getframe())
+    phases = []
 
-    assert run_backward().phase() == "backward"
+    def note(*_):
+        phases.append(Stack.of_thread(sys._getframe()).phase())
+
+    def loss_fn(model, batch):
+        note()
+        loss = model(batch).mean()
+        loss.register_hook(note)
+        return loss
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(note)
+    state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    step(state, torch.ones(3, 2))
+    assert phases == ["forward", "backward", "update"]
     assert Stack.of_thread(sys._getframe()).phase() == ""
     assert Stack.of_thread(None).calls == ()
 

@@ -20,7 +20,7 @@ _COMPILING = (f"_dynamo{os.sep}convert_frame.py", f"_inductor{os.sep}compile_fx.
 """Files of torch that are on the stack while it compiles."""
 
 # Found on the stack, so that a step records nothing between its phases.
-_PHASES = {"run_forward": "forward", "run_backward": "backward", "apply_update": "update"}
+_PHASES = {"Strategy.outputs": "forward", "run_backward": "backward", "apply_update": "update"}
 
 
 def is_in_python(file: str) -> bool:
@@ -127,7 +127,7 @@ class Stack:
 
     def phase(self) -> str:
         """Return the phase of the step that this is in; empty outside of a step."""
-        names = [_PHASES.get(frame.f_code.co_name, "") for frame, _ in reversed(self.calls)]
+        names = [_PHASES.get(frame.f_code.co_qualname, "") for frame, _ in reversed(self.calls)]
         return next(filter(None, names), "")
 
     def __str__(self) -> str:
