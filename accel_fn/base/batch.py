@@ -50,17 +50,16 @@ def columns_of(tree: Any) -> list[Tensor | Samples[Any]]:
 
 def _leaves(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
     """Return the parts of a tree that are of these kinds, in pytree order."""
-    if isinstance(tree, kinds):
-        return [tree]
     kind = type(tree)
     if kind is tuple or kind is list or kind is dict:
         found: list[Any] = []
         for child in tree.values() if kind is dict else tree:
             found += [child] if isinstance(child, kinds) else _leaves(child, kinds)
         return found
+    if isinstance(tree, kinds):
+        return [tree]
     if kind in ATOMS:
         return []
-
     nodes = pytree.tree_leaves(opened(tree), is_leaf=lambda node: isinstance(node, kinds))
     return [node for node in nodes if isinstance(node, kinds)]
 

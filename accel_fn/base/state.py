@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -237,8 +238,8 @@ class DistState:
     def advanced(self, scaler: LossScale | None) -> DistState:
         """Return the state after one more batch, with this loss scale; fields are not checked again."""
         state = object.__new__(DistState)
-        for name in _KEPT:
-            _set(state, name, getattr(self, name))
+        for name, value in zip(_KEPT, _kept_of(self), strict=True):
+            _set(state, name, value)
         _set(state, "scaler", scaler)
         _set(state, "step", self.step + 1)
         _set(state, "call", 0)
@@ -280,6 +281,7 @@ def step_name(step: int, call: int) -> str:
 _set = object.__setattr__
 _MOVED = ("scaler", "step", "call")
 _KEPT = tuple(name for name in DistState.__dataclass_fields__ if name not in _MOVED)
+_kept_of = attrgetter(*_KEPT)
 
 
 def _restored(fields: dict[str, Any]) -> DistState:

@@ -191,9 +191,9 @@ def _weights(weight_fns: Mapping[str, WeightFn], batch: Any) -> Weight:
 
 def total_weight(weights: Sequence[Weight]) -> Weight:
     """Add up weights, term by term."""
+    if tuple not in map(type, weights):
+        return sum(weights)  # type: ignore[arg-type]
     plain = [each for each in weights if not isinstance(each, tuple)]
-    if len(plain) == len(weights):
-        return sum(plain)
     terms = [each for each in weights if isinstance(each, tuple)]
     # A plain one is 0, or the NaN of a rank that cannot count its batch.
     return tuple([sum([*each, *plain]) for each in zip(*terms, strict=True)])
@@ -205,10 +205,8 @@ def shares(weight: Weight, total: Weight, factor: int = 1) -> Weight:
         assert isinstance(total, tuple)
         pairs = zip(weight, total, strict=True)
         return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])
-    if not weight:
-        return 0.0
-    assert not isinstance(total, tuple)
-    return weight * factor / total
+    # Where the weight is one number, the total is one.
+    return weight * factor / total if weight else 0.0  # type: ignore[operator]
 
 
 def _weight(weight_fn: WeightFn, batch: Any, name: str = "weight_fn") -> float:

@@ -218,6 +218,8 @@ def seed_of(loss: Tensor, share: Weight, scaler: LossScale | None) -> Tensor | N
         if isinstance(share, tuple):
             return torch.stack([scale * each for each in share]).to(loss.dtype)
         return (scale * share).to(loss.dtype)
+    if share == 1.0:
+        return None
     if isinstance(share, tuple):
         return torch.stack([loss.new_full((), each) for each in share])
-    return None if share == 1.0 else loss.new_full((), share)
+    return loss.new_full((), share)

@@ -47,9 +47,10 @@ def begin(
     )
     mean = strategy.global_mean(state, weights, failure, stop)
     parts, weights = strategy.pad(state, mean, parts, weights)
-    # A rank without items still joins every collective, with one micro-batch of weight 0.
-    idle = () if any(weights) or (parts and strategy.pads) else (None,)
-    return mean, (*parts, *idle), (*weights, *[0] * len(idle))
+    if not (any(weights) or (parts and strategy.pads)):
+        # A rank without items still joins every collective, with one micro-batch of weight 0.
+        parts, weights = (*parts, None), (*weights, 0)
+    return mean, parts, weights
 
 
 def run(

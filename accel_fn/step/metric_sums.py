@@ -57,8 +57,7 @@ class Layout:
     def report(self, mean: Tensor, total: Weight, **others: Any) -> Report:
         """A report of the mean loss, or of the means of its terms."""
         if not self.terms:
-            assert not isinstance(total, tuple)
-            return Report(loss=mean, weight=total, **others)
+            return Report(loss=mean, weight=total, **others)  # type: ignore[arg-type]
         weights = total if isinstance(total, tuple) else (0,) * len(self.terms)
         weight = dict(zip(self.terms, weights, strict=True))
         terms = dict(zip(self.terms, mean.unbind(), strict=True))

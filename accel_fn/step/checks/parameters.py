@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import is_
 
 from torch import nn
 
@@ -21,9 +22,9 @@ class TrainedParameters:
         self.known: set[int] | None = None
         """The ids of the trained parameters, if the strategy refuses replaced ones; else None."""
         self._optimizers = [*plan.optimizers.values()]
-        lists = [group["params"] for each in self._optimizers for group in each.param_groups]
-        self._lists = [(each, len(each)) for each in lists]
-        self._given = [p for each in lists for p in each]
+        self._lists = self._parameter_lists()
+        self._lengths = [*map(len, self._lists)]
+        self._given = [p for each in self._lists for p in each]
         self._frozen = [p for p in self._given if not p.requires_grad]
         self.required = {id(p) for p in plan.model.parameters() if p.requires_grad}
         """The ids of the model's parameters that required a gradient."""
@@ -36,12 +37,9 @@ class TrainedParameters:
         """
         if self.known is not None:
             self._check_known(self.known)
-        lists = [group["params"] for each in self._optimizers for group in each.param_groups]
-        if len(lists) != len(self._lists):
+        lists = self._parameter_lists()
+        if [*map(len, lists)] != self._lengths or not all(map(is_, lists, self._lists)):
             self._compare(lists)
-        for now, (then, length) in zip(lists, self._lists, strict=False):
-            if now is not then or len(now) != length:
-                self._compare(lists)
         for parameter in self._frozen:
             if parameter.requires_grad:
                 named = self._plan.model.named_parameters()
@@ -50,6 +48,9 @@ class TrainedParameters:
                     "step: parameters that required no gradient in build must not require one, got "
                     f"{name}; {_REPAIR}"
                 )
+
+    def _parameter_lists(self) -> list[list[nn.Parameter]]:
+        return [group["params"] for each in self._optimizers for group in each.param_groups]
 
     def _compare(self, lists: Sequence[Sequence[nn.Parameter]]) -> None:
         now = [p for each in lists for p in each]
