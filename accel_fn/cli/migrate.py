@@ -32,14 +32,14 @@ def migrate(*, script: Path, as_json: bool) -> None:
     follows. SCRIPT is read, not run or changed.
     """
     with one_line_errors():
-        read = _read(script)
+        found = _read(script)
     if as_json:
-        print_json(_as_dict(read))
+        print_json(_as_dict(found))
     else:
-        _print(read)
+        _print_script(found)
 
 
-def _read(script: Path) -> Script:
+def _read(path: Path) -> Script:
     try:
         from accel_fn.cli.migration.read import read_script
     except ModuleNotFoundError as error:
@@ -48,58 +48,60 @@ def _read(script: Path) -> Script:
             'pip install ".[migrate]"',
             name=error.name,
         ) from None
-    return read_script(script)
+    return read_script(path)
 
 
-def _as_dict(read: Script) -> dict[str, object]:
-    lines = [{**asdict(line), "goes": line.goes} for line in read.lines]
-    counts = {
-        "num_lines": read.num_lines,
-        "num_going": read.num_going,
-        "num_replaced": read.num_replaced,
+def _as_dict(script: Script) -> dict[str, object]:
+    return {
+        "lines": [{**asdict(line), "goes": line.goes} for line in script.lines],
+        "recipe": script.recipe,
+        "num_lines": script.num_lines,
+        "num_going": script.num_going,
+        "num_replaced": script.num_replaced,
     }
-    return {"lines": lines, "recipe": read.recipe, **counts}
 
 
-def _print(read: Script) -> None:
-    shown: set[str | int] = set()
-    for line in read.lines:
-        _print_line(line, shown)
+def _print_script(script: Script) -> None:
+    reasons: set[str] = set()
+    rows: set[int] = set()
+    for line in script.lines:
+        _print_line(line, reasons, rows)
     click.echo("The recipe that follows:\n")
-    for text in _recipe(read.recipe):
+    for text in _recipe(script.recipe):
         click.echo(f"{_INDENT}{text}")
     click.echo(
-        f"\n{read.num_going} of {read.num_lines} lines go, {read.num_replaced} are replaced."
+        f"\n{script.num_going} of {script.num_lines} lines go, {script.num_replaced} are replaced."
     )
     unknown = dict.fromkeys(
         f"{use.name} (line {line.number})"
-        for line in read.lines
+        for line in script.lines
         for use in line.uses
         if not use.is_known
     )
     if unknown:
         click.echo(wrapped("Not known, so look them up: ", ", ".join(unknown)))
-    if any(isinstance(each, int) for each in shown):
+    if rows:
         click.echo(f"Rows are those of {_PAGE}.")
 
 
-def _print_line(line: Line, shown: set[str | int]) -> None:
-    """Print a line, and below it each replacement; reasons and differences where they come first."""
+def _print_line(line: Line, reasons: set[str], rows: set[int]) -> None:
+    """Print a line and its replacements, with the reasons and rows that were not printed before."""
     click.echo(f"{line.number:>4}  {_cut(line.source)}")
     if line.goes:
         click.echo(f"{_INDENT}-> (goes)")
     for use in line.uses:
-        for text in [] if line.goes else _replacements(use):
-            click.echo(text)
-        if use.why and use.why not in shown:
+        if not line.goes:
+            for text in _replacements(use):
+                click.echo(text)
+        if use.why and use.why not in reasons:
             click.echo(wrapped(_INDENT, use.why))
-            shown.add(use.why)
+            reasons.add(use.why)
         for number in use.differences:
-            if number not in shown:
+            if number not in rows:
                 difference = DIFFERENCES[number]
                 text = f"{difference.what}: {difference.measured}"
                 click.echo(wrapped(f"{_INDENT}row {number}: ", text))
-                shown.add(number)
+                rows.add(number)
     click.echo()
 
 
@@ -117,8 +119,8 @@ def _cut(source: str) -> str:
 
 def _replacements(use: Use) -> list[str]:
     """Return the replacement of a name, wrapped at 80 columns; no lines where the script's line stays."""
-    here = "(goes)" if use.here is None else use.here
-    texts = here.splitlines() if use.is_known else ["(not known)"]
+    replacement = "(goes)" if use.replacement is None else use.replacement
+    texts = replacement.splitlines() if use.is_known else ["(not known)"]
     part = f"{use.part} " if use.part else ""
     return [_filled(f"{part}-> {text}") for text in texts]
 

@@ -34,11 +34,16 @@ def printed(*arguments: object) -> str:
     return done.stdout
 
 
+def script_with(folder: Path, text: str, accelerator: str = "Accelerator()") -> Path:
+    """A script that makes an accelerator and goes on with this text."""
+    path = folder / "script.py"
+    path.write_text(f"from accelerate import Accelerator\naccelerator = {accelerator}\n{text}\n")
+    return path
+
+
 def lines_of(folder: Path, text: str) -> str:
     """What is printed for a script that makes an accelerator and goes on with this text."""
-    path = folder / "script.py"
-    path.write_text(f"from accelerate import Accelerator\naccelerator = Accelerator()\n{text}\n")
-    return printed(path)
+    return printed(script_with(folder, text))
 
 
 def numbers(text: str) -> list[float]:
@@ -80,10 +85,10 @@ def test_what_is_printed_stands_in_the_program_that_follows(name):
         if line["goes"]:
             assert line["source"] not in moved
         for use in line["uses"]:
-            here = (use["here"] or "").removesuffix(" in the recipe")
+            text = (use["replacement"] or "").removesuffix(" in the recipe")
             for old, new in RENAMED.items():
-                here = here.replace(old, new)
-            assert "..." in here or all(each in moved for each in here.splitlines()), use
+                text = text.replace(old, new)
+            assert "..." in text or all(each in moved for each in text.splitlines()), use
     assert all(each in moved for each in found["recipe"])
     assert "accelerate" not in moved
 
@@ -101,7 +106,7 @@ def test_every_name_of_an_accelerator_has_a_row():
 
 
 def test_rows_name_what_accel_fn_has():
-    texts = [f"{row.here} {row.why} {row.transform}" for row in TABLE.values()]
+    texts = [f"{row.replacement} {row.why} {row.transform}" for row in TABLE.values()]
     assert set(re.findall(r"\baf\.(\w+)", " ".join(texts))) <= set(af.__all__)
 
 
@@ -109,14 +114,14 @@ def test_rows_name_what_accel_fn_has():
 def test_texts_of_a_row_can_be_filled(name):
     values = defaultdict(str)
     row = TABLE[name]
-    for text in (row.here or "", row.why, row.transform):
+    for text in (row.replacement or "", row.why, row.transform):
         assert "{" not in text.format_map(values).replace("extras={", "")
 
 
 def calls_of_rows():
     """The calls of accel_fn in the table whose arguments are written out, each with its name."""
     for row in TABLE.values():
-        for text in (row.here or "", row.why, row.transform):
+        for text in (row.replacement or "", row.why, row.transform):
             for name, arguments in re.findall(r"\baf\.(\w+)\(([^()]*)\)", text):
                 if "..." not in arguments:
                     yield name, re.sub(r"{\w+}", "x", arguments.replace("{init}", ""))
@@ -238,10 +243,8 @@ RECIPES = [
 
 
 @pytest.mark.parametrize(("made", "text", "expected"), RECIPES)
-def test_the_recipe_has_what_the_script_asks_for(made, text, expected, tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(f"from accelerate import Accelerator\naccelerator = {made}\n{text}\n")
-    recipe = json.loads(printed(path, "--json"))["recipe"]
+def test_the_recipe_has_what_the_script_uses(made, text, expected, tmp_path):
+    recipe = json.loads(printed(script_with(tmp_path, text, made), "--json"))["recipe"]
     assert expected in recipe
     assert recipe[0] == "af.place()"
     assert ("af.wrap_ddp()" in recipe) != bool({"af.wrap_fsdp()", "af.local_sgd(8)"} & {*recipe})

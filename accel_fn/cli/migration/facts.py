@@ -22,7 +22,8 @@ _KINDS = {
     "loader": r"loader|^dl|_dl$",
 }
 """Patterns of the names and calls by which the kind of an argument of prepare is known; else a model."""
-_SAME_IN_TRANSFORMS = "transformers.set_seed"
+_SET_SEED_OF_TRANSFORMERS = "transformers.set_seed"
+"""Scripts import it in place of accelerate's, which does the same."""
 _RANK = r"[\w.]+\.(local_)?process_index"
 _TOKENS = r"CausalLM|Seq2Seq|ignore_index|-100|num_items_in_batch"
 
@@ -59,7 +60,7 @@ class Facts:
         return any(self.code(each).split(".")[0] == "accelerate" for each in modules)
 
     def name_in_accelerate(self, node: cst.CSTNode) -> str | None:
-        """The name of a class or function of accelerate that a node is, the whole of it."""
+        """The class or function of accelerate that a node names; None for a part of a dotted name."""
         parent = self._parents[node]
         if isinstance(parent, cst.Attribute) and self._imported(parent):
             return None
@@ -73,13 +74,13 @@ class Facts:
         names = self._qualified.get(node, ())
         # libcst gives a function where it has not looked for the names yet.
         for each in names() if callable(names) else names:
-            if each.name.startswith("accelerate.") or each.name == _SAME_IN_TRANSFORMS:
+            if each.name.startswith("accelerate.") or each.name == _SET_SEED_OF_TRANSFORMERS:
                 return str(each.name)
         return None
 
     @cached_property
-    def _made(self) -> dict[str, cst.BaseExpression]:
-        """The value of each name that is assigned alone."""
+    def _assigned(self) -> dict[str, cst.BaseExpression]:
+        """The value of each assignment, by the source of its target, such as `a, b`."""
         return {
             self.code(target.target): node.value
             for node in self._nodes
@@ -88,25 +89,28 @@ class Facts:
         }
 
     @cached_property
-    def _given(self) -> set[str]:
-        """The names that a script gives its accelerators and states."""
-        return self._names_of("Accelerator") | self._names_of("PartialState")
+    def _accelerators(self) -> set[str]:
+        """The names of the variables and attributes that hold an accelerator or a state."""
+        return {
+            "accelerator",
+            *self._names_of_made_by("Accelerator"),
+            *self._names_of_made_by("PartialState"),
+        }
 
-    def _names_of(self, maker: str) -> set[str]:
+    def _names_of_made_by(self, maker: str) -> set[str]:
+        """The names that are assigned what a class of accelerate makes."""
         return {
             last(name)
-            for name, value in self._made.items()
+            for name, value in self._assigned.items()
             if isinstance(value, cst.Call) and self.name_in_accelerate(value.func) == maker
         }
 
     def is_accelerator(self, node: cst.CSTNode) -> bool:
         """Whether a node is a variable or an attribute that holds an Accelerator."""
-        return isinstance(node, cst.Name | cst.Attribute) and last(self.code(node)) in {
-            *self._given,
-            "accelerator",
-        }
+        is_name = isinstance(node, cst.Name | cst.Attribute)
+        return is_name and last(self.code(node)) in self._accelerators
 
-    def _called(self, *names: str) -> list[cst.Call]:
+    def _method_calls(self, *names: str) -> list[cst.Call]:
         """The calls of methods of an accelerator."""
         return [
             call
@@ -118,7 +122,7 @@ class Facts:
 
     def kind(self, name: str) -> str:
         """Return the kind of an object that the script passes to prepare, such as "loader"."""
-        value = self._made.get(name)
+        value = self._assigned.get(name)
         maker = self.code(value.func) if isinstance(value, cst.Call) else ""
         for text in (last(name), last(maker)):
             for kind, pattern in _KINDS.items():
@@ -130,7 +134,7 @@ class Facts:
     def kinds(self) -> dict[str, str]:
         """The kind of each name that prepare is given or that takes its result."""
         found: dict[str, str] = {}
-        for call in self._called(
+        for call in self._method_calls(
             "prepare",
             "prepare_model",
             "prepare_data_loader",
@@ -152,9 +156,9 @@ class Facts:
         found |= {kind: name for name, kind in reversed(self.kinds.items())}
         if self.training_loaders:
             found["loader"] = self.training_loaders[0]
-        return {**found, "k": self.num_microbatches, "init": ", ".join(self._init())}
+        return {**found, "k": self.num_microbatches, "init": ", ".join(self._init_arguments())}
 
-    def _init(self) -> Iterator[str]:
+    def _init_arguments(self) -> Iterator[str]:
         """The arguments of af.init."""
         cpu = self._constructor.get("cpu")
         if cpu not in (None, "False"):
@@ -167,10 +171,10 @@ class Facts:
                 break
 
     @cached_property
-    def _loops(self) -> dict[cst.For, cst.Call]:
-        """The innermost loop around each backward."""
+    def _backward_of(self) -> dict[cst.For, cst.Call]:
+        """Each loop that is the innermost around a backward, and that call."""
         found = {}
-        for call in self._called("backward"):
+        for call in self._method_calls("backward"):
             loop = self._loop_around(call)
             if loop is not None:
                 found[loop] = call
@@ -181,18 +185,18 @@ class Facts:
         """The lines that compute what the script gives to backward."""
         return {
             node
-            for loop, call in self._loops.items()
+            for loop, call in self._backward_of.items()
             for node in walk(loop.body)
             if isinstance(node, cst.Assign)
             and call.args
             and self.code(node.targets[0].target) == self.code(call.args[0].value)
-            and not self._divided(node.value, call)
+            and not self._divisor(node.value, call)
         }
 
     @cached_property
     def training_loops(self) -> dict[cst.For, str]:
         """The loops in which the script trains, and the loader that each goes over."""
-        loaders = {loop: self._loader_of(loop) for loop in self._loops}
+        loaders = {loop: self._loader_of(loop) for loop in self._backward_of}
         return {loop: loader for loop, loader in loaders.items() if loader}
 
     def _loader_of(self, loop: cst.For) -> str:
@@ -210,11 +214,11 @@ class Facts:
         return {outer for loop in self.training_loops if (outer := self._loop_around(loop))}
 
     def _loop_around(self, node: cst.CSTNode) -> cst.For | None:
-        return next((each for each in self._around(node) if isinstance(each, cst.For)), None)
+        return next((each for each in self._ancestors(node) if isinstance(each, cst.For)), None)
 
     @cached_property
     def resumes(self) -> bool:
-        return bool(self._called("load_state"))
+        return bool(self._method_calls("load_state"))
 
     def makes_loader(self, call: cst.Call) -> bool:
         """Whether a call makes a loader that the script trains on."""
@@ -228,33 +232,29 @@ class Facts:
     @cached_property
     def schedulers_of_epochs(self) -> set[str]:
         """The schedulers that the script steps once an epoch, after its batches."""
-        steps = [
-            call
+        return {
+            name
             for call in self._calls
             if isinstance(call.func, cst.Attribute)
             and call.func.attr.value == "step"
-            and self.kinds.get(self.code(call.func.value)) == "scheduler"
-        ]
-        return {
-            self.code(call.func.value)
-            for call in steps
-            if isinstance(call.func, cst.Attribute) and self._loop_around(call) in self.epoch_loops
+            and self.kinds.get(name := self.code(call.func.value)) == "scheduler"
+            and self._loop_around(call) in self.epoch_loops
         }
 
     @cached_property
     def evaluation_loops(self) -> dict[cst.For, str]:
         """The loops over batches in which the script gathers and does not train, and their loaders."""
         found = {}
-        for call in self._called("gather", "gather_for_metrics"):
+        for call in self._method_calls("gather", "gather_for_metrics"):
             loop = self._loop_around(call)
             loader = self._loader_of(loop) if loop is not None else ""
-            if loop is not None and loop not in self._loops and loader:
+            if loop is not None and loop not in self._backward_of and loader:
                 found[loop] = loader
         return found
 
     def evaluates(self, node: cst.CSTNode) -> bool:
-        """Whether a node stands in such a loop."""
-        return any(each in self.evaluation_loops for each in self._around(node))
+        """Whether a node stands in a loop of an evaluation."""
+        return any(each in self.evaluation_loops for each in self._ancestors(node))
 
     @cached_property
     def counting_ifs(self) -> dict[cst.If, str]:
@@ -263,7 +263,7 @@ class Facts:
         for node in self._nodes:
             name = self.code(node.value) if isinstance(node, cst.Attribute) else ""
             if self.kinds.get(name) == "optimizer" and node.attr.value == "step":
-                for each in self._around(node):
+                for each in self._ancestors(node):
                     number = self._modulus(each.test) if isinstance(each, cst.If) else ""
                     if number:
                         found[each] = number
@@ -280,12 +280,12 @@ class Facts:
         """The lines that divide what backward is given, `loss = loss / 4`, and by what."""
         return {
             node: divisor
-            for loop, call in self._loops.items()
+            for loop, call in self._backward_of.items()
             for node in walk(loop.body)
-            if isinstance(node, cst.Assign) and (divisor := self._divided(node.value, call))
+            if isinstance(node, cst.Assign) and (divisor := self._divisor(node.value, call))
         }
 
-    def _divided(self, value: cst.BaseExpression, call: cst.Call) -> str:
+    def _divisor(self, value: cst.BaseExpression, call: cst.Call) -> str:
         """Return the divisor in `value`, which divides the argument of `call`; "" without a division."""
         if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
             loss = [self.code(each.value) for each in call.args[:1]]
@@ -295,7 +295,7 @@ class Facts:
 
     def trains(self, node: cst.CSTNode) -> bool:
         """Whether a node stands in a loop that trains."""
-        return any(each in self._loops for each in self._around(node))
+        return any(each in self._backward_of for each in self._ancestors(node))
 
     @cached_property
     def _constructor(self) -> dict[str, str]:
@@ -341,7 +341,7 @@ class Facts:
             "on the CPU": "cpu" in self._constructor,
             "automatic names": "automatic_checkpoint_naming" in text,
             "several models": accumulates and kinds.count("model") > 1,
-            "several accelerators": len(self._names_of("Accelerator")) > 1,
+            "several accelerators": len(self._names_of_made_by("Accelerator")) > 1,
         }
         return {name for name, value in holds.items() if value}
 
@@ -350,12 +350,12 @@ class Facts:
         """Whether a loop calls zero_grad before its backward."""
         return any(
             self._positions[node].start.line < self._positions[call].start.line
-            for loop, call in self._loops.items()
+            for loop, call in self._backward_of.items()
             for node in walk(loop.body)
             if isinstance(node, cst.Attribute) and node.attr.value == "zero_grad"
         )
 
-    def _around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    def _ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """The nodes around one, from the inside."""
         while not isinstance(node, cst.Module):
             node = self._parents[node]

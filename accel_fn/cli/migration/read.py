@@ -25,7 +25,7 @@ class Use:
     """A name of accelerate in a line, and what takes its place."""
 
     name: str
-    here: str | None
+    replacement: str | None
     """None if nothing does, "" if the line stays."""
     part: str = ""
     """The part of the line that is meant; empty where it is all of it."""
@@ -46,7 +46,7 @@ class Line:
     @property
     def goes(self) -> bool:
         """Whether nothing takes its place."""
-        return all(use.is_known and use.here is None and not use.part for use in self.uses)
+        return all(use.is_known and use.replacement is None and not use.part for use in self.uses)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ class Script:
     @property
     def num_replaced(self) -> int:
         """The number of lines in whose place others stand."""
-        return sum(line.num_lines for line in self.lines if any(use.here for use in line.uses))
+        return sum(
+            line.num_lines for line in self.lines if any(use.replacement for use in line.uses)
+        )
 
     @property
     def num_going(self) -> int:
@@ -131,11 +133,11 @@ class _Reader:
         for node in walk(self.facts.module):
             if isinstance(node, cst.Import | cst.ImportFrom):
                 if self.facts.is_of_accelerate(node):
-                    self._use(node, "import", goes=bool(self.lines))
+                    self._add_use(node, "import", goes=bool(self.lines))
             elif isinstance(node, cst.For):
                 self._read_loop(node)
             elif isinstance(node, cst.If) and node in self.facts.counting_ifs:
-                self._use(node, "count", goes=True)
+                self._add_use(node, "count", goes=True)
             elif isinstance(node, cst.Assign):
                 self._read_assignment(node)
             elif isinstance(node, cst.Call) and self.facts.makes_loader(node):
@@ -152,24 +154,24 @@ class _Reader:
         elif isinstance(node, cst.Attribute):
             self._read_prepared(node)
         elif self.facts.is_accelerator(node) and self._stands_alone(node):
-            self._use(node, "accelerator")
+            self._add_use(node, "accelerator")
 
     def _read_function(self, node: cst.CSTNode, name: str) -> None:
         """A class or function of accelerate, with the arguments of its call."""
-        around = list(self._ancestors(node))
+        around = list(self._up_to_statement(node))
         if any(isinstance(each, cst.Annotation) for each in around):
             parameters = [each for each in around if isinstance(each, cst.Param)]
-            self._use(parameters[0] if parameters else node, "annotation")
+            self._add_use(parameters[0] if parameters else node, "annotation")
             return
-        self._use(node, name)
+        self._add_use(node, name)
         call = self.parents[node]
         if name != "Accelerator" or not isinstance(call, cst.Call):
             return
         for argument in call.args:
             if argument.keyword is None:
-                self._use(node, f"Accelerator({self.facts.code(argument).rstrip(', ')})")
+                self._add_use(node, f"Accelerator({self.facts.code(argument).rstrip(', ')})")
             else:
-                self._use(argument, f"Accelerator({argument.keyword.value})")
+                self._add_use(argument, f"Accelerator({argument.keyword.value})")
 
     def _read_member(self, node: cst.Attribute, name: str) -> None:
         """What a script reads from its accelerator, or calls on it."""
@@ -177,17 +179,17 @@ class _Reader:
         if name == "prepare" and isinstance(call, cst.Call):
             self._read_prepare(node, call)
         elif name == "gather" and isinstance(call, cst.Call) and self._known_figure(call):
-            self._use(node, f"accelerator.gather({self._known_figure(call)})")
+            self._add_use(node, f"accelerator.gather({self._known_figure(call)})")
         elif name == "reduce" and re.search("[\"']mean[\"']", self.facts.code(call)):
-            self._use(node, "accelerator.reduce(mean)")
+            self._add_use(node, "accelerator.reduce(mean)")
         elif name in ("gather", "gather_for_metrics") and self.facts.evaluates(node):
-            self._use(node, "accelerator.gather_for_metrics(in a loop)")
+            self._add_use(node, "accelerator.gather_for_metrics(in a loop)")
         elif name == "autocast" and self.facts.trains(node):
-            self._use(node, "accelerator.autocast(in a loop)")
+            self._add_use(node, "accelerator.autocast(in a loop)")
         elif name == "device" and self._only_moves(node):
-            self._use(node, "move", goes=True)
+            self._add_use(node, "move", goes=True)
         else:
-            self._use(node, f"accelerator.{name}")
+            self._add_use(node, f"accelerator.{name}")
 
     def _known_figure(self, call: cst.Call) -> str:
         """What a call gathers, where a report has it."""
@@ -202,14 +204,14 @@ class _Reader:
         }
         if kinds["model"] or not names:
             values = {kind: found[0] for kind, found in kinds.items() if found}
-            self._use(node, "accelerator.prepare(model)", values)
+            self._add_use(node, "accelerator.prepare(model)", values)
         if len(kinds["model"]) > 1:
-            self._use(node, "accelerator.prepare(models)")
+            self._add_use(node, "accelerator.prepare(models)")
         for name in kinds["loader"]:
-            self._use(node, "accelerator.prepare(loader)", {"loader": name})
+            self._add_use(node, "accelerator.prepare(loader)", {"loader": name})
         for name in kinds["scheduler"]:
             of_epochs = " of epochs" if name in self.facts.schedulers_of_epochs else ""
-            self._use(node, f"accelerator.prepare(scheduler{of_epochs})", {"scheduler": name})
+            self._add_use(node, f"accelerator.prepare(scheduler{of_epochs})", {"scheduler": name})
 
     def _read_prepared(self, node: cst.Attribute) -> None:
         """What a script calls on the model, the optimizer, a loader or a scheduler."""
@@ -218,7 +220,7 @@ class _Reader:
         if key == "scheduler.step" and name in self.facts.schedulers_of_epochs:
             key = "scheduler.step(epoch)"
         if key in TABLE:
-            self._use(node, key, {"name": name})
+            self._add_use(node, key, {"name": name})
 
     def _read_loop(self, node: cst.For) -> None:
         """A loop over batches in which the script trains, or one over its epochs."""
@@ -230,30 +232,30 @@ class _Reader:
             count = self.facts.code(node.target).split(",")[0] if counts else ""
             key = "loader.loop(step)" if count == "step" else "loader.loop"
             target = f"{count.replace('step', 'index')}, batch" if counts else "batch"
-            self._use(node, key, {"target": target, "iter": over})
+            self._add_use(node, key, {"target": target, "iter": over})
         elif node in self.facts.epoch_loops and isinstance(node.iter, cst.Call):
             count = self.facts.code(node.iter.args[-1].value) if node.iter.args else "..."
             since = ", since=state" if self.facts.resumes else ""
-            self._use(node, "loader.epochs", {"num_epochs": count + since})
+            self._add_use(node, "loader.epochs", {"num_epochs": count + since})
         elif node in self.facts.evaluation_loops:
-            self._use(node, "loader.evaluation", {"loader": self.facts.evaluation_loops[node]})
+            self._add_use(node, "loader.evaluation", {"loader": self.facts.evaluation_loops[node]})
 
     def _read_assignment(self, node: cst.Assign) -> None:
         """A line that computes the loss, or divides it by the number of batches of an update."""
         if node in self.facts.losses:
-            self._use(node, "loss", {"value": self.facts.code(node.value)})
+            self._add_use(node, "loss", {"value": self.facts.code(node.value)})
         elif node in self.facts.divisions:
             numbers = (self.facts.num_microbatches, "accelerator.gradient_accumulation_steps")
             known = self.facts.divisions[node] in numbers
-            self._use(node, "divide" if known else "divide(by another number)")
+            self._add_use(node, "divide" if known else "divide(by another number)")
 
     def _read_loader(self, node: cst.Call) -> None:
         """A loader that the script trains on, where it is made."""
         has_size = any(each.keyword and each.keyword.value == "batch_size" for each in node.args)
         accumulated = has_size and self.facts.num_microbatches
-        self._use(node.func, "loader(accumulated)" if accumulated else "loader")
+        self._add_use(node.func, "loader(accumulated)" if accumulated else "loader")
 
-    def _use(
+    def _add_use(
         self,
         node: cst.CSTNode,
         key: str,
@@ -272,14 +274,16 @@ class _Reader:
             return
         filled = _Arguments({**self.facts.values, **self._arguments(node, row.arguments)})
         filled.update(values or {})
-        here = None if goes or row.here is None else row.here.format_map(filled)
-        part = "" if goes or self._is_whole(node, here) else self._shown(node)
+        replacement = row.replacement
+        if replacement is not None:
+            replacement = None if goes else replacement.format_map(filled)
+        part = "" if goes or self._is_whole(node, replacement) else self._shown(node)
         differences = tuple(
             number
             for number in row.differences
             if DIFFERENCES[number].only_if in {"", *self.facts.traits}
         )
-        line.uses.append(Use(key, here, part, row.why.format_map(filled), differences))
+        line.uses.append(Use(key, replacement, part, row.why.format_map(filled), differences))
         if row.transform:
             self.transforms.append(row.transform.format_map(filled))
 
@@ -301,14 +305,14 @@ class _Reader:
         found["all"] = ", ".join(self.facts.code(each).rstrip(", ") for each in call.args)
         return found
 
-    def _ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    def _up_to_statement(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """The nodes around one, up to its statement or decorator."""
         while not isinstance(node, cst.BaseStatement | cst.Decorator | cst.Module):
             node = self.parents[node]
             yield node
 
     def _line(self, node: cst.CSTNode) -> Line:
-        statement = [node, *self._ancestors(node)][-1]
+        statement = [node, *self._up_to_statement(node)][-1]
         where = self.positions[statement]
         number, end = where.start.line, where.end.line
         if isinstance(statement, cst.BaseCompoundStatement):
@@ -316,19 +320,19 @@ class _Reader:
         text = joined(self.source[number - 1 : end])
         return self.lines.setdefault(number, Line(number, text, end - number + 1))
 
-    def _is_whole(self, node: cst.CSTNode, here: str | None) -> bool:
-        """Whether the statement is this name and no more, so that `here` takes the place of all of it."""
+    def _is_whole(self, node: cst.CSTNode, replacement: str | None) -> bool:
+        """Whether the statement is this name and no more, so that all of it is replaced."""
         if isinstance(node, cst.Arg | cst.Param):
             return False
         if isinstance(node, cst.Import | cst.ImportFrom | cst.For | cst.Assign):
             return True
-        for each in self._ancestors(node):
+        for each in self._up_to_statement(node):
             if isinstance(each, cst.With) and len(each.items) > 1:
                 return False
-            if isinstance(each, cst.BaseCompoundStatement) and here is not None:
+            if isinstance(each, cst.BaseCompoundStatement) and replacement is not None:
                 return False
-            part = isinstance(each, cst.BaseExpression | cst.Arg | cst.Decorator | cst.Param)
-            if part and not isinstance(each, cst.Call):
+            is_part = isinstance(each, cst.BaseExpression | cst.Arg | cst.Decorator | cst.Param)
+            if is_part and not isinstance(each, cst.Call):
                 return False
         return True
 

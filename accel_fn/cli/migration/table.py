@@ -1,4 +1,4 @@
-"""One row for each name of accelerate: what takes its place here, why, and where results differ."""
+"""One row for each name of accelerate: what takes its place, why, and where results differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Row:
     """What becomes of a name; text in braces is replaced by the argument of that name."""
 
-    here: str | None
+    replacement: str | None
     """What takes its place; None if it goes, "" if it stays."""
     why: str = ""
     differences: tuple[int, ...] = ()
