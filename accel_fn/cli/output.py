@@ -33,6 +33,11 @@ def config_option(text: str = "Settings to start from.") -> Callable[[Any], Any]
     return click.option("--config", "config_file", type=FILE, metavar="FILE", help=text)
 
 
+def runs_argument() -> Callable[[Any], Any]:
+    kind = click.Path(exists=True, path_type=Path)
+    return click.argument("paths", nargs=-1, required=True, metavar="RUN...", type=kind)
+
+
 def json_option(text: str = "Print JSON.") -> Callable[[Any], Any]:
     return click.option("--json", "as_json", is_flag=True, help=text)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from accel_fn.cli.output import interruptible, one_line_errors
+from accel_fn.cli.output import interruptible, one_line_errors, runs_argument
 from accel_fn.errors import ArgumentError
 from accel_fn.observe.plot_page import write_page
 from accel_fn.observe.plot_png import write_png
@@ -17,9 +17,7 @@ _WRITERS = {".png": write_png, ".html": write_page}
 
 
 @click.command(epilog="Example: accel-fn plot runs/a runs/b -o compared.png")
-@click.argument(
-    "paths", nargs=-1, required=True, metavar="RUN...", type=click.Path(exists=True, path_type=Path)
-)
+@runs_argument()
 @click.option(
     "-o",
     "--out",

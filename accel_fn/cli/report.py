@@ -19,6 +19,7 @@ from accel_fn.cli.output import (
     print_table,
     readable_bytes,
     readable_seconds,
+    runs_argument,
 )
 from accel_fn.errors import ArgumentError, message
 from accel_fn.observe.goodput import CATEGORIES, Goodput, goodput
@@ -77,9 +78,7 @@ class _Summary:
 
 
 @click.command(epilog="Example: accel-fn report runs/* --sort loss")
-@click.argument(
-    "paths", nargs=-1, required=True, metavar="RUN...", type=click.Path(exists=True, path_type=Path)
-)
+@runs_argument()
 @click.option("--sort", metavar="COLUMN", help="Sort runs by a column or by a value's name.")
 @click.option("--descending", is_flag=True, help="Sort from high to low.")
 @click.option("--column", "added", metavar="NAME", multiple=True, help="Show this value as well.")
@@ -99,10 +98,15 @@ def report(
     """
     if descending and sort is None:
         raise click.UsageError("--descending needs --sort COLUMN")
+    chosen = [("column", name) for name in added]
+    if sort is not None:
+        chosen.append(("sort", sort))
     with one_line_errors():
         runs, without = read_runs("report", paths)
-        found = [_Summary(run, goodput(run)) for run in runs]
-        columns = _columns(found, added, sort)
+        names = list(dict.fromkeys(name for run in runs for name in run.columns if name != "time"))
+        for option, name in chosen:
+            _check_column(option, name, [*_OWN, *names])
+    found = [_Summary(run, goodput(run)) for run in runs]
     for path in without:
         click.echo(f"report: no log in {path}", err=True)
     if sort is not None:
@@ -112,37 +116,42 @@ def report(
     elif len(found) == 1 and not added:
         _print_run(found[0])
     else:
+        columns = _columns(names, [name for _, name in chosen])
         rows = [[_shown(name, each.cell(name)) for name in columns] for each in found]
         print_table(columns, rows)
 
 
-def _columns(found: Sequence[_Summary], added: Sequence[str], sort: str | None) -> list[str]:
-    """The headings of the table of runs; a name that no run has is an error."""
-    names = dict.fromkeys(name for each in found for name in each.run.columns if name != "time")
-    for parameter, name in [*(("column", each) for each in added), ("sort", sort)]:
-        if name is not None and name not in (*_OWN, *names):
-            near = difflib.get_close_matches(name, [*_OWN, *names], n=1)
-            repair = (
-                f"did you mean {near[0]}?" if near else f"use one of {', '.join((*_OWN, *names))}"
-            )
-            rule = "be a column of the table or a value that a run has logged"
-            raise ArgumentError(message("report", parameter, rule, name, repair))
+def _check_column(option: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        repair = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+        rule = "be a column of the table or a value that a run has logged"
+        raise ArgumentError(message("report", option, rule, name, repair))
+
+
+def _columns(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """The headings of the table of runs, whose values have these names."""
     losses = [name for name in names if name == "loss" or name.endswith("/loss")]
-    asked = [*added, *([] if sort is None else [sort])]
     # One loss, so that the table fits 80 columns.
-    return list(dict.fromkeys(["run", "step", *losses[:1], *asked, "goodput", "time", "samples/s"]))
+    return list(
+        dict.fromkeys(["run", "step", *losses[:1], *chosen, "goodput", "time", "samples/s"])
+    )
 
 
 def _sorted(found: list[_Summary], name: str, descending: bool) -> list[_Summary]:
     """Sort by a column; runs without a value, or with nan, come last."""
-    missing = [each for each in found if (cell := each.cell(name)) is None or cell != cell]
-    known = [each for each in found if each not in missing]
+    missing = [each for each in found if _is_missing(each.cell(name))]
+    known = [each for each in found if not _is_missing(each.cell(name))]
     return sorted(known, key=lambda each: each.cell(name), reverse=descending) + missing
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value != value
 
 
 def _shown(name: str, value: Any) -> str:
     """A value in the unit of its column."""
-    if value is None or value != value:
+    if _is_missing(value):
         return "-" if value is None else "nan"
     if name == "goodput":
         return f"{100 * value:.1f}%"
@@ -150,13 +159,7 @@ def _shown(name: str, value: Any) -> str:
         return readable_seconds(value)
     if name.endswith("peak_memory"):
         return readable_bytes(int(value))
-    return (
-        value
-        if isinstance(value, str)
-        else f"{value:.4g}"
-        if isinstance(value, float)
-        else f"{value}"
-    )
+    return f"{value:.4g}" if isinstance(value, float) else f"{value}"
 
 
 def _print_run(found: _Summary) -> None:

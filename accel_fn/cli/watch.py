@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from accel_fn.cli.output import interruptible, one_line_errors, readable_seconds
+from accel_fn.cli.output import interruptible, one_line_errors, readable_seconds, runs_argument
 from accel_fn.observe.charts import COLORS
 from accel_fn.observe.run_log import Run, find_logs, read_runs
 
@@ -21,9 +21,7 @@ _LOOK_EVERY_S = 0.5
 
 
 @click.command(epilog="Example: accel-fn watch runs/a")
-@click.argument(
-    "paths", nargs=-1, required=True, metavar="RUN...", type=click.Path(exists=True, path_type=Path)
-)
+@runs_argument()
 @click.option("--once", is_flag=True, help="Print the curves once, as where there is no terminal.")
 def watch(*, paths: tuple[Path, ...], once: bool) -> None:
     """Draw the curves of runs in the terminal, again whenever a log grows, until Ctrl-C.

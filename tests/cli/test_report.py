@@ -76,7 +76,7 @@ def test_one_run_shows_where_its_time_went_and_its_values(launchers, runs):
         (("--sort", "loss"), "cba"),
         (("--sort", "loss", "--descending"), "abc"),
         (("--sort", "restarts", "--descending"), "cba"),
-        (("--sort", "goodput"), None),
+        (("--sort", "goodput"), "cba"),
         (("--sort", "validation/loss"), "bca"),  # a has none, and comes last
         (("--sort", "run", "--descending"), "cba"),
     ],
@@ -91,13 +91,8 @@ def test_runs_are_compared_in_a_table_that_sorts_by_any_column(launchers, runs, 
     assert (done.exit_code, done.stderr) == (0, "")
     heading, *rows = done.stdout.splitlines()
     assert heading.split()[:3] == ["run", "step", "loss"]
-    assert [*options[1:2]] == [] or options[1] in heading.split()
-    names = [row.split()[0] for row in rows]
-    if order is None:
-        goodputs = [float(re.search(r"([\d.]+)%", row)[1]) for row in rows]
-        assert goodputs == sorted(goodputs)
-    else:
-        assert [name.removeprefix("runs/")[0] for name in names] == [*order]
+    assert {*options[1:2]} <= {*heading.split()}
+    assert [row.removeprefix("runs/")[0] for row in rows] == [*order]
 
 
 def test_a_column_is_added_by_its_name(launchers, runs):
